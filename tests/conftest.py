@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of shells for what they run in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The first example of a test may import torch, so no deadline; the suite bounds each test as a whole. The same examples
 # every time, so that a change is judged by what it changed; `--hypothesis-profile=new` draws others, and `brief`, for

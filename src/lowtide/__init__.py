@@ -153,7 +153,7 @@ register_renderers(
 _TORCH_FREE = ("lowtide.errors", "lowtide.planner")
 
 
-if not TYPE_CHECKING:  # a type checker that saw this would take any name for a public one
+if not TYPE_CHECKING:  # hidden from type checkers, for which any name would else be public
 
     def __getattr__(name: str) -> object:
         home = _HOMES.get(name)
@@ -164,7 +164,7 @@ if not TYPE_CHECKING:  # a type checker that saw this would take any name for a 
 
             require_torch(f"lowtide.{name}")
         value = getattr(import_module(home), name)
-        globals()[name] = value  # so that this runs once a name
+        globals()[name] = value  # makes later reads of the name bypass this function
         return value
 
 

@@ -1,18 +1,18 @@
-"""The exception tree. Every error says what was asked, what was found and what to do next.
+"""Define the exception tree. Every error says what was asked, what was found and what to do next.
 
     LowtideError
-      BudgetError      ValueError     a budget that is not an amount of memory
-      Infeasible       ValueError     no plan fits the budget; carries the smallest peak that one can reach
-      OverBudget       RuntimeError   a measured peak stayed above the budget after every repair
-      PackageMissing   ImportError    a package that only pictures or the demo need is absent
+      BudgetError      ValueError     the budget is not an amount of memory
+      Infeasible       ValueError     no plan fits the budget; carries the smallest reachable peak
+      OverBudget       RuntimeError   the measured peak stayed above the budget after every repair
+      PackageMissing   ImportError    a package needed only for pictures or the demo is absent
       RehearsalError   RuntimeError   the step could not be rehearsed
-        DataDependentStepError                 the step decides by what is in a tensor, and it was to run without memory
-      ReplayMismatch   RuntimeError   a part of the model, run again, was another one than before
-      StalePlan        ValueError     a plan was made for another model, batch, device, dtype or torch
+        DataDependentStepError                 the step depends on tensor values, which need a real run
+      ReplayMismatch   RuntimeError   a replayed part of the model did not behave as in forward
+      StalePlan        ValueError     the plan was made for another model, batch, device, dtype or torch
       TorchMissing     ImportError    torch is absent or too old
 
-All survive pickling, so a worker process can raise them. On the command line each ends with its `exit_code`: 2 where
-Lowtide could not do what was asked, 1 where it could and the answer is "it does not fit".
+All survive pickling, so a worker process can raise them. On the command line each error ends with its `exit_code`:
+2 if Lowtide could not do what was asked, 1 if it could and the answer is "it does not fit".
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,12 +22,12 @@ from lowtide import units
 
 
 class LowtideError(Exception):
-    """Whatever Lowtide raises on purpose."""
+    """Base class of every error that Lowtide raises on purpose."""
 
     exit_code: ClassVar[int] = 2
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An exception is unpickled as cls(*args), which fails where the constructor has required keywords: skip it.
+        # Unpickling calls cls(*args), which fails if the constructor has required keywords: skip the constructor.
         reduced = super().__reduce__()
         assert isinstance(reduced, tuple)
         _, args, *state = reduced
@@ -39,19 +39,19 @@ def _restore(cls: type[LowtideError], args: tuple[object, ...]) -> LowtideError:
 
 
 class BudgetError(LowtideError, ValueError):
-    """A budget that cannot be read as a positive amount of memory."""
+    """Error for a budget that cannot be read as a positive amount of memory."""
 
 
 class RehearsalError(LowtideError, RuntimeError):
-    """The step could not be rehearsed, so nothing is known about its memory."""
+    """Error for a step that could not be rehearsed, so that its memory is unknown."""
 
 
 class DataDependentStepError(RehearsalError):
-    """The step decides something by what is in a tensor, and that can't be known without running it."""
+    """Error for a step that depends on tensor values, which are unknown unless the step really runs."""
 
 
 class ReplayMismatch(LowtideError, RuntimeError):
-    """A module of `module_class` did something else when it was run again: the step ends, and nothing is updated."""
+    """Error for a module of `module_class` whose replay differed from its forward: the step ends without an update."""
 
     def __init__(self, message: str, module_class: type | None = None) -> None:
         super().__init__(message)
@@ -59,15 +59,15 @@ class ReplayMismatch(LowtideError, RuntimeError):
 
 
 class PackageMissing(LowtideError, ImportError):
-    """A package that only some of Lowtide needs, for pictures or for the demo, is absent or cannot be loaded."""
+    """Error for a package that is absent or fails to load, and that only pictures or the demo need."""
 
 
 class TorchMissing(LowtideError, ImportError):
-    """Torch is absent, cannot be loaded or is older than Lowtide needs."""
+    """Error for a torch that is absent, cannot be loaded or is older than Lowtide needs."""
 
 
 class StalePlan(LowtideError, ValueError):
-    """A plan was made for something else than what it is used on; `differences` says where, one line each."""
+    """Error for a plan used on something it was not made for; `differences` lists the mismatches, one line each."""
 
     def __init__(self, message: str, *, differences: Iterable[str] = ()) -> None:
         self.differences = tuple(differences)
@@ -75,11 +75,11 @@ class StalePlan(LowtideError, ValueError):
 
 
 class Infeasible(LowtideError, ValueError):
-    """No plan fits `budget_bytes`; the most saving one peaks at `smallest_peak_bytes`, made of `parts` (name -> bytes).
+    """Error for a budget of `budget_bytes` that no plan fits.
 
-    The message offers the smallest peak as a budget, with its `extra_ratio` (extra time over the plain step's, 0.31 for
-    +31 %) if that is known, and then `nearest`: other things that would work, worded as advice. `notes` say what was
-    tried in vain, and where plans save nothing.
+    The smallest peak, `smallest_peak_bytes`, is made of `parts` (name -> bytes). The message offers that peak as a
+    budget, with `extra_ratio` (extra time over the plain step's, 0.31 for +31 %) if known, followed by `nearest`: other
+    things that would work, worded as advice. `notes` say what was tried in vain, and where plans save nothing.
     """
 
     exit_code = 1
@@ -110,7 +110,7 @@ class Infeasible(LowtideError, ValueError):
 
 
 class OverBudget(LowtideError, RuntimeError):
-    """The step ran under its plan and its measured peak stayed above the budget, whatever was repaired.
+    """Error for a step whose measured peak stayed above the budget under its plan, after every repair.
 
     `notes` say what may be behind it.
     """
@@ -137,10 +137,10 @@ class OverBudget(LowtideError, RuntimeError):
 
 
 def _as_budget(peak_bytes: int) -> str:
-    """The shortest budget that `peak_bytes` fits, as an argument to type."""
+    """Return `peak_bytes`, rounded up, as a budget argument to type."""
     return f'budget="{units.format_bytes(peak_bytes, round_up=True).replace(" ", "")}"'
 
 
-# Users meet these as lowtide.Infeasible and so on: say so in tracebacks, and pickle them under the name that is kept.
+# Users know these classes as lowtide.Infeasible and so on: tracebacks and pickles use that public name.
 for _public in (LowtideError, *LowtideError.__subclasses__(), DataDependentStepError):
     _public.__module__ = "lowtide"

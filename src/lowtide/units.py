@@ -1,6 +1,6 @@
-"""Bytes, times and ratios as text: "7.8 GiB", "12.5 ms", "+4.1 %". Binary units, as torch writes them.
+"""Format bytes, times and ratios: "7.8 GiB", "12.5 ms", "+4.1 %". Binary units, as torch writes them.
 
-Inside Lowtide an amount of memory is a whole number of bytes. Text becomes bytes in `utils/amounts.py`.
+Inside Lowtide an amount of memory is a whole number of bytes. `utils/amounts.py` parses text into bytes.
 """
 
 import math
@@ -11,23 +11,23 @@ BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB":
 
 
 def format_bytes(n_bytes: int, *, round_up: bool = False) -> str:
-    """`n_bytes` in the binary unit that suits it, to three figures without trailing zeros: "7.8 GiB", "512 B".
+    """Return `n_bytes` in the fitting binary unit, to three figures without trailing zeros: "7.8 GiB", "512 B".
 
-    `round_up` never understates, so that `parse_bytes` gives at least `n_bytes` back: for budgets that are suggested.
+    With `round_up` the text never understates, so that `parse_bytes` returns at least `n_bytes`: for suggested budgets.
     """
     unit = _unit_for(n_bytes, round_up)
     return f"{_in_unit(n_bytes, unit, round_up)} {unit}"
 
 
 def format_change(before_bytes: int, after_bytes: int) -> str:
-    """Both amounts, their unit said once where it is the same: "14.9 -> 7.8 GiB", "1.2 GiB -> 890 MiB"."""
+    """Return both amounts, with a common unit written once: "14.9 -> 7.8 GiB", "1.2 GiB -> 890 MiB"."""
     before, after = format_bytes(before_bytes), format_bytes(after_bytes)
     number, unit = before.split()
     return f"{number if after.endswith(f' {unit}') else before} -> {after}"
 
 
 def format_apart(one_bytes: int, other_bytes: int, *, round_up: bool = False) -> tuple[str, str]:
-    """Both amounts, to the byte where they differ but three figures would not show it. `round_up` is for the other."""
+    """Return both amounts, to the byte if three figures would hide a difference. `round_up` applies to the other."""
     one, other = format_bytes(one_bytes), format_bytes(other_bytes, round_up=round_up)
     if one == other and one_bytes != other_bytes:
         return f"{one_bytes} B", f"{other_bytes} B"
@@ -35,9 +35,9 @@ def format_apart(one_bytes: int, other_bytes: int, *, round_up: bool = False) ->
 
 
 def format_parts(total_bytes: int, parts: Mapping[str, int]) -> str:
-    """What a total is made of, in the unit of that total: " = 3.9 parameters + 2.3 loss head + 0.9 other".
+    """Return the parts of a total, in the unit of that total: " = 3.9 parameters + 2.3 loss head + 0.9 other".
 
-    "other" is what the parts leave over. Parts too small to show are left out; nothing to show gives "".
+    "other" is the rest of the total. Parts too small to show are left out; the text is "" if fewer than two remain.
     """
     unit = _unit_for(total_bytes)
     named = {**parts, "other": total_bytes - sum(parts.values())}
@@ -47,7 +47,7 @@ def format_parts(total_bytes: int, parts: Mapping[str, int]) -> str:
 
 
 def format_time(ms: float) -> str:
-    """A duration to three significant figures: "12.5 ms", "1.2 s", "3.5 min"."""
+    """Return a duration to three significant figures: "12.5 ms", "1.2 s", "3.5 min"."""
     for unit, size in (("min", 60_000), ("s", 1000), ("ms", 1)):
         if ms >= size:
             return f"{float(f'{ms / size:.3g}'):g} {unit}"
@@ -55,7 +55,7 @@ def format_time(ms: float) -> str:
 
 
 def format_ratio(ratio: float, *, signed: bool = False) -> str:
-    """A ratio as a percentage, with one decimal below ten: 0.041 is "4.1 %", or "+4.1 %" if `signed`."""
+    """Return a ratio as a percentage, with one decimal below ten: 0.041 is "4.1 %", or "+4.1 %" if `signed`."""
     percent = 100 * ratio
     text = f"{percent:.0f}" if abs(percent) >= 9.95 else f"{percent:.1f}".removesuffix(".0")
     text = text.removeprefix("-") if text == "-0" else text
@@ -63,7 +63,7 @@ def format_ratio(ratio: float, *, signed: bool = False) -> str:
 
 
 def _unit_for(n_bytes: int, round_up: bool = False) -> str:
-    """The smallest binary unit in which the rounded amount is below 1024."""
+    """Return the smallest binary unit in which the rounded amount is below 1024."""
     return next((unit for unit in BINARY if abs(_hundredths(n_bytes, unit, round_up)) < 102400), "PiB")
 
 
@@ -73,7 +73,7 @@ def _in_unit(n_bytes: int, unit: str, round_up: bool = False) -> str:
 
 
 def _hundredths(n_bytes: int, unit: str, round_up: bool) -> int:
-    """`n_bytes` to three significant figures, or to the whole unit where that is finer, in hundredths of `unit`."""
+    """Return hundredths of `unit`, rounded to three significant figures, or to the whole unit if that is finer."""
     exact = Fraction(abs(n_bytes), BINARY[unit])
     step = Fraction(1, 100) if exact < 10 else Fraction(1, 10) if exact < 100 else Fraction(1)
     steps = math.ceil(exact / step) if round_up else round(exact / step)

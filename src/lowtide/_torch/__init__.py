@@ -1,5 +1,5 @@
-"""All private names of torch that Lowtide relies on, one module a subject.
+"""All private names of torch that Lowtide relies on, one module per subject.
 
-`tests/_torch/test_private_names.py` says what each must do. Each was read in the sources of torch 2.13; those marked so
-have been there since 2.10 or longer.
+`tests/_torch/test_private_names.py` specifies the behaviour of each. Each was read in the sources of torch 2.13; marked
+names have existed since 2.10 or longer.
 """

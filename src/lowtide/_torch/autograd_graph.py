@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
 
 _FIRST_UNNUMBERED = 2**63
-"""Nodes that forward did not number have sequence numbers from here on."""
+"""Smallest sequence number of nodes that forward did not number."""
 
 
 def producer(tensor: Tensor) -> Node | None:
-    """The node that made a tensor; None for a leaf, and where autograd forbids to look."""
+    """Return the node that made a tensor; None for a leaf, and where autograd raises."""
     try:
         return tensor.grad_fn
-    except RuntimeError:  # a view whose base was modified in a way that autograd forbids to look at
+    except RuntimeError:  # a view whose base was modified so that autograd refuses access
         return None
 
 
 def nodes_behind(tensors: Iterable[Tensor]) -> list[Node]:
-    """All nodes that the producers of these tensors lead to, themselves first, those that gather gradients included."""
+    """Return the producers of `tensors`, then all nodes that they lead to, gradient accumulators included."""
     return nodes_from(node for tensor in tensors if (node := producer(tensor)) is not None)
 
 
 def walk(roots: Iterable[Node], without: Container[Node] = ()) -> Iterator[Node]:
-    """Yield all nodes that `roots` lead to, themselves first, each once; `without` nodes are not entered."""
+    """Yield `roots`, then all nodes that they lead to, each once; nodes in `without` are not entered."""
     nodes = list(dict.fromkeys(roots))
     seen = set(nodes)
     for node in nodes:  # grows while it is walked
@@ -44,21 +44,21 @@ def walk(roots: Iterable[Node], without: Container[Node] = ()) -> Iterator[Node]
 
 
 def nodes_from(roots: Iterable[Node]) -> list[Node]:
-    """Return all nodes that `roots` lead to, themselves first, each once."""
+    """Return `roots`, then all nodes that they lead to, each once."""
     return list(walk(roots))
 
 
 @dataclass(slots=True)
 class Component:
-    """Nodes that are connected otherwise than through leaves."""
+    """Nodes that are connected other than through leaves."""
 
     nodes: list[Node] = field(default_factory=list)
     roots: list[int] = field(default_factory=list)
-    """Positions of the roots that lead to them."""
+    """Positions of the roots that lead to the nodes."""
 
 
 def components(roots: Sequence[Node]) -> list[Component]:
-    """Return the connected parts of the graph behind `roots`. Leaves connect nothing and are in none."""
+    """Return the connected components of the graph behind `roots`. Leaves connect nothing and are in no component."""
     owner: dict[Node, int] = {}
     parent = list(range(len(roots)))  # union-find over the roots
 

@@ -19,12 +19,12 @@ backward_number = torch._C._current_graph_task_id
 
 
 def in_forward_mode() -> bool:
-    """Whether tangents are computed along (`torch.autograd.forward_ad`). 2.13, since 1.8."""
+    """Return True if forward-mode AD computes tangents (`torch.autograd.forward_ad`). 2.13, since 1.8."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp) runs in this thread; tensors there may have no memory.
+    """Return True if a transform of torch.func (grad, vmap, jvp) runs in this thread; its tensors may have no memory.
 
     2.13, since 2.1.
     """
@@ -36,45 +36,46 @@ is_tracing = torch._C._is_tracing
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running in this thread. 2.13."""
+    """Return True if a backward pass is running in this thread. 2.13."""
     return backward_number() != -1
 
 
 def running_node_number() -> int:
-    """The number (see `sequence_number`) of the node that backward runs in this thread; -1: none. 2.13, since 2.1."""
+    """Return the `sequence_number` of the node that backward runs in this thread, or -1. 2.13, since 2.1."""
     node: Node | None = torch._C._current_autograd_node()
     return -1 if node is None else sequence_number(node)
 
 
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
-"""The kind of the node that gives a leaf its gradient. 2.13, since 1.0."""
+"""Kind of the node that accumulates a leaf's gradient. 2.13, since 1.0."""
 
 
 def running_node() -> Node | None:
-    """The node whose backward runs in this thread. 2.13, since 2.1."""
+    """Return the node whose backward runs in this thread, or None. 2.13, since 2.1."""
     found: Node | None = torch._C._current_autograd_node()
     return found
 
 
 def running_node_name() -> str:
-    """The kind of that node, as `GeluBackward0`; empty without one. 2.13, since 2.1."""
+    """Return the kind of the running node, such as `GeluBackward0`; empty without one. 2.13, since 2.1."""
     node = running_node()
     return "" if node is None else node.name()
 
 
 ENGINE = "_engine_run_backward"
-"""Name in `torch.autograd` of what `backward` and `grad` call to run a backward pass: outputs, their gradients,
-retain_graph, create_graph, inputs. 2.13, since 2.3."""
+"""Name in `torch.autograd` of the function that `backward` and `grad` call to run a backward pass. Arguments: outputs,
+their gradients, retain_graph, create_graph, inputs. 2.13, since 2.3."""
 
 BACKWARD_CALL = torch.autograd.graph._engine_run_backward.__code__
-"""The last Python function on the way into the autograd engine. 2.13, since 2.3."""
+"""Code of the last Python function on the way into the autograd engine. 2.13, since 2.3."""
 
 
 @contextlib.contextmanager
 def around_checkpoints(told: Callable[[], object], *, off: bool = False) -> Iterator[None]:
-    """Call `told` for each call that is checkpointed in this block; with `off` it is not. 2.13, since 2.1.
+    """Call `told` for each checkpointed call inside this `with` block; `off` disables checkpointing. 2.13, since 2.1.
 
-    `torch.utils.checkpoint.checkpoint` itself is in variables of whoever imported it: what it calls is replaced.
+    `torch.utils.checkpoint.checkpoint` itself is in variables of the modules that imported it, so the two
+    implementations that it calls are replaced.
     """
     generator, function = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
 

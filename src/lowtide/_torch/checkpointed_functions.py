@@ -30,7 +30,7 @@ def observe_checkpoints(observe: Callable[[tuple[Any, ...], bool], Region | None
     generator, function = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
 
     def observed_generator(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-        region = observe(args[5:], False)  # behind preserve, context_fn, determinism_check, debug and early_stop
+        region = observe(args[5:], False)  # after preserve, context_fn, determinism_check, debug, early_stop
         if region is None:
             yield from generator(run, *args, **kwargs)
             return

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def history_is_on() -> bool:
-    """Whether someone records the allocator's history. 2.13."""
+    """Return True if the allocator's history is being recorded. 2.13."""
     return bool(torch._C._cuda_isHistoryEnabled())
 
 
@@ -21,20 +21,20 @@ def start_history() -> None:
 
 
 def stop_history() -> None:
-    """Stop recording and forget what was recorded. 2.13, since 2.1."""
+    """Stop recording and drop the recorded history. 2.13, since 2.1."""
     torch.cuda.memory._record_memory_history(None)
 
 
 def snapshot() -> dict[str, Any]:
-    """The allocator's state and, under "device_traces", one list of recorded actions per device. 2.13, since 2.1."""
+    """Return the allocator's state; "device_traces" has one list of recorded actions per device. 2.13, since 2.1."""
     return dict(torch.cuda.memory._snapshot())
 
 
 def drop_workspaces() -> None:
-    """Give the memory that cuBLAS works in back to the allocator; the next products take it anew. 2.13, since 1.11."""
+    """Free cuBLAS workspaces; the next matrix products allocate them again. 2.13, since 1.11."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def set_metadata(text: str) -> None:
-    """Attach `text` to all actions that the CUDA allocator records in this thread from now on. 2.13, since 2.10."""
+    """Attach `text` to all further actions that the CUDA allocator records in this thread. 2.13, since 2.10."""
     torch.cuda.memory._set_memory_metadata(text)

@@ -1,4 +1,4 @@
-"""Time that work took, on devices that work while Python goes on."""
+"""Timing on asynchronous devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def accelerator_in_use() -> bool:
-    """Whether there is an accelerator and something has been done on it: to ask it anything else would set it up."""
+    """Return True if an accelerator exists and has been used; any other query would initialize it."""
     if not torch.accelerator.is_available():
         return False
     used = getattr(torch.get_device_module(), "is_initialized", None)
@@ -16,10 +16,10 @@ def accelerator_in_use() -> bool:
 
 
 def now_ms(device: torch.device | None = None) -> float:
-    """Milliseconds on a clock that is read when `device`, an accelerator, has done all that it was given.
+    """Return a clock's milliseconds after `device`, an accelerator, has finished all its queued work.
 
-    Without the wait, work on a GPU would seem to take as long as asking for it. Without a device, and with the CPU for
-    one, the wait is for the current device of the accelerator in use, if any.
+    Without the wait, only the launch of GPU work would be measured. For None or the CPU, the wait is for the current
+    device of the accelerator in use, if any.
     """
     if accelerator_in_use():
         torch.accelerator.synchronize(None if device is None or device.type == "cpu" else device)

@@ -26,10 +26,10 @@ _taken_on_the_way: list[BaseException] = []
 
 
 DATA_DEPENDENT = (_fake_tensor.DynamicOutputShapeException, _fake_tensor.DataDependentOutputException)
-"""What a fake operator raises whose result's shape, or value, depends on contents. 2.13, since 2.0."""
+"""Exceptions of fake operators whose result's shape, or value, depends on contents. 2.13, since 2.0."""
 
 NO_FAKE_KERNEL = _fake_tensor.UnsupportedOperatorException
-"""What a fake operator raises that has no kernel for fake tensors, where `run_on_zeros` is not allowed. 2.13."""
+"""Exception of operators without a kernel for fake tensors, where `run_on_zeros` is not allowed. 2.13."""
 
 
 OWN_OPERATORS = frozenset({"aten", "prim", "prims", "profiler"})
@@ -37,9 +37,9 @@ OWN_OPERATORS = frozenset({"aten", "prim", "prims", "profiler"})
 
 
 def fake_mode(run_on_zeros: bool = True, nested: Exception | None = None) -> _fake_tensor.FakeTensorMode:
-    """A mode under which operators make fake tensors; `nested` is raised where they would be nested. 2.13, since 1.13.
+    """Return a mode under which operators make fake tensors; raises `nested` for nested ones. 2.13, since 1.13.
 
-    Those that have no kernel for fake tensors run on real zeros, on the device that the fake ones are on.
+    With `run_on_zeros`, operators without a kernel for fake tensors run on real zeros, on the fake tensors' device.
     """
     mode = _fake_tensor.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=run_on_zeros)
 
@@ -53,13 +53,13 @@ def fake_mode(run_on_zeros: bool = True, nested: Exception | None = None) -> _fa
 
 
 def end_fakes(mode: _fake_tensor.FakeTensorMode) -> None:
-    """From here on what is computed from fake tensors of a mode and real ones raises. 2.13, since 2.0."""
+    """Make any further operator on both fake tensors of `mode` and real tensors raise. 2.13, since 2.0."""
     mode.allow_non_fake_inputs = False
 
 
 @contextlib.contextmanager
 def running_on_zeros(mode: _fake_tensor.FakeTensorMode) -> Iterator[None]:
-    """Allow a mode to do so in this block. 2.13, since 2.0."""
+    """Allow `mode` to run operators on zeros inside this `with` block. 2.13, since 2.0."""
     before, mode.allow_fallback_kernels = mode.allow_fallback_kernels, True
     try:
         yield
@@ -68,12 +68,12 @@ def running_on_zeros(mode: _fake_tensor.FakeTensorMode) -> Iterator[None]:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a fake one. 2.13."""
+    """Return True if the tensor is fake. 2.13."""
     return isinstance(tensor, FakeTensor)
 
 
 def is_strided(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a strided piece of one storage. 2.13."""
+    """Return True if the tensor is a strided part of one storage. 2.13."""
     return tensor.layout is torch.strided and type(tensor) in _WITH_STORAGE
 
 
@@ -81,9 +81,9 @@ _WITH_STORAGE = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, Fa
 
 
 class on_real_tensors:
-    """Operators and functions in this block run past all modes. 2.13, since 1.13.
+    """Context in which operators and functions bypass all modes. 2.13, since 1.13.
 
-    Past those for functions as well: in a backward pass they are on while an operator is dispatched.
+    Function modes are bypassed as well, because in a backward pass they are active while an operator is dispatched.
     """
 
     __slots__ = ("_guards",)
@@ -99,23 +99,23 @@ class on_real_tensors:
 
 
 def as_written(thing: Any) -> Any:
-    """The function that `torch.compile` was given, where `thing` is what it gave for one; else `thing`. 2.13."""
+    """Return the original function if `torch.compile` returned `thing`, else `thing`. 2.13."""
     return vars(thing).get("_torchdynamo_orig_callable", thing) if isinstance(thing, FunctionType) else thing
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:
-    """All bytes of the storage of a tensor on the CPU, as an array on the same memory, past all modes. 2.13."""
+    """Return a CPU tensor's whole storage as an array of bytes on the same memory, bypassing all modes. 2.13."""
     with on_real_tensors():
         return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """No dispatch mode is on in this block but those that it enters. 2.13, since 2.0."""
+    """Disable all current dispatch modes inside this `with` block. 2.13, since 2.0."""
     return _python_dispatch._disable_current_modes()
 
 
 def on_default_device(function: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function makes a tensor on the device that `with torch.device(...)` names. 2.13."""
+    """Return True if a call makes a tensor on the device set by `with torch.device(...)`. 2.13."""
     return (
         _device.CURRENT_DEVICE is not None
         and kwargs.get("device") is None
@@ -124,22 +124,23 @@ def on_default_device(function: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def default_device() -> torch.device | None:
-    """The device that `with torch.device(...)` or `set_default_device` names; None without one. 2.13."""
+    """Return the device set by `with torch.device(...)` or `set_default_device`, or None. 2.13."""
     return _device.CURRENT_DEVICE
 
 
 def is_own(frame: FrameType) -> bool:
-    """Whether it runs code of torch or this package."""
+    """Return True if the frame runs code of torch or of this package."""
     name: str = frame.f_globals.get("__name__", "")
     return name.startswith(("torch.", "lowtide.")) or name == "torch"
 
 
 @contextlib.contextmanager
 def fake_devices_shown(true: torch.device, shown: torch.device, inside: Callable[[], bool]) -> Iterator[None]:
-    """In this block fake tensors on one device show another one, but to torch and this package.
+    """Make fake tensors on the device `true` report `shown` inside this `with` block.
 
-    Nor `inside` of operators, where fake kernels of others make tensors on the device that they see. 2.13: a property
-    in Python, which torch itself asks for at every step.
+    Torch and this package still get `true`, and so does all code while `inside()` is True, that is inside operators,
+    where third-party fake kernels make tensors on the reported device. 2.13: `device` is a Python property, which torch
+    itself reads all the time.
     """
     meta, asked = torch.device("meta"), vars(FakeTensor)["device"]
 
@@ -155,10 +156,9 @@ def fake_devices_shown(true: torch.device, shown: torch.device, inside: Callable
 
 @contextlib.contextmanager
 def function_modes_in_backward() -> Iterator[None]:
-    """The function modes that are on now are on in backward passes, too, where Python code may run forward again.
+    """Keep the current function modes on in this thread's backward passes, where Python code may run forward again.
 
-    In those of this thread. 2.13: `tensor.backward` is a function that modes are asked for, and a mode is off while it
-    is asked.
+    2.13: `tensor.backward` is a function that modes handle, and a mode is off while it handles a function.
     """
     modes = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     mine = threading.get_ident()
@@ -170,7 +170,7 @@ def function_modes_in_backward() -> Iterator[None]:
         off = [mode for mode in modes if not any(mode is other for other in on)]
         _taken_on_the_way.clear()
         try:
-            for mode in off:  # not entered: a device's would take itself for the one around it
+            for mode in off:  # pushed, not entered: a device mode would save itself as the previous one
                 overrides._push_mode(mode)  # type: ignore[no-untyped-call]
             done = run(*args, **kwargs)
         except SystemError:
@@ -180,7 +180,7 @@ def function_modes_in_backward() -> Iterator[None]:
         finally:
             for _ in off:
                 overrides._pop_mode()  # type: ignore[no-untyped-call]
-        if _taken_on_the_way:  # an interrupt that came just there
+        if _taken_on_the_way:  # an interrupt that arrived at that moment
             raise _taken_on_the_way.pop()
         return done
 
@@ -207,7 +207,7 @@ os.register_at_fork(after_in_child=_forked)
 
 @contextlib.contextmanager
 def data_as_they_are() -> Iterator[None]:
-    """A data loader's workers are in no mode that was on when they were forked, and what they give is real. 2.13."""
+    """Run a data loader's forked workers without modes, and rebuild their tensors as real ones. 2.13."""
     rebuild = torch._utils._rebuild_tensor
 
     def real(*args: Any) -> torch.Tensor:
@@ -223,16 +223,16 @@ def data_as_they_are() -> Iterator[None]:
 
 
 def without_function_modes() -> contextlib.AbstractContextManager[Any]:
-    """Functions in this block run past all function modes, and see tensors as they are. 2.13, since 1.13."""
+    """Bypass all function modes and tensor subclasses inside this `with` block. 2.13, since 1.13."""
     return torch._C.DisableTorchFunction()
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Another tensor with the same memory, by which gradients come back; itself if it is not strided. 2.13."""
+    """Return a differentiable alias of a tensor; the tensor itself if it is not strided. 2.13."""
     return torch.ops.aten.alias.default(tensor) if is_strided(tensor) else tensor
 
 
 def make_parameter(fake: torch.Tensor, requires_grad: bool) -> None:
-    """Make a fake tensor pass for an `nn.Parameter`. 2.13, since 2.0."""
+    """Make a fake tensor count as an `nn.Parameter`. 2.13, since 2.0."""
     fake.requires_grad_(requires_grad)
     fake._is_param = True

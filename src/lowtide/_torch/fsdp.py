@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ShardGroup:
-    """Parameters that `fully_shard` gathers together. 2.13; the parts that send, since 2.9 or longer."""
+    """Parameters that `fully_shard` gathers together. 2.13; `senders` since 2.9 or longer."""
 
     __slots__ = ("_group",)
 
@@ -22,38 +22,38 @@ class ShardGroup:
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
-        """Those that `fully_shard` was called on."""
+        """Modules that `fully_shard` was called on."""
         modules: tuple[torch.nn.Module, ...] = self._group.modules
         return modules
 
     @property
     def is_whole(self) -> bool:
-        """Whether the parameters are gathered now."""
+        """Return True if the parameters are gathered now."""
         return bool(self._group.is_unsharded)
 
     @property
     def parts_after_forward(self) -> bool:
-        """Whether they are let go of after forward, and gathered again for backward."""
+        """Return True if the parameters are resharded after forward and gathered again for backward."""
         return self._group.post_forward_mesh_info is not None
 
     @property
     def is_whole_in_backward(self) -> bool:
-        """Whether they are gathered for backward at all."""
+        """Return True if the parameters are gathered for backward at all."""
         return bool(self._group.unshard_in_backward)
 
     @property
     def is_on_host(self) -> bool:
-        """Whether they wait in memory of the host."""
+        """Return True if the shards are kept in host memory."""
         return type(self._group.offload_policy).__name__ == "CPUOffloadPolicy"
 
     @property
     def is_tensor_parallel(self) -> bool:
-        """Whether any of them is a distributed tensor also when it is gathered."""
+        """Return True if any parameter is a distributed tensor even when gathered."""
         return any(parameter.is_dtensor for parameter in self._group.fsdp_params)
 
     @property
     def has_unsent_gradients(self) -> bool:
-        """Whether gradients of earlier micro-batches wait to be added to those of other processes."""
+        """Return True if gradients of earlier micro-batches have not been reduced over processes yet."""
         whole = (getattr(p, "_unsharded_param", None) for p in self._group.fsdp_params)
         waiting = [self._group._partial_reduce_output]
         waiting += [p.unsharded_accumulated_grad for p in self._group.fsdp_params]
@@ -62,7 +62,7 @@ class ShardGroup:
 
     @property
     def senders(self) -> tuple[Any, Any]:
-        """What gathers the parameters, and what adds up the gradients."""
+        """Communication objects that gather the parameters and reduce the gradients."""
         return self._group._all_gather_comm, self._group._reduce_scatter_comm
 
     @senders.setter
@@ -70,17 +70,17 @@ class ShardGroup:
         self._group._all_gather_comm, self._group._reduce_scatter_comm = both
 
     def stay_whole(self) -> None:
-        """Do not let go of the parameters, until `part`."""
+        """Keep the parameters gathered until `part`."""
         self._group.reshard = lambda: None
 
     def part(self) -> None:
-        """Let go of them as after forward, if that is done at all."""
+        """Reshard the parameters as after forward, if forward does so at all."""
         del self._group.reshard
         with self._group.use_training_state(type(self._group._training_state).FORWARD):
             self._group.reshard()
 
     def forget_gradients(self) -> None:
-        """Drop what waits to be sent, and the whole parameters."""
+        """Drop unreduced gradients and the gathered parameters."""
         self._group.reshard()
         for parameter in self._group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
@@ -89,7 +89,7 @@ class ShardGroup:
 
 
 def shard_groups(module: Any) -> list[ShardGroup]:
-    """The groups of a module that `fully_shard` was called on. 2.13; one until 2.11."""
+    """Return the groups of a module that `fully_shard` was called on. 2.13; one group until 2.11."""
     return _groups(module._get_fsdp_state())
 
 
@@ -99,13 +99,13 @@ def _groups(state: Any) -> list[ShardGroup]:
 
 
 def parts_by_itself(module: Any) -> bool:
-    """Whether nobody said if it lets go of its parameters after forward; then a root does not. 2.13."""
+    """Return True if `reshard_after_forward` was left unset; a root then does not reshard after forward. 2.13."""
     return bool(module._get_fsdp_state()._auto_reshard_after_forward)
 
 
 @contextlib.contextmanager
 def as_in_backward(module: Any) -> Iterator[None]:
-    """In this block a forward of the module is a second one for backward: whole parameters stay as they are. 2.13."""
+    """Treat forward inside this `with` block as a recompute in backward: gathered parameters stay gathered. 2.13."""
     state = module._get_fsdp_state()
     before, state._training_state = state._training_state, type(state._training_state).PRE_BACKWARD
     try:
@@ -115,7 +115,7 @@ def as_in_backward(module: Any) -> Iterator[None]:
 
 
 def forget_step(module: Any) -> None:
-    """Be as between two steps, wherever this one was broken off; said to the root. 2.13; no word for it until 2.11."""
+    """Reset a root module to the state between steps after an aborted step. 2.13; torch has no method until 2.11."""
     state = module._get_fsdp_state()
     if not state._is_root:
         return
@@ -128,7 +128,7 @@ def forget_step(module: Any) -> None:
 
 
 def sum_over_processes(how: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Have distributed tensors added up like this, as for the norm that gradients are clipped by. Gives how they were.
+    """Sum distributed tensors with `how`, for example for the norm in gradient clipping. Return the previous function.
 
     2.13, since 2.5.
     """

@@ -1,7 +1,7 @@
-"""Joint graphs, forward and backward of what torch.compile compiles together, as records without torch.
+"""Joint graphs (forward and backward of code that torch.compile compiles together), as records without torch.
 
-Read in torch 2.13 (`torch/_functorch/partitioners.py`); the hook is there since 2.9. torch's partitioner is called with
-its choice of saved values replaced: what it extracts, reorders and threads through stays torch's own.
+Read in torch 2.13 (`torch/_functorch/partitioners.py`); the hook exists since 2.9. torch's partitioner is called with
+its choice of saved values replaced; extraction, reordering and threading through stay torch's own.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class JointNode:
     flops: int
     args: tuple[int, ...]
     module: str
-    """Path of the module that calls it, empty where none does."""
+    """Path of the calling module, or empty."""
     root: int
-    """The node whose memory this one is in."""
+    """Index of the node whose memory this node's value is in."""
     is_forward: bool
-    """Forward outputs need it."""
+    """True if forward outputs need the node."""
     is_backward: bool
-    """It depends on gradients of the outputs."""
+    """True if the node depends on gradients of the outputs."""
     is_tangent: bool = False
     is_static: bool = False
-    """A parameter or buffer: held by the model."""
+    """True for a parameter or buffer, which the model holds."""
     is_random: bool = False
-    """Another call of it would give other numbers."""
+    """True if a second call would give other random numbers."""
     users: list[int] = field(default_factory=list)
 
 
@@ -68,7 +68,7 @@ class JointGraph:
 
 
 Choose = Callable[[JointGraph, frozenset[int]], frozenset[int]]
-"""From a joint graph and the values that torch would save to those that are saved instead."""
+"""Function from a joint graph and the values that torch would save to the values saved instead."""
 
 _REDUCTIONS: Final = frozenset(
     {
@@ -125,10 +125,11 @@ _SEEDS: Final = frozenset(
 
 
 def keep_products_apart(gm: fx.GraphModule) -> None:
-    """Have each matrix product computed by itself, where its operands are there.
+    """Have each matrix product computed by itself, at its own place in the graph.
 
-    inductor makes one call, `addmm`, of a product and a sum with it, at the place of the sum. `x + y` is `x - (-y)` to
-    the bit, and is no sum. Read in torch 2.13 (`torch/_inductor/fx_passes/post_grad.py`).
+    inductor fuses a product and a sum with it into one call, `addmm`, at the place of the sum. `x - (-y)` equals
+    `x + y` bit for bit and is not a sum, so it is not fused. Read in torch 2.13
+    (`torch/_inductor/fx_passes/post_grad.py`).
     """
     aten = torch.ops.aten
     for node in gm.graph.find_nodes(op="call_function", target=aten.add.Tensor):
@@ -152,7 +153,7 @@ def keep_products_apart(gm: fx.GraphModule) -> None:
 def partitioned(
     gm: fx.GraphModule, joint_inputs: Any, choose: Choose, **settings: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Partition a joint graph as torch does, with what `choose` says saved."""
+    """Partition a joint graph as torch does, but save the values that `choose` returns."""
     partitioners: Any = importlib.import_module("torch._functorch.partitioners")  # the first import takes a second
     stock = partitioners.choose_saved_values_set
 
@@ -181,7 +182,7 @@ def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGr
     index: dict[fx.Node, int] = {}
     nodes: list[JointNode] = []
     numbers: dict[int, int] = {}
-    """Of calls: sizes that are symbols are inputs of their own, by which other places shift."""
+    """Numbers of calls; indices of nodes shift with symbolic sizes, which are extra inputs."""
     digest = hashlib.blake2b(digest_size=8)
     for node in gm.graph.nodes:
         if node.op == "output":
@@ -237,7 +238,7 @@ def _kind(node: fx.Node, target: str, operators: Any) -> Kind:
 
 
 def _draws(node: fx.Node, operators: Any) -> bool:
-    """Return True if it is a random operator, or an output of one. Attention is none without dropout."""
+    """Return True if the node is a random operator or an output of one. Attention without dropout is not random."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and _draws(node.args[0], operators)
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -258,12 +259,12 @@ def _bytes(node: fx.Node, partitioners: Any) -> int:
 
 
 def _flops(node: fx.Node, kind: Kind, partitioners: Any) -> int:
-    """FLOPs of a matrix product, convolution or attention. torch counts none for the CPU's attention."""
+    """Return the FLOPs of a matrix product, convolution or attention. torch counts none for the CPU's attention."""
     if kind != "extern" or node.op != "call_function" or node.target is operator.getitem:
         return 0
     try:
         flops = int(partitioners.estimate_runtime(node))
-    except Exception:  # an operator of which torch's counter does not know the shapes
+    except Exception:  # torch's counter does not handle the operator's shapes
         flops = 0
     if flops <= 1 and "scaled_dot_product" in str(node.target):
         query, key = (
@@ -282,7 +283,7 @@ _STEP = re.compile(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 
 
 def _module(node: fx.Node) -> str:
-    """`L['self'].transformer.h.0.attn` -> `transformer.h.0.attn`."""
+    """Return the path of the node's module: `transformer.h.0.attn` for `L['self'].transformer.h.0.attn`."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -294,7 +295,7 @@ def _module(node: fx.Node) -> str:
 
 @contextlib.contextmanager
 def partitioning_by(partitioner: Any) -> Iterator[None]:
-    """Have inductor partition by `partitioner` what is compiled in this block."""
+    """Have inductor use `partitioner` for code compiled inside this `with` block."""
     undo = partition_by(partitioner)
     try:
         yield
@@ -303,9 +304,9 @@ def partitioning_by(partitioner: Any) -> Iterator[None]:
 
 
 def partition_by(partitioner: Any) -> Callable[[], None]:
-    """Have inductor partition by `partitioner` from now on, until what this returns is called.
+    """Have inductor use `partitioner` until the returned function is called.
 
-    What has been compiled before is compiled again when it is called next, and once more after that.
+    Code compiled before is recompiled at its next call, and once more after the returned function was called.
     """
     from torch._inductor import config
 
@@ -324,7 +325,7 @@ def partition_by(partitioner: Any) -> Callable[[], None]:
 
 
 def products_are_apart() -> bool:
-    """Return True if a partitioner is in force that keeps matrix products apart, and does nothing else."""
+    """Return True if the active partitioner only keeps matrix products apart."""
     from torch._inductor import config
 
     return bool(getattr(config.custom_partitioner_fn, "is_lever", False))
@@ -338,7 +339,7 @@ def _other(partitioner: Any) -> str:
 
 
 def hindrances() -> Iterator[str]:
-    """Settings of torch under which no plan can be made for compiled code, and what to do about each."""
+    """Yield settings of torch that prevent plans for compiled code, with a remedy for each."""
     from torch._dynamo import config as dynamo
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
@@ -357,9 +358,9 @@ def hindrances() -> Iterator[str]:
 
 @contextlib.contextmanager
 def always_partitioned() -> Iterator[None]:
-    """A block in which partitions come from the partitioner, and from no cache, and backward is compiled at once.
+    """Call the partitioner instead of using caches, and compile backward at once, inside this `with` block.
 
-    What comes from a cache has the number of another graph.
+    A cached partition has the number of another graph.
     """
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
@@ -373,9 +374,9 @@ def always_partitioned() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched_calls(note: Callable[[str, int, bool], None]) -> Iterator[None]:
-    """A block in which `note` is told "enter" and "leave" of each call of a compiled graph that is differentiated.
+    """Call `note` at the beginning and end of each call of a differentiated compiled graph inside this `with` block.
 
-    With the number of the graph, in the order of their first calls, and True for its backward.
+    Arguments: "enter" or "leave", the graph's number in order of first calls, and True for its backward.
     """
     from torch._inductor.output_code import CompiledFxGraph
 

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def without_subclasses() -> Any:
-    """No subclass of tensors has a say in what runs in this block. 2.13, since 2.0."""
+    """Disable `__torch_function__` of tensor subclasses inside this `with` block. 2.13, since 2.0."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def accelerator_type() -> str:
-    """The device type of this machine's accelerator, "cpu" where it has none. 2.13."""
+    """Return the device type of this machine's accelerator, "cpu" without one. 2.13."""
     return str(torch._C._get_accelerator().type)
 
 
@@ -39,12 +39,12 @@ saved_tensor_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(
 push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 """Put a pair of saved-tensor hooks, pack and unpack, in force in this thread. 2.13, since 1.10."""
 pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-"""Take the innermost pair out of force in this thread. 2.13, since 1.10."""
+"""Remove this thread's innermost pair of saved-tensor hooks. 2.13, since 1.10."""
 
 
 @contextlib.contextmanager
 def saved_tensor_hooks_off(unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
-    """The innermost saved-tensor hooks are not in force in this block, if `unpack` is theirs. 2.13."""
+    """Disable the innermost saved-tensor hooks inside this `with` block, if `unpack` is theirs. 2.13."""
     hooks = saved_tensor_hooks()
     if hooks is None or hooks[1] is not unpack:
         yield
@@ -57,7 +57,7 @@ def saved_tensor_hooks_off(unpack: Callable[[Any], torch.Tensor]) -> Iterator[No
 
 
 class _OffInTransforms(threading.local):
-    """Saved-tensor hooks that transforms of torch.func find off, those of each thread; what torch asks for that."""
+    """Saved-tensor hooks, per thread, that are disabled inside transforms of torch.func; replaces torch's function."""
 
     _lock, _n_blocks, _torchs = threading.Lock(), 0, staticmethod(graph.disable_saved_tensors_hooks)
 
@@ -88,9 +88,9 @@ class _OffInTransforms(threading.local):
         with contextlib.ExitStack() as stack:
             for unpack, apart in reversed(self._hooks):
                 top = saved_tensor_hooks()
-                if top is not None:  # None: they are paused
+                if top is not None:  # None: the hooks are paused
                     if top[1] is not unpack:
-                        break  # hooks of others: as without a plan
+                        break  # hooks of other code: as without a plan
                     torch._C._autograd._pop_saved_tensors_default_hooks()
                     aside.append(top)
                 stack.enter_context(apart())
@@ -108,9 +108,9 @@ _off_in_transforms = _OffInTransforms()
 def off_in_transforms(
     unpack: Callable[[Any], torch.Tensor], apart: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> contextlib.AbstractContextManager[None]:
-    """Take the saved-tensor hooks with this `unpack` out of force where a transform of torch.func runs in this block.
+    """Disable the saved-tensor hooks with this `unpack` in transforms of torch.func that run inside this `with` block.
 
-    Meanwhile `apart` is entered. 2.13, since 2.0: transforms ask `graph.disable_saved_tensors_hooks` for that.
+    `apart` is entered in each such transform. 2.13, since 2.0: transforms call `graph.disable_saved_tensors_hooks`.
     """
     return _off_in_transforms.block(unpack, apart)
 
@@ -121,6 +121,6 @@ def hooks_but_in_transforms(
     unpack: Callable[[Any], torch.Tensor],
     apart: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Put saved-tensor hooks in force, but not where a transform of torch.func runs: see `off_in_transforms`."""
+    """Install saved-tensor hooks, except in transforms of torch.func: see `off_in_transforms`."""
     with graph.saved_tensors_hooks(pack, unpack), off_in_transforms(unpack, apart):
         yield

@@ -18,44 +18,44 @@ node_metadata: Callable[[Node], dict[Any, Any]] = operator.attrgetter("metadata"
 
 
 def output_metadata(node: Node, output: int) -> Any:
-    """`.shape`, `.dtype` and `.device` of a node's forward output. 2.13."""
+    """Return the `.shape`, `.dtype` and `.device` of a node's forward output. 2.13."""
     return node._input_metadata[output]
 
 
 def packet_of(func: Any) -> Any:
-    """The operator that an overload, as a dispatch mode gets it, is one of. 2.13, since 1.12."""
+    """Return the operator of an overload, which a dispatch mode gets. 2.13, since 1.12."""
     return func._overloadpacket
 
 
 SAVED = "_saved_"
-"""Prefix of a node's attributes for what it saved; reading one runs the unpack hook. 2.13, since 1.9."""
+"""Prefix of a node's attributes for saved tensors and constants; reading one runs the unpack hook. 2.13, since 1.9."""
 
 
 RAW_SAVED = "_raw_saved_"
-"""Prefix of a node's attributes for where it holds them: see `saved_slot`. 2.13, since 1.9."""
+"""Prefix of a node's attributes for the slots of saved tensors: see `saved_slot`. 2.13, since 1.9."""
 
 
 def saved_slot(node: Node, attribute: str) -> Any:
-    """Where `node` holds the tensor or tensors that it shows as `attribute`; None for constants. Runs no hook. 2.13.
+    """Return the slot or slots of the saved tensors in `attribute`; None for constants. Runs no hook. 2.13.
 
-    A slot has `.data`, the tensor or what a pack hook made of it, and `.unpack_hook`, None where no hook packed it.
+    A slot has `.data`, the tensor or a pack hook's result, and `.unpack_hook`, None if no hook packed the tensor.
     """
     return getattr(node, "_raw" + attribute, None)
 
 
 def has_yet_to_save(node: Node, attribute: str) -> bool:
-    """Whether the tensor that `node` will show as `attribute` is not there yet; False if it was let go of. 2.13."""
+    """Return True if `node` has not yet saved the tensor in `attribute`; False if the tensor was freed. 2.13."""
     slot = saved_slot(node, attribute)
     if slot is None or slot.data is not None or slot.unpack_hook is not None:
         return False
     try:
-        return getattr(node, attribute) is None  # no hook is there to be run
+        return getattr(node, attribute) is None  # without a hook that could run
     except RuntimeError:  # freed
         return False
 
 
 def saved_slots(node: Node) -> Iterator[tuple[str, Any]]:
-    """Name and slot (see `saved_slot`) of each tensor that `node` holds for its backward; runs no unpack hook. 2.13."""
+    """Yield name and slot (see `saved_slot`) of each tensor that `node` has saved; runs no unpack hook. 2.13."""
     for name in _raw_saved_names(type(node)):
         try:
             found = getattr(node, name)
@@ -69,13 +69,13 @@ def saved_slots(node: Node) -> Iterator[tuple[str, Any]]:
 
 
 def raw_saved(node: Node) -> Iterator[Any]:
-    """What `node` holds for its backward, tensors or what a pack hook made of them; runs no unpack hook. 2.13."""
+    """Yield the tensors that `node` has saved, or pack hooks' results; runs no unpack hook. 2.13."""
     for _, slot in saved_slots(node):
         yield slot.data
 
 
 def n_slots(node: Node) -> int:
-    """Return how many tensors `node` can save, whether it does or not. 2.13."""
+    """Return the number of tensors that `node` can save. 2.13."""
     return len(_raw_saved_names(type(node)))
 
 
@@ -86,14 +86,14 @@ def _raw_saved_names(node_class: type) -> tuple[str, ...]:
     return names
 
 
-_names_of: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()  # weak: each custom Function makes a class
+_names_of: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()  # weak: each custom Function creates a class
 
 
 def sequence_number(node: Node) -> int:
-    """Nodes are numbered in the order in which a thread makes them; those of leaves have the largest number. 2.13."""
+    """Return the node's number in its thread's order of creation; nodes of leaves have the largest number. 2.13."""
     return node._sequence_nr()
 
 
 def next_sequence_number() -> int:
-    """The number (see `sequence_number`) that the next autograd node made in this thread will have. 2.13, since 1.4."""
+    """Return the `sequence_number` of the next autograd node made in this thread. 2.13, since 1.4."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Functions of torch that something of this package stands in for: several at once, and taken away in any order.
+"""Replacements for functions of torch: several at once, removable in any order.
 
-And hooks of torch's that are for the whole process, told of what is of one thread (`this_thread_only`).
+Also limits torch's process-wide optimizer hooks to one thread (`this_thread_only`).
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from lowtide._torch.backward import in_backward
 from lowtide._torch.compiled_code import not_compiled_alone
 
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Gives what stands in for a function, which it calls."""
+"""Function that returns a replacement for its argument, which the replacement calls."""
 
 _standing: dict[tuple[Any, str], tuple[Callable[..., Any], list[Make]]] = {}
-"""By where a function is: what is there instead of it, and who stands in, the last one outermost."""
+"""Installed function and list of replacements, the last one outermost, by place of the original function."""
 
 
 _inherited: set[tuple[Any, str]] = set()
-"""Those of classes that inherit the function, and have it no longer when nothing stands in for it."""
+"""Places in classes that inherit the function; the attribute is deleted with the last replacement."""
 
 
 def stand_in(owner: Any, name: str, make: Make, *, innermost: bool = False) -> Callable[[], None]:
-    """Have `make(function)` stand in for the function `owner.name` until what this gives is called.
+    """Replace the function `owner.name` by `make(function)` until the returned function is called.
 
-    The last one is the outermost, and calls those before it, unless it is to be the `innermost`.
+    The last replacement is the outermost and calls earlier ones, unless it is to be the `innermost`.
 
-    `make` is called at each call, but for those in code that is just being compiled. Whoever replaced the function
-    since, and did not know of this, keeps their place.
+    `make` is called at each call, except in code that is being compiled. If other code has replaced the function in the
+    meantime, its replacement stays.
     """
     if (owner, name) not in _standing:
         _standing[owner, name] = _installed(owner, name)
     instead, makes = _standing[owner, name]
-    own: Make = functools.partial(make)  # another one at each call
+    own: Make = functools.partial(make)  # a distinct object for each call of `stand_in`
     makes.insert(0 if innermost else len(makes), own)
 
     def remove() -> None:
@@ -76,7 +76,7 @@ def _installed(owner: Any, name: str) -> tuple[Callable[..., Any], list[Make]]:
 
 
 def original(owner: Any, name: str) -> Any:
-    """Return the function `owner.name` that others stand in for, if any do."""
+    """Return the function `owner.name` without its replacements."""
     found = vars(owner)[name]
     instead, _ = _standing.get((owner, name), (None, None))
     return vars(instead)["__wrapped__"] if found is instead else found
@@ -85,9 +85,9 @@ def original(owner: Any, name: str) -> Any:
 def wrap_module_calls(
     begins: Callable[[nn.Module], object], ends: Callable[[nn.Module, Any], object]
 ) -> Callable[[], None]:
-    """Have these told of each call of a module, `ends` with what it gave or None, until what this gives is called.
+    """Call `begins(module)` and `ends(module, output or None)` around module calls, until the returned function runs.
 
-    A hook for all modules would be compiled with those that were compiled where they stand (`Module.compile`).
+    A global module hook would be compiled along with modules that `Module.compile` has compiled.
     """
     return stand_in(nn.Module, "__call__", lambda call: functools.partial(_told, begins, ends, call))
 
@@ -95,10 +95,10 @@ def wrap_module_calls(
 def this_thread_only(
     told: Callable[..., object], is_ours: Callable[[Tensor], bool] = lambda _: False
 ) -> Callable[..., None]:
-    """An optimizer's hook for all, which in other threads is not called: they train something else.
+    """Return a global optimizer hook that calls `told` only for this thread, because other threads train other models.
 
-    But inside of a backward pass, as a GPU's nodes run in a thread of the GPU, and of an optimizer that has a
-    parameter of ours: a step may hand its update to another thread.
+    In other threads `told` is called inside a backward pass, because a GPU's nodes run in a thread of the GPU, and for
+    an optimizer with a parameter for which `is_ours` is True, because a step may hand its update to another thread.
     """
     mine = threading.get_ident()
 
@@ -130,4 +130,4 @@ def _told(
 
 
 TOLD_CODE = _told.__code__
-"""Of the frame from which `begins` and `ends` are called: what the module was given is in `args` and `kwargs`."""
+"""Code of the frame that calls `begins` and `ends`; its `args` and `kwargs` are the module's arguments."""

@@ -19,36 +19,36 @@ from lowtide._torch.compiled_code import never_compiled
 from lowtide._torch.fake_modes import FakeTensor, _taken_on_the_way
 
 DeviceModule = backend_registration._DummyBackendModule
-"""What `torch.<device>` has to answer, answered for one device. 2.13, since 2.9."""
+"""Module for `torch.<device>`, implemented for one device. 2.13, since 2.9."""
 
 DeviceHook = backend_registration._DummyPrivateUse1Hook
-"""What torch's C++ code asks of such a device, answered likewise. 2.13, since 2.9."""
+"""Hooks that torch's C++ code calls for a PrivateUse1 device, implemented for one device. 2.13, since 2.9."""
 
 
 def device_place() -> str | None:
-    """Who has taken the place for devices of other makers (PrivateUse1); None if nobody. 2.13, since 2.1."""
+    """Return the name of the registered PrivateUse1 device, or None. 2.13, since 2.1."""
     name = str(torch._C._get_privateuse1_backend_name())
     return None if name == "privateuseone" and not hasattr(torch, name) else name
 
 
 def take_device_place(name: str, module: DeviceModule, hook: DeviceHook) -> None:
-    """Take that place, until the process ends. 2.13, since 2.9."""
+    """Register a PrivateUse1 device until the process ends. 2.13, since 2.9."""
     backend_registration._setup_privateuseone_for_python_backend(
         name, backend_module=module, hook=hook, device_guard=_DeviceGuard()
     )
 
 
 class _DeviceGuard(backend_registration._DummyDeviceGuard):
-    """Is asked for its type also while C++ code leaves a node of a graph with an error. 2.13.
+    """Device guard whose type torch also queries while C++ code leaves a graph node with an error. 2.13.
 
-    Python code must not return while an error is on its way: that would end the process. So the error is taken off the
-    way here, and put on it again where backward was called (`function_modes_in_backward`). Nothing may be looked up
-    before: looking for an attribute in a class that does not have it loses an error that is on its way.
+    Python code must not return while an error is set, which would end the process. So the error is cleared here, and
+    raised again where backward was called (`function_modes_in_backward`). No attribute may be looked up before that: a
+    lookup in a class that lacks the attribute loses the error.
     """
 
     def type_(self, occurred: Callable[[], Any] = ctypes.pythonapi.PyErr_Occurred) -> Any:
         try:
-            occurred()  # raises what is on its way
+            occurred()  # raises the error that is set
         except BaseException as error:
             _taken_on_the_way.append(error)
         return super().type_()  # type: ignore[no-untyped-call]
@@ -56,7 +56,7 @@ class _DeviceGuard(backend_registration._DummyDeviceGuard):
 
 @contextlib.contextmanager
 def constants_made_on_cpu() -> Iterator[None]:
-    """`torch.tensor(..., device=...)` makes its tensor on the CPU in this block, and then moves it in sight. 2.13."""
+    """Let `torch.tensor(..., device=...)` make its tensor on the CPU, then move it visibly, in a `with` block. 2.13."""
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)
     try:
@@ -67,7 +67,7 @@ def constants_made_on_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def foreach_for_fakes() -> Iterator[None]:
-    """Optimizers take fake parameters for parameters, when they choose their implementation. 2.13, since 2.0."""
+    """Let optimizers treat fake parameters as parameters when choosing an implementation. 2.13, since 2.0."""
     _foreach_types.append(FakeTensor)
     try:
         yield
@@ -76,22 +76,22 @@ def foreach_for_fakes() -> Iterator[None]:
 
 
 CUDA_INIT, CUDA_EXCHANGES = "_lazy_init", ("_exchange_device", "_maybe_exchange_device")
-"""What sets CUDA up, and what changes its current GPU and gives the one before. 2.13: in `torch.cuda`."""
+"""Functions that initialize CUDA, and that switch the current GPU and return the previous one. 2.13: `torch.cuda`."""
 
 CUDA_SNAPSHOT, CUDA_HISTORY = "_snapshot", ("_record_memory_history", "_dump_snapshot")
-"""What gives, begins and writes the history of the allocator. 2.13: in `torch.cuda.memory`."""
+"""Functions that return, start and write the allocator's history. 2.13: in `torch.cuda.memory`."""
 
 JIT_KERNELS = ("_create_jit_fn", "_create_multi_output_jit_fn")
-"""What compiles kernels at run time. 2.13: in `torch.cuda.jiterator`."""
+"""Functions that compile kernels at run time. 2.13: in `torch.cuda.jiterator`."""
 
 AUTOGRAD_KEY, AUTOCAST_KEY = "AutogradPrivateUse1", "AutocastPrivateUse1"
-"""Dispatch keys of that device. 2.13, since 2.0."""
+"""Dispatch keys of the PrivateUse1 device. 2.13, since 2.0."""
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(AUTOCAST_KEY))
 
 
 def register_kernels(namespace: str, kernels: Mapping[str, Any], key: str) -> torch.library.Library:
-    """Python functions as kernels of operators, for as long as what is returned lives. 2.13, since 1.13."""
+    """Register Python functions as kernels of operators for the lifetime of the returned library. 2.13, since 1.13."""
     library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
     for name, kernel in kernels.items():
         library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
@@ -99,7 +99,7 @@ def register_kernels(namespace: str, kernels: Mapping[str, Any], key: str) -> to
 
 
 ASIDE = "TESTING_ONLY_GenericMode"
-"""A dispatch key before all others, which torch looks at only in a thread that asks for it. 2.13, since 1.12."""
+"""Dispatch key before all others, which torch considers only in a thread that includes it. 2.13, since 1.12."""
 
 _ASIDE = torch._C._dispatch_key_parse(ASIDE)
 _BEHIND_ASIDE = torch._C._dispatch_keyset_full_after(_ASIDE)
@@ -107,14 +107,14 @@ _BEHIND_AUTOGRAD = torch._C._dispatch_keyset_full_after(torch._C._dispatch_key_p
 
 
 _aside: list[torch.library.Library] = []
-"""Once there are such kernels: all other operators know nothing of that key."""
+"""Fallthrough for operators without a kernel for ASIDE; registered with the first such kernel."""
 
 
 def put_aside(kernels: Mapping[str, Callable[..., Any]]) -> torch.library.Library:
-    """Let these run instead of the kernels of operators of `aten`, in a block of `with_aside`. 2.13, since 2.10.
+    """Run `kernels` instead of the kernels of `aten` operators inside a block of `with_aside`. 2.13, since 2.10.
 
-    Each is given, before the arguments, a function that goes on to torch's own and one that goes on past autograd; and
-    behind them an object that nobody else has, for `references`.
+    Each gets, before the arguments, a function that continues with torch's own kernel and one that continues past
+    autograd; and, after the arguments, an object without other references, for `references`.
     """
     if not _aside:
         _aside.append(pass_through(ASIDE))
@@ -126,7 +126,7 @@ def put_aside(kernels: Mapping[str, Callable[..., Any]]) -> torch.library.Librar
 
 
 def _given_its_own(kernel: Callable[..., Any], operator: Any) -> Callable[..., Any]:
-    @never_compiled  # else it would be wherever a compiled function runs backward, with all that it calls
+    @never_compiled  # otherwise compiled, with its callees, wherever a compiled function runs backward
     def replaced(keys: Any, *args: Any, **kwargs: Any) -> Any:
         on, past = (functools.partial(operator.redispatch, keys & mask) for mask in (_BEHIND_ASIDE, _BEHIND_AUTOGRAD))
         return kernel(on, past, *args, object(), **kwargs)
@@ -136,12 +136,12 @@ def _given_its_own(kernel: Callable[..., Any], operator: Any) -> Callable[..., A
 
 @never_compiled
 def with_aside() -> contextlib.AbstractContextManager[Any]:
-    """In this block, and in backward passes that begin in it, kernels of `put_aside` are asked. 2.13."""
+    """Use kernels of `put_aside` inside this `with` block, and in backward passes that begin in it. 2.13."""
     return torch._C._IncludeDispatchKeyGuard(_ASIDE)
 
 
 def without_aside() -> contextlib.AbstractContextManager[None]:
-    """Compiled code finds in this block what it would without such kernels, else it would be compiled anew. 2.13."""
+    """Hide kernels of `put_aside` from compiled code inside this `with` block, which avoids recompilation. 2.13."""
     return _aside_off() if torch._C._dispatch_tls_is_dispatch_key_included(_ASIDE) else _NOTHING
 
 
@@ -158,12 +158,12 @@ _NOTHING = contextlib.nullcontext()
 
 
 def below_autograd() -> contextlib.AbstractContextManager[Any]:
-    """Operators in this block are those of the device itself: no graph, no new version of what they write to. 2.13."""
+    """Run operators below autograd inside this `with` block: no graph, no new versions of written tensors. 2.13."""
     return torch._C._AutoDispatchBelowADInplaceOrView()
 
 
 def is_dispatched_plainly(tensor: torch.Tensor) -> bool:
-    """Whether nothing stands between a call and the device: no mode, no transform, no bits of a view to be applied."""
+    """Return True if calls go straight to the device: no mode, no transform, no pending conj, neg or zero bit."""
     return not (
         torch._C._len_torch_dispatch_stack()
         or in_transform()
@@ -174,33 +174,33 @@ def is_dispatched_plainly(tensor: torch.Tensor) -> bool:
 
 
 def is_replaced(name: str, key: str) -> bool:
-    """Whether a Python function is the kernel of `aten.<name>` for a dispatch key. 2.13, since 2.0."""
+    """Return True if a Python function is the kernel of `aten.<name>` for a dispatch key. 2.13, since 2.0."""
     return f"aten/{name}/{key}" in torch.library._impls
 
 
 def remove_kernels(library: torch.library.Library) -> None:
-    """Torch's own kernels are back. 2.13, since 2.0.
+    """Remove the library's kernels, which restores torch's own. 2.13, since 2.0.
 
-    No other thread may be running one of the operators: the dispatcher frees what it is about to call.
+    No other thread may be running one of the operators: the dispatcher would free a kernel that it is about to call.
     """
     library._destroy()  # type: ignore[no-untyped-call]
-    library._op_impls.clear()  # when it is collected it would take somebody's next kernels off the list of them
+    library._op_impls.clear()  # its collection would unlist later kernels of the same names
 
 
 def pass_through(key: str) -> torch.library.Library:
-    """Every operator that has no kernel for `key` goes on to the next key. 2.13, since 2.3."""
+    """Let operators without a kernel for `key` fall through to the next key. 2.13, since 2.3."""
     library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     library.fallback(torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
     return library
 
 
 def without_autocast() -> contextlib.AbstractContextManager[Any]:
-    """Autocast for that device is past in this block, as in a kernel that has cast its arguments. 2.13, since 2.0."""
+    """Skip autocast of the PrivateUse1 device inside this `with` block, as its kernels do. 2.13, since 2.0."""
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
 
 
 def attention_allowed(kernel: str) -> bool:
-    """Whether a kernel of attention is switched on: "cudnn", "flash", "efficient". 2.13, since 2.5."""
+    """Return True if a kernel of attention is enabled: "cudnn", "flash", "efficient". 2.13, since 2.5."""
     ask = {
         "cudnn": torch._C._get_cudnn_sdp_enabled,
         "flash": torch._C._get_flash_sdp_enabled,

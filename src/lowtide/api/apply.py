@@ -1,4 +1,4 @@
-"""A plan put in force on a model: its levers, and the engine that recomputes and replays."""
+"""Apply a plan to a model: enable its levers, and the engine that recomputes and replays."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Applied(Removable):
-    """A plan in force on a model. Leaves it as it was on `remove()` or at the end of a `with` block.
+    """A plan in force on a model. `remove()`, or the end of a `with` block, restores the model.
 
-    `plan` is the one for the largest batches. Once more is alive as long as the plan is in force: `holder`, which
-    `lowtide.fitted` gives, by default this object.
+    `plan` is the plan for the largest batches. `holder` lives as long as the plan is in force, and `lowtide.fitted`
+    returns it; by default it is this object.
     """
 
     def __init__(
@@ -39,18 +39,18 @@ class Applied(Removable):
         say: Callable[[str], None],
         outgrown: Callable[[str], bool] = lambda what: False,
     ) -> None:
-        """`plans` are for batches of one size each, the smallest first. As for `outgrown`, see Lookout."""
+        """Put `plans` in force: one for each size of batch, the smallest first. See PlanGuard for `outgrown`."""
         self.plan = plan = plans[-1]
         self.holder: Removable = self
         self._unknown: set[str] = set()
-        """Hashes of joint graphs that were compiled and are not the plan's."""
+        """Hashes of compiled joint graphs that are not the plan's."""
         if plan.graphs:
             self._engine = Planned(model)
             with contextlib.ExitStack() as undo:
                 undo.callback(of_plan(plan, model, optimizer).remove)
                 if plan.predicted != plan.plain:
                     undo.callback(self._partitioned(say))
-                if is_compiled(model):  # else calls of it are traced, and nothing may stand before them
+                if is_compiled(model):  # else its calls are traced, and no wrapper may precede them
                     undo.callback(PlanGuard(model, plan, say, self, outgrown).remove)
                 undo.callback(more_state(model, plan, say).remove)
                 self._undo = undo.pop_all()
@@ -58,7 +58,7 @@ class Applied(Removable):
         self._engine = Planned(model, *plans)
         self._engine.tell = say
         with contextlib.ExitStack() as undo:
-            give_back = weakref.finalize(self._engine, hold_back())  # a plan may stay in force until its model is gone
+            give_back = weakref.finalize(self._engine, hold_back())  # a plan may last as long as its model
             give_back.atexit = False
             undo.callback(give_back)
             lookout = PlanGuard(model, plan, say, self, outgrown)  # behind the levers, as the rehearsal was
@@ -74,15 +74,15 @@ class Applied(Removable):
 
     @property
     def drifted(self) -> frozenset[str]:
-        """Addresses of slots that were not what the rehearsal saw, and were kept instead."""
+        """Addresses of slots that differed from the rehearsal, and were kept instead."""
         return frozenset(self._engine.drifted) | self._unknown
 
     def checked(self) -> AbstractContextManager[None]:
-        """A block for one step, in which ReplayMismatch is raised where backward reads other bits than were saved."""
+        """Return a block for one step, which raises ReplayMismatch if backward reads other bits than were saved."""
         return Checked(self._engine).running()
 
     def _partitioned(self, say: Callable[[str], None]) -> Callable[[], None]:
-        """Have inductor compile as the plan says, until what this returns is called."""
+        """Make inductor compile as the plan decides, until the returned function is called."""
         from lowtide.runtime.compiled_plan import Partitioner  # imports inductor, which takes seconds
 
         def unknown(key: str) -> None:
@@ -99,25 +99,34 @@ class Applied(Removable):
         return partition_by(partitioner)
 
     def remove(self) -> None:
-        """Give the model, and the optimizer, back as they were. May be called again."""
+        """Restore the model, and the optimizer. Repeated calls do nothing."""
         self._undo.close()
 
 
 def warn(what: str) -> None:
-    """What is said of a plan in force, where nobody else says it."""
+    """Warn about a plan in force: the default for `say`."""
     warnings.warn(what, stacklevel=2)
 
 
 def apply(model: nn.Module, plan: Plan, *, optimizer: Optimizers = None, say: Callable[[str], None] = warn) -> Applied:
     """Put a plan in force on `model`, until `.remove()` or the end of a `with` block.
 
-    `optimizer` is needed where one of the plan's levers changes it. Batches that are larger than those it is for get
-    the most saving plan. `say` is called, once each, when one comes, when more parameters are trained, when optimizers
-    make state that the plan does not count, when compiled code runs past the plan, and when the step does not save what
-    the rehearsed one did.
+    Batches that are larger than the plan's get its most saving fallback.
 
-    Raises StalePlan if the plan was made for another model, device or version of torch, and LowtideError for a lever
-    that can't be put on; then nothing is in force.
+    Args:
+        model: The model that the plan was made for, or an equal one.
+        plan: The plan, from `plan`, `fit` or a file.
+        optimizer: The optimizer, or a list of them; needed if one of the plan's levers changes it.
+        say: Called with a message, once for each reason: a larger batch came, more parameters are trained, optimizers
+            made state that the plan does not count, compiled code bypasses the plan, or the step does not save the
+            tensors that the rehearsed step saved.
+
+    Returns:
+        The plan in force.
+
+    Raises:
+        StalePlan: If the plan was made for another model, device or version of torch; then nothing is in force.
+        LowtideError: If a lever can't be enabled; then nothing is in force.
     """
     Plan.expect(plan, "apply")
     check_made_for(plan.fingerprint, model)

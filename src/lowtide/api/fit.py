@@ -1,4 +1,4 @@
-"""The whole way in one call: rehearse, plan, verify, repair where the measured peak says so, apply."""
+"""Fit a step into a budget in one call: rehearse, plan, verify, repair if the measured peak is too high, apply."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 REPAIRS = 4
-"""Plans that are tried before a budget is given up: each aims lower by what the last one was over."""
+"""Plans that are tried before a budget is given up: each aims lower by the excess of the one before."""
 COMPILED_REPAIRS = 3
-"""The same where each is compiled."""
+"""Compiled plans that are tried before a budget is given up."""
 
 
 class Fitted(Removable):
@@ -54,7 +54,7 @@ class Fitted(Removable):
         self.verdict = verdict
 
     def remove(self) -> None:
-        """Give the model back as it was."""
+        """Restore the model."""
         self.applied.remove()
 
     def __reduce__(self) -> NoReturn:
@@ -69,40 +69,43 @@ class Fitted(Removable):
         return self._told([f"{_peak(plan, verdict)}{_time(plan, verdict)}", decisions(plan), *lever_lines(plan)])
 
     def _told(self, lines: list[str]) -> str:
-        """`lines` with the proof, which comes first where there is none, and what the rehearsal and levers noted."""
+        """Join `lines`, the proof and the notes of rehearsal and levers; a failed proof comes first."""
         proof = [self.verdict.proof]
         notes = [f"note: {note}" for note in self.plan.notes]
         return "\n".join((lines + proof if self.verdict.proven else proof + lines) + notes)
 
 
 class FittedSizes(Fitted):
-    """A model whose steps fit at every size: a plan for each bucket of sizes. What `Fitted` has is of the largest."""
+    """A model whose steps fit at every size: a plan for each bucket of sizes.
+
+    Attributes that it has in common with `Fitted` are those of the largest bucket.
+    """
 
     def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
         last = buckets[-1]
         super().__init__(Switched(Switching(model, buckets)), last.profile, last.plan, last.verdict)
         self.buckets = tuple(buckets)
-        """Smallest first."""
+        """Buckets, smallest first."""
 
     def __str__(self) -> str:
         return self._told([_in_a_line(bucket) for bucket in self.buckets])
 
 
 def _in_a_line(bucket: Bucket) -> str:
-    """`up to [8, 128]: 612 -> 480 MiB peak (budget 480 MiB), 212 ms -> 223 ms a step measured, ...`."""
+    """Format: `up to [8, 128]: 612 -> 480 MiB peak (budget 480 MiB), 212 ms -> 223 ms a step measured, ...`."""
     plan, verdict = bucket.plan, bucket.verdict
     time = _time(plan, verdict) if plan.decisions != Decisions() else ""
     return f"up to {bucket.size}: {_peak(plan, verdict)}{time}; {decisions(plan)}"
 
 
 def _peak(plan: Plan, verdict: Verdict) -> str:
-    """`14.9 -> 7.8 GiB peak (budget 8 GiB)`."""
+    """Format the peak: `14.9 -> 7.8 GiB peak (budget 8 GiB)`."""
     change = format_change(plan.plain.peak_bytes, verdict.measured_peak_bytes)
     return f"{change} peak (budget {format_bytes(plan.budget_bytes)})"
 
 
 def _time(plan: Plan, verdict: Verdict) -> str:
-    """`, 212 ms -> 223 ms a step measured, +4.1 % time predicted, bound +3.8 %`."""
+    """Format times: `, 212 ms -> 223 ms a step measured, +4.1 % time predicted, bound +3.8 %`."""
     before = "" if verdict.plain_ms is None else f"{format_time(verdict.plain_ms)} -> "
     return f", {before}{format_time(verdict.planned_ms)} a step measured{extra_time(plan)}"
 
@@ -121,45 +124,57 @@ def fit(
     shapes: Any = None,
     in_place: bool = True,
 ) -> Fitted:
-    """Make `step(batch)` run within `budget` bytes at the least extra time, and prove it. The loop stays as it is.
+    """Make `step(batch)` run within `budget` bytes at the least extra time, and prove it. The loop stays unchanged.
 
-    `step` takes the batch, or as many arguments as a batch that is a tuple or list has. `optimizer` may be a list.
-    `budget` is bytes, `"8GiB"`, `"500MB"`, or `"60%"` of the plain step's peak; on a GPU also `"90% of gpu"`, or
-    `"auto"`, which is what is free there less a margin for the allocator's pieces. It is for all memory of the step:
-    parameters, gradients, optimizer state and batch included, and whatever else is in memory, such as other models.
-    Optimizers of `model` that exist, `optimizer` among them, update it after each step that they don't step in; where
-    there is none yet, that is noted, and what one makes later is said when it is there. `step(batch)` runs forward and
-    backward of `model` (and the optimizer if it likes) and is run about ten times here, after which parameters,
-    gradients, buffers, optimizer state and random numbers are as they were, and schedulers, gradient scalers, other
-    modules, numbers, words and containers that its code refers to. What else these runs change, such as how far an
-    iterator or a file is, the proof names. A `profile` from `rehearse` of the same step saves five of them.
+    The step is run about ten times here. Afterwards parameters, gradients, buffers, optimizer state and random number
+    generators are restored, and so are schedulers, gradient scalers, other modules, numbers, strings and containers
+    that its code refers to. The proof names other changes that these runs make, such as the position of an iterator or
+    a file.
 
-    `levers` are changes of the step that may be made where they pay (`lowtide/levers`), and each that is tried takes
-    some more steps: "outputs" (exact; by default), and, where you name them, "fused optimizer", "products apart",
-    "loss head", "step in backward" and "micro-batches". With one that is not exact, the plan is compared bit by bit
-    with the step that has the lever alone, and `verdict.relative_differences` says how far that is from the plain step.
+    Existing optimizers of `model`, `optimizer` among them, also update it after each step in which they don't step; if
+    none exists yet, the plan notes it, and optimizer state that is made later is reported when it exists.
 
-    With `offload=True` saved tensors may also wait for backward in memory of the host, where that takes less time than
-    making them again; not on a CPU.
+    A model that `torch.compile` compiles as a whole with inductor is recompiled under the plan, which then decides the
+    tensors that its joint graphs save for backward; so is a compiled function of `step` that calls `model`. All code
+    that torch has compiled in the process is dropped for that.
 
-    A model that `torch.compile` compiles as a whole with inductor is compiled anew under the plan, which then decides
-    what its joint graphs save for backward; so is a compiled function of `step` that calls `model`. All that torch has
-    compiled in the process is let go of for that.
+    A batch that is larger than `batch` gets the most saving plan, and a warning that it may need more than the budget.
+    After an error nothing is applied.
 
-    With `in_place=False` no gradient is written over the one that it is computed from, and no kernel is put where
-    torch would look for it: nothing of torch's is changed then (docs/process.md).
+    Args:
+        model: The model, on its device.
+        step: Runs forward and backward of `model`, and optionally the optimizer. It takes the batch, or as many
+            arguments as a batch that is a tuple or list has.
+        batch: The largest batch of the loop, in any nesting of containers.
+        budget: Bytes, `"8GiB"`, `"500MB"`, or `"60%"` of the plain step's peak; on a GPU also `"90% of gpu"`, or
+            `"auto"`: the memory that is free there less a margin for fragmentation. The budget is for all memory of the
+            step: parameters, gradients, optimizer state and batch included, and anything else in memory, such as other
+            models.
+        optimizer: The optimizer of `model`, or a list of them.
+        profile: A profile from `rehearse` of the same step, which saves five runs.
+        levers: Changes of the step that may be made where they pay (`lowtide/levers`); each that is tried takes some
+            more steps. The names are "outputs" (exact; the default), "fused optimizer", "products apart", "loss head",
+            "step in backward" and "micro-batches". With an inexact lever, the plan is compared bit by bit with the step
+            that has the lever alone, and `verdict.relative_differences` measures the difference from the plain step.
+        offload: Allow saved tensors to wait for backward in host memory, where that takes less time than recomputing
+            them; not on a CPU.
+        shapes: Makes smaller batches pay less or nothing: a small batch of the same form as `batch`, or "auto" for its
+            sequences (without sequences, its rows) cut to a quarter. Each bucket of sizes between the two gets its own
+            plan and proof, which takes some 30 steps. Excludes levers and offloading.
+        in_place: Allow writing a gradient over the one that it is computed from. If False, no such write happens and no
+            kernel is registered where torch would look for it, so nothing in torch is changed (docs/process.md).
 
-    A batch that is larger than this one gets the most saving plan, and a warning that it may need more than the budget.
-    With `shapes` smaller batches pay less or nothing: `batch` is the largest of the loop, and `shapes` a small one of
-    the same form, or "auto" for its sequences (without any, its rows) cut to a quarter. Each bucket of sizes between
-    the two has a plan and a proof of its own, which is some 30 steps; the result is a FittedSizes. No levers then, and
-    no offloading.
+    Returns:
+        The plan in force on `model`, with its proof; a FittedSizes with `shapes`.
 
-    Returns with the plan applied to `model`. Raises Infeasible if no plan fits, with the smallest peak that one
-    reaches; OverBudget if measured peaks stay above the budget; RehearsalError if the step can't be planned;
-    ReplayMismatch if what is made again is never what it was, as where weights are written through `.data` between
-    forward and backward; StalePlan for a `profile` of another model, batch or device; LowtideError if the model has
-    a plan already (`lowtide.remove(model)` takes it off). Then nothing is applied.
+    Raises:
+        Infeasible: If no plan fits; it has the smallest peak that a plan reaches.
+        OverBudget: If measured peaks stay above the budget.
+        RehearsalError: If the step can't be planned.
+        ReplayMismatch: If recomputed values never equal the originals, for example because weights are written through
+            `.data` between forward and backward.
+        StalePlan: If `profile` is of another model, batch or device.
+        LowtideError: If the model has a plan already (`lowtide.remove(model)` removes it).
     """
     check_has_no_plan(model)
     step = of_one_argument(step, batch)
@@ -240,10 +255,10 @@ def _fit(
 def _first(
     site: StepContext, profile: Profile, budget: int | str, levers: Collection[str], offload: bool
 ) -> tuple[Choice, Plan]:
-    """The levers that pay, and the first plan. Raises Infeasible, which names further levers that may help."""
+    """Return the levers that pay, and the first plan. Raises Infeasible, which names further levers that may help."""
     plain = unplanned_step(profile)
     budget_bytes = parse_budget(budget, of=plain_peak_bytes(profile))
-    if profile.levers:  # they were chosen before
+    if profile.levers:  # chosen before
         if unasked := [lever.name for lever in profile.levers if lever.name not in levers]:
             raise StalePlan(f"this profile was made with {unasked}: name them in levers=, or rehearse again.")
         choice = Choice(profile, plain)
@@ -266,7 +281,10 @@ def _first(
 
 
 def _noticed(site: StepContext, profile: Profile) -> dict[str, str]:
-    """Exact levers asked for that the step notices, as one that looks at gradients after backward may; and notes."""
+    """Return requested exact levers that change the step's bits, with notes.
+
+    A step that reads gradients after backward may notice such a lever.
+    """
     exact = [lever.name for lever in profile.levers if lever.exact and lever.name not in DEFAULT]
     if not exact:
         return {}
@@ -280,7 +298,7 @@ def _noticed(site: StepContext, profile: Profile) -> dict[str, str]:
 def over_budget(
     made: Profile | Plan, budget_bytes: int, measured: Collection[int], nearest: Collection[str] = ()
 ) -> OverBudget:
-    """What is raised when no plan keeps to the budget: `measured` are the peaks of those that were tried."""
+    """Build the error for a budget that no plan keeps; `measured` are the peaks of the plans that were tried."""
     notes = made.notes if any(OTHER_WORK in note for note in made.notes) else (*made.notes, OTHER_WORK)
     plain_bytes = made.plain.peak_bytes if isinstance(made, Plan) else plain_peak_bytes(made)
     if min(measured) > plain_bytes:
@@ -294,26 +312,26 @@ def over_budget(
 
 
 def _planned(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -> Plan:
-    """The plan that aims at `aim_bytes` so that the measured peak is within the budget."""
+    """Plan for `aim_bytes`, so that the measured peak is within the budget."""
     return _own(choice, plan(choice.profile, aim_bytes, offload=offload), budget_bytes)
 
 
 def _measured(profile: Profile, made: Plan, verdict: Verdict, n: int) -> Profile:
-    """`profile` with as much more in all its peaks as the compiled plan `made`, the `n`th, was measured to need.
+    """Raise all peaks of `profile` by the excess that was measured for the compiled plan `made`, the `n`th.
 
-    Plans that save less are further off: what the second needs beyond the first is counted once more for the third.
+    Plans that save less are further off: the second plan's excess over the first is counted once more for the third.
     """
     more = n * (verdict.measured_peak_bytes - made.predicted.peak_bytes)
     return replace(profile, static=replace(profile.static, margin=profile.static.margin + more))
 
 
 def _own(choice: Choice, made: Plan, budget_bytes: int) -> Plan:
-    """`made` as the plan for the budget, of the step as it is without levers."""
+    """Return `made` as the plan for the budget, compared with the step without levers."""
     return replace(made, budget_bytes=budget_bytes, plain=choice.plain, notes=(*made.notes, *choice.notes.values()))
 
 
 def _proof(site: StepContext, made: Plan) -> Verdict:
-    """Run the step under the plan, and without. Raises RehearsalError where the device has no room for the budget."""
+    """Run the step under the plan, and without. Raises RehearsalError if the device has no room for the budget."""
 
     def no_room(said: str) -> RehearsalError:
         return RehearsalError(

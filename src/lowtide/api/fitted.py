@@ -1,4 +1,4 @@
-"""Plans in force that no variable holds: found on their model, and taken off."""
+"""Find plans in force on a model, also without a variable that holds them, and remove them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ if TYPE_CHECKING:
 
 
 def fitted(model: nn.Module) -> Removable | None:
-    """Return the plan in force on `model`, or on a module inside of it, as a wrapper has it; None without one.
-
-    It is the very Fitted that `fit` has returned, or the Applied of `apply` and `within`.
+    """Return the plan in force on `model`, or on a module inside it, as in a wrapper; None without one.
 
     Args:
-        model: a module, or a wrapper of it such as DistributedDataParallel.
+        model: A module, or a wrapper of it such as DistributedDataParallel.
+
+    Returns:
+        The same Fitted object that `fit` returned, or the Applied of `apply` and `within`.
     """
     return next(_holders(model), None)
 
 
 def remove(model: nn.Module) -> None:
-    """Take every plan off `model` and off modules inside of it, and leave them as they were.
+    """Remove every plan from `model` and from modules inside it, and restore them.
 
     Args:
-        model: a module, or a wrapper of it such as DistributedDataParallel.
+        model: A module, or a wrapper of it such as DistributedDataParallel.
 
     Raises:
-        LowtideError: No plan is in force there.
+        LowtideError: If no plan is in force there.
     """
     holders = [*_holders(model)]
     if not holders:

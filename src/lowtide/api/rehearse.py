@@ -1,4 +1,4 @@
-"""`lowtide.rehearse`: take a step on trial and return its profile."""
+"""`lowtide.rehearse`: run a step on trial and return its profile."""
 
 from __future__ import annotations
 
@@ -26,21 +26,29 @@ def rehearse(
     optimizer: Optimizers = None,
     in_place: bool = True,
 ) -> Profile:
-    """Run `step(batch)` on trial: where does its memory go, and what would it cost to do without each part?
+    """Run `step(batch)` on trial: measure its memory, and the cost of saving each part of it.
 
-    `step` runs forward and backward of `model`, and the optimizer if it likes. It is run five times, for real, on the
-    device that the model is on, and gives the Profile that plans are made of. Afterwards parameters, gradients,
-    buffers, optimizer state, batch and random numbers are as they were, also if it raises; so are other modules,
-    tensors, schedulers and gradient scalers that its code refers to, and numbers, words and containers of its own. How
-    far iterators, files and data sets have gone on is noted in the profile. Optimizers that step are noticed, and those
-    of `model` that don't update it after the step, which is undone; name one only if it has stepped on parameters
-    outside of `model` before. If the step runs out of memory it is tried again under the most saving plan, and the peak
-    of the plain step is then a prediction.
+    The step is run five times, for real, on the model's device. Afterwards, also after an error, parameters, gradients,
+    buffers, optimizer state, batch and random number generators are restored; so are other modules, tensors, schedulers
+    and gradient scalers that its code refers to, and its own numbers, strings and containers. The profile notes how far
+    iterators, files and data sets have advanced. A step that runs out of memory is tried again under the most saving
+    plan, and the peak of the plain step is then a prediction.
 
-    Unless `in_place`, no plan that is made of the profile writes a gradient over the one that it is computed from, and
-    no kernel is put where torch would look for it (docs/process.md).
+    Args:
+        model: The model, on its device.
+        step: Runs forward and backward of `model`, and optionally the optimizer. It takes the batch, or as many
+            arguments as a batch that is a tuple or list has.
+        batch: The batch, in any nesting of containers.
+        optimizer: Needed only if it has stepped on parameters outside `model` before. Optimizers that step are
+            detected, and so are those of `model` that don't: these update it after the step, which is undone.
+        in_place: If False, no plan made from the profile writes a gradient over the one that it is computed from, and
+            no kernel is registered where torch would look for it (docs/process.md).
 
-    Raises RehearsalError for a step that can't be planned or estimated, with the reason.
+    Returns:
+        The profile that plans are made from.
+
+    Raises:
+        RehearsalError: If the step can't be planned or estimated; it has the reason.
     """
     step = of_one_argument(step, batch)
     changes = looking_on(model, step, batch)

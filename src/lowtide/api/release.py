@@ -1,8 +1,8 @@
-"""Lets go of graphs that backward left behind: `release` for tensors at hand, `step` around a step, `loss_only`.
+"""Release graphs that backward left behind: `release` for given tensors, `step` around a step, `loss_only`.
 
-What is dropped is a tensor's reference to its graph. Values stay as they are, and so does whatever another tensor still
-refers to: a trunk that a second loss shares stays for that loss. After an ordinary `backward()` there is nothing to let
-go of but empty nodes; after `retain_graph=True`, a partial backward or `create_graph=True` there is a whole graph.
+Releasing drops a tensor's reference to its graph. Values stay, and so does everything that another tensor still refers
+to: a trunk that a second loss shares stays for that loss. After an ordinary `backward()` only empty nodes can be
+released; after `retain_graph=True`, a partial backward or `create_graph=True` a whole graph is left.
 """
 
 from __future__ import annotations
@@ -31,34 +31,43 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
 
-_REACHED = "lowtide.release"  # key in the metadata of nodes that a backward pass came to in a step
+_REACHED = "lowtide.release"  # key in the metadata of nodes that a backward pass reached in a step
 
 
 def release(*finished: Any) -> int:
-    """Let go of the graphs behind these tensors; gives how many there were.
+    """Release the graphs behind these tensors.
 
-    Takes tensors, tuples, lists, dicts and objects such as the outputs of transformers, and modules: of a module, the
-    graphs that `create_graph=True` left in its parameters' `.grad`. Tensors become what `.detach()` would give, in
-    place: same values, same memory, no `grad_fn`. Call it when backward is done with them; a backward pass from them
-    is refused by torch afterwards.
+    Tensors become the result of `.detach()`, in place: same values, same memory, no `grad_fn`. Call it when backward is
+    done with them; torch rejects a later backward pass from them.
 
-    Raises LowtideError for a view that something of torch's own refers to, which cannot be detached in place.
+    Args:
+        *finished: Tensors, tuples, lists, dicts, objects such as the outputs of transformers, and modules. For a
+            module, the graphs that `create_graph=True` left in its parameters' `.grad` are released.
+
+    Returns:
+        The number of graphs released.
+
+    Raises:
+        LowtideError: For a view that an object inside torch refers to, which cannot be detached in place.
     """
     return sum(map(_let_go, _tensors_in(finished)))
 
 
 def step() -> AbstractContextManager[Step]:
-    """At the end of the `with` block, let go of the graphs that backward passes inside it came to and left behind.
+    """Release the graphs that backward passes inside the `with` block reached and left behind, at its end.
 
-    Those of the tensors that backward started from, and of outputs of models that it came to; graphs in the `.grad` of
-    parameters too, if `create_graph=True` was asked for. Graphs that no backward pass came to stay: the step may not be
-    done with them. What is remembered are weak references. In the thread that enters it only.
+    Released are the graphs of the tensors that backward started from, and of outputs of models that it reached; graphs
+    in the `.grad` of parameters, too, after `create_graph=True`. Graphs that no backward pass reached stay: the step
+    may still need them. Only weak references are remembered, and only the thread that enters the block is observed.
+
+    Returns:
+        The block; its `n_released` counts the tensors whose graph was released.
     """
     return Step()
 
 
 class Step(AbstractContextManager["Step"]):
-    """One step's block; `n_released` are the tensors whose graph was let go of at its end."""
+    """One step's block; `n_released` counts the tensors whose graph was released at its end."""
 
     def __init__(self) -> None:
         self.n_released = 0
@@ -98,7 +107,7 @@ class Step(AbstractContextManager["Step"]):
                 self.n_released += _let_go(leaf.grad, must=False)
 
     def _is_here(self) -> bool:
-        """Whether this is the thread whose step it is."""
+        """Return True in the thread that entered the block."""
         return threading.get_ident() == self._thread
 
     def _begins(self, module: nn.Module) -> None:
@@ -127,7 +136,10 @@ class Step(AbstractContextManager["Step"]):
 
 
 class _Reached:
-    """Notes on a node that backward came to it. Refers to the node's dict alone, which has no way back to the node."""
+    """A hook that notes on a node that backward reached it.
+
+    It refers to the node's dict alone, which has no reference back to the node.
+    """
 
     __slots__ = ("_metadata",)
 
@@ -139,30 +151,36 @@ class _Reached:
 
 
 class LossOnly(Removable):
-    """The hook of `loss_only`; `remove()`, or the end of a `with` block, takes it away."""
+    """The hook of `loss_only`; `remove()`, or the end of a `with` block, removes it."""
 
     def __init__(self, handle: RemovableHandle) -> None:
         self._handle = handle
 
     def remove(self) -> None:
-        """The model gives all its outputs again."""
+        """Make the model return all its outputs again."""
         self._handle.remove()
 
 
 def loss_only(model: nn.Module) -> LossOnly:
-    """Have a model of transformers give nothing but its loss while it trains, so that its logits go before backward.
+    """Make a model of transformers return its loss alone while it trains, so that its logits are freed before backward.
 
     A training loop that writes `outputs = model(**batch)` holds the logits through backward, at the step's peak: 15 %
     of it for a small GPT-2, 19 % with checkpointing (bench/retention.py). With this hook `outputs` has a `loss` and
-    None elsewhere, in training and with gradients on; otherwise, and without labels, it is as ever. Loss, gradients and
-    names do not change.
+    None elsewhere, in training and with gradients enabled; otherwise, and without labels, it is unchanged. Loss,
+    gradients and names do not change.
+
+    Args:
+        model: A model of transformers.
+
+    Returns:
+        The hook; `remove()`, or the end of a `with` block, removes it.
     """
     return LossOnly(model.register_forward_hook(_only_the_loss))
 
 
 def _only_the_loss(model: nn.Module, args: Any, output: Any) -> Any:
     if not (model.training and torch.is_grad_enabled()):
-        return None  # as it is
+        return None  # unchanged
     kind: Any = type(output)
     if isinstance(output, dict) and hasattr(kind, "__dataclass_fields__") and isinstance(output.get("loss"), Tensor):
         return kind(loss=output["loss"])
@@ -170,7 +188,7 @@ def _only_the_loss(model: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _let_go(tensor: Tensor, *, must: bool = True) -> bool:
-    """Detach in place; gives whether there was a graph."""
+    """Detach in place; return True if the tensor had a graph."""
     if tensor.grad_fn is None:
         return False
     if base_of(tensor) is None:
@@ -214,6 +232,6 @@ def _is_reached(node: Node) -> bool:
 
 
 def _leaves_behind(node: Node) -> list[Tensor]:
-    """The leaves that gather gradients in this graph."""
+    """Return the leaves that accumulate gradients in this graph."""
     found = (getattr(behind, "variable", None) for behind in nodes_from([node]))
     return [leaf for leaf in found if isinstance(leaf, Tensor)]

@@ -1,4 +1,4 @@
-"""What is in memory during one step, measured: as it is, or under a plan."""
+"""Measure the contents of memory during one step, plain or under a plan."""
 
 from __future__ import annotations
 
@@ -29,12 +29,26 @@ def timeline(
     plan: Plan | None = None,
     optimizer: Optimizers = None,
 ) -> Timeline:
-    """What is in memory after each allocation of one `step(batch)`, by category and module, without or under a plan.
+    """Record the memory in use after each allocation of one `step(batch)`, by category and module.
 
-    Bytes are over entry: parameters and whatever else exists before the step are not in it. The step is run twice, the
-    second time is shown (when the optimizer has its state), and afterwards everything is as it was. `optimizer` is
-    needed where one of the plan's levers changes it. Raises RehearsalError for a step that can't be rehearsed,
-    StalePlan for a plan of another model, LowtideError for a lever that can't be put on.
+    The step is run twice, plain or under a plan, and the second run is recorded (the optimizer then has its state). All
+    state is restored.
+
+    Args:
+        model: The model, on its device.
+        step: Runs forward and backward of `model`, and optionally the optimizer. It takes the batch, or as many
+            arguments as a batch that is a tuple or list has.
+        batch: The batch, in any nesting of containers.
+        plan: The plan to run the step under; None for the plain step.
+        optimizer: The optimizer, or a list of them; needed if one of the plan's levers changes it.
+
+    Returns:
+        The timeline, in bytes above those at entry: parameters and other memory from before the step are excluded.
+
+    Raises:
+        RehearsalError: If the step can't be rehearsed.
+        StalePlan: If the plan is of another model.
+        LowtideError: If a lever can't be enabled.
     """
     step = of_one_argument(step, batch)
     check(model, step, batch)

@@ -1,4 +1,4 @@
-"""The proof: a step is run under its plan and without it, from the same state, and both are compared."""
+"""Verify a plan: run a step under the plan and without it, from the same state, and compare both."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ if TYPE_CHECKING:
     from torch import nn
 
 REPEATED = 5
-"""Plain steps that are run at most to see whether what differs under the plan differs without it, too: some kernels of
-CUDA add up in another order only now and then."""
+"""Most plain steps that are run to check if a difference under the plan also occurs without it: some CUDA kernels add
+up in another order only now and then.
+"""
 
 DRAWN = "random numbers"
-"""The kind that every step has; a step that draws none leaves them the same whatever else it does."""
+"""The kind that every step has; a step that draws no random numbers leaves it unchanged whatever else it does."""
 
 _FOLLOWING = {
     "loss": ("gradients", "parameters", "buffers", "optimizer state", "counters"),
     "gradients": ("parameters", "optimizer state"),
 }
-"""What is not the same either where these are not, although rounding may hide it."""
+"""Kinds computed from other kinds: they differ too, although rounding may hide it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict(Record):
-    """What a step under a plan needs and gives, beside the plain step."""
+    """Needs and results of a step under a plan, beside the plain step's."""
 
     budget_bytes: int
     predicted_peak_bytes: int
@@ -52,25 +53,29 @@ class Verdict(Record):
     """Static memory included."""
     planned_ms: float
     plain_ms: float | None
-    """None where the plain step does not fit in memory."""
+    """None if the plain step does not fit in memory."""
     predicted_extra: float | None = None
-    """Extra time that the plan predicts, as a share of the rehearsed step's; None where no time was measured."""
+    """Extra time that the plan predicts, as a share of the rehearsed step's; None if no time was measured."""
     differences: dict[str, tuple[str, ...]] | None
-    """For random numbers and what the step has made or changed out of loss (what it returns), gradients, parameters,
-    buffers, optimizer state and counters (whole numbers and words that Python holds): the names whose bits are not
-    those of the plain step. None where the plain step does not fit: then the audit of each recipe is the proof."""
+    """Names whose bits differ from the plain step's, by kind: random numbers, and kinds that the step has produced or
+    changed out of loss (what it returns), gradients, parameters, buffers, optimizer state and counters (integers and
+    strings that Python holds). None if the plain step does not fit: then the audit of each recipe is the proof.
+    """
     levers: tuple[str, ...] = ()
-    """Levers of the plan that are not exact. Then `differences` are those to the step with these levers alone."""
+    """Levers of the plan that are not exact. `differences` then compares with the step that has these levers alone."""
     relative_differences: dict[str, float] | None = None
-    """With such levers, how far loss, gradients and parameters are from the plain step's: the Euclidean norm of what
-    all of a kind differ by, over that of what the plain step has. None where there are none, or it does not fit."""
+    """With inexact levers, the distance of loss, gradients and parameters from the plain step's: the Euclidean norm of
+    all differences of a kind, over the norm of the plain step's values. None without such levers, or if the plain step
+    does not fit.
+    """
     nondeterministic: tuple[str, ...] = ()
-    """Kinds in which plain steps from the same state differ from each other, too: kernels that add up in any order, as
-    some of CUDA's do. There nothing can be compared; what was recomputed is as audited."""
+    """Kinds in which plain steps from the same state differ from each other, too: some CUDA kernels add in any order.
+    These kinds can't be compared; recomputed values were audited.
+    """
     drifted: tuple[str, ...] = ()
-    """Addresses of saved tensors that were not what the plan expects, and were kept."""
+    """Addresses of saved tensors that differed from the plan's expectation, and were kept."""
     changes: tuple[str, ...] = ()
-    """What the steps that were run for this have changed and nothing can put back, such as how far an iterator is."""
+    """Changes made by the verifying steps that can't be restored, such as the position of an iterator."""
 
     @property
     def within_budget(self) -> bool:
@@ -78,7 +83,7 @@ class Verdict(Record):
 
     @property
     def measured_extra(self) -> float | None:
-        """Extra time of the planned step, as a share of the plain one's; None where that does not fit."""
+        """Extra time of the planned step, as a share of the plain one's; None if the plain step does not fit."""
         return self.planned_ms / self.plain_ms - 1 if self.plain_ms else None
 
     @property
@@ -88,26 +93,26 @@ class Verdict(Record):
 
     @property
     def differing(self) -> tuple[str, ...]:
-        """The kinds that speak against `identical`."""
+        """Kinds that contradict `identical`."""
         found = self.differences or {}
         return tuple(kind for kind, names in found.items() if names and kind not in self.nondeterministic)
 
     @property
     def proven(self) -> bool:
-        """Whether something that the step makes was compared with the plain step, and all of that is the same.
+        """Return True if a result of the step was compared with the plain step, and all compared results are the same.
 
-        Where the plain step does not fit, the audit is the proof.
+        If the plain step does not fit, the audit is the proof.
         """
         return self.differences is None or bool(self.identical and {*self._same} - {DRAWN})
 
     @property
     def _same(self) -> list[str]:
-        """The kinds that were compared and are the same, if none differs."""
+        """Kinds that were compared and are the same, if none differs."""
         return [kind for kind in self.differences or {} if kind not in self.nondeterministic]
 
     @property
     def proof(self) -> str:
-        """What was compared with the plain step, and how it came out; and what is not as it was before."""
+        """The result of the comparison with the plain step, and state that was not restored."""
         return f"{self._compared}; {not_put_back(self.changes)}" if self.changes else self._compared
 
     @property
@@ -150,13 +155,25 @@ def verify(
 ) -> Verdict:
     """Run `step(batch)` under `plan` and without it, and compare peak, loss, gradients, state and random numbers.
 
-    The peak is of a second step, when the optimizer has its state, with the random numbers of the first, and of the
-    updates that follow it; where the work is drawn at random, the largest of several steps. Everything is as it was
-    afterwards. `model` must not have a plan applied. `optimizer` is needed where one of the plan's levers changes it.
-    Where some are not exact, the step is also run with these levers and without the rest of the plan.
+    The peak is the one of a second step (the optimizer then has its state), with the random numbers of the first, and
+    of the updates that follow it; if the work is drawn at random, the largest of several steps. All state is restored.
+    If some levers of the plan are not exact, the step is also run with these levers and without the rest of the plan.
 
-    Raises StalePlan if the plan is for another model, batch or device; RehearsalError for a step that can't be
-    rehearsed; LowtideError if a plan is in force already, or a lever of this one can't be put on.
+    Args:
+        model: The model, without a plan applied.
+        step: Runs forward and backward of `model`, and optionally the optimizer. It takes the batch, or as many
+            arguments as a batch that is a tuple or list has.
+        batch: The batch that the plan was made for.
+        plan: The plan to verify.
+        optimizer: The optimizer, or a list of them; needed if one of the plan's levers changes it.
+
+    Returns:
+        The verdict: peaks in bytes, times of a step in ms, and the differences by kind of result.
+
+    Raises:
+        StalePlan: If the plan is for another model, batch or device.
+        RehearsalError: If the step can't be rehearsed.
+        LowtideError: If a plan is in force already, or a lever of this plan can't be enabled.
     """
     Plan.expect(plan, "verify")
     step = of_one_argument(step, batch)
@@ -176,7 +193,7 @@ def verify(
             peaks = [recorded_peak(model, updates, batch, unchanged) for _ in range(1 + plan.draws)]
             check_waits_for_nobody(sent)
             unchanged.restore_for_rerun()
-            planned_ms = _timed(model, step, batch)  # by itself, as the plain step: recording takes time
+            planned_ms = _timed(model, step, batch)  # not recorded, like the plain step: recording takes time
         unchanged.restore()
         plain, plain_ms = _plain(model, step, batch, unchanged, copies=bool(inexact))
         compare_with = plain
@@ -215,9 +232,9 @@ def verify(
 def _nondeterministic(
     found: dict[str, tuple[str, ...]], plain: Outcome | None, once_more: Callable[[], Outcome]
 ) -> tuple[str, ...]:
-    """Kinds that differ between `plain` and what `once_more` gives, and those computed from them.
+    """Return kinds that differ between `plain` and a result of `once_more`, and those computed from them.
 
-    Nothing is run for what is not `found` to differ under the plan.
+    Runs nothing for kinds that are not `found` to differ under the plan.
     """
     nondeterministic: set[str] = set()
     for _ in range(REPEATED):

@@ -1,7 +1,7 @@
 """The `lowtide` command. A subcommand is a file in this package and a line in COMMANDS.
 
 Subcommands are imported when they run, so `lowtide --help` and completion load no torch. Exit codes: 0 is fine, 1 is a
-finding (it does not fit), 2 is a failure.
+finding (the step does not fit), 2 is a failure.
 """
 
 import traceback
@@ -20,7 +20,7 @@ class Lazy:
     """A subcommand that is not imported yet."""
 
     target: str  # "module:attribute"
-    summary: str  # what `lowtide --help` says of it
+    summary: str  # its line in `lowtide --help`
     needs_torch: bool = True
 
     def load(self, name: str) -> click.Command:
@@ -42,12 +42,12 @@ COMMANDS = {
     "rehearse": Lazy(
         target="lowtide.cli.rehearse:rehearse",
         summary="What a training step of a script needs, and how far down plans can go.",
-        needs_torch=False,  # a profile that was made before can be shown without
+        needs_torch=False,  # an existing profile can be shown without torch
     ),
     "estimate": Lazy(
         target="lowtide.cli.estimate:estimate",
         summary="What a training step of a script needs on a GPU that need not be there.",
-        needs_torch=False,  # an unknown GPU is refused without
+        needs_torch=False,  # an unknown GPU is rejected without torch
     ),
     "plan": Lazy(
         target="lowtide.cli.plan:plan", summary="Make plan files, read them, compare them.", needs_torch=False
@@ -69,7 +69,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Lists COMMANDS from their summaries alone, and imports the one that is called."""
+    """A group that lists COMMANDS from their summaries alone, and imports the one that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -92,7 +92,7 @@ def lowtide() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; a command's own is what it returns, or gives to `ctx.exit`."""
+    """Run the command line and return its exit code: the return value of the command, or its argument of `ctx.exit`."""
     try:
         code = lowtide.main(args=argv, prog_name="lowtide", standalone_mode=False)
     except LowtideError as error:
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except click.ClickException as error:
         error.show()
-        return 2  # click would give 1 to some of them, which means a finding here
+        return 2  # click would return 1 for some of them, which means a finding here
     except click.Abort:
         click.echo("interrupted", err=True)
         return 130

@@ -1,4 +1,4 @@
-"""`lowtide estimate`: predict what the training step of a script needs on a GPU that need not be there."""
+"""`lowtide estimate`: predict the memory that a script's training step needs on a GPU, which may be absent."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def estimate(
 
     from lowtide.memory.gpu_specs import parse_gpu
 
-    gpu = parse_gpu(device)  # nonsense is refused before torch is loaded
+    gpu = parse_gpu(device)  # reject nonsense before torch is loaded
 
     from lowtide.utils.optional_deps import require_torch
 

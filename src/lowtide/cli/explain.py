@@ -1,4 +1,4 @@
-"""`lowtide explain`: why memory ran out, from an error message or a log."""
+"""`lowtide explain`: find out why memory ran out, from an error message or a log."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def explain(file: TextIO, alloc_conf: str | None, as_json: bool) -> int:
 
 
 class _Seen:
-    """A file that is read piece by piece, and what is said of it if nothing was found."""
+    """A file that is read piece by piece, with counts for the error if nothing was found."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file

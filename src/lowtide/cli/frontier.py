@@ -1,4 +1,4 @@
-"""`lowtide frontier`: what each budget would cost."""
+"""`lowtide frontier`: show the cost of each budget."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def frontier(
 
 
 def _can_be_drawn(path: str) -> None:
-    """Raises BadParameter for an ending that is no picture's, and PackageMissing."""
+    """Raise BadParameter for a suffix that is no picture's, and PackageMissing without the packages for pictures."""
     if Path(path).suffix.lower() not in (".svg", ".png", ".pdf"):
         raise click.BadParameter(f"{path} does not end in .svg, .png or .pdf.", param_hint="--picture")
     require_pictures("lowtide frontier --picture")

@@ -1,4 +1,4 @@
-"""What steps need on a GPU that is not there, as a table over batch sizes and as JSON."""
+"""Show the memory that steps need on an absent GPU, as a table over batch sizes and as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADER = ("batch", "requested", "allocated", "reserved", "at least", "at most",
 
 
 def sweep(found: Mapping[int, GpuMemoryEstimate]) -> str:
-    """One line for each size of the batch."""
+    """Format one line for each size of the batch."""
     rows: list[tuple[str, ...]] = [_HEADER]
     for size, estimate in found.items():
         peaks = (estimate.peak_requested_bytes, estimate.peak_allocated_bytes, estimate.peak_reserved_bytes)
@@ -28,7 +28,7 @@ def sweep(found: Mapping[int, GpuMemoryEstimate]) -> str:
 
 
 def record(estimate: GpuMemoryEstimate, size: int | None) -> dict[str, Any]:
-    """All that is known as plain data; amounts are bytes."""
+    """Return the estimate as plain data; amounts are bytes."""
     least, most = estimate.interval
     return {
         "batch": size,

@@ -1,4 +1,4 @@
-"""`lowtide rehearse`: what the training step of a script needs"""
+"""`lowtide rehearse`: profile the training step of a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lowtide run`: a training script within a memory budget, or under a plan; the script stays as it is."""
+"""`lowtide run`: run an unchanged training script within a memory budget, or under a plan."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def run(
     if plan_file is not None:
         return run_watched(script, Applying(Plan.from_json(Path(plan_file)), say), untrained=say)
     assert budget is not None
-    importlib.import_module("scipy.optimize")  # the solver: now, while the script has not taken all the memory yet
+    importlib.import_module("scipy.optimize")  # load the solver before the script takes all the memory
     crew = Fitting(budget, say, tuple(map(in_script, levers)), in_place=not no_in_place)
     if save_to is not None:
         crew.when_kept = partial(_save, save_to)
@@ -87,7 +87,7 @@ def run(
 
 
 def _save(to: str, plan: Plan) -> None:
-    """Write the plan that stays in force. Training goes on where that can't be done."""
+    """Write the plan that stays in force. Training goes on if that fails."""
     try:
         write(plan.to_json(), to)
     except LowtideError as why:

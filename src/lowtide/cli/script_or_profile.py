@@ -1,4 +1,4 @@
-"""What several subcommands take: a script with its arguments, or the profile of one that was rehearsed before."""
+"""Arguments of several subcommands: a script with its own arguments, or the profile of a rehearsed script."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Profile
 
 OWN_OPTIONS_FIRST = dict(allow_interspersed_args=False)
-"""Context setting for commands that take a script: what follows the script belongs to the script."""
+"""Context setting for commands that take a script: options after the script belong to the script."""
 
 
 def script_arguments(metavar: str = "SCRIPT") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Adds `-m`, the script and its arguments to a command."""
+    """Add `-m`, the script and its arguments to a command."""
 
     def add(body: Callable[..., Any]) -> Callable[..., Any]:
         body = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", callback=_told_apart)(body)
@@ -33,7 +33,7 @@ def script_arguments(metavar: str = "SCRIPT") -> Callable[[Callable[..., Any]], 
 
 
 def _told_apart(ctx: click.Context, parameter: click.Parameter, args: tuple[str, ...]) -> tuple[str, ...]:
-    """The script's arguments. Options of this command among them are said, unless the script names them itself."""
+    """Return the script's arguments; report options of this command among them, unless the script's source has them."""
     script = Path(ctx.params.get("target", ""))
     ours = {option for each in ctx.command.params for option in each.opts if option.startswith("--")}
     given = [name for name in (arg.partition("=")[0] for arg in args) if name in ours]
@@ -46,15 +46,15 @@ def _told_apart(ctx: click.Context, parameter: click.Parameter, args: tuple[str,
 
 
 def output_option(flag: str, name: str, help_: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """An option for a file to write; "-" is stdout."""
+    """Build an option for a file to write; "-" is stdout."""
     kind = click.Path(dir_okay=False, writable=True, allow_dash=True)
     return click.option(flag, name, type=kind, metavar="FILE", callback=to_be_written, help=help_)
 
 
 def to_be_written(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    """The path from the root on, as a script may change the current folder.
+    """Return the absolute path, because a script may change the current folder.
 
-    A file that could not be written after the work is refused before it.
+    A file that could not be written after the work is rejected before it.
     """
     if path is None or path == "-":
         return path
@@ -65,7 +65,7 @@ def to_be_written(ctx: click.Context, parameter: click.Parameter, path: str | No
 
 
 def lever_option(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds `--lever`, as often as wanted."""
+    """Add `--lever`, which may be repeated."""
     return click.option(
         "--lever",
         "levers",
@@ -76,7 +76,7 @@ def lever_option(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_place_option(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds `--no-in-place`."""
+    """Add `--no-in-place`."""
     return click.option(
         "--no-in-place",
         is_flag=True,
@@ -85,9 +85,9 @@ def in_place_option(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def write(text: str, to: str) -> None:
-    """Write `text` to a file, or to stdout for "-": the first of several processes does.
+    """Write `text` to a file, or to stdout for "-", in the first of several processes.
 
-    Raises LowtideError where that can't be done, as on a full disk.
+    Raises LowtideError if writing fails, for example on a full disk.
     """
     if rank():
         return
@@ -105,7 +105,7 @@ def write(text: str, to: str) -> None:
 
 
 def is_profile(target: str, *, is_module: bool) -> bool:
-    """Whether what is to be rehearsed was: it is a profile in a file, and no script."""
+    """Return True if the target is a profile in a file, not a script."""
     return target.endswith(".json") and not is_module
 
 
@@ -119,9 +119,9 @@ def profile_of(
     levers: tuple[str, ...] = (),
     no_in_place: bool = False,
 ) -> Profile:
-    """The profile in a `.json` file, or of a script that is rehearsed now; what that prints goes to stderr if `quiet`.
+    """Return the profile in a `.json` file, or of a script that is rehearsed now; its output goes to stderr if `quiet`.
 
-    Ends the command with exit code 2 and a word about it if the script fails: 1 would say something of its memory.
+    Ends the command with exit code 2 and a message if the script fails: 1 would be a finding about its memory.
     """
     if is_profile(target, is_module=is_module):
         from lowtide.planner.records import Profile as Record

@@ -1,4 +1,4 @@
-"""`lowtide snapshot`: what a memory snapshot of PyTorch says, without torch and without a browser."""
+"""`lowtide snapshot`: summarize a memory snapshot of PyTorch, without torch and without a browser."""
 
 from __future__ import annotations
 

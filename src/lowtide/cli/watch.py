@@ -1,4 +1,4 @@
-"""`lowtide watch`: run a training script unchanged, and say what it leaves in memory."""
+"""`lowtide watch`: run a training script unchanged, and report the memory that it leaves behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def watch(json_to: str | None, target: str, args: tuple[str, ...], is_module: bo
     click.echo(f"\n{speaker('lowtide watch')}: {watched}", err=True)
     if json_to is not None:
         write(watched.to_json(), json_to)
-    if exit_code == INTERRUPTED:  # by somebody who has seen enough of it
+    if exit_code == INTERRUPTED:  # stopped by a person
         return exit_code
     if exit_code:
         click.echo(f"the script ended with exit code {exit_code}", err=True)

@@ -1,1 +1,1 @@
-"""The memory of a training step before it runs: the real step on fake tensors, which have a shape and no memory."""
+"""Estimate a training step's memory before it runs: the real step on fake tensors, which have a shape and no memory."""

@@ -1,11 +1,12 @@
-"""What a step of fake tensors would allocate: every storage from the operator that makes it to its last reference.
+"""Record the allocations of a step on fake tensors: each storage from its operator to its last reference.
 
 Torch keeps the Python object of a storage as long as the storage itself lives, so a weak reference to it ends exactly
-when autograd, or whoever else, lets go of the memory. Views, in-place operators and results that are an argument again
-allocate nothing. What operators allocate and free inside is in `scratch.py`.
+when autograd, or any other holder, frees the memory. Views, in-place operators and results that alias an argument
+allocate nothing. Memory that operators allocate and free internally is in `scratch.py`.
 
-Under a dispatch mode autograd does not write to the tensors that it accumulates, for it can't know what the mode does.
-Where it would write in place without one, the ledger hands the old memory on to the result (`INPLACE_OTHERWISE`).
+Under a dispatch mode autograd does not write in place to the tensors that it accumulates, because it can't know what
+the mode does. Where autograd would write in place without a mode, the tracker gives the old memory to the result
+(`INPLACE_OTHERWISE`).
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 _ASKED_OF_RESULTS = torch.ops.prim.device.default
-"""What autograd asks of what a node gave, while it still has what the node was given."""
+"""The query that autograd makes of a node's result while it still holds the node's inputs."""
 
 
 class _Living:
-    """A storage that lives: its block, and the weak reference that tells of its end."""
+    """A live storage: its block, and the weak reference whose callback reports its end."""
 
     __slots__ = ("block", "bytes", "end")
 
@@ -69,10 +70,10 @@ class _Living:
 
 
 class AllocationTracker(TorchDispatchMode, Recorder):
-    """While it is entered every operator runs on fake tensors, and what they would allocate on `device` is recorded.
+    """Dispatch mode that runs every operator on fake tensors and records what they would allocate on `device`.
 
-    Real tensors are replaced by their twins. `answers` knows what can be known of contents, `scratch` what operators
-    allocate inside.
+    Real tensors are replaced by their fake twins. `answers` holds the known contents, `scratch` the memory that
+    operators allocate internally.
     """
 
     def __init__(self, device: str, fakes: FakeTensorMode, answers: ValueOracle, scratch: Scratch) -> None:
@@ -87,20 +88,20 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         self._n_blocks = 0
         self._n_entry = 0
         self._given: tuple[int, int, int] | None = None
-        """Memory that was perhaps handed on: number of the old storage, number of the new one, where in the events."""
+        """Memory that may have been reused: number of the old storage, number of the new one, index in the events."""
         self._formula = (-1, 0)
-        """The last node with a formula of `IN_FORMULA`, by its number, and the first block since it began."""
+        """Number of the last node with a formula in `IN_FORMULA`, and the first block since it began."""
         self._n_sharing: Counter[int] = Counter()
-        """By block, the other storages that have its memory."""
+        """Number of other storages that share a block's memory, by block."""
         self.in_place: set[int] = set()
-        """Storages of which gradients are views that autograd adds to in place, by number."""
+        """Storages, by number, whose gradients are views that autograd adds to in place."""
         self._asked: set[int] = set()
-        """What autograd has just asked of its device: what a node gave, and is added to other gradients next."""
+        """Ids of tensors whose device autograd has just queried: a node's results, added to other gradients next."""
         self._recording = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch wraps each call in a guard against compilers, and imports one
+        return False  # otherwise torch wraps each call in a guard against compilers, and imports one
 
     # --- the recorder
 
@@ -122,24 +123,24 @@ class AllocationTracker(TorchDispatchMode, Recorder):
 
     @property
     def stream(self) -> EventStream:
-        """What was recorded since the last `begin`."""
+        """Events recorded since the last `begin`."""
         if self._recording:
             raise RehearsalError("the stream of a recorder is complete when its with-block has ended, and not before.")
         return EventStream(tuple(self._events), self.device)
 
     @property
     def whole(self) -> EventStream:
-        """All that was recorded; what existed at entry is allocated first, in the order of adoption."""
+        """All recorded events; storages that existed at entry are allocated first, in the order of adoption."""
         return EventStream((*self._entered, *self._earlier, *self.stream), self.device)
 
     def begin(self) -> None:
-        """A new stream: what is alive now was there at its entry."""
+        """Begin a new stream; storages alive now count as existing at its entry."""
         self._settle()
         self._earlier += self._events
         self._events.clear()
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """The twin of a tensor that exists at entry, or itself if it is fake; its memory is no event."""
+        """Return the fake twin of a tensor that exists at entry (a fake tensor itself); its memory is not an event."""
         twin = tensor
         if is_real(tensor):
             twin = self._twins.of(tensor)
@@ -150,17 +151,17 @@ class AllocationTracker(TorchDispatchMode, Recorder):
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Tensors that are made in this block are fake, and no events."""
+        """Make tensors fake in this block, and record no events for them."""
         with without_modes(), self._fakes:
             yield
 
     def block(self, storage: int) -> int | None:
-        """The block of a storage, by its number; None for one without any."""
+        """Return the block of the storage with this number; None if it has no block."""
         living = self._living.get(storage)
         return None if living is None else living.block
 
     def let_go(self, tensor: Tensor) -> None:
-        """A real tensor has other memory from here on: its twin's is there only as long as others have it."""
+        """Release the twin's memory of a real tensor that gets other memory; other holders may keep it alive."""
         self._twins.let_go(tensor)
 
     # --- operators
@@ -197,16 +198,16 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         return out
 
     def _real(self, tensor: Tensor, func: Any) -> Tensor:
-        if func is aten.lift_fresh.default:  # `torch.tensor(...)`: it has just been allocated
+        if func is aten.lift_fresh.default:  # `torch.tensor(...)`: newly allocated
             is_torchs = not is_strided(tensor) or tensor.untyped_storage().resizable()
             twin = self._twins.of_new(tensor)
             self._answers.introduce(twin, tensor)
-            self._follow(twin, "aten::empty", n_bytes=None if is_torchs else 0)  # or of an array: it has NumPy's memory
+            self._follow(twin, "aten::empty", n_bytes=None if is_torchs else 0)  # an array's tensor has NumPy's memory
             return twin
         return self.adopt(tensor)
 
     def _together(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
-        """The arguments, where they have to be together on one device."""
+        """Return the arguments, moved to one device where the operator needs that."""
         return args, kwargs, tensors
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -229,7 +230,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
     def _grouped(
         self, one: Tensor, other: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
     ) -> Tensor:
-        """The result of grouped products, whose rows the kernels begin at multiples of 16 bytes."""
+        """Return the result of grouped matrix products, whose rows the kernels align to 16 bytes."""
         dtype = out_dtype or one.dtype
         rows, columns = one.shape[-2], other.shape[-1]
         padded = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
@@ -264,13 +265,13 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             self._inside(copies(args[0], lengths, args[2]), op)
 
     def _writes_otherwise(self, func: Any, args: Any) -> bool:
-        """Whether autograd writes to the first argument where it can: not for a sum in the formula of a node."""
+        """Return True if autograd writes to the first argument where it can; not for a sum in a node's formula."""
         if func is not aten.add.Tensor or running_node_name() == ACCUMULATE_GRAD:
             return func in INPLACE_OTHERWISE
         return any(id(arg) in self._asked for arg in args)
 
     def _is_written_over(self, func: Any, args: Any, new: Tensor) -> bool:
-        """Whether the formula of a node writes to the first argument, which it has computed itself."""
+        """Return True if the node's formula writes to the first argument, which the formula itself has computed."""
         if (writes := IN_FORMULA.get(running_node_name())) is None:
             return False
         if self._formula[0] != (node := running_node_number()):
@@ -281,7 +282,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         return living.bytes == new.untyped_storage().nbytes()
 
     def _inside(self, sizes: Sequence[int], op: str) -> range:
-        """Blocks that an operator takes and gives back. Their numbers."""
+        """Record blocks that an operator allocates and frees internally; return their numbers."""
         blocks = range(self._n_blocks, self._n_blocks + len(sizes))
         self._n_blocks = blocks.stop
         self._events += [Allocate(*block, 0, op) for block in zip(blocks, sizes, strict=True)]
@@ -291,7 +292,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
     # --- storages
 
     def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
-        """Watch a tensor's storage from here to its end. With `n_bytes` 0 it is known, and is no event."""
+        """Track a tensor's storage from here to its end. With `n_bytes` 0 it is registered, but is not an event."""
         if tensor.device.type != self.device or not is_strided(tensor):
             return
         storage = tensor.untyped_storage()
@@ -319,7 +320,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             return
         del self._living[key]
         if self._given is not None and self._given[0] == key:
-            self._given = None  # handed on indeed: its block goes on as the new storage's
+            self._given = None  # reused indeed: its block becomes the new storage's
             return
         if self._n_sharing[living.block] > 0:
             self._n_sharing[living.block] -= 1
@@ -327,11 +328,11 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             self._events.append(Free(living.block, living.bytes))
 
     def _hand_on(self, old: Any, new: Tensor) -> bool:
-        """Let `new` have the memory of `old`, if autograd would have written to `old` without this mode.
+        """Give `new` the memory of `old`, if autograd would have written to `old` in place without this mode.
 
-        It does so for its own sums and gradients only, not for those that Python code computes in a backward pass, and
-        only if nobody else holds `old`: then `old` ends before the next operator. Else `_settle` takes it back. A view,
-        as the gradient of a weight that was transposed, holds what it is a view of.
+        Autograd does so only for its own sums and gradients, not for those that Python code computes in a backward
+        pass, and only if `old` has no other holder: then `old` ends before the next operator. Otherwise `_settle`
+        reverts the reuse. A view, such as the gradient of a transposed weight, keeps its base alive and is excluded.
         """
         if not in_backward() or not isinstance(old, torch.Tensor) or base_of(old) is not None:
             return False
@@ -345,7 +346,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         return True
 
     def _inherit(self, block: int, storage: torch.UntypedStorage) -> int:
-        """Let a new storage have the memory of a block. Gives the storage's number."""
+        """Give a new storage the memory of a block; return the storage's number."""
         number = storage_number(storage)
         heir = _Living(block, storage.nbytes())
         heir.end = weakref.ref(storage, _Ending(self, number, heir))
@@ -353,13 +354,13 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         return number
 
     def _share(self, tensor: Tensor, new: Tensor) -> None:
-        """Let `new` have the memory of `tensor`, which has it, too."""
+        """Let `new` share the memory of `tensor`."""
         block = self._living[_storage(tensor)].block
         self._n_sharing[block] += 1
         self._inherit(block, new.untyped_storage())
 
     def _settle(self) -> None:
-        """The old storage outlived its operator: the new one has memory of its own."""
+        """Give the new storage memory of its own, since the old storage outlived its operator."""
         if self._given is None:
             return
         _, new, index = self._given
@@ -372,7 +373,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
 
 
 class _Ending:
-    """What a storage's weak reference calls."""
+    """Callback of a storage's weak reference."""
 
     __slots__ = ("key", "ledger", "living")
 
@@ -390,7 +391,7 @@ def _laid_out(tensor: Tensor, form: torch.memory_format = torch.contiguous_forma
 
 
 def _format(tensor: Tensor) -> torch.memory_format:
-    """Whether the channels are last."""
+    """Return the tensor's channels-last format, or the contiguous format."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
         return torch.contiguous_format
@@ -406,7 +407,7 @@ def _name(func: Any) -> str:
 
 
 def tensors_of(args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:
-    """The tensors that an operator is given, and whether any is a real one. Faster than torch's pytrees."""
+    """Return the tensors among an operator's arguments, and True if any is real. Faster than torch's pytrees."""
     found: list[Tensor] = []
     for arg in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(arg, torch.Tensor):
@@ -438,7 +439,7 @@ def _taken_over() -> bool:
 
 
 def _called_by_autograd() -> bool:
-    """Whether the operator was called by autograd's C++ code, with no Python code of a user in between."""
+    """Return True if autograd's C++ code called the operator, with no user Python code in between."""
     frame = sys._getframe(3)  # _hand_on, _record, __torch_dispatch__
     while frame.f_code.co_filename.endswith(_WRAPPERS):
         assert frame.f_back is not None

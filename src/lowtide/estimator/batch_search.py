@@ -1,4 +1,4 @@
-"""`lowtide.largest_batch`: the largest batch or longest sequence that fits, without running out of memory once."""
+"""`lowtide.largest_batch`: find the largest batch or longest sequence that fits, without ever running out of memory."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Plan
 
 MOST = 2**20
-"""Sizes up to which is looked."""
+"""Largest size that is tried by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestBatch:
-    """The largest size that fits, and what was looked at on the way to it."""
+    """The largest size that fits, and the predicted peaks at the sizes tried."""
 
     size: int
     estimate: MemoryEstimate
-    """Of the step at that size."""
+    """Estimate of the step at `size`."""
     budget_bytes: int
     peaks: dict[int, int]
-    """Predicted peak at each size that was tried, bytes; on a GPU the most that can be reserved."""
+    """Predicted peak at each size tried, bytes; on a GPU the most that can be reserved."""
 
     def __str__(self) -> str:
         budget, peak = format_apart(self.budget_bytes, self.peaks[self.size])
@@ -63,19 +63,29 @@ def largest_batch(
     plan: Plan | None = None,
     optimizer: Optimizer | None = None,
 ) -> LargestBatch:
-    """The largest size of `batch` along `batch_dim` at which the step's predicted peak is within `budget` bytes.
+    """Find the largest size of `batch` along `batch_dim` at which the step's predicted peak is within `budget` bytes.
 
-    Every tensor and array of `batch` that is as long along `batch_dim` as the first one is made longer or shorter:
-    integers and booleans by repeating what is there, as in lists with one entry a row. `batch_dim=1` finds the longest
-    sequence; say the `most` that the model takes, such as its number of positions. With `plan` the step runs under it,
-    and on larger batches than those it is for under the most saving one, as it would in training.
+    The peak is assumed to grow with the size. Each size tried costs one `estimate`; a handful suffice, because peaks
+    are nearly linear.
 
-    With `device`, a GPU as `estimate` takes it, the peak is the most that the allocator can reserve there, and without
-    a `budget` it has to be there beside the largest CUDA context, so that the cache never has to be emptied.
+    Args:
+        model: the model that `step` trains.
+        step: runs forward and backward on a batch, as for `estimate`.
+        batch: an example. Every tensor and array as long along `batch_dim` as the first one is lengthened or shortened;
+            integers and booleans by repeating their values, and so are lists with one entry per row.
+        budget: bytes, or a string such as "8GiB". Without it, the peak has to fit into the memory of `device` next to
+            the largest CUDA context, so that the allocator's cache never has to be emptied.
+        device: a GPU as for `estimate`; the peak is then the most that its allocator can reserve.
+        batch_dim: the dimension to resize; 1 finds the longest sequence.
+        most: the largest size to try; for sequences the most that the model takes, such as its number of positions.
+        plan: the plan under which the step runs; larger batches than it covers run under its smallest-memory plan, as
+            they would in training.
+        optimizer: as for `estimate`.
 
-    The peak is taken to grow with the size. Each size that is tried costs a `estimate`: a handful, for peaks are nearly
-    linear. Raises Infeasible if size 1 does not fit, BudgetError if neither a budget nor a GPU is given, and whatever
-    `estimate` raises.
+    Raises:
+        Infeasible: size 1 does not fit.
+        BudgetError: neither a budget nor a GPU is given.
+        LowtideError: any error that `estimate` raises.
     """
     if most < 1:
         raise LowtideError(f"most is the largest size that may be tried, at least 1; found {most}.")
@@ -111,7 +121,7 @@ def largest_batch(
 
 @contextlib.contextmanager
 def _at(size: int, peaks: Mapping[int, int], budget: int) -> Iterator[None]:
-    """A step that fails at a small size, as batch norm does with one row: say why so small a one was tried."""
+    """Explain why a small size was tried, if the step fails at it (as batch norm does with one row)."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -133,10 +143,10 @@ def _limit(budget: int | str | None, gpu: GpuSpec | None) -> int:
 
 
 def _largest_within(peak: Callable[[int], int], budget: int, *, start: int, most: int) -> int:
-    """The largest n in 1..most with peak(n) <= budget, 0 if there is none, for a peak that grows with n.
+    """Return the largest n in 1..most with peak(n) <= budget, or 0 if none, for a peak that grows with n.
 
-    Each guess is where the line through the last two meets the budget, which is the answer itself for a linear peak;
-    every third one halves or doubles instead, so that any other peak takes a logarithmic number of guesses.
+    Each guess is where the line through the last two peaks meets the budget, which is exact for a linear peak; every
+    third guess halves or doubles instead, so that any other peak takes a logarithmic number of guesses.
     """
     fits, too_large = 0, most + 1
     last, guess = 0, start
@@ -158,7 +168,7 @@ def _largest_within(peak: Callable[[int], int], budget: int, *, start: int, most
 
 
 def size_of(batch: Any, dim: int) -> int:
-    """The size of the first tensor or array of `batch` that has dimension `dim`. Raises RehearsalError without one."""
+    """Return the size of the first tensor or array that has dimension `dim`. Raises RehearsalError without one."""
     for thing in tensors_in(tree_map(_tensor, batch)):
         if thing.dim() > dim:
             return int(thing.shape[dim])
@@ -169,12 +179,12 @@ def size_of(batch: Any, dim: int) -> int:
 
 
 def _tensor(leaf: Any) -> Any:
-    """An array as a tensor; anything else as it is."""
+    """Return an array as a meta tensor; any other leaf unchanged."""
     return torch.empty(leaf.shape, device="meta") if isinstance(leaf, np.ndarray) else leaf
 
 
 def _resized(part: Any, dim: int, given: int, size: int, *, is_whole: bool = True) -> Any:
-    """A batch, or a part of one, whose size along `dim` is `size` where it was `given`."""
+    """Return a batch, or a part of one, resized along `dim` from `given` to `size`."""
 
     def other(inside: Any) -> Any:
         return _resized(inside, dim, given, size, is_whole=False)
@@ -197,17 +207,17 @@ def _resized(part: Any, dim: int, given: int, size: int, *, is_whole: bool = Tru
 
 
 def _is_long(thing: Any, given: int) -> bool:
-    """Whether it has rows of its own, and is not the entry of one row."""
+    """Return True if `thing` has rows of its own, rather than being the entry of one row."""
     return isinstance(thing, torch.Tensor | np.ndarray) and thing.ndim > 0 and thing.shape[0] == given
 
 
 def resized(tensor: Tensor, dim: int, given: int, size: int) -> Tensor:
-    """A tensor whose size along `dim` is `given` with another one; any other as it is."""
+    """Resize a tensor whose size along `dim` is `given`; return any other unchanged."""
     if tensor.dim() <= dim or tensor.shape[dim] != given or given == size:
         return tensor
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         shape = [*tensor.shape]
         shape[dim] = size
-        # never read, so that the system gives it no memory
+        # never read, so the system commits no memory to it
         return tensor.new_empty(shape, requires_grad=tensor.requires_grad)
     return tensor.index_select(dim, torch.arange(size, device=tensor.device) % given)

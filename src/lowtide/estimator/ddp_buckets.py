@@ -1,8 +1,9 @@
-"""DistributedDataParallel while its step is estimated: nothing is sent, and its buckets are counted.
+"""Account for DistributedDataParallel's gradient buckets in an estimated step, without communication.
 
-A flat tensor, a bucket, holds gradients until they have been added up over the processes. All buckets together are as
-large as all gradients. They are made when a model is wrapped, and once more, in the order in which gradients came, in
-the second forward. Each gradient is copied there; with `gradient_as_bucket_view` it is a view from then on.
+A bucket is a flat tensor that holds gradients until they are reduced over the processes. All buckets together are as
+large as all gradients. They are allocated when a model is wrapped, and again in the second forward, in the order in
+which gradients arrived. Each gradient is copied there; with `gradient_as_bucket_view` it is a view from then on.
+
 Read in torch/csrc/distributed/c10d/reducer.cpp: initialize_buckets, initialize_bucket_views, rebuild_buckets,
 mark_variable_ready_dense, delay_all_reduce; torch 2.13.
 """
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Reducers:
-    """In this block each wrapper among `modules` has a reducer that sends nothing."""
+    """Context in which each DDP wrapper among `modules` has a reducer that sends nothing."""
 
     def __init__(self, modules: Iterable[Any], ledger: AllocationTracker) -> None:
         wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
@@ -46,7 +47,7 @@ class Reducers:
 
     @property
     def buckets(self) -> list[Tensor]:
-        """Flat tensors that gradients are copied to, and maps of which of them there are."""
+        """Flat tensors that gradients are copied to, and the maps of used parameters."""
         return [tensor for reducer in self._reducers for tensor in (*reducer.buckets, *reducer.maps)]
 
     def __enter__(self) -> Self:
@@ -61,7 +62,7 @@ class Reducers:
 
 
 class _Reducer:
-    """Stand-in for the reducer and the logger of one wrapper; calls that have nothing to do with memory do nothing."""
+    """Stand-in for the reducer and the logger of one wrapper; calls unrelated to memory do nothing."""
 
     def __init__(self, wrapper: DistributedDataParallel, ledger: AllocationTracker) -> None:
         self._wrapper, self._ledger = wrapper, ledger
@@ -70,18 +71,18 @@ class _Reducer:
         self._is_new = has_new_buckets(wrapper)
         self._rebuilds = wrapper.static_graph or not wrapper.find_unused_parameters
         self._delays = awaits_first_backward(wrapper)
-        """Whether gradients are copied when backward is over, and not as they come."""
+        """True if gradients are copied after backward, rather than as they arrive."""
         self._expects = False
-        """Whether the backward pass of the last forward sends gradients."""
+        """True if the backward pass of the last forward reduces gradients."""
         self._order: dict[int, None] = {}
-        """Parameters by number, in the order in which their gradients came first."""
+        """Parameters by number, in the order in which their gradients first arrived."""
         self.buckets: list[Tensor] = []
         self.maps: list[Tensor] = []
-        """Which parameters took part, a number for each."""
+        """Maps of the parameters that took part, one number for each."""
         self._views: dict[int, Tensor] = {}
 
     def begin(self, stack: contextlib.ExitStack) -> None:
-        """Be in its place until `stack` is closed."""
+        """Replace the wrapper's reducer until `stack` is closed."""
         numbers = range(len(self._parameters))
         if self._wrapper.gradient_as_bucket_view and all(p.grad is not None for p in self._parameters):
             self._views = {n: self._ledger.adopt(self._gradient(n)) for n in numbers}
@@ -128,7 +129,7 @@ class _Reducer:
             self._copy(number)
 
     def _make(self, order: Sequence[int]) -> None:
-        """Make a bucket for each few parameters."""
+        """Allocate a bucket for each group of parameters."""
         groups = assign_buckets(
             [self._parameters[number] for number in order],
             self._limits_then if self._is_new else self._limits,
@@ -138,7 +139,7 @@ class _Reducer:
         for group in groups if self._is_new else reversed(groups):
             parameters = [self._parameters[number] for number in group]
             if self._sparse[group[0]]:
-                continue  # gradients of such a parameter are sent as they are
+                continue  # sparse gradients are reduced without a bucket
             with torch.no_grad(), without_function_modes():
                 like = parameters[0]
                 bucket = torch.empty(sum(p.numel() for p in parameters), dtype=like.dtype, device=self._ledger.device)
@@ -150,7 +151,7 @@ class _Reducer:
                     place += parameter.numel()
 
     def _came(self, number: int, parameter: Tensor) -> None:
-        """A gradient is complete."""
+        """Handle a complete gradient."""
         if self._expects:
             after_backward(self._is_over)
             self._order[number] = None
@@ -161,7 +162,7 @@ class _Reducer:
         self._expects = False
 
     def _copy(self, number: int) -> None:
-        """Have a gradient in its bucket, and only there if it is to be a view."""
+        """Move a gradient into its bucket if it is to be a view of the bucket."""
         view = self._views.get(number)
         if view is None or not self._wrapper.gradient_as_bucket_view or self._parameters[number].grad is None:
             return
@@ -177,6 +178,6 @@ class _Reducer:
 
 
 def _as_one(tensors: Sequence[Tensor], *_: Any) -> None:
-    """Buffers are sent as one tensor for each dtype."""
+    """Concatenate buffers into one tensor for each dtype, as they are broadcast."""
     sent = [torch.cat([t.reshape(-1) for t in tensors if t.dtype is dtype]) for dtype in {t.dtype for t in tensors}]
     del sent

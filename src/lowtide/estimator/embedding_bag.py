@@ -1,7 +1,7 @@
-"""Bags of embeddings on the CPU: what is summed up of rows of a table, and the gradient of that table.
+"""CPU scratch memory of embedding bags: the forward sums over table rows, and the gradient of the table.
 
-Read in aten/src/ATen/native/EmbeddingBag.cpp, measured with torch 2.13. Where a bag was left out, for it is empty or
-all padding, it is taken to be there.
+Read in aten/src/ATen/native/EmbeddingBag.cpp, measured with torch 2.13. A bag that is skipped because it is empty or
+all padding is counted as present.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _SUM, _MEAN, _MAX = range(3)
 
 
 def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Where each index belongs is counted up into a second array, before the smaller results are there."""
-    if len(made) < 4 or not made[1].numel():  # a sum over bags as they are
+    """Return the scratch of forward: bags of indices are counted in a second array, before the smaller results."""
+    if len(made) < 4 or not made[1].numel():  # plain sums need no counts
         return []
     mode = args[4] if len(args) > 4 else kwargs.get("mode", _SUM)
     later = sum(map(_bytes, made[2:]))
@@ -31,7 +31,7 @@ def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
 
 
 def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """The bag of each index, if it was not kept; and what the gradient is computed from."""
+    """Return the scratch of backward: each index's bag, unless saved, and the inputs of the gradient."""
     grad, indices, offsets, bag_of, bag_size = args[:5]
     mode, is_sparse, weights = args[8:11]
     n_bytes = torch.promote_types(indices.dtype, offsets.dtype).itemsize
@@ -47,23 +47,23 @@ def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
 
 
 def has_padding(args: Any) -> bool:
-    """Whether the backward pass leaves out an index."""
+    """Return True if the backward pass skips a padding index."""
     return len(args) > 11 and args[11] >= 0
 
 
 def _sparse(grad: Tensor, indices: Tensor, bag_size: Tensor, mode: int, padded: bool) -> list[int]:
-    """Without padding the gradient of each index is the result."""
+    """Return the scratch of a sparse gradient; without padding each index's gradient is the result itself."""
     each = indices.numel() * grad.element_size()
     if padded:
         return [each * grad.shape[1], indices.numel(), _bytes(indices)]
     if mode != _MEAN:
         return []
-    widened = 0 if indices.dtype == torch.long else indices.numel() * _INDEX  # a result that comes later
+    widened = 0 if indices.dtype == torch.long else indices.numel() * _INDEX  # a later result
     return [max(0, 2 * bag_size.numel() * grad.element_size() + each - widened)]
 
 
 def weights_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """The bag of each index, if it was not kept, is counted up into a second array."""
+    """Return the scratch of the weights' gradient: bags of indices, unless saved, are counted in a second array."""
     indices, bag_of = args[2], args[4]
     return [] if bag_of.numel() else [2 * (indices.numel() + 1) * bag_of.element_size()]
 

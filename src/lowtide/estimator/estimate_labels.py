@@ -1,4 +1,4 @@
-"""Names for the blocks of an estimated step, in the way in which a measured one gets them."""
+"""Labels for the blocks of an estimated step, made like those of a measured step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Names", "labels"]
 
 
 class Names(names.Names):
-    """The probe of a measured step, told of storages by their numbers: fake ones are at no address."""
+    """Probe like a measured step's, but identifying storages by number, because fake storages have no address."""
 
     def _address(self, tensor: Tensor) -> int:
         return storage_id(tensor)
@@ -36,6 +36,6 @@ class Names(names.Names):
         self.mark("pack", (slot, self._address(tensor)))
 
     def state(self, optimizers: Iterable[Optimizer]) -> None:
-        """The step is over: which of the blocks are optimizer state."""
+        """Mark the blocks that are optimizer state, after the step."""
         found = [t for o in optimizers for entry in o.state.values() for t in tensors_in(entry)]
         self.mark("optimizer state", tuple(map(self._address, found)))

@@ -1,4 +1,4 @@
-"""An estimated step as a few lines of text."""
+"""Text rendering of an estimated step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def table(estimate: MemoryEstimate) -> Iterator[str]:
-    """The timeline with what was there before, and what is not known."""
+    """Return the timeline's lines with the memory at entry, and the memory that is not known exactly."""
     static = estimate.static
     entry = {"parameters": static.parameters, "gradients": static.gradients, "optimizer state": static.optimizer}
     entry |= {"buffers": static.buffers, "inputs": static.inputs}

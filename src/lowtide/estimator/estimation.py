@@ -1,4 +1,4 @@
-"""`lowtide.estimate`: run a training step on fake tensors, and say what it will need in memory."""
+"""`lowtide.estimate`: run a training step on fake tensors, and report the memory that it will need."""
 
 from __future__ import annotations
 
@@ -70,26 +70,35 @@ def estimate(
     optimizer: Optimizer | None = None,
     allocator: AllocatorConfig | None = None,
 ) -> MemoryEstimate:
-    """What `step(batch)` will need in memory, without taking it: the peak, and what is alive at each moment.
+    """Estimate the memory of `step(batch)` without allocating it: the peak, and the tensors alive at each moment.
 
-    `step` runs forward and backward of `model`, and the optimizer if it likes. It is run twice on fake tensors, of
-    which the second run counts: then the optimizer has its state. With `plan` it runs under that plan. Parameters may
-    be real or on the meta device (then the step is one on the CPU). Afterwards everything is as it was, also if the
-    step raises: nothing is ever written to a real tensor, and what Python objects held they hold again. Name an
-    optimizer only if neither the step nor the model refers to it.
+    `step` runs twice on fake tensors; the second run counts, because the optimizer has its state by then. Parameters
+    may be real or on the meta device (the step is then one on the CPU). Afterwards everything is restored, even if the
+    step raises: no real tensor is ever written to, and Python objects hold the same objects as before.
 
-    What follows from batches of integers and booleans, small tensors and buffers is known, so that masks and lengths
-    are the true ones. No memory is taken but by trials: an operator of which it is not known what it takes inside is
-    run once by itself, if its arguments have at most 64 MiB; else it is listed in `unknown`.
+    Contents that follow from integer and boolean batches, small tensors and buffers are known, so masks and lengths are
+    the true ones. Only trials allocate memory: an operator with unknown scratch memory is run once on its own if its
+    arguments have at most 64 MiB; otherwise it is listed in `unknown`.
 
-    Raises DataDependentStepError, with the line, for a step that decides by what is in other tensors; RehearsalError
-    for a step that can't be rehearsed; StalePlan for a plan of another model.
+    Args:
+        model: the model that the step trains.
+        step: runs forward and backward of `model`, and optionally the optimizer.
+        batch: the argument of `step`.
+        device: a GPU, by name or as a GpuSpec; without it the step is estimated on the model's own device.
+        plan: the plan under which the step runs.
+        optimizer: needed only if neither the step nor the model refers to it.
+        allocator: settings of the CUDA caching allocator, by default the environment's; only with `device`.
+
+    Raises:
+        DataDependentStepError: the step branches on contents of other tensors; the error names the line.
+        RehearsalError: the step can't be rehearsed.
+        StalePlan: the plan is for another model.
     """
     if plan is not None:
         Plan.expect(plan, "estimate")
     check(model, step, batch)
     if device is not None:
-        from lowtide.estimator.cuda.two_step_run import estimate_on  # only who asks for a GPU needs one
+        from lowtide.estimator.cuda.two_step_run import estimate_on  # imported only for estimates on a GPU
 
         return estimate_on(parse_gpu(device), model, step, batch, plan=plan, optimizer=optimizer, allocator=allocator)
     own = device_of(model).replace("meta", "cpu")

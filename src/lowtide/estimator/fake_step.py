@@ -1,4 +1,4 @@
-"""Parts of a step on fake tensors that every device shares: what stands in for what, and what is in memory before."""
+"""Shared parts of estimated steps on any device: patches, the planned engine, and the memory at entry."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ COMPILED = "compiled code (torch.compile) needs what it needs as it was written;
 
 
 def left(kept: Everything) -> tuple[str, ...]:
-    """What is not put back, as how far an iterator is."""
+    """Return a note on state that is not restored, such as an iterator's position."""
     return (not_put_back(kept.left),) if kept.left else ()
 
 
 def compiled(model: nn.Module) -> tuple[str, ...]:
-    """What is assumed if parts of the model are compiled."""
+    """Return the assumption noted if parts of the model are compiled."""
     return (COMPILED,) if any(map(is_compiled, model.modules())) else ()
 
 
@@ -60,10 +60,10 @@ _one_at_a_time = threading.RLock()
 
 @contextlib.contextmanager
 def exclusive(fakes: FakeTensorMode) -> Iterator[None]:
-    """Rehearsals in other threads wait until this block ends.
+    """Make rehearsals in other threads wait until this block ends.
 
-    A fake tensor that is left behind where nobody found it raises from then on: a step that goes on with it would
-    learn nothing, and say nothing.
+    A fake tensor that the cleanup did not find raises on use afterwards: otherwise a step that went on with it would
+    silently learn nothing.
     """
     with _one_at_a_time:
         try:
@@ -74,23 +74,24 @@ def exclusive(fakes: FakeTensorMode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unpatched() -> Iterator[None]:
-    """Code and data are in this block what they are without fake tensors around.
+    """Make code and data in this block behave as they do without fake tensors.
 
-    Compiled code runs as it was written: the compiler ends the process on fake tensors of a mode around it.
+    Compiled code runs eagerly, because the compiler ends the process under a fake tensor mode.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_transformers_unaware())
         stack.enter_context(data_as_they_are())
         stack.enter_context(function_modes_in_backward())
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
 def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None = None) -> Planned:
-    """The engine with a plan. Raises StalePlan for a plan of another model or, if given, device.
+    """Return the engine with a plan. Raises StalePlan for a plan of another model or, if given, device.
 
-    RehearsalError for a model that is sharded, as fake tensors can't be gathered, or has tensors of a class of its own.
+    Raises RehearsalError for a sharded model, because fake tensors can't be gathered, and for tensors of custom
+    classes.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         kind = type(tensor)
@@ -113,7 +114,7 @@ def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None 
 
 
 def adopt(ledger: AllocationTracker, tensors: Iterable[Tensor]) -> None:
-    """What exists at entry."""
+    """Adopt tensors that exist at entry, and their gradients."""
     for tensor in tensors:
         ledger.adopt(tensor)
         if tensor.is_leaf and tensor.grad is not None:
@@ -123,10 +124,10 @@ def adopt(ledger: AllocationTracker, tensors: Iterable[Tensor]) -> None:
 def static_of(
     ledger: AllocationTracker, model: nn.Module, batch: Any, kept: Everything, buckets: Iterable[Tensor]
 ) -> tuple[Static, frozenset[int]]:
-    """Bytes of what exists when the step begins, each storage once; the blocks that they are.
+    """Return the bytes that exist when the step begins, counting each storage once, and the blocks that they occupy.
 
-    Other models that the step reaches, such as a teacher, and what else its optimizers update, count as the model does,
-    and `buckets` as gradients.
+    Other models that the step reaches, such as a teacher, and other tensors that its optimizers update count like the
+    model's, and `buckets` as gradients.
     """
     modules = [*model.modules(), *(thing for thing in kept.reached if isinstance(thing, torch.nn.Module))]
     optimizers = kept.optimizers
@@ -154,7 +155,7 @@ def static_of(
 
 
 def _storages(tensor: Tensor, ledger: AllocationTracker) -> list[torch.UntypedStorage]:
-    """Where a tensor is, on the ledger's device; of a compressed one, whose twin has no elements, the real ones."""
+    """Return a tensor's storages on the tracker's device; the real ones if compressed (its twin has no elements)."""
     if sparse.is_compressed(tensor) and is_real(tensor):
         with on_real_tensors():
             return [part.untyped_storage() for part in parts_of(tensor)]
@@ -163,7 +164,7 @@ def _storages(tensor: Tensor, ledger: AllocationTracker) -> list[torch.UntypedSt
 
 
 def with_carryover(static: Static, blocks: Collection[int], stream: EventStream) -> Static:
-    """With what went in the step of what the step before had left: it is none of the blocks of `static`."""
+    """Add memory carried over from the step before: blocks freed during this step that are not in `static`."""
     return replace(
         static, carried_over=sum(event.bytes for event in freed_from_entry(stream) if event.block not in blocks)
     )
@@ -171,7 +172,7 @@ def with_carryover(static: Static, blocks: Collection[int], stream: EventStream)
 
 @contextlib.contextmanager
 def _transformers_unaware() -> Iterator[None]:
-    """Hugging Face's models take another path, with more memory, when they see that a tensor is fake."""
+    """Hide fake tensors from Hugging Face's models, which otherwise take another path, with more memory."""
     utils = sys.modules.get("transformers.utils.import_utils")
     if utils is None or not hasattr(utils, "is_fake_tensor"):
         yield

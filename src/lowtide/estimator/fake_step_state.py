@@ -1,8 +1,7 @@
-"""Everything that a step of fake tensors may leave one in, put back as it was.
+"""Restore all state that a step on fake tensors may change.
 
 Such a step writes to no real tensor, but leaves fake ones behind: gradients, optimizer state, a gradient scaler's
-scale, a list of losses. And it does to all else what a step does: it draws from generators of random numbers, and
-writes to arrays of NumPy.
+scale, a list of losses. It also has a real step's side effects: it draws random numbers and writes to NumPy arrays.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _DEPTH = 6
-"""A cache's own dict, its list of entries, and what is in an entry."""
+"""Depth of the search in a cache: its dict, its list of entries, and the contents of an entry."""
 
 
 class Everything(ReachableObjects):
-    """While the `with` block runs anything may happen to what `roots` reach; at its end it is as it was.
+    """Context that restores every object that `roots` reach.
 
-    Contents of real tensors are not copied: see that nothing writes to them. Random numbers are put back as well, those
-    of generators that are reached included. Data sets, iterators and libraries' functions are walked into: each may be
-    where a fake tensor is left.
+    Contents of real tensors are not copied; the caller ensures that they are not written to. Random number generators
+    are restored too, including those that are reached. Data sets, iterators and library functions are walked into,
+    because any of them may hold a fake tensor.
     """
 
     largest = 100_000
@@ -47,7 +46,7 @@ class Everything(ReachableObjects):
         self._roots = roots
         self._optimizers: dict[int, Optimizer] = {}
         self.left: tuple[str, ...] = ()
-        """After the block, what has changed and was not put back, in words."""
+        """Changes that were not restored, in words; set after the block."""
         super().__init__()
 
     @property
@@ -57,7 +56,7 @@ class Everything(ReachableObjects):
 
     @property
     def reached(self) -> tuple[Any, ...]:
-        """Every object that was found so far, from the roots on."""
+        """Every object found so far, including the roots."""
         return tuple(self.things)
 
     def __enter__(self) -> Self:
@@ -82,7 +81,7 @@ class Everything(ReachableObjects):
 
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers[id(optimizer)] = optimizer
-        self.note(optimizer)  # if no root reaches it: it has not stepped yet
+        self.note(optimizer)  # for an optimizer that no root reaches; it has not stepped yet
 
     # --- the walk
 
@@ -96,7 +95,7 @@ class Everything(ReachableObjects):
         return True
 
     def _function(self, function: types.FunctionType) -> Iterable[Any]:
-        is_ours = origin(function.__code__.co_filename) == "ours"  # it has torch's tables of hooks, say
+        is_ours = origin(function.__code__.co_filename) == "ours"  # with globals such as torch's tables of hooks
         found = () if is_ours else self._variables(function)
         own = (function.__defaults__, function.__kwdefaults__, None if is_ours else vars(function))
         wrapped = getattr(function, "__wrapped__", None)
@@ -115,7 +114,7 @@ class Everything(ReachableObjects):
         return (*self._attributes(module), *(module.parameters() if scripted else ()))
 
     def _cache(self, cache: Any) -> Iterable[Any]:
-        """Have a function that remembers what it gave forget all if there is a fake tensor among that."""
+        """Clear a function's cache on restore if it then holds a fake tensor."""
         n_misses = cache.cache_info().misses
 
         def restore() -> None:
@@ -127,7 +126,7 @@ class Everything(ReachableObjects):
 
 
 def _has_fakes(cache: Any) -> bool:
-    """Return True if one is in what a cache refers to, some objects deep; entries of a cache can't be asked for."""
+    """Return True if a cache, whose entries can't be listed, refers to a fake tensor up to _DEPTH objects deep."""
     level, seen = [cache], set[int]()
     for _ in range(_DEPTH):
         level = [inside for thing in level for inside in gc.get_referents(thing) if id(inside) not in seen]

@@ -23,40 +23,40 @@ if TYPE_CHECKING:
 
 
 class FakeTensors:
-    """The fake twin of each real tensor that a rehearsed step meets. Tensors that share memory have twins that do.
+    """Fake twins of the real tensors that a rehearsed step meets; shared memory stays shared.
 
-    Nothing of a real tensor is ever written to: operators only get to see its twin. Twins are on the device of their
-    tensor, or all on `device`.
+    No real tensor is ever written to: operators see only its twin. Twins are on their tensor's device, or all on
+    `device`.
     """
 
     def __init__(self, mode: FakeTensorMode, device: str | None = None) -> None:
         self._mode, self._device = mode, device
         self._twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._memory: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        """By the number of a real storage: the storage, held so that the number stays its own, and its twin's bytes."""
+        """By number of a real storage: the storage, held so that its number is not reused, and its twin's bytes."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The twin of a real tensor, made when it is first asked for."""
+        """Return the twin of a real tensor, creating it at the first request."""
         twin: Tensor | None = self._twins.get(tensor)  # type: ignore[no-untyped-call]
         if twin is None or twin.shape != tensor.shape:
             twin = self._twins[tensor] = self._make(tensor)
         return twin
 
     def of_new(self, tensor: Tensor) -> Tensor:
-        """The twin of a real tensor that only the caller has: it lives as long as somebody has the twin."""
+        """Return the twin of a real tensor that only the caller holds; it lives as long as the twin is referenced."""
         twin = self.of(tensor)
         self._twins.pop(tensor)  # type: ignore[no-untyped-call]
         self.let_go(tensor)
         return twin
 
     def apart(self, tensor: Tensor) -> Tensor:
-        """A twin with its own elements alone, as a copy on another device has them."""
+        """Return a twin with the tensor's own elements alone, as in a copy on another device."""
         with without_modes(), self._mode:
             geometry = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
             return torch.empty_like(geometry, device=self._place(tensor))
 
     def let_go(self, tensor: Tensor) -> None:
-        """Hold no twin of a tensor's memory any longer."""
+        """Release the twin of a tensor's memory."""
         if is_strided(tensor):
             self._memory.pop(storage_number(tensor.untyped_storage()), None)
 
@@ -64,7 +64,7 @@ class FakeTensors:
         return self._device or tensor.device
 
     def _make(self, tensor: Tensor) -> Tensor:
-        if sparse.is_sparse(tensor):  # torch's own twin of one has no elements
+        if sparse.is_sparse(tensor):  # torch's fake tensor of this layout has no elements
             with without_modes(), torch.no_grad():
                 indices, values = map(self.of, parts_of(tensor.detach()))
                 with self._mode:
@@ -89,13 +89,13 @@ class FakeTensors:
 
 
 def is_real(thing: Any) -> bool:
-    """Whether it is a tensor that has its bytes."""
+    """Return True for a tensor with real memory."""
     return isinstance(thing, torch.Tensor) and not is_fake(thing)
 
 
 @contextlib.contextmanager
 def placed(tensors: Iterable[Tensor], device: str, mode: FakeTensorMode) -> Iterator[None]:
-    """Tensors on the meta device are fake ones on `device` in this block, being the same Python objects all the time.
+    """Replace meta tensors by fake ones on `device` in this block; each Python object keeps its identity.
 
     Raises RehearsalError for those that torch can't exchange.
     """
@@ -119,7 +119,7 @@ def placed(tensors: Iterable[Tensor], device: str, mode: FakeTensorMode) -> Iter
 
 
 def swap(tensor: Tensor, fake: Tensor) -> None:
-    """Two tensors change places, each Python object keeping its identity. Raises RehearsalError where they can't."""
+    """Exchange two tensors, each Python object keeping its identity. Raises RehearsalError where torch can't."""
     try:
         exchange(tensor, fake)
     except (RuntimeError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""The record of an estimate: what a step needs, when and why."""
+"""The record of an estimate: the memory that a step needs, over time and by cause."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """What a training step will need, from a run without memory. `print` it for a table."""
+    """Memory that a training step will need, from a run without memory. `print` it for a table."""
 
     timeline: Timeline
-    """As a measured one: levels over entry, bytes."""
+    """Timeline like a measured one: levels over entry, bytes."""
     static: Static
-    """What exists when the step begins, its optimizer state included."""
+    """Memory at entry of the step, including optimizer state."""
     unknown: tuple[str, ...]
-    """Memory inside of operators that is not known exactly, with its bounds and what it is counted as, if known."""
+    """Scratch memory of operators that is not known exactly, with its bounds and the counted value, if known."""
     assumed: tuple[str, ...]
-    """What the step asked of its tensors and was told without anybody knowing, with the line that asked."""
+    """Queries of contents that were answered by assumption, with the line that asked."""
 
     @property
     def peak_bytes(self) -> int:
@@ -35,7 +35,7 @@ class MemoryEstimate:
     def to_snapshot(self, path: str | Path) -> None:
         """Write a memory snapshot, as `Timeline.to_snapshot`, with what exists when the step begins."""
         static = self.static
-        freed = sum(event.bytes for event in freed_from_entry(self.timeline.stream))  # which the timeline has itself
+        freed = sum(event.bytes for event in freed_from_entry(self.timeline.stream))  # already part of the timeline
         at_entry = []
         kept = static.parameters, static.optimizer, static.buffers
         for n_bytes in (static.gradients, static.carried_over, static.inputs, *kept):
@@ -44,10 +44,10 @@ class MemoryEstimate:
         self.timeline.to_snapshot(path, at_entry=at_entry)
 
     def more(self) -> Iterator[str]:
-        """Lines that the table has besides."""
+        """Return additional lines of the table."""
         return iter(())
 
     def __str__(self) -> str:
-        from lowtide.estimator.estimate_text import table  # made when somebody looks
+        from lowtide.estimator.estimate_text import table  # imported only to print
 
         return "\n".join(table(self))

@@ -1,6 +1,6 @@
-"""Sequences of different lengths, packed and put back into one tensor as torch does it.
+"""Pack sequences of different lengths, and unpack them into one tensor, as torch does.
 
-As in aten/src/ATen/native/PackedSequence.cpp of torch 2.13. Its own function for the way back writes lengths to memory
+As in aten/src/ATen/native/PackedSequence.cpp of torch 2.13. Torch's own function for unpacking writes lengths to memory
 that a fake tensor does not have.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def copies(padded: Tensor, lengths: Sequence[int], batch_first: bool) -> list[int]:
-    """Bytes of the pieces that are copied, one after the other, before they are packed into one tensor."""
+    """Return the bytes of the pieces that are copied, one after the other, before packing into one tensor."""
     steps_first = padded.transpose(0, 1) if batch_first else padded
     row_bytes = steps_first[0, 0].nbytes
     found, before = [], 0
@@ -25,7 +25,7 @@ def copies(padded: Tensor, lengths: Sequence[int], batch_first: bool) -> list[in
 
 
 def padded(data: Tensor, rows: Sequence[int], batch_first: bool, padding_value: float, total_length: int) -> Tensor:
-    """The sequences, [steps, batch, ...] or batch first. `rows` says how many of them have each step."""
+    """Return the sequences, [steps, batch, ...] or batch first. `rows` is the number of sequences at each step."""
     steps = len(rows)
     out = data.new_full((max(total_length, steps), rows[0], *data.shape[1:]), padding_value)
     begin, offset = 0, 0
@@ -40,5 +40,5 @@ def padded(data: Tensor, rows: Sequence[int], batch_first: bool, padding_value: 
 
 
 def lengths(rows: Sequence[int]) -> list[int]:
-    """Of each sequence, the longest first."""
+    """Return the length of each sequence, longest first."""
     return [sum(n > row for n in rows) for row in range(rows[0])]

@@ -1,9 +1,9 @@
-"""Sparse tensors: what they are made of when operators make them of others.
+"""Sparse results of operators on fake tensors, built with their indices and values.
 
-Torch's own kernels for tensors without contents give sparse ones without elements (torch 2.13). Which indices are the
-same is known where they are from the batch; else they are taken to differ, and not to be padding: what is made of a
-sparse tensor has as many elements. Not yet: a gradient that another one is added to in place, as by a second backward
-pass, stays as large as it was, which is said.
+Torch's own fake kernels return sparse tensors without elements (torch 2.13). Duplicate indices are known where the
+indices come from the batch; otherwise they are assumed to differ, and not to be padding: a result has as many elements
+as its sparse argument. Not yet: a gradient that another one is added to in place, as by a second backward pass, keeps
+its size, which is noted.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ aten = torch.ops.aten
 
 
 def parts(tensors: list[Tensor]) -> list[Tensor]:
-    """These, sparse ones as their indices and values."""
+    """Return dense tensors unchanged, and sparse ones as their indices and values."""
     return [part for t in tensors for part in ((t,) if t.layout is torch.strided else parts_of(t))]
 
 
 def is_sparse(arg: Any) -> bool:
-    """Whether it is a sparse tensor (COO)."""
+    """Return True for a sparse tensor (COO)."""
     return isinstance(arg, torch.Tensor) and arg.layout is torch.sparse_coo
 
 
 def is_compressed(tensor: Tensor) -> bool:
-    """Whether it is one of the other layouts, as CSR, of which torch's fake tensors have no elements."""
+    """Return True for the other sparse layouts, such as CSR, whose fake tensors have no elements."""
     return tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def with_parts(sparse: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """A sparse tensor whose indices and values are others."""
+    """Return a sparse tensor with its indices and values changed."""
     indices, values = map(change, parts_of(sparse))
     return like(sparse, indices, values)
 
@@ -50,7 +50,7 @@ def with_parts(sparse: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 def kernel(
     func: Any, args: Any, answers: ValueOracle, *, by_autograd: Callable[[], bool]
 ) -> Callable[..., Tensor] | None:
-    """What gives the result of an operator; None where torch's own does, for nothing there is sparse."""
+    """Return the kernel for an operator on sparse tensors; None if no argument is sparse, where torch's own serves."""
     if func is bags.BACKWARD and args[9]:
         return _bag_backward
     if func not in KERNELS or not any(map(is_sparse, args[:2])):
@@ -61,7 +61,7 @@ def kernel(
 
 
 def _take_over(sparse: Tensor, **options: Any) -> Tensor:
-    """As autograd keeps a gradient, where under a mode it copies it.
+    """Keep a gradient without a copy, as autograd does; under a mode it would copy.
 
     torch/csrc/autograd/functions/accumulate_grad.h: AccumulateGrad::accumulateGrad, torch 2.13.
     """
@@ -75,7 +75,7 @@ def _clone(answers: ValueOracle, sparse: Tensor, **options: Any) -> Tensor:
 
 
 def _coalesce(answers: ValueOracle, sparse: Tensor) -> Tensor:
-    """On the CPU there is room for all elements (SparseTensor.cpp: _coalesce_sparse_cpu, torch 2.13)."""
+    """Coalesce; the CPU allocates room for all elements (SparseTensor.cpp: _coalesce_sparse_cpu, torch 2.13)."""
     indices, values = parts_of(sparse)
     known = answers.value(indices)
     if known is None:
@@ -91,17 +91,17 @@ def _coalesce(answers: ValueOracle, sparse: Tensor) -> Tensor:
 
 
 def _mask(answers: ValueOracle, tensor: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """The elements of a tensor where `mask` has some."""
+    """Return the elements of a dense tensor at the places of `mask`."""
     indices, values = parts_of(mask)
     return like(mask, _copy(answers, indices), torch.empty_like(values, dtype=tensor.dtype))
 
 
 def _transpose(answers: ValueOracle, sparse: Tensor, one: int = 0, other: int = 1) -> Tensor:
-    """A copy with rows of the indices exchanged (SparseTensor.cpp: transpose_sparse, of a clone; torch 2.13)."""
+    """Return a copy with index rows exchanged (SparseTensor.cpp: transpose_sparse, on a clone; torch 2.13)."""
     indices, values = parts_of(sparse)
     one, other = one % sparse.dim(), other % sparse.dim()
     rows, shape = [*range(len(indices))], [*sparse.shape]
-    for each in (rows, shape):  # torch takes no others than sparse dimensions
+    for each in (rows, shape):  # torch accepts only sparse dimensions
         each[one], each[other] = each[other], each[one]
     copy = indices.clone()
     if (known := answers.value(indices)) is not None:
@@ -112,7 +112,7 @@ def _transpose(answers: ValueOracle, sparse: Tensor, one: int = 0, other: int = 
 
 
 def _add(answers: ValueOracle, sparse: Tensor, other: Tensor, **options: Any) -> Tensor:
-    """The elements of both; a sum with a dense tensor is dense."""
+    """Concatenate the elements of both; a sum with a dense tensor is dense."""
     if sparse.layout is not other.layout:
         dense = other if sparse.layout is torch.sparse_coo else sparse
         return torch.empty_like(dense, dtype=torch.result_type(sparse, other))
@@ -127,14 +127,14 @@ def _add(answers: ValueOracle, sparse: Tensor, other: Tensor, **options: Any) ->
 
 
 def _copy(answers: ValueOracle, indices: Tensor) -> Tensor:
-    """One that is known if these are."""
+    """Copy indices, with their contents if known."""
     copy = indices.clone()
     answers.pass_on(indices, copy)
     return copy
 
 
 def _bag_backward(*args: Any) -> Tensor:
-    """One row of the table's gradient for each index."""
+    """Return the table's sparse gradient, one row for each index."""
     grad, indices, n_rows = args[0], args[1], args[6]
     rows = indices.view(1, -1).to(torch.long, copy=bags.has_padding(args))
     values = grad.new_empty((indices.numel(), grad.shape[1]))
@@ -142,13 +142,13 @@ def _bag_backward(*args: Any) -> Tensor:
 
 
 def like(sparse: Tensor, indices: Tensor, values: Tensor, coalesced: bool | None = None) -> Tensor:
-    """A tensor as `sparse`, of these parts."""
+    """Return a tensor like `sparse` with these indices and values."""
     is_coalesced = sparse.is_coalesced() if coalesced is None else coalesced
     return torch.sparse_coo_tensor(indices, values, sparse.shape, is_coalesced=is_coalesced, check_invariants=False)
 
 
 def assumed(func: Any, args: Any) -> str | None:
-    """What is taken to be so, where that changes how large a sparse tensor is."""
+    """Return the assumption made, where it affects the size of a sparse tensor."""
     if func is aten.add_.Tensor and all(map(is_sparse, args[:2])):
         return "a sparse tensor that another one is added to is taken to stay as large as it was"
     if func is bags.BACKWARD and args[9] and bags.has_padding(args):
@@ -164,4 +164,4 @@ KERNELS: dict[Any, Callable[..., Tensor]] = {
     aten.t.default: _transpose,
     aten.transpose.int: _transpose,
 }
-"""For operators that are given a sparse tensor (COO)."""
+"""Kernels for operators on sparse tensors (COO)."""

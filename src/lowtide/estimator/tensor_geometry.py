@@ -1,4 +1,4 @@
-"""How a tensor lies in memory, without its memory: enough to make another one like it."""
+"""Geometry of a tensor, without its memory: enough to allocate another one like it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Of a dense tensor, or of a sparse one, which has parts. Equal for tensors that kernels treat alike."""
+    """Geometry of a dense tensor, or of a sparse one, which has parts. Equal for tensors that kernels treat alike."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -26,7 +26,7 @@ class Geometry:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Geometry:
-        """That of a tensor, which may be fake."""
+        """Return the geometry of a tensor, which may be fake."""
         shape = tuple(tensor.shape)
         if tensor.layout is torch.strided:
             return cls(shape, tensor.dtype, tensor.stride())
@@ -36,21 +36,21 @@ class Geometry:
 
     @property
     def whole(self) -> bool:
-        """Whether it says all. Fake tensors of sparse layouts but COO have no elements (torch 2.13)."""
+        """Return True unless elements are missing, as in fake tensors of sparse layouts other than COO (torch 2.13)."""
         return self.layout in (torch.strided, torch.sparse_coo)
 
     @property
     def n_bytes(self) -> int:
-        """Of its elements."""
+        """Bytes of the elements."""
         if self.parts:
             return sum(part.n_bytes for part in self.parts)
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def real(self, rows: int = 0) -> Tensor:
-        """A real tensor, or one with as many rows.
+        """Return a real tensor of this geometry, or one with as many `rows`.
 
-        It is one of ones, for some operators take more for numbers that are not small; of zeros if they may be indices.
-        Raises NotImplementedError unless it is `whole`.
+        The tensor is filled with ones, because some operators use more memory for large values; with zeros if it may
+        hold indices. Raises NotImplementedError unless it is `whole`.
         """
         if self.layout is torch.sparse_coo:
             return self._coordinates()
@@ -61,7 +61,7 @@ class Geometry:
         return torch.empty_strided(shape, self.strides, dtype=self.dtype).fill_(not is_index)
 
     def _coordinates(self) -> Tensor:
-        """All elements at different places, as far as there are so many."""
+        """Return a sparse tensor whose elements are at different places, as far as places suffice."""
         dims, count = self.parts[0].shape
         places = torch.arange(count)
         indices = []

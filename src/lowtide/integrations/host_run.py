@@ -1,4 +1,4 @@
-"""A budget from the event that begins training to the one that ends it, in a loop of another package."""
+"""A budget between the begin and end events of a training loop in another package."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class HostRun:
     """`lowtide.within` in two halves: entered by one callback and left by another.
 
-    A loop that is ended by an exception may call no other one. Then the block is left when training begins anew, or
-    any other block does, or by `leave`.
+    A loop that is ended by an exception may make no second callback. The block is then left when training begins again,
+    when another block begins, or by `leave`.
     """
 
     def __init__(
@@ -29,12 +29,12 @@ class HostRun:
     ) -> None:
         self._budget, self._on_infeasible = budget, on_infeasible
         self._levers, self._in_place, self._progress = levers, in_place, progress
-        self._new()  # what is no budget is refused now
+        self._new()  # rejects a bad budget now
         self.run: Run | None = None
         self._is_open = False
 
     def begin(self, model: nn.Module) -> None:
-        """Training of `model` begins in the function that has called the callback."""
+        """Begin training of `model` in the function that has called the callback."""
         self.leave()
         self.run = self._new(model)
         self._loop = _Loop()
@@ -43,21 +43,21 @@ class HostRun:
         left_over.append(self._leave_if_over)
 
     def end(self) -> None:
-        """Give the model back as it was: training is over. Raises an error of the block that the loop has caught."""
+        """Restore the model when training is over. Raises an error of the block that the loop has caught."""
         if self._is_open:
             assert self.run is not None
             self._close()
             self.run.__exit__(None, None, None)
 
     def leave(self) -> None:
-        """Give the model back as it was, where an exception has ended training. May be called again."""
+        """Restore the model after an exception has ended training. Repeated calls do nothing."""
         if self._is_open:
             assert self.run is not None
             self._close()
             self.run.leave()
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for the logs of the loop, once there is a plan."""
+        """Return numbers for the logs of the loop, once a plan exists."""
         if self.run is None or (plan := self.run.plan) is None:
             return {}
         verdict = self.run.verdict
@@ -88,7 +88,7 @@ class HostRun:
 
 
 class _Loop:
-    """The function of another package that trains, and calls what calls this."""
+    """The function of another package that trains and that calls the callbacks."""
 
     def __init__(self) -> None:
         frame = sys._getframe(1)

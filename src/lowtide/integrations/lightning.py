@@ -15,15 +15,19 @@ __all__ = ["LowtideCallback"]
 
 
 class LowtideCallback(lightning.Callback):
-    """Keeps the training steps of a Lightning Trainer within a memory budget.
+    """A callback that keeps the training steps of a Lightning Trainer within a memory budget.
 
         trainer = lightning.Trainer(callbacks=[LowtideCallback("8GiB")], ...)
 
-    The first two steps are rehearsed, and a plan is in force from the third one on, until training ends, however it
-    does. Checkpoints are those without it.
+    The first two steps are rehearsed, and a plan is in force from the third one on, until training ends in any way.
+    Checkpoints are the same as without it.
 
     Args:
-        budget: Bytes, "8GiB" or "60%" of the plain step's peak, as for `lowtide.within`; so are all others.
+        budget: Bytes, "8GiB" or "60%" of the plain step's peak, as for `lowtide.within`.
+        on_infeasible: As for `lowtide.within`.
+        levers: As for `lowtide.within`.
+        in_place: As for `lowtide.within`.
+        progress: As for `lowtide.within`.
     """
 
     def __init__(
@@ -39,7 +43,7 @@ class LowtideCallback(lightning.Callback):
 
     @property
     def run(self) -> Run | None:
-        """What `lowtide.within` gives, of the last training: its plan and verdict."""
+        """The block of `lowtide.within` for the last training, with its plan and verdict."""
         return self._host.run
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -49,11 +53,11 @@ class LowtideCallback(lightning.Callback):
         self._host.begin(pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Give the module back as it was, with the numbers of its plan in the Trainer's metrics."""
+        """Restore the module, and add the numbers of its plan to the Trainer's metrics."""
         for name, number in self._host.metrics().items():
             trainer.callback_metrics[name] = number
         self._host.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Give the module back as it was."""
+        """Restore the module."""
         self._host.leave()

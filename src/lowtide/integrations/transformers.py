@@ -1,4 +1,4 @@
-"""A memory budget for the Trainer of transformers, and for those derived from it, as TRL's are."""
+"""A memory budget for the Trainer of transformers, and for derived ones such as TRL's."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ __all__ = ["LowtideCallback"]
 
 
 class LowtideCallback(TrainerCallback):
-    """Keeps the training steps of a Trainer within a memory budget.
+    """A callback that keeps the training steps of a Trainer within a memory budget.
 
         trainer = Trainer(model, args, callbacks=[LowtideCallback("8GiB")], ...)
 
     The first two steps are rehearsed, and a plan is in force from the third one on, until training ends. Checkpoints
-    are those of the Trainer without it. Budget, peak and extra time are in the Trainer's logs as `lowtide_...`.
+    are the same as without it. Budget, peak and extra time are in the Trainer's logs as `lowtide_...`.
 
-    After an exception or Ctrl-C, of which a Trainer tells no callback, the model has its plan until training begins
-    anew, or until `close()`.
+    A Trainer calls no callback after an exception or Ctrl-C: the model then keeps its plan until training begins again,
+    or until `close()`.
 
     Args:
-        budget: Bytes, "8GiB" or "60%" of the plain step's peak, as for `lowtide.within`; so are all others.
+        budget: Bytes, "8GiB" or "60%" of the plain step's peak, as for `lowtide.within`.
+        on_infeasible: As for `lowtide.within`.
+        levers: As for `lowtide.within`.
+        in_place: As for `lowtide.within`.
+        progress: As for `lowtide.within`.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class LowtideCallback(TrainerCallback):
 
     @property
     def run(self) -> Run | None:
-        """What `lowtide.within` gives, of the last training: its plan and verdict."""
+        """The block of `lowtide.within` for the last training, with its plan and verdict."""
         return self._host.run
 
     def on_train_begin(
@@ -56,11 +60,11 @@ class LowtideCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Give the model back as it was."""
+        """Restore the model."""
         self._host.end()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Add what the plan needs to the logs of training."""
+        """Add the plan's numbers to the logs of training."""
         logs = kwargs.get("logs")
         if logs is not None and "loss" in logs:
             logs.update(self._host.metrics())
@@ -68,5 +72,5 @@ class LowtideCallback(TrainerCallback):
                 state.log_history[-1].update(self._host.metrics())
 
     def close(self) -> None:
-        """Give the model back as it was, where training was ended by an exception."""
+        """Restore the model after an exception has ended training."""
         self._host.leave()

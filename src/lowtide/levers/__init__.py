@@ -1,7 +1,7 @@
-"""Levers: changes of the training step itself that lower its peak, each with its bytes and its cost.
+"""Levers: changes of the training step that lower its peak, each with its bytes and its cost.
 
-What a lever does to memory is measured, not modelled: the step is rehearsed with the lever on, which gives another
-profile, and every plan made from that profile has the lever in it (`selection.py`).
+A lever's effect on memory is measured, not modelled: the step is rehearsed with the lever on, which gives another
+profile, and every plan made from that profile contains the lever (`selection.py`).
 """
 
 from __future__ import annotations
@@ -30,32 +30,36 @@ if TYPE_CHECKING:
 _ALL: tuple[Lever, ...] = (Outputs(), FusedOptimizer(), ProductsApart(), LossHead(), StepInBackward(), MicroBatches())
 
 LEVERS = {lever.name: lever for lever in _ALL}
-"""All levers by name, in the order in which they are tried: those that cost least come first."""
+"""All levers by name, in the order in which they are tried: cheapest first."""
 
 DEFAULT = ("outputs",)
-"""What needs nobody's word: exact, and noticed by nobody."""
+"""Levers enabled by default: exact, and invisible to the training step."""
 
 
 class LeverStack(Removable):
-    """Several levers that are on. `remove()` takes them off again."""
+    """Several active levers. `remove()` turns them off."""
 
     def __init__(self, undo: contextlib.ExitStack, on: tuple[ActiveLever, ...]) -> None:
         self._undo, self._on = undo, on
 
     def check(self) -> None:
-        """After steps with them: raises NoUse if one changed nothing in them, or may not stay on."""
+        """Check each lever after steps with it on.
+
+        Raises LeverNotApplicable if a lever changed nothing in the steps, or must not stay on.
+        """
         for each in self._on:
             each.check()
 
     def remove(self) -> None:
-        """Model and optimizer are as before. May be called again."""
+        """Restore model and optimizer. Repeated calls do nothing."""
         self._undo.close()
 
 
 def enable(model: nn.Module, levers: Iterable[AppliedLever], optimizer: Optimizers) -> LeverStack:
-    """Put these levers on, the first one innermost. Raises NoUse if one can't be put on; then none is.
+    """Enable `levers`, the first one innermost.
 
-    One that changes the optimizer changes a single one.
+    A lever that changes the optimizer needs a single one. Raises LeverNotApplicable if a lever can't be enabled; then
+    none is.
     """
     optimizers = listed(optimizer)
     one = optimizers[0] if len(optimizers) == 1 else None
@@ -69,7 +73,7 @@ def enable(model: nn.Module, levers: Iterable[AppliedLever], optimizer: Optimize
 
 
 def of_plan(plan: Plan | None, model: nn.Module, optimizer: Optimizers) -> LeverStack:
-    """Put a plan's levers on; without a plan there are none. Raises LowtideError if one can't be put on."""
+    """Enable the levers of `plan`, none if it is None. Raises LowtideError if a lever can't be enabled."""
     try:
         return enable(model, () if plan is None else plan.levers, optimizer)
     except LeverNotApplicable as why:
@@ -77,9 +81,10 @@ def of_plan(plan: Plan | None, model: nn.Module, optimizer: Optimizers) -> Lever
 
 
 def in_script(text: str) -> AppliedLever:
-    """A lever for the model of a script, as a command line names it: `loss head`, `micro-batches=4`.
+    """Parse a lever for a script's model from the command line: `loss head`, `micro-batches=4`.
 
-    Raises LowtideError if there is none of that name, or if it is for an optimizer, which nobody knows before it steps.
+    Raises LowtideError for an unknown name, and for a lever that changes the optimizer, which is unknown before it
+    steps.
     """
     name, _, number = text.partition("=")
     lever = named(name)
@@ -98,7 +103,7 @@ def in_script(text: str) -> AppliedLever:
 
 
 def named(name: str) -> Lever:
-    """The lever of that name. Raises LowtideError if there is none."""
+    """Return the lever called `name`. Raises LowtideError if none is."""
     if name not in LEVERS:
         raise LowtideError(f"there is no lever {name!r}. There are: {', '.join(map(repr, LEVERS))}.")
     return LEVERS[name]

@@ -1,7 +1,7 @@
-"""The place where backward enters a model: there all gradients of what the model returned are known at once.
+"""The point where backward enters a model: all gradients of the model's outputs are known there at once.
 
-What a call of the model returns is led through one node of autograd that changes nothing: the same objects with the
-same numbers in the same memory. Autograd runs that node when every gradient of an output has come in from outside.
+The outputs of a model's call pass through one autograd node that changes nothing: same objects, same numbers, same
+memory. Autograd runs that node once every gradient of an output has arrived from outside the model.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     from torch import nn
 
 Enters = Callable[[Sequence[GradientEdge], Sequence[Tensor]], None]
-"""Told the outputs that get a gradient, and these gradients, before backward goes on into the model."""
+"""Called with the outputs that get a gradient, and these gradients, before backward continues into the model."""
 
 _PARAMETERS: set[int] = set()
 
 
 def runs_twice(parameter: Tensor) -> bool:
-    """Whether backward may run twice through what is computed from the parameter now."""
+    """Return True if backward may run twice through values computed from the parameter now."""
     return id(parameter) in _PARAMETERS and not is_gathering(parameter)
 
 
 class BackwardEntry:
-    """Tells `on_entry`, a method, for each call of `model` when backward comes to it, until `remove`."""
+    """A hook that calls `on_entry`, a method, when backward reaches outputs of a call of `model`, until `remove`."""
 
     def __init__(self, model: nn.Module, on_entry: Enters) -> None:
         self._model = weakref.ref(model)
-        self._enters = weakref.WeakMethod(on_entry)  # graphs hold it
+        self._enters = weakref.WeakMethod(on_entry)  # weak, since graphs hold it
         self._front = OuterInterceptor(model, self._around)
         self._parameters = {id(parameter) for parameter in model.parameters()}
         _PARAMETERS.update(self._parameters)
@@ -58,19 +58,19 @@ class BackwardEntry:
         return _rebuilt(output, dict(zip(found, led(self._enters, *found.values()), strict=True)))
 
     def remove(self) -> None:
-        """Calls of the model are as before. May be called again."""
+        """Restore plain calls of the model. Repeated calls do nothing."""
         self._front.remove()
         _PARAMETERS.difference_update(self._parameters)
 
 
 class _Entered(torch.autograd.Function):
-    """The identity, whose backward is told to somebody."""
+    """The identity, whose backward calls `on_entry`."""
 
     @staticmethod
     def forward(ctx: Any, on_entry: weakref.WeakMethod[Enters], *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.on_entry = on_entry
-        return tuple(output.detach() for output in outputs)  # no views, which could not be changed in place
+        return tuple(output.detach() for output in outputs)  # no views: these could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -82,7 +82,7 @@ class _Entered(torch.autograd.Function):
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in what a model returned, in the kinds of objects that `_rebuilt` knows."""
+    """Yield the tensors in a model's output, in the kinds of objects that `_rebuilt` supports."""
     if isinstance(output, Tensor):
         yield output
     else:
@@ -93,7 +93,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 def _items(output: Any) -> list[tuple[Any, Any]]:
     if type(output) is tuple or type(output) is list or (isinstance(output, tuple) and hasattr(output, "_fields")):
         return list(enumerate(output))
-    if is_model_output(output):  # not with `items`: the lever `outputs` may have let go of some
+    if is_model_output(output):  # not with `items`: the lever `outputs` may have released some fields
         return [(name, OrderedDict.__getitem__(output, name)) for name in OrderedDict.__iter__(output)]
     if type(output) in (dict, OrderedDict):
         return list(output.items())
@@ -103,14 +103,14 @@ def _items(output: Any) -> list[tuple[Any, Any]]:
 
 
 def _rebuilt(output: Any, made: dict[int, Tensor]) -> Any:
-    """`output` with other tensors in the places of those with these ids."""
+    """Return `output` with the tensors whose ids are in `made` replaced."""
     if isinstance(output, Tensor):
         return made.get(id(output), output)
     items = {key: _rebuilt(item, made) for key, item in _items(output)}
     if all(items[key] is item for key, item in _items(output)):
         return output
     if isinstance(output, tuple):
-        make: Any = getattr(type(output), "_make", tuple)  # of a named one
+        make: Any = getattr(type(output), "_make", tuple)  # for a named tuple
         return make(items.values())
     if isinstance(output, list):
         return list(items.values())

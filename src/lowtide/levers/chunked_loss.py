@@ -1,9 +1,9 @@
-"""The lever `loss head`: a language model's cross entropy in chunks, so that its logits never exist.
+"""The lever `loss head`: compute a language model's cross entropy in chunks, so that its logits never exist.
 
 The logits, their log-softmax and its gradient are a quarter to a third of a small model's peak. The model is not
-edited: its output layer gives tensors that are not computed (`deferred_logits.py`), and the loss that the model itself
-calls, with its label shift, ignored labels and division, finds the hidden states in them. Same FLOPs, not the same
-bits.
+edited: its output layer returns tensors that are not computed (`deferred_logits.py`), and the loss that the model
+itself calls, with its label shift, ignored labels and division, reads the hidden states from them. Same FLOPs, not the
+same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LossHead(Lever):
-    """See the top of this file."""
+    """The lever `loss head`: cross entropy in chunks."""
 
     name: ClassVar[str] = "loss head"
     what: ClassVar[str] = "cross entropy in chunks, without logits"
@@ -35,12 +35,12 @@ class LossHead(Lever):
     free: ClassVar[bool] = False
 
     def settings(self, site: StepContext) -> Settings:
-        """Nothing to know. Raises NoUse for a model that has no output layer over a vocabulary."""
+        """Return no settings. Raises LeverNotApplicable for a model without an output layer over a vocabulary."""
         _layer(site.model)
         return {}
 
     def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """The loss head's part of the peak, where there is one over a vocabulary, and the logits with it."""
+        """Return the loss head's part of the peak, logits included; 0 without an output layer over a vocabulary."""
         try:
             _layer(site.model)
         except LeverNotApplicable:
@@ -49,7 +49,7 @@ class LossHead(Lever):
         return head + parts.get("temporaries", 0) if head else 0
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
-        """From now on the output layer gives logits that are not computed, while the model trains."""
+        """Make the output layer return logits that are not computed while the model trains."""
         return _On(_layer(model))
 
 
@@ -81,7 +81,10 @@ class _On:
 
 
 def _layer(model: nn.Module) -> nn.Linear:
-    """The model's output layer, as transformers' models tell it. Raises NoUse, also where torch is older than 2.13."""
+    """Return the output layer that a model of transformers names.
+
+    Raises LeverNotApplicable if the model names none, and if torch is older than 2.13.
+    """
     if not hasattr(functional, "linear_cross_entropy"):
         raise LeverNotApplicable(f"torch {torch.__version__} has no linear_cross_entropy; 2.13 has")
     find = getattr(model, "get_output_embeddings", None)

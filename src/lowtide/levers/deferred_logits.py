@@ -1,9 +1,9 @@
-"""Logits that are not there yet: a tensor that knows what it would be computed from.
+"""Deferred logits: a tensor that is not computed, but knows its inputs.
 
-Where it ends in a cross entropy, that is computed in chunks (`torch.nn.functional.linear_cross_entropy`) and the logits
-never exist. On the way there it may be cast to a wider type, have its rows cut, be reshaped as long as the vocabulary
-stays the last dimension, and be scaled by a number: all this is done to the hidden states instead. Whatever else
-happens to it makes it the plain tensor first, so the step is right either way.
+If it ends in a cross entropy, the loss is computed in chunks (`torch.nn.functional.linear_cross_entropy`) and the
+logits never exist. Before that it may be cast to a wider type, have its rows cut, be reshaped as long as the vocabulary
+stays the last dimension, and be scaled by a number: all of these are applied to the hidden states instead. Any other
+operation first computes the plain tensor, so the step is right either way.
 
 Debt: in bfloat16 torch adds up the chunks' losses in bfloat16, so the loss itself, not its gradient, is good to about
 two digits.
@@ -28,17 +28,17 @@ from lowtide.levers.backward_entry import runs_twice
 
 @dataclass(slots=True)
 class Head:
-    """The output layer of a model, and what became of its results."""
+    """The output layer of a model, and counts of the uses of its results."""
 
     layer: nn.Linear
     chunked: int = 0
     """Losses that were computed without logits."""
     needed_by: str = ""
-    """What asked for the logits themselves first, in training."""
+    """The first function that needed the logits themselves, in training."""
 
 
 class Logits(Tensor):
-    """`layer(hidden)`, not computed. See the top of this file."""
+    """`layer(hidden)`, not computed; see the module docstring."""
 
     head: Head
     compute: Callable[[], Tensor]
@@ -48,7 +48,7 @@ class Logits(Tensor):
 
     @staticmethod
     def of(head: Head, hidden: Tensor, compute: Callable[[], Tensor], dtype: torch.dtype) -> Logits:
-        """`compute()` gives the tensor itself: its shape is that of `hidden` but for the last dimension."""
+        """Return logits that `compute()` computes on demand, in the shape of `hidden` except the last dimension."""
         shape = (*hidden.shape[:-1], head.layer.out_features)
         made: Logits = wrapper(Logits, shape, dtype, hidden.device)
         made.head, made.hidden, made.compute, made.there = head, hidden, compute, {}
@@ -56,11 +56,11 @@ class Logits(Tensor):
         return made
 
     def rows(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Logits:
-        """What `change` gives, which leaves the last dimension alone."""
+        """Return the logits after `change`, which leaves the last dimension alone."""
         return Logits.of(self.head, change(self.hidden), lambda: change(self.get()), dtype or self.dtype)
 
     def get(self) -> Tensor:
-        """The logits themselves. Raises LowtideError if what they are made of has changed since."""
+        """Compute the logits. Raises LowtideError if the hidden states or the weights have changed since."""
         wants_graph = torch.is_grad_enabled()
         if wants_graph not in self.there:
             if self.version != (self.hidden._version, self.head.layer.weight._version):
@@ -78,7 +78,7 @@ class Logits(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """What is asked of such a tensor."""
+        """Run `function` on the hidden states if a shortcut exists, else on computed logits."""
         kwargs = dict(kwargs or {})
         if function in _METADATA:
             with without_subclasses():
@@ -94,12 +94,12 @@ class Logits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """What is asked of such a tensor past `__torch_function__`, by C++."""
+        """Run `function`, called by C++ past `__torch_function__`, on computed logits."""
         return function(*_computed(args, function), **_computed(dict(kwargs or {}), function))
 
 
 def _computed(thing: Any, function: Any) -> Any:
-    """Arguments of `function` with plain tensors for logits."""
+    """Return arguments of `function` with logits replaced by computed tensors."""
     if isinstance(thing, Logits):
         if torch.is_grad_enabled():
             thing.head.needed_by = thing.head.needed_by or _name(function)
@@ -116,7 +116,7 @@ def _name(function: Any) -> str:
     return str(getattr(function.__self__, "__name__", name)) if name == "__get__" else name.strip("_")
 
 
-# --- what is put off -------------------------------------------------------------------------------------------------
+# --- deferred operations ----------------------------------------------------------------------------------------------
 
 
 def _float(logits: Logits) -> Logits | None:
@@ -183,7 +183,7 @@ def _divided(logits: Logits, divisor: Any, **how: Any) -> Logits | None:
 
 
 def _may_scale(logits: Logits, number: Any) -> bool:
-    """Whether scaling the hidden states scales the logits: a bias would not be."""
+    """Return True if scaling the hidden states scales the logits: a bias would not be scaled."""
     return isinstance(number, int | float) and logits.head.layer.bias is None
 
 
@@ -257,4 +257,4 @@ _METADATA = frozenset(
         ),
     }
 )
-"""Answered for the tensor as it is: without values, memory or a graph."""
+"""Functions answered from the tensor's metadata: no values, memory or graph needed."""

@@ -1,8 +1,8 @@
-"""Which names and keys a training step's code can read: what it runs in the rehearsal is not all that it may run.
+"""Find the field names and keys that a training step's code can read: the rehearsal may not run all of its code.
 
-A step that looks at the logits every hundredth time does so in code that is there the first time too. Looked at are
-the step's own code, what is defined in it, and the user's own functions and methods that it names, and so on. What
-libraries do with an object that they are given is not looked at.
+A step that looks at the logits every hundredth time contains that code the first time too. The search covers the step's
+own code, functions defined in it, and the user's own functions and methods that it names, recursively. Code of
+libraries that get an object is not searched.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lowtide.state.introspection import users_functions
 
 
 def reason_to_read(step: Callable[..., Any], fields: Iterable[str]) -> str | None:
-    """Why `step` may read one of `fields` of an object it gets; None where nothing in its code could.
+    """Return the reason why `step` may read one of `fields` of an object it gets; None if its code can't.
 
-    Counts as a reason: a field's name as an attribute or as text, `getattr` and the like, and any index that is not a
-    constant text or 0, since it might be the object that is indexed.
+    Reasons are a field's name as an attribute or as text, `getattr` and similar functions, and any index that is not a
+    constant text or 0, since the indexed object might be the model's outputs.
     """
     names = frozenset(fields)
     found = False
@@ -51,7 +51,7 @@ def _in_code(code: CodeType, fields: frozenset[str]) -> str | None:
     instructions = list(dis.get_instructions(code))
     for before, instruction in itertools.pairwise(instructions):
         is_slice = instruction.opname == "BINARY_SLICE"
-        is_index = instruction.opname == "BINARY_SUBSCR" or instruction.argrepr == "[]"  # BINARY_OP from 3.14 on
+        is_index = instruction.opname == "BINARY_SUBSCR" or instruction.argrepr == "[]"  # BINARY_OP since Python 3.14
         if is_slice or (is_index and (instruction.is_jump_target or not _harmless(before))):
             where = instruction.positions.lineno if instruction.positions else code.co_firstlineno
             return f"indexes something in line {where}, which may be the model's outputs"
@@ -67,6 +67,6 @@ def _constants(constants: tuple[Any, ...]) -> Iterator[str]:
 
 
 def _harmless(key: dis.Instruction) -> bool:
-    """Whether what was put on the stack last is a constant text, or 0: the loss."""
+    """Return True if the value pushed on the stack last is a constant text, or 0: the loss."""
     constant = key.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT"))
     return constant and (isinstance(key.argval, str) or key.argval == 0)

@@ -1,7 +1,7 @@
 """The lever `fused optimizer`: torch's fused kernels, which update parameters without temporaries.
 
-The default on GPUs, `foreach`, takes about one more copy of the parameters while it steps; the plain loop takes one of
-the largest parameter. The arithmetic is the same but for rounding.
+`foreach`, the default on GPUs, needs about one more copy of the parameters during the step; the plain loop needs a copy
+of the largest parameter. The arithmetic is the same but for rounding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHOICES = ("fused", "foreach")
 
 
 class FusedOptimizer(Lever):
-    """See the top of this file."""
+    """The lever `fused optimizer`: fused kernels instead of `foreach` or the plain loop."""
 
     name: ClassVar[str] = "fused optimizer"
     what: ClassVar[str] = "the optimizer's fused kernels, without temporaries"
@@ -31,12 +31,12 @@ class FusedOptimizer(Lever):
     free: ClassVar[bool] = True
 
     def settings(self, site: StepContext) -> Settings:
-        """Nothing to know. Raises NoUse for an optimizer that is fused already or can't be."""
+        """Return no settings. Raises LeverNotApplicable for an optimizer that is fused already or can't be."""
         _fusible(site.only_optimizer)
         return {}
 
     def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """Temporaries at a peak in the optimizer's step, up to one copy of the parameters."""
+        """Return the temporaries at a peak in the optimizer's step, at most one copy of the parameters."""
         try:
             _fusible(site.only_optimizer)
         except LeverNotApplicable:
@@ -45,7 +45,7 @@ class FusedOptimizer(Lever):
         return min(parts.get("temporaries", 0), parts.get("parameters", 0)) if in_step else 0
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
-        """From now on `optimizer` steps with its fused kernels."""
+        """Make `optimizer` step with its fused kernels."""
         return _On(_fusible(optimizer))
 
 
@@ -60,7 +60,7 @@ class _On:
         _move_steps(optimizer, to_device=True)
 
     def check(self) -> None:
-        """Nothing can have gone wrong."""
+        """Do nothing: a fused optimizer needs no check after steps."""
 
     def remove(self) -> None:
         before, self._before = self._before, []
@@ -73,7 +73,7 @@ class _On:
 
 
 def _fusible(optimizer: Optimizer | None) -> Optimizer:
-    """The optimizer, if fused kernels can take the place of what it uses. Raises NoUse otherwise."""
+    """Return the optimizer if fused kernels can replace its own. Raises LeverNotApplicable otherwise."""
     if optimizer is None:
         raise LeverNotApplicable("no single optimizer is known that steps on the model's parameters: pass optimizer=")
     groups = optimizer.param_groups
@@ -90,7 +90,7 @@ def _fusible(optimizer: Optimizer | None) -> Optimizer:
 
 
 def _move_steps(optimizer: Optimizer, *, to_device: bool) -> None:
-    """Fused kernels count steps on the parameter's device, the others on the CPU."""
+    """Move step counts: fused kernels keep them on the parameter's device, the others on the CPU."""
     for parameter, state in optimizer.state.items():
         count = state.get("step")
         if isinstance(count, torch.Tensor):

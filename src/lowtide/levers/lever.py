@@ -1,4 +1,4 @@
-"""What a lever is."""
+"""The protocol of levers."""
 
 from __future__ import annotations
 
@@ -16,69 +16,72 @@ Settings = Mapping[str, float]
 
 
 class LeverNotApplicable(Exception):
-    """A lever can't be pulled on this model or step, or changes nothing there; the text says why."""
+    """A lever can't be enabled on this model or step, or changes nothing there; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What levers are pulled on: a training step of a model."""
+    """A training step of a model, on which levers are enabled."""
 
     model: nn.Module
     step: Callable[[Any], Any]
     batch: Any
     optimizer: Optimizers
-    """Those that step on the model's parameters, as far as they are named or known."""
+    """Optimizers that step on the model's parameters, as far as they are named or known."""
     in_place: bool = True
-    """Whether gradients may be written in place."""
+    """True if gradients may be written in place."""
 
     @property
     def only_optimizer(self) -> Optimizer | None:
-        """The optimizer, if it is a single one."""
+        """The optimizer if it is the only one, else None."""
         optimizers = listed(self.optimizer)
         return optimizers[0] if len(optimizers) == 1 else None
 
 
 class ActiveLever(Protocol):
-    """A lever that is on."""
+    """An enabled lever."""
 
     def check(self) -> None:
-        """After steps with it on: raises NoUse if it changed nothing in them, or may not stay on."""
+        """Check steps that ran with the lever on.
+
+        Raises LeverNotApplicable if the lever changed nothing in the steps, or must not stay on.
+        """
 
     def remove(self) -> None:
-        """Take it off: model and optimizer are as before. May be called again."""
+        """Turn the lever off, which restores model and optimizer. Repeated calls do nothing."""
 
 
 class Lever(Protocol):
-    """A change of the training step that lowers its peak. One file each."""
+    """A change of the training step that lowers its peak. Each lever has its own file."""
 
     name: ClassVar[str]
     what: ClassVar[str]
-    """What it changes, in words that follow its name."""
+    """The lever's effect, in words that follow its name."""
     exact: ClassVar[bool]
-    """Whether loss, gradients, parameters and optimizer state keep their bits."""
+    """True if loss, gradients, parameters and optimizer state keep their bits."""
     unavailable_results: ClassVar[frozenset[str]]
-    """Kinds of results that are not there to be compared at the end of a step with it, such as `gradients`."""
+    """Kinds of results, such as `gradients`, that a step with the lever doesn't leave behind to be compared."""
     wants_optimizer: ClassVar[bool]
-    """Whether it changes the optimizer."""
+    """True if the lever changes the optimizer."""
     free: ClassVar[bool]
-    """Whether it does no more work than the plain step, by construction; else what it costs is measured."""
+    """True if the lever by construction does no more work than the plain step; else its cost is measured."""
 
     def is_free(self, settings: Settings) -> bool:
-        """`free`, with these settings."""
+        """Return True if the lever is `free`, given these settings."""
         return self.free
 
     def in_words(self, settings: Settings) -> str:
-        """`what`, with these settings."""
+        """Return `what`, given these settings."""
         return self.what
 
     def settings(self, site: StepContext) -> Settings:
-        """What it has to know about the step, found by looking at it or by running it once.
+        """Find the lever's settings for a step by inspecting the step or running it once.
 
-        Raises NoUse where it can't be pulled. Everything is as it was afterwards.
+        Raises LeverNotApplicable if the lever can't be enabled. All state is restored.
         """
 
     def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """About how many bytes it may take off a peak made of `parts`; 0 where it would not help. Runs nothing."""
+        """Estimate the bytes that the lever may take off a peak made of `parts`; 0 if it can't help. Runs nothing."""
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> ActiveLever:
-        """Change the step. Raises NoUse where that can't be done, and has then changed nothing."""
+        """Change the step. Raises LeverNotApplicable, having changed nothing, if that fails."""

@@ -1,7 +1,7 @@
-"""The lever `outputs`: nothing but the loss leaves the model, so that logits are gone before backward begins.
+"""The lever `outputs`: only the loss leaves the model, so that logits are freed before backward begins.
 
-A loop that writes `outputs = model(**batch)` holds the logits through backward, at the step's peak. Exact. On only
-where the step reads nothing else: not in the rehearsed steps, which would have failed, and not in any code of it.
+A loop that writes `outputs = model(**batch)` holds the logits through backward, at the step's peak. Exact. Enabled only
+if the step reads no other field: neither in the rehearsed steps, which would have failed, nor anywhere in its code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Outputs(Lever):
-    """See the top of this file."""
+    """The lever `outputs`: model outputs with the loss alone."""
 
     name: ClassVar[str] = "outputs"
     what: ClassVar[str] = "of the model's outputs only the loss is handed out"
@@ -39,9 +39,10 @@ class Outputs(Lever):
     free: ClassVar[bool] = True
 
     def settings(self, site: StepContext) -> Settings:
-        """Nothing to know.
+        """Return no settings.
 
-        Raises NoUse where the step's code may read another field of the model's outputs, or holds none in backward.
+        Raises LeverNotApplicable if the step's code may read another field of the model's outputs, or holds no outputs
+        during backward.
         """
         fields = _other_fields(site.model)
         if not fields:
@@ -52,11 +53,11 @@ class Outputs(Lever):
         return {}
 
     def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """Not known before it is tried."""
+        """Return 0: the saving is unknown before the step is rehearsed with the lever."""
         return 0
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
-        """From now on `model` gives its loss alone, while it trains and where it has one."""
+        """Make `model` return its loss alone while it trains, if it has a loss."""
         return _On(model)
 
 
@@ -87,7 +88,7 @@ class _On:
 
 
 def _check_use(site: StepContext) -> None:
-    """Raise NoUse if no outputs of the model are there when backward begins, or if the step hands them out.
+    """Raise LeverNotApplicable if no outputs of the model are alive when backward begins, or if the step returns them.
 
     Runs the step once, if it fits in memory.
     """
@@ -118,12 +119,12 @@ def _check_use(site: StepContext) -> None:
 
 
 def is_model_output(output: Any) -> bool:
-    """Whether this is one of transformers' outputs: a dict that is a dataclass."""
+    """Return True for an output of a model of transformers: a dict that is a dataclass."""
     return isinstance(output, dict) and hasattr(type(output), "__dataclass_fields__")
 
 
 def _other_fields(model: nn.Module) -> tuple[str, ...]:
-    """Fields beside the loss of the outputs that the model's modules of code know."""
+    """Return the fields, except the loss, of all output classes in the Python modules that define the model's class."""
     modules = [sys.modules[kind.__module__] for kind in type(model).__mro__ if kind.__module__ in sys.modules]
     kinds: list[Any] = [thing for module in modules for thing in vars(module).values() if inspect.isclass(thing)]
     names = {name for kind in kinds if issubclass(kind, dict) for name in getattr(kind, "__dataclass_fields__", ())}

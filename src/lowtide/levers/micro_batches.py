@@ -1,9 +1,9 @@
-"""The lever `micro-batches`: the model runs its batch in pieces, which lets a step fit that no recomputation can.
+"""The lever `micro-batches`: the model runs its batch in pieces, so a step can fit that no recomputation makes fit.
 
-Each piece's forward is followed by its backward, within the call of the model, and the pieces' gradients are gathered
-as `lowtide.accumulate` does it, with its reasons to refuse. What the model gives is the loss of the whole batch, whose
-backward hands out the gathered gradients: the training loop stays as it is. Gradients are equal but for rounding,
-unless the model draws random numbers: then other ones are drawn.
+Each piece's forward is followed by its backward, within the call of the model, and the pieces' gradients are summed as
+in `lowtide.accumulate`, which also decides the cases to reject. The model returns the loss of the whole batch, whose
+backward hands out the summed gradients: the training loop stays unchanged. Gradients are equal but for rounding, unless
+the model draws random numbers: then other numbers are drawn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class MicroBatches(Lever):
-    """See the top of this file."""
+    """The lever `micro-batches`: forward and backward in pieces within the call of the model."""
 
     name: ClassVar[str] = "micro-batches"
     what: ClassVar[str] = "the model runs the batch in pieces"
@@ -47,11 +47,14 @@ class MicroBatches(Lever):
     free: ClassVar[bool] = False
 
     def settings(self, site: StepContext) -> Settings:
-        """`n`, how many pieces: at first the fewest, 2. Raises NoUse where the batch can't be cut."""
+        """Return `n`, the number of pieces: at first the fewest, 2.
+
+        Raises LeverNotApplicable if the batch can't be split.
+        """
         return {"n": next(numbers(site), 2)}
 
     def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """All that grows with the batch but for one row of it. Of other models than transformers' it is not known."""
+        """Return the bytes that grow with the batch, less those of one row; 0 for models not of transformers."""
         try:
             _check(site.model)
             rows = rows_of(site.batch) if hasattr(site.model, "loss_function") else 1
@@ -61,13 +64,16 @@ class MicroBatches(Lever):
         return grows - grows // rows
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
-        """From now on calls of `model` that train run in `n` pieces."""
+        """Make training calls of `model` run in `n` pieces."""
         _check(model)
         return _On(model, int(settings["n"]))
 
 
 def numbers(site: StepContext) -> Iterator[int]:
-    """The numbers of pieces that make them smaller, fewest first. Raises NoUse for a batch without rows."""
+    """Yield the numbers of pieces that make pieces smaller, fewest first.
+
+    Raises LeverNotApplicable for a batch without rows.
+    """
     try:
         rows = rows_of(site.batch)
     except LowtideError as error:
@@ -95,7 +101,7 @@ class _On:
         def loss_of(piece: Any) -> Tensor:
             output = inner(*piece[0], **piece[1])
             if is_model_output(output):
-                there = OrderedDict.__iter__(output)  # also where the lever `outputs` has let go of some
+                there = OrderedDict.__iter__(output)  # bypasses fields that the lever `outputs` has released
                 kinds.append((type(output), tuple(name for name in there if name != "loss")))
                 output = getattr(output, "loss", None)
             if not isinstance(output, Tensor) or output.numel() != 1:
@@ -136,7 +142,7 @@ class _On:
 
 
 class _Gathered(torch.autograd.Function):
-    """A loss whose gradients are there already."""
+    """A loss whose gradients are computed already."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
@@ -155,7 +161,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _is_half_inside(loss: Tensor) -> bool:
-    """Whether something between the parameters and `loss` was computed in float16."""
+    """Return True if a value between the parameters and `loss` was computed in float16."""
     return any(
         output_metadata(upstream, output).dtype == torch.float16
         for node in nodes_behind([loss])

@@ -1,15 +1,15 @@
-"""The lever `step in backward`: each parameter is updated as soon as its gradient is there, which is then let go of.
+"""The lever `step in backward`: update each parameter as soon as its gradient is complete, then free the gradient.
 
 So gradients never exist all at once. The bits are those of the plain step, as torch's optimizers treat each parameter
-by itself. With gradient accumulation the update comes in the last backward pass before `optimizer.step()`; clipping by
-value, or by each parameter's own norm, is done before it. When backward is over there are no gradients left: code that
-looks at them finds None. A backward pass that fails leaves some parameters updated and others not. What a loop sets
-between backward and step, as a learning rate or the weights that SAM has moved, would come too late: it is refused, and
-a setting of the optimizer is an error when it is noticed late.
+by itself. With gradient accumulation the update comes in the last backward pass before `optimizer.step()`, after
+clipping by value or by each parameter's own norm. No gradients are left when backward is over: code that reads them
+finds None. A backward pass that fails leaves some parameters updated and others not. Values that a loop sets between
+backward and step, such as a learning rate or the weights that SAM has moved, would come too late: such loops are
+rejected, and an optimizer setting changed too late in a later step is an error.
 
-Where gradients are clipped by their common norm they are computed twice, first for it (`two_pass_clipping.py`). All
-that is saved for backward is there until the second time. `clip_grad_norm_` finds no gradients then and returns 0: what
-is logged as their norm is not it. A backward pass that fails in the first half updates nothing.
+Gradients that are clipped by their common norm are computed twice, first for the norm (`two_pass_clipping.py`). All
+saved tensors stay until the second pass. `clip_grad_norm_` then finds no gradients and returns 0, so a logged norm is
+wrong. A backward pass that fails in the first half updates nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TOGETHER = "several processes train together, and what the others add to a gradi
 
 
 class StepInBackward(Lever):
-    """See the top of this file."""
+    """The lever `step in backward`: updates while backward runs."""
 
     name: ClassVar[str] = "step in backward"
     what: ClassVar[str] = "parameters are updated and gradients let go of while backward runs"
@@ -61,11 +61,11 @@ class StepInBackward(Lever):
     free: ClassVar[bool] = True
 
     def settings(self, site: StepContext) -> Settings:
-        """Backward passes before each `optimizer.step()`, and how gradients are clipped: from one step that is watched.
+        """Observe one step: find the backward passes before each `optimizer.step()`, and the clipping of gradients.
 
-        Raises NoUse where gradients are needed all at once: a GradScaler, or any change between backward and step, of
-        gradients or parameters, but for clipping. Where they are clipped by their common norm, one more step is run to
-        see that it can be known.
+        Raises LeverNotApplicable if gradients are needed all at once: by a GradScaler, or by any change of gradients or
+        parameters between backward and step except clipping. If gradients are clipped by their common norm, one more
+        step runs to check that the norm can be known in time.
         """
         optimizer = _steppable(site.only_optimizer)
         seen = observe(site, optimizer)
@@ -91,7 +91,7 @@ class StepInBackward(Lever):
         return settings
 
     def is_free(self, settings: Settings) -> bool:
-        """Not where gradients are computed twice."""
+        """Return False if gradients are computed twice."""
         return BY_COMMON_NORM not in settings
 
     def in_words(self, settings: Settings) -> str:
@@ -100,7 +100,7 @@ class StepInBackward(Lever):
         )
 
     def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """All gradients but the largest."""
+        """Return the bytes of all gradients."""
         try:
             _steppable(site.only_optimizer)
         except LeverNotApplicable:
@@ -108,7 +108,7 @@ class StepInBackward(Lever):
         return parts.get("gradients", 0)
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
-        """From now on backward passes update the optimizer's parameters."""
+        """Make backward passes update the optimizer's parameters."""
         return _On(model, _steppable(optimizer), settings)
 
 
@@ -122,21 +122,21 @@ class _On:
         self._lock = threading.Lock()
         self._arrived: dict[Tensor, int] = {}
         self._settings: list[GroupSettings] = []
-        """Those that the parameters of this step are updated with."""
+        """Group settings that the parameters of this step are updated with."""
         self._group = {p: n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
         trained = sorted((p for p in self._group if p.requires_grad), key=Tensor.numel)
         if clip is not None and clip.kind == BY_VALUE:
-            del trained[:1]  # left to the loop's own calls: clip_grad_value_ fails where there are no gradients at all
+            del trained[:1]  # left to the loop's own calls: clip_grad_value_ fails without any gradient
         if clip is not None and clip.kind == BY_COMMON_NORM:
             self._clip = CommonNorm(model, optimizer, clip, int(settings.get("order", 0)), on_trial=on_trial)
         self._hooks: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(self._arrives) for p in trained]
         self._hooks.append(optimizer.register_step_post_hook(self._ends))
 
     def _arrives(self, parameter: Tensor) -> None:
-        """A backward pass has added to the parameter's gradient."""
+        """Count a backward pass that has added to the parameter's gradient; update the parameter after the last one."""
         if is_gathering(parameter) or (isinstance(self._clip, CommonNorm) and self._clip.takes(parameter)):
             return
-        if several_processes():  # since it was put on
+        if several_processes():  # may have started after the lever was enabled
             raise LowtideError(f"the lever 'step in backward' can't stay on: {TOGETHER}. Fit without it.")
         with self._lock:  # each GPU has a thread
             arrived = self._arrived[parameter] = self._arrived.get(parameter, 0) + 1
@@ -163,7 +163,7 @@ class _On:
         parameter.grad = None
 
     def _ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The user's own `optimizer.step()`: by now it found gradients only where backward came less often."""
+        """Finish the step after `optimizer.step()`, which found gradients only if backward ran less often."""
         self._arrived.clear()
         settings, self._settings = self._settings, []
         if settings and (name := set_between(settings, group_settings(optimizer))):
@@ -196,7 +196,7 @@ class _On:
 
 
 def _steppable(optimizer: Optimizer | None) -> Optimizer:
-    """The optimizer, if it can step on one parameter at a time. Raises NoUse otherwise."""
+    """Return the optimizer if it can step on one parameter at a time. Raises LeverNotApplicable otherwise."""
     if several_processes():
         raise LeverNotApplicable(TOGETHER)
     if optimizer is None:
@@ -212,7 +212,7 @@ def _steppable(optimizer: Optimizer | None) -> Optimizer:
 
 
 def _check_two_passes(model: nn.Module, seen: Seen) -> None:
-    """Raise NoUse where a gradient may not be computed twice."""
+    """Raise LeverNotApplicable if a gradient may not be computed twice."""
     if seen.backwards > 1:
         raise LeverNotApplicable(
             "gradients are clipped by their common norm and accumulated over several backward passes: all of them are "
@@ -228,7 +228,7 @@ def _check_two_passes(model: nn.Module, seen: Seen) -> None:
 
 
 def _try_two_passes(site: StepContext, optimizer: Optimizer, settings: Settings) -> None:
-    """Run the step with the lever on. Raises NoUse if it fails; everything is as it was afterwards."""
+    """Run the step with the lever on, then restore all state. Raises LeverNotApplicable if the step fails."""
     with StepSnapshot(site.model, site.batch, optimizer, site.step):
         on = _On(site.model, optimizer, settings, on_trial=True)
         try:
@@ -238,7 +238,7 @@ def _try_two_passes(site: StepContext, optimizer: Optimizer, settings: Settings)
             raise LeverNotApplicable(
                 f"gradients are clipped by their common norm, and {str(error).removesuffix('.')}"
             ) from error
-        except Exception as error:  # it ran without
+        except Exception as error:  # the step ran without the lever
             if is_out_of_memory(error):
                 raise
             why = f"{type(error).__name__}: {error}".splitlines()[0]

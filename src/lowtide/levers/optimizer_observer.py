@@ -1,7 +1,7 @@
-"""What happens to gradients between backward and `optimizer.step()`, found out by watching one step.
+"""Observe one step: find changes of gradients between backward and `optimizer.step()`.
 
-Clipping is recognized by the functions of torch that do it, however they were imported; any other change by the
-versions of the gradients.
+Clipping is recognized by torch's clipping functions, however they were imported; any other change by the versions of
+the gradients.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ BY_VALUE, BY_NORM, BY_COMMON_NORM = "clip_value", "clip_norm", "clip_common_norm
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """How gradients are clipped: each by itself, or by the norm that they have in common (`two_pass_clipping.py`)."""
+    """Clipping of gradients: each by itself, or by the norm that they have in common (`two_pass_clipping.py`)."""
 
     kind: str
     limit: float
     norm_type: float = 2.0
     raises: bool = False
-    """Whether it is an error if the norm is not finite (`error_if_nonfinite`)."""
+    """True if a norm that is not finite is an error (`error_if_nonfinite`)."""
     foreach: bool | None = None
-    """As `clip_grad_norm_` was told."""
+    """The argument of `clip_grad_norm_`."""
     why_not: str = ""
-    """Why that can't be done parameter by parameter."""
+    """The reason why the clipping can't be done parameter by parameter."""
     clipped: tuple[Tensor, ...] = ()
     """The parameters whose gradients have a norm in common, in the order in which it is computed."""
 
     @classmethod
     def told(cls, settings: Settings) -> Self | None:
-        """The clipping that a lever's settings name."""
+        """Return the clipping that a lever's settings name."""
         for kind in (BY_VALUE, BY_NORM, BY_COMMON_NORM):
             if kind in settings:
                 norm_type = settings.get("norm_type", 2.0)
@@ -60,8 +60,8 @@ class Clip:
 
     @property
     def settings(self) -> Settings:
-        """What `told` is told."""
-        is_infinite = math.isinf(self.norm_type)  # which JSON has no number for
+        """The settings from which `told` returns this clipping."""
+        is_infinite = math.isinf(self.norm_type)  # JSON has no number for infinity
         found = {self.kind: self.limit, **({} if is_infinite else {"norm_type": self.norm_type})}
         if is_infinite:
             found["infinite"] = math.copysign(1.0, self.norm_type)
@@ -72,7 +72,7 @@ class Clip:
         return found
 
     def apply(self, parameter: Tensor) -> None:
-        """Clip one parameter's gradient, with the function that the loop clips it with."""
+        """Clip one parameter's gradient with the function that the loop uses."""
         if self.kind == BY_VALUE:
             clip_grad.clip_grad_value_(parameter, self.limit, self.foreach)
         else:
@@ -89,7 +89,7 @@ class _Call:
     raises: bool
     foreach: bool | None
     gradients: tuple[int, ...]
-    """Their ids, in order."""
+    """Ids of the gradients, in order."""
 
     @property
     def way(self) -> tuple[object, ...]:
@@ -98,24 +98,24 @@ class _Call:
 
 @dataclass(slots=True)
 class Seen:
-    """What was seen in one step."""
+    """Observations of one step."""
 
     backwards: int = 0
     """Most backward passes that added to one parameter's gradient before a step of the optimizer."""
     scaled: bool = False
     changed: bool = False
     moved: bool = False
-    """Whether a parameter itself was written to between the last backward pass that reached it and the step."""
+    """True if a parameter itself was written to between the last backward pass that reached it and the step."""
     set_late: str = ""
-    """A setting of a parameter group, as its learning rate, that was set between backward and the optimizer's step."""
+    """A setting of a parameter group, such as its learning rate, that was set between backward and optimizer step."""
     clip: Clip | None = None
     hooked: bool = False
-    """Whether the step put hooks on gradients."""
+    """True if the step put hooks on gradients."""
     _calls: list[_Call] = field(default_factory=list)
 
 
 def observe(site: StepContext, optimizer: Optimizer) -> Seen:
-    """Run the step once and watch its gradients. Everything is as it was afterwards."""
+    """Run the step once and observe its gradients. All state is restored."""
     seen = Seen()
     arrived: dict[Tensor, int] = {}
     versions: dict[Tensor, tuple[int, int]] = {}
@@ -126,7 +126,7 @@ def observe(site: StepContext, optimizer: Optimizer) -> Seen:
         arrived[parameter] = arrived.get(parameter, 0) + 1
         assert parameter.grad is not None
         versions[parameter] = id(parameter.grad), parameter.grad._version
-        digests[parameter] = digest(parameter)  # its version does not count what is written through `.data`
+        digests[parameter] = digest(parameter)  # the parameter's version does not count writes through `.data`
         settings[:] = group_settings(optimizer)
 
     def sets(name: str) -> None:
@@ -157,11 +157,11 @@ def observe(site: StepContext, optimizer: Optimizer) -> Seen:
 
 
 GroupSettings = dict[str, Any]
-"""Of one parameter group: all that it has but parameters. Of tensors their identity and version."""
+"""Settings of one parameter group: all entries except the parameters. A tensor is represented by its id and version."""
 
 
 def group_settings(optimizer: Optimizer) -> list[GroupSettings]:
-    """The settings of all parameter groups by now."""
+    """Return the current settings of all parameter groups."""
 
     def known(value: Any) -> Any:
         return (id(value), value._version) if isinstance(value, Tensor) else value
@@ -170,7 +170,7 @@ def group_settings(optimizer: Optimizer) -> list[GroupSettings]:
 
 
 def set_between(before: list[GroupSettings], after: list[GroupSettings]) -> str:
-    """The name of a setting that is another one `after`; "" where all are as `before`."""
+    """Return the name of a setting that differs between `before` and `after`; "" if all are equal."""
     for one, other in zip(before, after, strict=True):
         for name in one.keys() | other.keys():
             if one.get(name) != other.get(name):
@@ -179,7 +179,7 @@ def set_between(before: list[GroupSettings], after: list[GroupSettings]) -> str:
 
 
 class _Group(dict[str, Any]):
-    """A parameter group that tells what is set in it, also to the value that it has."""
+    """A parameter group that reports every setting that is set, even to the value that it has."""
 
     sets: Callable[[str], None]
 
@@ -205,7 +205,7 @@ def _watching_groups(optimizer: Optimizer, sets: Callable[[str], None]) -> Itera
 
 
 def _clip_of(calls: list[_Call], parameter_of: dict[int, Tensor]) -> Clip | None:
-    """The clipping that these calls add up to, of gradients with these ids."""
+    """Combine `calls` into one clipping; `parameter_of` maps ids of gradients to parameters."""
     if not calls:
         return None
     first, clipped, why = calls[0], [gradient for call in calls for gradient in call.gradients], ""
@@ -229,12 +229,12 @@ def _clip_of(calls: list[_Call], parameter_of: dict[int, Tensor]) -> Clip | None
 
 
 _HOOKING = frozenset({"register_hook", "register_prehook", "retain_grad"})
-"""Methods in C++ of autograd's nodes and of tensors after which a gradient is looked at when it comes."""
+"""C++ methods of autograd's nodes and of tensors that make a gradient observable when it arrives."""
 
 
 @contextlib.contextmanager
 def _watching_calls(seen: Seen) -> Iterator[None]:
-    """Note calls of torch's clipping functions, of GradScaler.step and of what hooks gradients, in this thread."""
+    """Note calls of torch's clipping functions, GradScaler.step and functions that hook gradients, in this thread."""
     clips = {
         _code(clip_grad.clip_grad_value_): (BY_VALUE, "clip_value"),
         _code(clip_grad.clip_grad_norm_): (BY_NORM, "max_norm"),
@@ -264,7 +264,7 @@ def _watching_calls(seen: Seen) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(None)
-        if isinstance(before, cProfile.Profile):  # which is in force without being a function
+        if isinstance(before, cProfile.Profile):  # active without being a function
             before.enable()
         else:
             sys.setprofile(before)

@@ -1,4 +1,4 @@
-"""Whose gradients are being gathered from micro-batches just now: these are parts of one gradient, not yet it."""
+"""Parameters whose gradients are currently summed over micro-batches: an arriving gradient is a part of the sum."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _LISTENERS: list[Callable[[Gathered], None]] = []
 
 
 def is_gathering(parameter: Tensor) -> bool:
-    """Whether what arrives in the parameter's gradient is a part of it."""
+    """Return True if a gradient that arrives for the parameter is only a part of the whole one."""
     return id(parameter) in _PARAMETERS
 
 
 @contextlib.contextmanager
 def gathering(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """In this block the gradients of these parameters are gathered."""
+    """Mark the gradients of `parameters` as partial within this block."""
     ids = {id(parameter) for parameter in parameters}
     _PARAMETERS.update(ids)
     try:
@@ -31,12 +31,12 @@ def gathering(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def publish(gathered: Gathered) -> None:
-    """Backward is about to hand out these gradients: tell whoever listens."""
+    """Pass gradients that backward is about to hand out to all listeners."""
     for listener in tuple(_LISTENERS):
         listener(gathered)
 
 
 def subscribe(listener: Callable[[Gathered], None]) -> Callable[[], None]:
-    """Tell `listener` of gathered gradients before they are handed out; until what is returned is called, once."""
+    """Call `listener` with gathered gradients before they are handed out; return a function that ends this, once."""
     _LISTENERS.append(listener)
     return lambda: _LISTENERS.remove(listener)

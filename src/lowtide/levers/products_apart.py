@@ -1,8 +1,9 @@
-"""The lever `products apart`: in compiled code each matrix product is computed where its operands are there.
+"""The lever `products apart`: in compiled code, compute each matrix product as soon as its operands exist.
 
-inductor makes one call of a product and a sum with it, at the place of the sum, and the product's operands wait until
-then. Where embeddings are tied, the product that the gradient of the logits is in is added to at the end of backward,
-and until then that gradient, often the step's largest tensor, is held. Computed apart, the sum is rounded otherwise.
+inductor fuses a product and the sum that uses it into one call, at the place of the sum, and the product's operands
+wait until then. With tied embeddings, the product that reads the gradient of the logits is added to at the end of
+backward, and until then that gradient, often the step's largest tensor, is held. Computed apart, the sum is rounded
+differently.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ProductsApart(Lever):
-    """See the top of this file."""
+    """The lever `products apart`: matrix products and sums in separate calls."""
 
     name: ClassVar[str] = "products apart"
     what: ClassVar[str] = "matrix products in compiled code by themselves, where their operands are there"
@@ -33,17 +34,17 @@ class ProductsApart(Lever):
     free: ClassVar[bool] = True
 
     def settings(self, site: StepContext) -> Settings:
-        """Nothing to know. Raises NoUse for a model that is not compiled as a whole."""
+        """Return no settings. Raises LeverNotApplicable for a model that is not compiled as a whole."""
         if not is_planned_by_its_compiler(site.model, site.step):
             raise LeverNotApplicable("the model is not compiled as a whole")
         return {}
 
     def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """Of temporaries, which gradients that wait for a sum are among, up to all."""
+        """Return all temporaries, an upper bound: gradients that wait for a sum are among them."""
         return parts.get("temporaries", 0) if is_planned_by_its_compiler(site.model, site.step) else 0
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
-        """Compiled code is compiled anew, with products apart."""
+        """Recompile compiled code with products apart."""
         from lowtide.runtime.compiled_plan import Partitioner  # imports inductor, which takes seconds
 
         return _On(partition_by(Partitioner(apart=True, is_lever=True)))
@@ -54,7 +55,7 @@ class _On(Removable):
         self._undo = undo
 
     def check(self) -> None:
-        """Nothing can have gone wrong."""
+        """Do nothing: separate products need no check after steps."""
 
     def remove(self) -> None:
         self._undo()

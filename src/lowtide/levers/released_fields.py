@@ -1,4 +1,4 @@
-"""Outputs of a model without some of their fields, which say so when they are read."""
+"""Outputs of a model without some of their fields; reading a released field raises an error that explains it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lowtide.errors import LowtideError
 
 
 def without(output: Any, released: tuple[str, ...]) -> Any:
-    """A copy of a transformers ModelOutput that has its loss and lacks the fields `released`; of the same class.
+    """Copy a transformers ModelOutput that has a loss, without the fields `released`; the class keeps its name.
 
-    Reading one of them, or all of the fields at once, raises Refused.
+    Reading a released field, or all of the fields at once, raises Refused.
     """
     return only_loss(type(output), released, loss=output["loss"], lever="outputs")
 
 
 def only_loss(kind: Any, released: tuple[str, ...], *, loss: Tensor, lever: str) -> Any:
-    """As `without`, from a class of outputs and a loss; `lever` is to blame for what is not there."""
+    """Build an output as `without` does, from its class and a loss; errors name `lever` as the reason."""
     poorer: Any = _kind_without(kind, released, lever)
     made = poorer.__new__(poorer)
     OrderedDict.__init__(made)
@@ -30,7 +30,7 @@ def only_loss(kind: Any, released: tuple[str, ...], *, loss: Tensor, lever: str)
 
 @functools.cache
 def _kind_without(kind: Any, released: tuple[str, ...], lever: str) -> type:
-    """The class of such outputs. There are few: one for each kind of model."""
+    """Build the class of such outputs. Few are needed: one for each kind of model."""
     first = next(iter(kind.__dataclass_fields__))
 
     def refuse(self: Any, *_: Any) -> NoReturn:
@@ -68,4 +68,4 @@ def _read(what: str, lever: str) -> Refused:
 
 
 class Refused(LowtideError):
-    """A field that was let go of was read."""
+    """A released field was read."""

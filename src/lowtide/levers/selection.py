@@ -1,9 +1,9 @@
-"""Which levers a plan for a budget has: one after the other, cheapest first, only as far as it pays.
+"""Select the levers of a plan for a budget: one after the other, cheapest first, only as far as each pays.
 
-Each step of the chain is a rehearsal with one more lever on, so what a lever does is measured. One that does no more
-work than the plain step pays where a peak is lower with it; another one where the whole, its own measured cost and what
-is then left to recompute and replay, takes less time. Micro-batches are for steps that fit in no other way. The chain
-ends where nothing has to be recomputed any more. The same profiles, with the same costs, give the same levers.
+Each link of the chain is a rehearsal with one more lever on, so its effect is measured. A lever that does no more work
+than the plain step pays if it lowers a peak; another lever pays if the total of its own measured cost and the remaining
+recomputes and replays takes less time. Micro-batches are for steps that fit in no other way. The chain ends when
+nothing has to be recomputed any more. The same profiles, with the same costs, give the same levers.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
 
 
 TIMED = 3
-"""Steps with and without a lever that costs time; the quickest of each count."""
+"""Steps timed with and without a lever that costs time; the quickest of each counts."""
 SMALL = 0.01
-"""A lever that nobody asked for is not used for less than this share of the peak: it also takes something away."""
+"""The least share of the peak that a default lever must save: it also takes outputs away from the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The profile of the step with the levers that pay, and why others are not among them."""
+    """The profile of the step with the levers that pay, and the reasons why others are not used."""
 
     profile: Profile
     plain: Prediction
-    """What the step needs without any lever and plan."""
+    """The step's need without any lever or plan."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """By lever that was asked for, why it is not used."""
+    """For each requested lever that is not used, the reason."""
 
 
 def choose(site: StepContext, profile: Profile, plain: Prediction, budget_bytes: int, names: Collection[str]) -> Choice:
-    """The levers out of `names` that pay for `budget_bytes`, if `profile` is that of the step without any.
+    """Choose the levers out of `names` that pay for `budget_bytes`; `profile` is that of the step without levers.
 
-    Runs the step a few times for each lever that is tried; everything is as it was afterwards.
+    Runs the step a few times for each lever that is tried; all state is restored.
     """
     best, notes = Trial(profile, budget_bytes), dict[str, str]()
     for lever in (lever for lever in LEVERS.values() if lever.name in names):
@@ -73,7 +73,7 @@ def choose(site: StepContext, profile: Profile, plain: Prediction, budget_bytes:
 
 
 class Trial:
-    """A profile, and what it can be brought down to."""
+    """A profile, and the peaks that plans made from it can reach."""
 
     def __init__(self, profile: Profile, budget_bytes: int) -> None:
         self.profile, self.budget_bytes = profile, budget_bytes
@@ -81,17 +81,17 @@ class Trial:
 
     @property
     def is_free(self) -> bool:
-        """Whether the step fits at no cost, without any recompute or replay."""
+        """Return True if the step fits at no cost, without any recompute or replay."""
         return min(self.peak_bytes, in_place_peak_bytes(self.profile)) <= self.budget_bytes
 
     @property
     def has_plan(self) -> bool:
-        """Whether there is a plan for the budget."""
+        """Return True if a plan for the budget exists."""
         return self.is_free or self.smallest_bytes <= self.budget_bytes
 
     @property
     def extra_ms(self) -> float:
-        """What the plan for the budget takes, levers included."""
+        """Extra time of the plan for the budget, levers included."""
         return plan(self.profile, self.budget_bytes).predicted.extra_ms
 
     @functools.cached_property
@@ -101,7 +101,7 @@ class Trial:
 
 
 def _rehearse_with(site: StepContext, before: Trial, lever: Lever, settings: Settings) -> Trial:
-    """`before` with one more lever. Raises NoUse if that can't be, or does not pay."""
+    """Return `before` with one more lever. Raises LeverNotApplicable if the lever can't be enabled, or does not pay."""
     pulled = AppliedLever(name=lever.name, what=lever.in_words(settings), exact=lever.exact, settings=dict(settings))
     found = rehearsed(site, (*before.profile.levers, pulled))
     more_ms = 0.0 if lever.is_free(settings) else _more_ms(site, before.profile.levers, found.levers)
@@ -123,13 +123,13 @@ def _rehearse_with(site: StepContext, before: Trial, lever: Lever, settings: Set
 
 
 def does_not_pay(more_ms: float, saved_ms: float) -> str:
-    """Why a lever is not used that takes `more_ms` a step: the plan with it need not save anything."""
+    """Explain why a lever that takes `more_ms` a step is not used; `saved_ms` may be negative."""
     saved = format_time(saved_ms) if saved_ms > 0 else "nothing"
     return f"it takes {format_time(more_ms)} a step, and saves {saved} of recomputes and replays"
 
 
 def _more_ms(site: StepContext, before: tuple[AppliedLever, ...], after: tuple[AppliedLever, ...]) -> float:
-    """How much longer the step takes with the levers `after` than with `before`; 0 where one does not fit in memory."""
+    """Measure the extra time of a step with levers `after` over `before`; 0 if either step does not fit in memory."""
     took = []
     for levers in (before, after):
         unchanged = StepSnapshot(site.model, site.batch, site.optimizer, site.step)
@@ -155,7 +155,7 @@ def _search_micro_batches(site: StepContext, before: Trial, lever: Lever) -> Tri
 
     Raises LeverNotApplicable as `_rehearse_with` does.
 
-    The search halves what is left: with more pieces, each is smaller and so is the peak.
+    A binary search: with more pieces, each is smaller and so is the peak.
     """
     candidates = list(numbers(site))
     if not candidates:
@@ -167,7 +167,7 @@ def _search_micro_batches(site: StepContext, before: Trial, lever: Lever) -> Tri
         middle = len(candidates) // 2
         try:
             tried = _rehearse_with(site, before, lever, {"n": candidates[middle]})
-        except LeverNotApplicable:  # so few are of no use
+        except LeverNotApplicable:  # too few pieces don't help
             candidates = candidates[middle + 1 :]
             continue
         candidates = candidates[:middle] if tried.has_plan else candidates[middle + 1 :]
@@ -176,7 +176,7 @@ def _search_micro_batches(site: StepContext, before: Trial, lever: Lever) -> Tri
 
 
 def rehearsed(site: StepContext, levers: tuple[AppliedLever, ...]) -> Profile:
-    """The profile of the step with these levers on. Raises NoUse, with the reason, if one may not be."""
+    """Rehearse the step with `levers` on. Raises LeverNotApplicable, with the reason, if a lever must not be on."""
     with enable(site.model, levers, site.optimizer) as on:
         try:
             profile = rehearse(site.model, site.step, site.batch, optimizer=site.optimizer, in_place=site.in_place)
@@ -186,7 +186,7 @@ def rehearsed(site: StepContext, levers: tuple[AppliedLever, ...]) -> Profile:
             ) from error
         except LowtideError as error:
             raise LeverNotApplicable(str(error).removesuffix(".")) from error
-        except Exception as error:  # the step ran without it
+        except Exception as error:  # the step ran without the lever
             raise LeverNotApplicable(
                 f"the step fails with it: {type(error).__name__}: {error}".splitlines()[0]
             ) from error
@@ -195,7 +195,7 @@ def rehearsed(site: StepContext, levers: tuple[AppliedLever, ...]) -> Profile:
 
 
 def advice(site: StepContext, names: Collection[str], unused: Collection[str], error: Infeasible) -> tuple[str, ...]:
-    """Levers beyond `names` that may help where no plan fits, as things to try beside those that are not `unused`."""
+    """Suggest levers beyond `names` that may help if no plan fits, each beside the levers that are not `unused`."""
     if site.optimizer is None:
         try:
             site = replace(site, optimizer=optimizer_of(site.model, site.step, site.batch))
@@ -215,7 +215,7 @@ def advice(site: StepContext, names: Collection[str], unused: Collection[str], e
 
 
 def _can_be_pulled(site: StepContext, lever: Lever) -> bool:
-    """Whether nothing in the step is known that speaks against it."""
+    """Return True unless the lever is known not to apply to the step."""
     try:
         lever.settings(site)
     except LeverNotApplicable:
@@ -227,7 +227,7 @@ def _can_be_pulled(site: StepContext, lever: Lever) -> bool:
 
 
 def optimizer_of(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> Optimizer | None:
-    """The one optimizer that steps on parameters of `model` in `step(batch)`, which is run once and undone."""
+    """Find the one optimizer that steps on parameters of `model` in `step(batch)`, which is run once and undone."""
     check(model, step, batch)
     with StepSnapshot(model, batch, step=step) as unchanged:
         step(batch)

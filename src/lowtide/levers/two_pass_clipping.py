@@ -1,16 +1,16 @@
-"""Clipping by the common norm of all gradients, where these never exist all at once: they are computed twice.
+"""Clip by the common norm of all gradients, although these never exist all at once: they are computed twice.
 
-When backward comes to the model (`backward_entry.py`), a first pass inside of it computes each gradient, takes its norm
-and lets go of it. From these norms follow the common one and the factor, as `torch.nn.utils.clip_grad_norm_` computes
-them, before any gradient of the second pass, the ordinary one, is there. LOMO (Lv et al. 2023, arXiv 2306.09782,
-section 3.3) does the same; here the bits are those of the plain loop.
+When backward reaches the model (`backward_entry.py`), a first pass inside it computes each gradient, takes its norm and
+frees it. The common norm and the factor follow from these norms, as `torch.nn.utils.clip_grad_norm_` computes them,
+before any gradient of the second pass, the ordinary one, arrives. LOMO (Lv et al. 2023, arXiv 2306.09782, section 3.3)
+does the same; here the bits are those of the plain loop.
 
-No forward runs again, so nothing is drawn and no statistics are updated twice. What the first pass can't see (a penalty
-on the parameters beside the model's outputs, a second call of the model) or what runs only once (an operator that
-changes what it has saved) gives the second pass gradients of other norms. So these are taken again and compared: where
-all are equal, the step is the plain one. Where kernels add up in any order they may differ by a little, as the plain
-step's do from one run to the next: by more than `NEAR` of the common norm is an error, and by less a warning, if the
-device is one on which they should not.
+No forward runs again, so nothing is drawn and no statistics are updated twice. Contributions that the first pass can't
+see (a penalty on the parameters beside the model's outputs, a second call of the model) and operators whose backward
+can run only once (because it changes saved tensors) give the second pass gradients of other norms. So the norms are
+taken again and compared: if all are equal, the step is the plain one. With nondeterministic kernels, which add up in
+any order, the norms may differ by a little, as the plain step's do from one run to the next: a difference of more than
+`NEAR` of the common norm is an error, and a smaller one is a warning on devices that should be deterministic.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     from lowtide.levers.optimizer_observer import Clip
 
 NEAR = 0.01
-"""Norms in bfloat16 are good to 8 bits; what sums in another order differ by is less."""
+"""Tolerance: norms in bfloat16 are good to 8 bits; sums in another order differ by less."""
 _NONE = -2
-"""No pass: backward numbers its passes from 0, and outside of any the number is -1."""
+"""No pass: backward numbers its passes from 0, and outside of any pass the number is -1."""
 
 ORDERS = ("model", "optimizer")
-"""In whose order the common norm is computed: its last bit depends on it."""
+"""Orders in which the common norm may be computed, on which its last bit depends: the model's or the optimizer's."""
 
 
 def ordered(model: nn.Module, optimizer: Optimizer, order: int) -> list[Tensor]:
-    """The optimizer's parameters that are trained, in one of `ORDERS`."""
+    """Return the optimizer's trained parameters, in one of `ORDERS`."""
     mine = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if ORDERS[order] == "optimizer":
         return mine
@@ -59,7 +59,7 @@ def ordered(model: nn.Module, optimizer: Optimizer, order: int) -> list[Tensor]:
 
 
 def order_of(model: nn.Module, optimizer: Optimizer, clipped: Sequence[Tensor]) -> int:
-    """Which of `ORDERS` that is. Raises NoUse for another one."""
+    """Return the index in `ORDERS` of the order of `clipped`. Raises LeverNotApplicable for any other order."""
     there = set(clipped)
     for order in range(len(ORDERS)):
         found = [parameter for parameter in ordered(model, optimizer, order) if parameter in there]
@@ -77,36 +77,36 @@ OTHERS = (
 
 
 class CommonNorm:
-    """Knows the common norm before gradients come, and clips each by it."""
+    """The common norm, computed before gradients arrive, by which each is then clipped."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, clip: Clip, order: int, *, on_trial: bool = False
     ) -> None:
-        """On trial buffers are looked at, too, which takes time."""
+        """Start observing; on trial buffers are compared, too, which takes time."""
         self._model, self._optimizer, self._clip, self._on_trial = model, optimizer, clip, on_trial
         self._parameters = ordered(model, optimizer, order)
         self._mine = set(self._parameters)
         self._before: dict[Tensor, Tensor] = {}
         """Norms of the gradients of the first pass."""
         self._found: dict[Tensor, Tensor] = {}
-        """Norms of those that have come in the second one."""
+        """Norms of the gradients of the second pass that have arrived."""
         self._total: Tensor | None = None
         self._pass = _NONE
-        """The number of the second pass; the first one is inside of it."""
+        """The number of the second pass; the first one runs inside it."""
         self._is_first = False
         self.seen = 0
         """Steps whose norm was known in time."""
         self.differed = False
-        """Whether gradients ever had other norms when they were computed again. On trial that is no error."""
+        """True once gradients had other norms when they were computed again. On trial this is no error."""
         self.changed = ""
-        """On trial a buffer that the first pass has changed."""
+        """On trial, the name of a buffer that the first pass has changed."""
         self._entrance = BackwardEntry(model, self._enters)
         self._listens = subscribe(self._handed_out)
 
     # --- the first pass
 
     def _enters(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-        """Backward comes to what a call of the model returned."""
+        """Run the first pass: backward has reached the outputs of a call of the model."""
         if torch.is_grad_enabled():
             raise LowtideError("the gradients are to be differentiated again (create_graph), and have no norm yet.")
         if self._is_first or self._pass == backward_number():
@@ -128,7 +128,7 @@ class CommonNorm:
         self._know()
 
     def takes(self, parameter: Tensor) -> bool:
-        """Whether a gradient has come in the first pass; then it is gone."""
+        """Return True for a gradient of the first pass, after taking its norm and freeing it."""
         if not self._is_first or backward_number() == self._pass:
             return False
         assert parameter.grad is not None
@@ -137,7 +137,7 @@ class CommonNorm:
         return True
 
     def _handed_out(self, gathered: Gathered) -> None:
-        """Gradients of micro-batches are there all at once, and no first pass is needed."""
+        """Take the norms of micro-batches' gradients, which exist all at once, so that no first pass is needed."""
         mine = [(parameter, gradient) for parameter, gradient in gathered if parameter in self._mine]
         if mine:
             self._check()
@@ -146,7 +146,7 @@ class CommonNorm:
             self._know()
 
     def _check(self) -> list[Tensor]:
-        """The parameters. Raises LowtideError where a gradient would have another norm than in the first pass."""
+        """Return the parameters. Raises LowtideError if a gradient would have another norm than in the first pass."""
         if self._found:
             raise LowtideError("there was one more backward pass before optimizer.step(): the update has been made.")
         groups: Iterable[Tensor] = (p for group in self._optimizer.param_groups for p in group["params"])
@@ -177,7 +177,7 @@ class CommonNorm:
         self._before, self._found = {}, {}
 
     def _know(self) -> None:
-        """From the norms of the gradients to the common one, in the order in which torch does it."""
+        """Compute the common norm from those of the gradients, in torch's order."""
         parameters = [parameter for parameter in self._parameters if parameter in self._before]
         if parameters:
             norms = [self._before[parameter] for parameter in as_grouped(parameters)]
@@ -187,7 +187,7 @@ class CommonNorm:
                 self._refuse(self._total)
 
     def _refuse(self, total: Tensor) -> NoReturn:
-        """As `clip_grad_norm_` where it is told to; else as the loop may well leave out an update like this one."""
+        """Raise the error of `clip_grad_norm_` if the loop asked for it; else one for loops that skip such updates."""
         if self._clip.raises:
             raise RuntimeError(
                 f"The total norm of order {self._clip.norm_type} for gradients from `parameters` is non-finite, so "
@@ -215,7 +215,7 @@ class CommonNorm:
     # --- the second pass
 
     def apply(self, parameter: Tensor) -> None:
-        """Clip one parameter's gradient. Raises LowtideError where the common norm is not known."""
+        """Clip one parameter's gradient. Raises LowtideError if the common norm is unknown."""
         assert parameter.grad is not None
         if self._total is None or self._pass != backward_number() or parameter not in self._before:
             raise LowtideError(
@@ -225,9 +225,9 @@ class CommonNorm:
         clip_grads_with_norm_(parameter, self._clip.limit, self._total, self._clip.foreach)
 
     def ends(self) -> None:
-        """The step is over. Raises LowtideError if gradients were clipped by a norm that is not theirs.
+        """End the step. Raises LowtideError if gradients were clipped by a norm that is not theirs.
 
-        One number is read from the device for that.
+        Reads one number from the device for this check.
         """
         before, found, total = self._before, self._found, self._total
         self._pass, self._total, self._before, self._found = _NONE, None, {}, {}
@@ -240,7 +240,7 @@ class CommonNorm:
         is_first, self.differed = not self.differed, True
         if self._on_trial:
             return
-        if not share <= NEAR:  # it may be no number
+        if not share <= NEAR:  # may be NaN
             raise LowtideError(
                 f"the parameters were updated with gradients that were clipped by another norm: {OTHERS}."
             )
@@ -250,13 +250,13 @@ class CommonNorm:
             )
 
     def _apart(self, before: dict[Tensor, Tensor], found: dict[Tensor, Tensor], total: Tensor) -> float:
-        """How far the norms are from those of the first pass, as a share of the common one."""
+        """Return the largest difference from the norms of the first pass, as a share of the common norm."""
         one, other = (torch.stack([n[p].to(total.device, torch.float64) for p in before]) for n in (before, found))
-        apart = (one - other).abs().nan_to_num(0.0).max()  # no number where both are infinite
+        apart = (one - other).abs().nan_to_num(0.0).max()  # NaN where both are infinite
         apart = torch.where((one.isfinite() == other.isfinite()).all(), apart, math.inf)
         return float(torch.where(apart == 0, 0.0, apart / total.abs()))
 
     def remove(self) -> None:
-        """The model is as before."""
+        """Remove all hooks from the model."""
         self._entrance.remove()
         self._listens()

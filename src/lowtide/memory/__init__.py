@@ -1,1 +1,1 @@
-"""What is in memory at each moment of a step. Nothing here changes what it looks at."""
+"""Record and describe a step's memory over time. Nothing here changes the program that it observes."""

@@ -1,13 +1,13 @@
-"""Records CPU memory exactly, from the allocation events of torch's profiler: temporaries inside operators included.
+"""Record CPU memory exactly, from the allocation events of torch's profiler: temporaries inside operators included.
 
-Bytes are those that torch asked its CPU allocator for. Not seen: memory that other libraries take (NumPy, mapped
+Bytes are those requested from torch's CPU allocator. Not recorded: memory that other libraries take (NumPy, mapped
 files, oneDNN's scratch), and tensors that other threads of Python allocate or free, since the profiler follows one
 thread and the backward threads that it starts.
 
-Frees are exact too. The profiler reports the free of a block that it saw allocated. Of a block that existed at entry it
-reports nothing or a wrong size, for it keeps sizes by address and forgets none that is freed while no profiler runs
-(torch 2.13). So what it reports of such blocks is passed over, and the storages that exist at entry are watched through
-weak references instead. The watch is for the end of a storage: that an existing one is resized goes unseen.
+Frees are exact too. The profiler reports the free of a block that it saw allocated. For a block that existed at entry
+it reports nothing or a wrong size, because it keeps sizes by address and forgets none that is freed while no profiler
+runs (torch 2.13). So its reports of such blocks are ignored, and the storages that exist at entry are watched through
+weak references instead. Only the end of a storage is noticed: if an existing one is resized, that goes unrecorded.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ NOISE = (
     b"gpuGetDeviceCount failed",
     b"Memory block of unknown size was allocated before the profiling started",
 )
-"""Lines that are kept off the user's terminal. The profiler writes the first each time it starts or stops (torch 2.13),
-and the second where torch is built for CUDA and there is no GPU. The allocator warns by the third of the first
-block, and then of each thousandth, that is freed under a profiler without having been allocated under one."""
+"""Lines that are kept off the user's terminal. The profiler prints the first each time it starts or stops (torch
+2.13), and the second if torch is built for CUDA and there is no GPU. The allocator prints the third at the first
+block, and then at each thousandth, that is freed under a profiler without having been allocated under one."""
 _MARK = "lowtide#"  # begins the name of each annotation; its number follows
 _SPARE_BLOCKS = 4000
-"""The allocator warns at every thousandth free of a block that it does not know, and some of these lie where an earlier
-recording saw one: they are known. So many take 5 ms."""
+"""Number of blocks freed so that the allocator's warning at every thousandth unknown free is used up. Some blocks lie
+where an earlier recording saw one and are known. So many take 5 ms."""
 
 _claim = threading.Lock()
 _recording: CpuRecorder | None = None
 _unfinished: list[profile] = []
-"""Profilers that could not be ended for want of memory."""
+"""Profilers that could not be stopped for want of memory."""
 
 
 class CpuRecorder(Recorder):
-    """Records the CPU allocations of this thread, and of the backward threads it starts, while the `with` block runs.
+    """Recorder of CPU allocations in this thread, and in the backward threads it starts, while the `with` block runs.
 
-    `watch` are the tensors whose end shall lower the level if it comes while recording; by default all that exist,
-    50 to 100 ms to find. Garbage is collected first. A mark costs 1.5 us, and the end of the recording some 10 us an
-    allocation or free.
+    `watch` are the tensors whose end during the recording lowers the level; by default all that exist, 50 to 100 ms to
+    find. Garbage is collected first. A mark costs 1.5 us, and the end of the recording about 10 us per allocation or
+    free.
 
     Entering raises RehearsalError while any profiler runs or warms up, and inside a backward pass.
     """
@@ -85,7 +85,7 @@ class CpuRecorder(Recorder):
 
     @property
     def stream(self) -> EventStream:
-        """What was recorded. Raises RehearsalError before the block has ended."""
+        """Return the recorded events. Raises RehearsalError before the block has ended."""
         if self._stream is None:
             raise RehearsalError("the stream of a recorder is complete when its with-block has ended, and not before.")
         return self._stream
@@ -106,7 +106,7 @@ class CpuRecorder(Recorder):
             _recording = self
         try:
             self._thread = threading.get_ident()
-            gc.collect()  # else what Python happens to collect meanwhile would lower the level, and the peak with it
+            gc.collect()  # otherwise a collection while recording would lower the level, and the peak with it
             self._watch(entry.existing_tensors() if self._to_watch is None else self._to_watch)
             self._to_watch = None  # it may hold the last reference to a tensor
             self._start()
@@ -123,7 +123,7 @@ class CpuRecorder(Recorder):
             session = self._stop()
         finally:
             self._release()
-        with _uncollected():  # each collection would look at all events so far
+        with _uncollected():  # each collection would traverse all events so far
             lost = self._reader.read(*session)
             self._stream = EventStream(without_asides(self._reader.events), self.device)
         if error is None:  # never in place of the user's own exception
@@ -136,12 +136,12 @@ class CpuRecorder(Recorder):
         self._annotate(Mark(label, data))
 
     def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
-        """The bytes of what was watched at entry beside storages at these `addresses`, which are known one by one."""
+        """Return the bytes watched at entry, except those of storages at `addresses`, which are known one by one."""
         return sum(n for where, n in self._at_entry.items() if where not in addresses)
 
     @whole
     def flush(self) -> EventStream:
-        """What was recorded so far, without ending the recording: later events follow these, with nothing lost between.
+        """Return the events so far without ending the recording: later events follow these, with nothing lost between.
 
         Raises RehearsalError inside a backward pass, where torch cannot stop a profiler.
         """
@@ -160,12 +160,12 @@ class CpuRecorder(Recorder):
         with without_noise(2, *NOISE) as held_back:
             try:
                 session.__enter__()  # type: ignore[no-untyped-call]
-            except BaseException:  # as raised when it ran already
+            except BaseException:  # such as the error for a profiler that runs already
                 _unfinished.append(session)
                 _finish()
                 raise
             self._profile = session
-            # Free blocks that the allocator does not know until it has warned: it is silent for the next thousand.
+            # Free unknown blocks until the allocator has warned: it is silent for the next thousand.
             quiet = held_back()
             while self._spare and held_back() == quiet:
                 del self._spare[-20:]
@@ -175,10 +175,10 @@ class CpuRecorder(Recorder):
         try:
             with without_noise(2, *NOISE):
                 session.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        except MemoryError:  # the step ran out of memory, and its frames still hold it all: end the profiler later
+        except MemoryError:  # the step ran out of memory and its frames still hold it all: stop the profiler later
             _unfinished.append(session)
             raise
-        self._spare.clear()  # not before, or these would be counted too
+        self._spare.clear()  # only now, otherwise these frees would be counted too
         return profiler_roots(session), self._marks.copy()
 
     def _release(self) -> None:
@@ -199,7 +199,7 @@ class CpuRecorder(Recorder):
             self._annotate(free)
 
     def _annotate(self, what: Mark | Free) -> None:
-        # The profiler orders by time, by a clock that may be coarse (41 ns on some ARM): stand a tick off both sides.
+        # The profiler orders by time, with a clock that may be coarse (41 ns on some ARM): wait one tick on both sides.
         number = len(self._marks)
         self._marks.append(what)
         tick = perf_counter_ns()
@@ -215,7 +215,7 @@ class CpuRecorder(Recorder):
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """A block in which Python collects no garbage by itself."""
+    """Disable Python's garbage collection during the block."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -226,7 +226,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _finish() -> None:
-    """End the profilers that could not be ended before."""
+    """Stop the profilers that could not be stopped before."""
     while _unfinished:
         session = _unfinished.pop()
         if profiler_running():
@@ -235,13 +235,13 @@ def _finish() -> None:
 
 
 def running() -> CpuRecorder | None:
-    """The recorder that records in this thread now, if any."""
+    """Return the recorder that records in this thread now, if any."""
     recorder = _recording
     return recorder if recorder is not None and recorder._thread == threading.get_ident() else None
 
 
 def _other_profiler() -> str | None:
-    """What takes the one place that torch has for a profiler, in words."""
+    """Return in words the occupant of torch's only place for a profiler, or None."""
     if _recording is not None:
         return "Lowtide itself records already"
     if profiler_running():
@@ -267,7 +267,7 @@ def _refuse_lost(lost: list[Mark]) -> None:
 
 
 class _Reader:
-    """Turns the profiler's event trees, one per session of a recording, into events."""
+    """Reader of the profiler's event trees, one per session of a recording, as events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -276,14 +276,14 @@ class _Reader:
         self._n_marks = 0
 
     def read(self, roots: list[Any], marks: list[Mark | Free]) -> list[Mark]:
-        """Append the events of one session; `marks` are all that were made so far. Gives those the profiler missed."""
+        """Append the events of one session; `marks` are all that were made so far. Return the marks that it lacks."""
         rows = list(_rows(roots))
         rows.sort(key=itemgetter(0))  # stable, and the rows of one thread are in order already
         unseen = dict(enumerate(marks[self._n_marks :], self._n_marks))
         self._n_marks = len(marks)
         for _, n_bytes, address, op in rows:
             if n_bytes > 0:
-                if address in self._alive:  # it was freed in a thread that the profiler does not follow
+                if address in self._alive:  # freed in a thread that the profiler does not follow
                     self._free(address)
                 block = self._alive[address] = Allocate(self._n_blocks, n_bytes, address, op)
                 self._n_blocks += 1
@@ -301,7 +301,7 @@ class _Reader:
 
 
 def _rows(roots: list[Any]) -> Iterator[tuple[int, int, int, str]]:
-    """(time, bytes, address, operator) of each allocation and free; (time, 0, number, "") of each annotation."""
+    """Yield (time, bytes, address, operator) of each allocation and free; (time, 0, number, "") of each annotation."""
     stack = [(iter(roots), "")]
     while stack:
         nodes, op = stack[-1]

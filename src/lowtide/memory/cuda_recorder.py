@@ -1,17 +1,18 @@
-"""Records CUDA memory from the history that torch's caching allocator keeps of itself.
+"""Record CUDA memory from the history that torch's caching allocator keeps.
 
-Bytes are those that were asked for (`requested_bytes` of `torch.cuda.memory_stats`); the allocator rounds each up, and
+Bytes are those requested (`requested_bytes` of `torch.cuda.memory_stats`); the allocator rounds each request up, and
 `measure.py` reports the rounded peak beside this one. A block counts until its free is *completed*: until the streams
-that use it are done with it and its memory can be given out again. The allocator knows the blocks that existed at
-entry, so their frees are exact. Operators are not in the history: `op` is the innermost Python function, empty for what
-the backward threads allocate.
+that use it are done with it and its memory can be allocated again. The allocator knows the blocks that existed at
+entry, so their frees are exact. Operators are not in the history: `op` is the innermost Python function, empty for
+allocations of the backward threads.
 
-What products work in (cuBLAS, 8 MiB, or 32 MiB from compute capability 9 on, for each thread that computes) is taken
-at the first product of a process and kept. A recording begins without it, so it is in each that has products.
+The workspace of matrix products (cuBLAS, 8 MiB, or 32 MiB from compute capability 9 on, for each thread that computes)
+is allocated at the first product of a process and kept. A recording begins without it, so it is in each recording that
+has products.
 
 A mark is exact within its thread: it is a text attached to all that the thread allocates and frees from then on. The
 allocator keeps one such text per thread, and backward runs in threads of its own. Between threads marks are placed by
-time, to the microsecond; handing over to another thread takes several.
+time, to the microsecond; switching to another thread takes several.
 
 Read in the sources of torch 2.13; `parse_trace` is tested on a trace written by hand after them.
 """
@@ -42,11 +43,11 @@ from lowtide.memory.events import Allocate, Busy, Event, EventStream, Free, Mark
 T = TypeVar("T")
 
 UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
-"""Whatever its value: c10/cuda/CUDACachingAllocator.cpp asks only whether it is there."""
+"""Environment variable that counts if it is set, whatever its value: see c10/cuda/CUDACachingAllocator.cpp."""
 
 
 class PlacedMark(NamedTuple):
-    """A mark, the thread that made it and when, in microseconds since the epoch like the allocator's own times."""
+    """A mark, its thread and its time in microseconds since the epoch, as in the allocator's own times."""
 
     mark: Mark
     thread: int
@@ -54,10 +55,10 @@ class PlacedMark(NamedTuple):
 
 
 class CudaRecorder(Recorder):
-    """Records the allocations of one CUDA device, by any thread and stream, while the `with` block runs.
+    """Recorder of the allocations of one CUDA device, by any thread and stream, while the `with` block runs.
 
-    Entering raises RehearsalError where there is no such device, or while the allocator's history is being recorded by
-    someone else: torch keeps one, and a recording ends it.
+    Entering raises RehearsalError if there is no such device, or while other code records the allocator's history:
+    torch keeps one history, and a recording ends it.
     """
 
     def __init__(self, device: torch.device | str | int = "cuda") -> None:
@@ -72,7 +73,7 @@ class CudaRecorder(Recorder):
 
     @property
     def stream(self) -> EventStream:
-        """What was recorded. Raises RehearsalError before the block has ended."""
+        """Return the recorded events. Raises RehearsalError before the block has ended."""
         if self._stream is None:
             raise RehearsalError("the stream of a recorder is complete when its with-block has ended, and not before.")
         return self._stream
@@ -82,7 +83,7 @@ class CudaRecorder(Recorder):
             raise RehearsalError("a recorder records once. Make a new CudaRecorder().")
         self._index = cuda_index(self._asked)
         self.device = f"cuda:{self._index}"
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # nobody may have used it so far
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # CUDA may be unused so far
         if UNCACHED in os.environ:
             raise RehearsalError(
                 f"CUDA memory cannot be recorded: {UNCACHED} is set, with which torch's allocator keeps no account of "
@@ -93,8 +94,8 @@ class CudaRecorder(Recorder):
                 "CUDA memory cannot be recorded: the allocator's history is being recorded already.\n"
                 "  End that first: torch.cuda.memory._record_memory_history(None)."
             )
-        self._key = f"lowtide {time.time_ns()}"  # tells this recording's texts from what other threads still carry
-        gc.collect()  # as on the CPU: what is collected meanwhile would lower the level, and the peak with it
+        self._key = f"lowtide {time.time_ns()}"  # tells this recording's texts from those of others
+        gc.collect()  # as on the CPU: a collection while recording would lower the level, and the peak with it
         _settle(self.device)
         self._entry_bytes = torch.cuda.memory_stats(self._index)["requested_bytes.all.current"]
         _of_the_allocator(start_history)
@@ -122,7 +123,7 @@ class CudaRecorder(Recorder):
         self._attach(len(self._marks))
 
     def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
-        """What the allocator held at entry beyond these `n_bytes`."""
+        """Return the bytes that the allocator held at entry beyond these `n_bytes`."""
         return max(0, self._entry_bytes - n_bytes)
 
     def _attach(self, n_marks: int) -> None:
@@ -130,7 +131,7 @@ class CudaRecorder(Recorder):
 
 
 def _of_the_allocator(call: Callable[[], T]) -> T:
-    """What it says. Raises RehearsalError if it is one that keeps no history."""
+    """Return the result of `call`. Raises RehearsalError if the allocator keeps no history."""
     try:
         return call()
     except RuntimeError as error:
@@ -141,14 +142,14 @@ def _of_the_allocator(call: Callable[[], T]) -> T:
 
 
 def _settle(device: str) -> None:
-    """Have on the device what is held, and no more: else what is given back later would lower the level of a step."""
+    """Complete pending frees on the device: memory given back later would lower the level of a step."""
     drop_workspaces()
     torch.cuda.synchronize(device)
-    torch.empty(1, device=device)  # an allocation is when frees that waited for another stream are completed
+    torch.empty(1, device=device)  # an allocation completes the frees that waited for another stream
 
 
 def cuda_index(device: torch.device | str | int) -> int:
-    """The number of a CUDA device. Raises RehearsalError for other devices and where CUDA is missing."""
+    """Return the index of a CUDA device. Raises RehearsalError for other devices and if CUDA is missing."""
     found = torch.device(device)
     n_devices = torch.cuda.device_count()
     if found.type != "cuda" or (found.index or 0) >= n_devices:
@@ -162,10 +163,10 @@ def parse_trace(
     key: str,
     entry_addresses: dict[int, int] | None = None,
 ) -> tuple[Event, ...]:
-    """The events in one list of a snapshot's "device_traces", with `marks` put in their places.
+    """Return the events in one list of a snapshot's "device_traces", with `marks` put in their places.
 
     `key` begins the texts that the recording attached; the rest is "<thread> <marks made so far>". Actions on segments,
-    snapshots and failed allocations move no block and are passed over. `entry_addresses` is filled in.
+    snapshots and failed allocations move no block and are ignored. `entry_addresses` is filled in.
     """
     events: list[Event] = []
     alive: dict[int, Allocate] = {}
@@ -194,7 +195,7 @@ def parse_trace(
 
 
 def _marks_before(action: Mapping[str, Any], marks: Sequence[PlacedMark], n_placed: int, key: str) -> int:
-    """How many marks were made before `action`, given that the first `n_placed` were."""
+    """Return how many marks were made before `action`, given that the first `n_placed` were."""
     text = action.get("user_metadata") or ""
     thread, made = -1, n_placed
     if text.startswith(key):

@@ -1,8 +1,8 @@
-"""What each `del` would save: looks at a function's variables around backward, and the peak without what they held.
+"""Compute the saving of each `del`: the peak without the memory that a function's variables hold around backward.
 
-A look notes which memory only the variables hold, and a weak reference says when that memory really went. If it had
-gone at the look, the level in between would have been lower by its bytes, exactly; so the peak without it follows from
-the timeline. Whether the code still needs a variable after the look is for its author to say.
+An inspection (a look) notes the memory that only variables hold, and a weak reference tells when that memory is really
+freed. If it had been freed at the look, the level in between would have been lower by its bytes, exactly; so the peak
+without it follows from the timeline. The author of the code has to judge if it needs the variable after the look.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from lowtide.units import format_bytes
 
 Moment: TypeAlias = Literal["before backward", "after backward", "at the end of the step"]
 
-_LABEL = "lowtide.variables"  # of marks for looks and for the end of memory that a look found
+_LABEL = "lowtide.variables"  # label of marks for looks, and for the end of memory that a look found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Del:
-    """`del` of these variables at that moment: bytes that it frees there, and by how many the peak would be lower."""
+    """A `del` of variables at a moment: the bytes that it frees there, and by how many the peak would be lower."""
 
     names: tuple[str, ...]
     moment: Moment
@@ -51,19 +51,19 @@ class Del:
 
 @dataclass(slots=True, eq=False)
 class _Look:
-    """What was seen at one moment: for each storage that variables alone hold, its number, its bytes, its holders."""
+    """Memory that only variables hold at one moment: each storage's number, its bytes, and the variables."""
 
     moments: tuple[Moment, ...]
     names: tuple[str, ...]
     held: list[tuple[int, int, frozenset[str]]]
     is_first: bool = False
     position: int = -1
-    """Events before it."""
+    """Number of events before it."""
 
 
 @dataclass(slots=True)
 class Looks:
-    """Looks at the variables of `frame` from `begin` to `end`; `mark` puts a mark among the events recorded."""
+    """Inspections of the variables of `frame` from `begin` to `end`; `mark` puts a mark among the events recorded."""
 
     frame: FrameType | None
     mark: Callable[[str, object], None]
@@ -78,7 +78,7 @@ class Looks:
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def begin(self) -> None:
-        """The first look, at what the step before left; and stand where backward passes and optimizers go by."""
+        """Take the first look, at leftovers of the previous step, and intercept backward passes and optimizer steps."""
         self._look("at the end of the step", is_first=True)
 
         def make(engine: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,7 +97,7 @@ class Looks:
         self._undo = [stand_in(torch.autograd, ENGINE, make), hook.remove]
 
     def end(self, *, has_failed: bool) -> None:
-        """The last look, unless an exception ends the block; afterwards torch is as it was."""
+        """Take the last look, unless an exception ends the block; then restore torch."""
         while self._undo:
             self._undo.pop()()
         if not has_failed:
@@ -108,7 +108,7 @@ class Looks:
         self.frame = None
 
     def result(self, stream: EventStream) -> tuple[Del, ...]:
-        """For each variable and moment, and for variables that hold memory together, what `del` would save."""
+        """Return the saving of each `del`, by variable and moment, also for variables that hold memory together."""
         self._alive.clear()
         positions: dict[object, int] = {}
         events: list[Event] = []
@@ -126,7 +126,7 @@ class Looks:
     # --- looks ------------------------------------------------------------------------------------------------------
 
     def _look_after_backward(self) -> None:
-        """Not earlier, since the frames of the backward call still refer to the loss when it ends."""
+        """Take a look once backward has returned: until then its frames still refer to the loss."""
         if self._is_after_backward and threading.get_ident() == self._thread:
             self._is_after_backward = False
             self._look("after backward")
@@ -166,7 +166,7 @@ class Looks:
         except RehearsalError:
             self._unsure.add(number)
 
-    # --- what follows -----------------------------------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------------------------------
 
     def _dels(self, levels: list[int], ends: dict[int, int]) -> Iterator[Del]:
         moments: tuple[Moment, ...] = ("before backward", "after backward", "at the end of the step")
@@ -179,7 +179,7 @@ class Looks:
                 yield self._del(group, moment, looks, levels, ends)
 
     def _names_of(self, look: _Look) -> Iterable[str]:
-        """Of what was there at the start, only what the step binds anew is left over from the step before."""
+        """Return the variables of a look; of the first look only those that the step rebinds, as leftovers."""
         return [name for name in look.names if name in self._rebound] if look.is_first else look.names
 
     def _del(
@@ -207,13 +207,13 @@ class Looks:
 
 
 def without_marks(stream: EventStream) -> EventStream:
-    """The stream as it would be if nobody had looked."""
+    """Return the stream without the marks of looks."""
     events = tuple(event for event in stream if not (type(event) is Mark and event.label == _LABEL))
     return stream if len(events) == len(stream) else EventStream(events, stream.device)
 
 
 def table(dels: Iterable[Del]) -> Iterator[str]:
-    """Lines for `print`: what frees something, by what it saves of the peak; then the variables that free nothing."""
+    """Yield lines for `print`: variables by the saved bytes of the peak; then the variables that free nothing."""
     rows = sorted(dels, key=lambda row: -row.saved_bytes)
     useful = [row for row in rows if row.freed_bytes]
     if rows:

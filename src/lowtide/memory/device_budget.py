@@ -1,4 +1,4 @@
-"""Budgets that are said of the GPU at hand: "auto", and "90% of gpu"."""
+"""Budgets relative to the GPU in use: "auto", and "90% of gpu"."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MARGIN: Final = 0.08
-"""Share of what is free that "auto" leaves to the allocator: a budget bounds the bytes that are asked for, and the
-allocator holds more, in pieces between them."""
+"""Share of the free memory that "auto" leaves to the allocator: a budget bounds the requested bytes, and the allocator
+reserves more because of fragmentation."""
 
 
 def on_device(budget: int | str, device: torch.device, say: Callable[[str], object]) -> int | str:
-    """Return `budget` in bytes where it is one of a GPU, and as it is otherwise.
+    """Return `budget` in bytes if it refers to the GPU, and unchanged otherwise.
 
-    "auto" is what is free on `device` and what this process's allocator holds there, less MARGIN; both are said. Raises
-    BudgetError where `device` is not a GPU.
+    "auto" is the memory free on `device` plus the memory that this process's allocator holds there, less MARGIN; `say`
+    reports both. Raises BudgetError if `device` is not a GPU.
     """
     if not isinstance(budget, str) or (budget.strip().lower() != AUTO and share_of_gpu(budget) is None):
         return budget
@@ -40,7 +40,7 @@ def on_device(budget: int | str, device: torch.device, say: Callable[[str], obje
 
 
 def automatic(free_bytes: int, total_bytes: int, reserved_bytes: int) -> tuple[int, str]:
-    """Return the budget "auto" of a GPU, and how it comes about in words."""
+    """Return the budget that "auto" stands for, and its derivation in words."""
     ours = free_bytes + reserved_bytes
     margin = int(ours * MARGIN)
     others = total_bytes - ours

@@ -1,7 +1,7 @@
-"""What exists in CPU memory when a recording begins: how much it is, and so that its end can be noticed.
+"""Find the storages that exist in CPU memory when a recording begins, with their bytes, so that frees are noticed.
 
-The profiler does not report the free of a block that it did not see allocated (see `cpu_recorder.py`). A storage can
-say itself when it dies, through a weak reference; so those that exist must be found first.
+The profiler does not report the free of a block that it did not see allocated (see `cpu_recorder.py`). A weak
+reference to a storage reports its end; so the existing storages must be found first.
 """
 
 import bisect
@@ -19,14 +19,14 @@ from lowtide._torch.nodes import raw_saved
 from lowtide._torch.tensors import is_leaf_tensor, parts_of
 
 _MEMORY_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
-"""Files that are memory: what processes share lies there."""
+"""Paths of mapped files that are memory: shared memory of processes lies there."""
 
 _asides: weakref.WeakValueDictionary[int, UntypedStorage] = weakref.WeakValueDictionary()
-"""By address, storages of copies that a rehearsal holds: they are none of the program's."""
+"""Storages by address of copies that a rehearsal holds: they do not belong to the program."""
 
 
 def set_aside(copy: Tensor) -> Tensor:
-    """`copy`, which is left out of what exists from here on: this package holds it for a while, and no program does."""
+    """Return `copy`, which this package holds for a while, and exclude it from the tensors that exist from here on."""
     for part in parts_of(copy):
         if part.device.type == "cpu":
             _asides[part.untyped_storage().data_ptr()] = part.untyped_storage()
@@ -39,7 +39,7 @@ def is_aside(storage: UntypedStorage) -> bool:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
-    """The storages of `tensors` that torch's CPU allocator owns, each once.
+    """Yield the storages of `tensors` that torch's CPU allocator owns, each once.
 
     Left out: storages of other devices, empty ones, and memory that torch only borrows (NumPy, mapped files) or shares
     with other processes.
@@ -48,9 +48,9 @@ def storages_of(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The bytes of each storage of `tensors` in memory of the host, by address.
+    """Return the bytes of each storage of `tensors` in host memory, by address.
 
-    Memory that torch borrows or shares is included. A file on a disk that is mapped is none, nor is what was set aside.
+    Memory that torch borrows or shares is included. Mapped files on a disk and storages set aside are not.
     """
     borrowed: dict[int, int] = {}
     found: dict[int, int] = {}
@@ -63,10 +63,10 @@ def bytes_of(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def existing_tensors() -> Iterator[Tensor]:
-    """Every tensor that Python holds, their gradients, and what the autograd graphs behind them have saved.
+    """Yield every tensor that Python holds, their gradients, and the saved tensors of the autograd graphs behind them.
 
-    Parts of sparse tensors and parameters of TorchScript are included. Not seen: what else only C++ holds, and objects
-    that `gc.freeze` has hidden.
+    Parts of sparse tensors and parameters of TorchScript are included. Not found: other tensors that only C++ holds,
+    and objects that `gc.freeze` has hidden.
     """
     everything = gc.get_objects()
     held = [thing for thing in everything if issubclass(type(thing), Tensor)]
@@ -74,14 +74,14 @@ def existing_tensors() -> Iterator[Tensor]:
     del everything
     yield from held
     for script in scripts:
-        with contextlib.suppress(Exception):  # one that is being made
+        with contextlib.suppress(Exception):  # a module under construction
             yield from (*script.parameters(), *script.buffers())
     yield from (leaf.grad for leaf in held if _is_leaf(leaf) and leaf.grad is not None)
     yield from _saved_behind(held)
 
 
 def _on_the_host(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
-    """The storages of `tensors` that are not empty, each once."""
+    """Yield the storages of `tensors` that are not empty, each once."""
     seen: set[int] = set()
     for tensor in tensors:
         try:
@@ -91,12 +91,12 @@ def _on_the_host(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
                 if is_there and (address := storage.data_ptr()) and address not in seen:
                     seen.add(address)
                     yield storage
-        except (RuntimeError, NotImplementedError, TypeError):  # fake, wrapped or of a graph's own: no storage
+        except (RuntimeError, NotImplementedError, TypeError):  # fake, wrapped or internal to a graph: no storage
             continue
 
 
 def _mapped_files() -> list[tuple[int, int]]:
-    """Where files on a disk are mapped into memory: first address and the first behind, in order."""
+    """Return the address ranges of mapped disk files: first address and the first behind, in order."""
     with contextlib.suppress(OSError):  # not on Linux
         rows = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
         places = (row[0].split("-") for row in rows if len(row) == 6 and row[5][0] == "/" and not _is_memory(row[5]))

@@ -1,9 +1,9 @@
 """One event stream for every device. Pure Python: records can be read without torch.
 
-A stream is what one recording saw, in the order in which it happened: `Allocate`, `Free` and `Mark`. Levels are **bytes
-over entry**, the level when the recording began. A `Free` of a block that the stream did not allocate is of one that
-existed at entry: it lowers the level by its bytes, below zero if need be. How the sources know of those is said in
-`cpu_recorder.py` and `cuda_recorder.py`.
+A stream holds the events of one recording in order: `Allocate`, `Free` and `Mark`. Levels are **bytes over entry**, the
+level when the recording began. A `Free` of a block that the stream did not allocate is of a block that existed at
+entry: it lowers the level by its bytes, below zero if need be. `cpu_recorder.py` and `cuda_recorder.py` say how they
+detect such frees.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PHASE = "phase"
 """Label of the marks that begin a phase; their data is its name."""
 
 ASIDE = "aside"
-"""Label of the marks around what the one who records does himself; their data is whether it begins."""
+"""Label of the marks around the recording program's own work; their data is True at its beginning."""
 
 Category: TypeAlias = Literal[
     "parameters", "gradients", "optimizer state", "buffers", "inputs", "activations", "loss head", "temporaries"
@@ -53,7 +53,7 @@ class Free(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A point in time between allocations, with whatever its author attached to it."""
+    """A point in time between allocations, with arbitrary data from its author."""
 
     label: str
     data: object
@@ -63,7 +63,7 @@ Event: TypeAlias = Allocate | Free | Mark
 
 
 class Label(NamedTuple):
-    """What a block turned out to be. `module` is a module path, or the full name of a parameter or buffer."""
+    """Identity of a block. `module` is a module path, or the full name of a parameter or buffer."""
 
     category: Category
     module: str = ""
@@ -71,7 +71,7 @@ class Label(NamedTuple):
 
 
 def without_asides(events: Sequence[Event]) -> tuple[Event, ...]:
-    """These without what was allocated and freed again between two marks ASIDE, and without the marks."""
+    """Return the events without marks ASIDE, and without blocks both allocated and freed between two of them."""
     if not any(isinstance(event, Mark) and event.label == ASIDE for event in events):
         return tuple(events)
     aside = False
@@ -91,7 +91,7 @@ def without_asides(events: Sequence[Event]) -> tuple[Event, ...]:
 
 @dataclass(frozen=True, slots=True)
 class EventStream:
-    """What one recording saw, in order."""
+    """Events of one recording, in order."""
 
     events: tuple[Event, ...]
     device: str = "cpu"
@@ -103,30 +103,30 @@ class EventStream:
         return iter(self.events)
 
     def between(self, first: int, stop: int) -> EventStream:
-        """The events `first <= index < stop` as a recording of their own: what was alive at `first` is its entry."""
+        """Return the events `first <= index < stop` as a recording: blocks alive at `first` are its entry."""
         return EventStream(self.events[first:stop], self.device)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """As JSON text; also written to `path` if given. Data of a mark that JSON cannot hold becomes its `repr`."""
+        """Return JSON text; also write it to `path` if given. Mark data that JSON cannot hold becomes its `repr`."""
         rows = [(_LETTERS[type(event)], *event) for event in self.events]
         return write_json({"format": FORMAT, "device": self.device, "events": rows}, path)
 
     @classmethod
     def from_json(cls, source: str | Path) -> EventStream:
-        """The stream in `source`: JSON text or the path of a file. Raises LowtideError for anything else."""
+        """Return the stream in `source`: JSON text or the path of a file. Raises LowtideError for anything else."""
         return stream_from(read_json(source, "event stream"))
 
 
 class Busy(RehearsalError):
-    """Somebody else records already what only one can record at a time."""
+    """Error for a recording that only one program part can make at a time, while another makes it."""
 
 
 class Recorder(ABC):
-    """Records the events of one device while a `with` block runs; `stream` is there once the block has ended."""
+    """Base class of recorders of one device's events in a `with` block; `stream` is available after the block."""
 
     device: str
     entry_addresses: dict[int, int]
-    """Blocks from entry, at least those that were freed, by their number in the stream: where they were."""
+    """Addresses of blocks from entry, at least of those that were freed, by their number in the stream."""
 
     @abstractmethod
     def __enter__(self) -> Self: ...
@@ -141,9 +141,9 @@ class Recorder(ABC):
         """Put a mark exactly here, between the allocations made so far and the next one."""
 
     def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
-        """The bytes that were in memory at entry beside blocks at these `addresses`, which have `n_bytes` together.
+        """Return the bytes in memory at entry outside blocks at these `addresses`, which have `n_bytes` together.
 
-        None where a recorder does not look at that.
+        None if a recorder does not know.
         """
         return 0
 
@@ -154,7 +154,7 @@ class Recorder(ABC):
     @property
     @abstractmethod
     def stream(self) -> EventStream:
-        """What was recorded. Raises RehearsalError before the block has ended."""
+        """Return the recorded events. Raises RehearsalError before the block has ended."""
 
 
 _LETTERS: dict[type, str] = {Allocate: "a", Free: "f", Mark: "m"}
@@ -162,7 +162,7 @@ _KINDS: dict[str, type[Event]] = {"a": Allocate, "f": Free, "m": Mark}
 
 
 def most_between(stream: EventStream, begins: str, ends: str) -> Iterator[tuple[object, int]]:
-    """From each mark `begins` to the next mark `ends`: what that says, and the most that was allocated in between."""
+    """Yield for each mark `begins` its data, and the most bytes allocated between it and the next mark `ends`."""
     level = start = peak = 0
     for event in stream.events:
         level += bytes_added(event)

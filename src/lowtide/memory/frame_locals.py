@@ -1,4 +1,4 @@
-"""The local variables of a running function, read without leaving a trace in it."""
+"""Read the local variables of a running function without leaving a trace in it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LOCALS_ARE_COPIED = sys.version_info < (3, 13)
 
 @contextmanager
 def local_variables(frame: FrameType) -> Iterator[dict[str, Any]]:
-    """The local variables of a function's frame, without leaving it a copy that would keep their values alive.
+    """Provide the local variables of a function's frame, without leaving it a copy that would keep their values alive.
 
-    Up to Python 3.12 `f_locals` is a dict that stays with the frame, and is made anew whenever someone asks.
+    Up to Python 3.12 `f_locals` is a dict that stays with the frame, and is rebuilt at each access.
     """
     variables = frame.f_locals if _LOCALS_ARE_COPIED else dict(frame.f_locals)
     try:

@@ -1,7 +1,7 @@
-"""Which memory would be freed if a function's variables were deleted: storages that nothing else leads to.
+"""Find the memory that deleting a function's variables would free: storages that nothing else refers to.
 
-Python objects are judged by their reference counts: what has a reference that does not come from the variables is
-somebody else's too, with all behind it. Autograd graphs are walked from every tensor that Python refers to, so that a
+Python objects are judged by their reference counts: an object with a reference from outside the variables is shared,
+together with all that it refers to. Autograd graphs are walked from every tensor that Python refers to, so that a
 graph belongs to a variable only if no other tensor leads to it. Nothing is recomputed and no hook runs.
 """
 
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
 _CONTAINERS = (Tensor, list, tuple, dict, set, frozenset, deque)
 _NOT_ENTERED = (nn.Module, Optimizer, ModuleType, type, FunctionType, MethodType, FrameType, str, bytes)
 _MOST_OBJECTS = 100_000
-_OTHERS = 1  # the bit of everybody who is none of the variables
+_OTHERS = 1  # the bit of every holder that is none of the variables
 
 
 class Held:
-    """Who holds what at one moment. Refers to storages, so it must be dropped before the user's code goes on."""
+    """Holders of tensors and storages at one moment. Refers to storages: drop it before the user's code goes on."""
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()
         """The variables bound to tensors, or to containers that tensors were found in."""
         self.tensors: dict[str, list[Tensor]] = {}
-        """The tensors that each of them leads to without a graph in between."""
+        """The tensors that each variable leads to without a graph in between."""
         self.storages: list[tuple[UntypedStorage, frozenset[str]]] = []
-        """Memory that only variables hold, and all of those that hold it: together they would free it."""
+        """Storages that only variables hold, each with all variables that hold it: deleting those together frees it."""
 
 
 def held_by_variables(frame: FrameType) -> Held:
-    """What the variables of `frame` hold, alone or together, of the memory of torch's CPU allocator.
+    """Return the memory of torch's CPU allocator that the variables of `frame` hold, alone or together.
 
-    Variables are looked into if they are tensors, lists, tuples, dicts, sets, deques or dataclasses, and so are the
-    objects inside of these. Modules, optimizers, iterators and what a saved-tensor hook packed count as somebody else,
-    so that no more is said to be freed than would be.
+    Variables are searched if they are tensors, lists, tuples, dicts, sets, deques or dataclasses, and so are the
+    objects inside these. Modules, optimizers, iterators and objects packed by a saved-tensor hook count as other
+    holders, so that freed memory is never overstated.
     """
     found = Held()
     owners = _Owners(frame)
@@ -64,7 +64,7 @@ def held_by_variables(frame: FrameType) -> Held:
     roots = []
     for index in range(len(everything)):
         mask = everything[index][1]
-        if mask is None:  # 1: by the tuple
+        if mask is None:  # 1: the reference from the tuple
             n_known = 1 + on_context.get(id(everything[index][0]), 0)
             mask = _OTHERS if held_by_python(everything[index], 0, n_known) else 0
         if mask:
@@ -82,7 +82,7 @@ def held_by_variables(frame: FrameType) -> Held:
 
 
 class _Owners:
-    """The objects that variables lead to, and for each a mask of those who hold it: a bit a variable, and _OTHERS."""
+    """Objects that variables lead to, and for each a mask of its holders: a bit per variable, and _OTHERS."""
 
     def __init__(self, frame: FrameType) -> None:
         self._objects: list[Any] = []
@@ -91,7 +91,7 @@ class _Owners:
         self._n_known: list[int] = []
         self._first: dict[str, int] = {}
         self.mask_of: dict[int, int] = {}
-        """Of tensors, by id."""
+        """Masks of tensors, by id."""
         with local_variables(frame) as variables:
             n_references = 1 if variables is frame.f_globals else 2  # the dict of the function's variables is a copy
             self._gather(variables, n_references, of_others=frame.f_code.co_freevars)
@@ -104,7 +104,7 @@ class _Owners:
         return frozenset(name for bit, name in enumerate(self._first, 1) if mask >> bit & 1)
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """Of each variable, those that it leads to; variables that lead to none are left out."""
+        """Return the tensors that each variable leads to; variables that lead to none are left out."""
         found = {name: self._reachable([first]) for name, first in self._first.items()}
         tensors = {
             name: [self._objects[i] for i in sorted(reached) if isinstance(self._objects[i], Tensor)]
@@ -113,7 +113,7 @@ class _Owners:
         return {name: inside for name, inside in tensors.items() if inside}
 
     def _gather(self, variables: dict[str, Any], n_references: int, of_others: tuple[str, ...]) -> None:
-        """Find the objects; `of_others` are variables of the functions around this one, which it cannot delete."""
+        """Find the objects; `of_others` are variables of enclosing functions, which this one cannot delete."""
         for name, value in variables.items():
             is_container = isinstance(value, _CONTAINERS) or (is_dataclass(value) and not isinstance(value, type))
             if is_container and name not in of_others and not isinstance(value, _NOT_ENTERED):
@@ -146,7 +146,7 @@ class _Owners:
         return masks
 
     def _is_shared(self, index: int) -> bool:
-        n_known = self._n_known[index] + 1  # by the list of objects
+        n_known = self._n_known[index] + 1  # the reference from the list of objects
         if isinstance(self._objects[index], Tensor):
             return held_by_python(self._objects, index, n_known)
         return sys.getrefcount(self._objects[index]) - 1 - n_known > 0
@@ -162,7 +162,7 @@ class _Owners:
 
 
 def _spread(roots: list[tuple[Tensor, int]], marks: dict[int, int], kept: dict[int, Tensor]) -> None:
-    """Mark the storages of tensors and of all that their graphs keep with the bits of those who hold the tensors."""
+    """Mark the storages of tensors, and of all that their graphs keep, with the bits of the tensors' holders."""
 
     def mark(tensor: Tensor, bits: int) -> None:
         number = storage_id(tensor)
@@ -197,7 +197,7 @@ def _kept_by(node: Node) -> list[Tensor]:
 
 
 def _on_context(node: Node) -> list[Tensor]:
-    """The tensors that a custom Function put on its ctx as attributes."""
+    """Return the tensors that a custom Function stored on its ctx as attributes."""
     ctx: Any = node
     if not isinstance(ctx, BackwardCFunction):
         return []
@@ -205,7 +205,7 @@ def _on_context(node: Node) -> list[Tensor]:
 
 
 def _references_from_contexts(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """How many references tensors have, by id, from attributes of ctx in the graphs behind `tensors`."""
+    """Return the number of references to tensors, by id, from attributes of ctx in the graphs behind `tensors`."""
     counts: dict[int, int] = {}
     for node in nodes_behind(tensors):
         for tensor in _on_context(node):

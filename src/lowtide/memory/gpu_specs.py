@@ -1,8 +1,8 @@
-"""A table of GPUs, for what is planned on a machine that has none of them.
+"""A table of GPUs, to plan for them on a machine that has none.
 
-`total_bytes` is what torch calls `total_memory`: what the driver leaves of the nominal size. Drivers differ in that by
-up to 1 %, and error correction, where it can be turned on, takes more: each number is the smallest of those that were
-found, rather than the one of a lucky machine. The CUDA context of each process comes out of it too.
+`total_bytes` is torch's `total_memory`: the part of the nominal size that the driver leaves. Drivers differ in it by
+up to 1 %, and error correction, where it can be turned on, takes more: each number is the smallest reported one, not
+that of a lucky machine. The CUDA context of each process is taken from it too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GpuSpec:
     source: str
 
     def cublas_workspace_bytes(self, environment: Mapping[str, str] = os.environ) -> int | None:
-        """What each cuBLAS handle takes; see the function. None where the capability is not known."""
+        """Return the workspace of each cuBLAS handle; see the function. None if the capability is not known."""
         return None if self.capability is None else cublas_workspace_bytes(self.capability, environment)
 
 
@@ -54,13 +54,13 @@ GPUS: tuple[GpuSpec, ...] = (
     _gpu("H100-80", 85_017_755_648, (9, 0), _DEVICE_QUERY.format("13.0")),
     _gpu("H200-141", 143_156 * 2**20, (9, 0), "torch.cuda.get_device_properties, in whole MiB"),
 )
-"""The smallest first."""
+"""Known GPUs, the smallest first."""
 
 
 def context_bytes(gpu: GpuSpec) -> tuple[int, int]:
-    """What a CUDA context, the libraries' handles and loaded kernels take of a GPU, at least and at most.
+    """Return the least and the most bytes that a CUDA context, library handles and loaded kernels take of a GPU.
 
-    They are not the allocator's. Reported are 287 MB where kernels are loaded as they are needed and 667 MB where not
+    They are not the allocator's. Reported are 287 MB if kernels are loaded lazily and 667 MB if not
     (github.com/pytorch/pytorch/issues/86509), about 300 MB (107667) and 400 MB (109888), and 426 MiB on an RTX 6000 Ada
     (github.com/unslothai/unsloth-zoo/issues/1053); it grows with the GPU's multiprocessors and differs by driver.
     """
@@ -68,13 +68,13 @@ def context_bytes(gpu: GpuSpec) -> tuple[int, int]:
 
 
 _SHORTEST = 3
-"""Letters and digits of a part of a name that stands for all of it: "cuda:5" is no RTX 5090."""
+"""Least letters and digits of a part of a name that stands for all of it: "cuda:5" is no RTX 5090."""
 
 
 def parse_gpu(text: str | GpuSpec) -> GpuSpec:
-    """The GPU that is meant by "cuda:24GiB", "RTX 4090", "a100-80", "cuda:H100" or a GPU's full name.
+    """Return the GPU that is named by "cuda:24GiB", "RTX 4090", "a100-80", "cuda:H100" or a GPU's full name.
 
-    Raises LowtideError for names that fit no GPU or several, naming the nearest, and for sizes that are none.
+    Raises LowtideError, naming the nearest GPUs, for names that match none or several, and for invalid sizes.
     """
     if isinstance(text, GpuSpec):
         return text
@@ -106,7 +106,7 @@ def parse_gpu(text: str | GpuSpec) -> GpuSpec:
 
 
 def cublas_workspace_bytes(capability: tuple[int, int], environment: Mapping[str, str] = os.environ) -> int:
-    """What torch takes from its allocator for each pair of a cuBLAS handle and a stream, at the first product.
+    """Return the workspace that torch allocates for each pair of a cuBLAS handle and a stream, at the first product.
 
     Forward and backward run in threads with a handle each, so a training step on one stream has two. Read in
     aten/src/ATen/cuda/CublasHandlePool.cpp (parseChosenWorkspaceSize): 8,519,680 bytes (":4096:2:16:8"), 32 MiB on
@@ -121,6 +121,6 @@ def cublas_workspace_bytes(capability: tuple[int, int], environment: Mapping[str
 
 
 def _key(name: str) -> str:
-    """The part of a name that tells GPUs apart: "NVIDIA A100-SXM4-80GB" is "a10080"."""
+    """Return the part of a name that tells GPUs apart: "NVIDIA A100-SXM4-80GB" gives "a10080"."""
     bare = re.sub(r"nvidia|geforce|tesla|pcie|sxm\d?|hbm\d?e?|(?<=\d)\s*gb\b", "", name.lower())
     return re.sub(r"[^a-z0-9]", "", bare)

@@ -1,7 +1,7 @@
-"""Memory of L-BFGS, whose state grows from update to update: what it holds by now, and what it is yet to grow by.
+"""Memory of L-BFGS, whose state grows from update to update: the bytes held now, and the growth still to come.
 
-It keeps `history_size` pairs of vectors as large as the parameters, which come one by one, two numbers with each. While
-it evaluates the model it holds some vectors more in variables of its own, and in its first update all of them.
+The optimizer keeps `history_size` pairs of vectors as large as the parameters, which are added one by one, with two
+numbers each. While it evaluates the model it holds more vectors in variables, and in its first update all of them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from lowtide.memory.frame_locals import local_variables
 
 _IN_AN_EVALUATION: Final = 4
-"""Vectors beside the pairs while the model is evaluated: the direction, its buffer and two gradients."""
+"""Vectors in addition to the pairs while the model is evaluated: the direction, its buffer and two gradients."""
 _IN_A_SEARCH: Final = 9
-"""The same with a line search: also where it began, and up to four gradients along the line."""
+"""Vectors in addition to the pairs with a line search: also its start, and up to four gradients along the line."""
 
 
 def tensors_of(optimizer: torch.optim.LBFGS) -> list[Tensor]:
-    """Return the tensors in its state and in variables of an update that is in progress, but for the parameters."""
+    """Return the tensors in the state and in variables of an update in progress, except the parameters."""
     found: list[object] = [*optimizer.state.values(), *_variables()]
     tensors: list[Tensor] = []
     while found:
@@ -36,7 +36,7 @@ def tensors_of(optimizer: torch.optim.LBFGS) -> list[Tensor]:
 
 
 def yet_to_come_bytes(optimizer: torch.optim.LBFGS) -> int:
-    """Return how many bytes more it will hold when its history is full and it evaluates the model."""
+    """Return how many bytes more the optimizer will hold when its history is full and it evaluates the model."""
     (group,) = optimizer.param_groups
     numbers: list[Tensor] = [p for p in group["params"] if not p.is_meta]
     n_numbers = sum(p.numel() * (1 + p.is_complex()) for p in numbers)
@@ -49,7 +49,7 @@ def yet_to_come_bytes(optimizer: torch.optim.LBFGS) -> int:
 
 
 def _variables() -> Iterator[object]:
-    """Values of the variables of updates in progress, but for those of the closure."""
+    """Yield the values of the variables of updates in progress, except those of the closure."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == torch.optim.LBFGS.__module__:

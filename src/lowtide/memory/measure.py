@@ -1,4 +1,4 @@
-"""`lowtide.measure`: the exact peak of whatever runs in a `with` block, and what it is made of."""
+"""`lowtide.measure`: the exact peak of the code in a `with` block, and its parts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from lowtide.memory.memory_timeline import Timeline
 from lowtide.utils import interrupts as _interrupts
 from lowtide.utils.interrupts import entering, whole
 
-_NO_VARIABLES = (str(Path(__file__).parents[1]), contextlib.__file__)  # files whose variables are nobody's to delete
+_NO_VARIABLES = (str(Path(__file__).parents[1]), contextlib.__file__)  # files whose variables users cannot delete
 
 
 def recorder_for(device: torch.device | str | int) -> Recorder:
-    """A recorder of that device's memory. Raises RehearsalError for kinds of device that no recorder knows."""
+    """Return a recorder of that device's memory. Raises RehearsalError for kinds of device without a recorder."""
     kind = torch.device(device).type
     if kind == "cpu":
         return CpuRecorder()
@@ -42,10 +42,10 @@ def recorder_for(device: torch.device | str | int) -> Recorder:
 
 
 class Memory:
-    """What `measure` saw. Each attribute raises RehearsalError until the with-block has ended.
+    """Results of `measure`. Each attribute raises RehearsalError until the with-block has ended.
 
-    `print` it for a table: the peak, what is alive there by category, the largest blocks, and what each `del` would
-    save.
+    `print` it for a table: the peak, the memory alive there by category, the largest blocks, and the saving of each
+    `del`.
     """
 
     def __init__(self) -> None:
@@ -68,17 +68,17 @@ class Memory:
 
     @property
     def stream(self) -> EventStream:
-        """The events themselves."""
+        """The recorded events."""
         return self._known("stream").stream
 
     def dels(self) -> tuple[Del, ...]:
-        """For each variable of the function that measures, what `del` would free and save: CPU only, else nothing.
+        """Freed and saved bytes of a `del` of each variable of the measuring function: CPU only, else empty.
 
-        It looks at variables that hold tensors, model outputs or containers of them, at three moments: before backward,
-        after it (when the optimizer steps) and at the end of the block. The last also counts what the step before has
-        left in variables that the block binds anew. Where memory goes only with several variables,
-        they have a row together. Bytes are exact; what a checkpoint or another saved-tensor hook holds is not counted.
-        Whether the code still needs the variable is not known here.
+        Variables that hold tensors, model outputs or containers of them are inspected at three moments: before
+        backward, after it (when the optimizer steps) and at the end of the block. The last also counts leftovers of the
+        previous step in variables that the block rebinds. Variables that free memory only together share a row. Bytes
+        are exact; memory held by a checkpoint or another saved-tensor hook is not counted. It is for the reader to
+        judge if the code still needs a variable.
         """
         self._known("dels")
         return self._dels
@@ -107,14 +107,14 @@ def measure(
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | int | None = None,
 ) -> AbstractContextManager[Memory, None]:
-    """Measure the memory of what runs in the `with` block: `peak_bytes` over the level at entry, and what was alive.
+    """Measure the memory of the code in the `with` block: `peak_bytes` over the level at entry, and the blocks alive.
 
     With `model` or `optimizer`, blocks still alive at the end that are their parameters, gradients, buffers or
-    optimizer state are called so; all others are temporaries, named by operator. `device` is by default the model's,
+    optimizer state are labelled so; all others are temporaries, named by operator. `device` is by default the model's,
     else the current CUDA device if CUDA is in use, else the CPU. Nothing is kept alive. On CUDA, torch's own peak
-    counters start anew.
+    counters are reset.
 
-    Around one step of a plain loop, `memory.dels()` says what each `del` would save.
+    Around one step of a plain loop, `memory.dels()` gives the saving of each `del`.
 
     On CPU a `measure` inside another works, except inside a backward pass; on CUDA it is refused, since torch keeps one
     history. Raises RehearsalError then, and while another profiler runs.
@@ -128,7 +128,7 @@ class _Measuring(AbstractContextManager[Memory, None]):
         self._memory = Memory()
         self._outer: CpuRecorder | None = None
         self._recorder: Recorder | None = None
-        self._n_before = 0  # events that the outer recorder had seen at entry
+        self._n_before = 0  # events that the outer recorder had recorded at entry
         self._entry_bytes = 0
         self._looks: Looks | None = None
 
@@ -176,9 +176,9 @@ _AROUND = (contextlib.__file__, _interrupts.__file__)
 
 
 def _measuring_frame() -> FrameType | None:
-    """The function with the `with` block, unless it is Lowtide's own."""
+    """Return the frame of the function with the `with` block, unless that is Lowtide's own."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename in _AROUND:  # an ExitStack, too
+    while frame is not None and frame.f_code.co_filename in _AROUND:  # also those of an ExitStack
         frame = frame.f_back
     return None if frame is None or frame.f_code.co_filename.startswith(_NO_VARIABLES) else frame
 
@@ -194,7 +194,7 @@ def _device(model: nn.Module | None, asked: torch.device | str | int | None) -> 
 
 
 def _labels(stream: EventStream, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[int, Label]:
-    """What the blocks are that outlived the recording, by the addresses of the storages that exist now."""
+    """Return labels of the blocks that outlived the recording, by the addresses of the storages that exist now."""
     block_at = {block.address: block.id for block in Timeline(stream).alive_at(len(stream) - 1)}
     labels: dict[int, Label] = {}
     for category, name, tensor in _named_tensors(model, optimizer):
@@ -226,7 +226,7 @@ def _named_tensors(
 def _address(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse: its parts have storages, it has none
+    except (RuntimeError, NotImplementedError):  # sparse: only its parts have storages
         return 0
 
 

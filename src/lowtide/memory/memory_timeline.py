@@ -1,4 +1,4 @@
-"""What is in memory after each event of a stream: levels, blocks, phases and the peak. Pure Python, as the stream."""
+"""Memory after each event of a stream: levels, blocks, phases and the peak. Pure Python, like the stream."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Block(NamedTuple):
 
     @property
     def category(self) -> Category:
-        """The label's; a block that nobody labelled is one of the temporaries."""
+        """The label's category; a block without a label is one of the temporaries."""
         return self.label.category if self.label else "temporaries"
 
     @property
     def name(self) -> str:
-        """Where it came from, as far as known: module and operator."""
+        """Origin of the block, as far as known: module and operator."""
         module, op = (self.label.module, self.label.op or self.op) if self.label else ("", self.op)
         return " ".join(part for part in (module, op) if part) or "(outside any operator)"
 
@@ -67,9 +67,9 @@ class Phase(NamedTuple):
 
 
 class Timeline:
-    """What is in memory after each event of a stream, its peak and what the peak is made of; `print` it for a table.
+    """Memory after each event of a stream, its peak and the peak's parts; `print` it for a table.
 
-    `labels` maps block numbers to what the blocks are, as far as anybody knows.
+    `labels` maps block numbers to the identity of the blocks, as far as known.
     """
 
     def __init__(self, stream: EventStream, labels: Mapping[int, Label] | None = None) -> None:
@@ -101,26 +101,26 @@ class Timeline:
         }
 
     def alive_at(self, index: int) -> tuple[Block, ...]:
-        """The blocks allocated since entry and alive after event `index`, largest first."""
+        """Return the blocks allocated since entry and alive after event `index`, largest first."""
         alive = (
             b for b in self.blocks.values() if b.allocated_at <= index and (b.freed_at is None or index < b.freed_at)
         )
         return tuple(sorted(alive, key=lambda block: -block.bytes))
 
     def alive_at_peak(self) -> dict[Category, tuple[Block, ...]]:
-        """The same at the peak, by category, in the order of CATEGORIES; categories without a block are left out."""
+        """The blocks alive at the peak, by category, in the order of CATEGORIES, without empty categories."""
         alive = self.alive_at(self.peak_index)
         groups = {category: tuple(b for b in alive if b.category == category) for category in CATEGORIES}
         return {category: blocks for category, blocks in groups.items() if blocks}
 
     def freed_from_entry(self, index: int) -> int:
-        """Bytes that existed at entry and are gone after event `index`: level = bytes alive - these."""
+        """Return the bytes that existed at entry and are freed after event `index`: level = bytes alive - these."""
         seen = self.stream.events[: index + 1]
         return sum(event.bytes for event in seen if type(event) is Free and event.block not in self.blocks)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """From each mark labelled PHASE to the next, with the peak of each; nothing for what came before the first."""
+        """Spans from each mark labelled PHASE to the next, with their peaks; events before the first have none."""
         starts = [(i, e.data) for i, e in enumerate(self.stream) if type(e) is Mark and e.label == PHASE]
         stops = [first for first, _ in starts[1:]] + [len(self.stream)]
         phases = []
@@ -132,28 +132,28 @@ class Timeline:
     def to_snapshot(self, path: str | Path, *, at_entry: Iterable[int] = ()) -> None:
         """Write a memory snapshot, which PyTorch's viewer opens: pytorch.org/memory_viz, torch.cuda._memory_viz.
 
-        Blocks lie where the simulated allocator of a GPU puts them. `at_entry` are the bytes of what was there
-        before and stays.
+        Blocks lie at the addresses of the simulated GPU allocator. `at_entry` are the bytes of the blocks that existed
+        before and stay.
         """
         write_snapshot(self, path, at_entry=at_entry)
 
     @classmethod
     def from_snapshot(cls, path: str | Path, device: int | None = None) -> Timeline:
-        """What a file of `torch.cuda.memory._dump_snapshot` recorded: levels are all that the device held, in bytes.
+        """Return the timeline in a file of `torch.cuda.memory._dump_snapshot`; levels are all bytes held on the device.
 
-        Only plain data is read from the file, so it may come from anybody. `device` may be left out where there is one.
+        Only plain data is read from the file, so it may be untrusted. `device` may be left out if there is one.
         Raises LowtideError for a file that is no snapshot, or has no history of that device.
         """
         history = Snapshot.read(path).history(device)
         return cls(history.stream, history.labels)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """As JSON text: the stream and the labels, of which all else follows; also written to `path` if given."""
+        """Return JSON text of the stream and the labels, which determine all else; also write it to `path` if given."""
         return write_json({"labels": self.labels, "stream": json.loads(self.stream.to_json())}, path)
 
     @classmethod
     def from_json(cls, source: str | Path) -> Timeline:
-        """The timeline in `source`: JSON text or the path of a file. Raises LowtideError for anything else."""
+        """Return the timeline in `source`: JSON text or the path of a file. Raises LowtideError for anything else."""
         record = read_json(source, "timeline")
         try:
             labels = {int(block): convert(label, Label) for block, label in record["labels"].items()}

@@ -1,4 +1,4 @@
-"""A snapshot in a few numbers: the peak and what is alive there, and where reserved memory goes at the end."""
+"""Summarize a snapshot: the peak and the blocks alive there, and the use of reserved memory at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowtide.memory.snapshots.history import ANNOTATION, History
 from lowtide.memory.snapshots.read import Snapshot
 
 BEFORE = "(before the recording)"
-"""Where blocks come from whose allocation was not recorded."""
+"""Origin of blocks whose allocation was not recorded."""
 
 
 class Share(NamedTuple):
@@ -31,8 +31,8 @@ class Share(NamedTuple):
 class State:
     """The allocator at the end. `reserved = requested + rounding + idle_in_use + idle_segments`; bytes.
 
-    Idle memory in segments that are in use cannot be given back to the device, which is what fragments it; whole idle
-    segments are given back when the device runs out, or by `torch.cuda.empty_cache()`.
+    Idle memory in segments that are in use cannot be given back to the device: fragmentation. Whole idle segments are
+    given back when the device runs out, or by `torch.cuda.empty_cache()`.
     """
 
     requested_bytes: int
@@ -44,7 +44,7 @@ class State:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes held from the device."""
+        """Bytes reserved from the device."""
         return self.requested_bytes + self.rounding_bytes + self.idle_in_use_bytes + self.idle_segments_bytes
 
 
@@ -52,7 +52,7 @@ class State:
 class Summary:
     """One device of a snapshot. `peak_bytes` is of the bytes requested, while the history was recorded.
 
-    `categories` is empty where nobody labelled the blocks. `under` is what the same requests would reserve at most
+    `categories` is empty if the blocks have no labels. `under` holds the peak of reserved bytes of the same requests
     under other settings, if some were given, one request after the other on one stream.
     """
 
@@ -69,12 +69,12 @@ class Summary:
     under: Mapping[str, int]
 
     def to_json(self) -> str:
-        """As JSON text."""
+        """Return the summary as JSON text."""
         return json.dumps(asdict(self))
 
 
 def summarize(snapshot: Snapshot, device: int | None = None, others: Iterable[AllocatorConfig] = ()) -> Summary:
-    """The summary of one device, by default the only one. Raises LowtideError as `Snapshot.history` does."""
+    """Summarize one device, by default the only one. Raises LowtideError as `Snapshot.history` does."""
     history = snapshot.history(device)
     timeline = Timeline(history.stream, history.labels)
     at_peak = timeline.alive_at(timeline.peak_index)
@@ -95,7 +95,7 @@ def summarize(snapshot: Snapshot, device: int | None = None, others: Iterable[Al
 
 
 def _during(history: History) -> str | None:
-    """The phase at the peak; else the annotation that began last before it, which may have ended."""
+    """Return the phase at the peak; else the annotation that began last before it, which may have ended."""
     timeline = Timeline(history.stream, history.labels)
     phase = next((p.name for p in timeline.phases if p.first <= timeline.peak_index < p.stop), None)
     if phase is not None:

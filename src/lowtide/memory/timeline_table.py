@@ -1,4 +1,4 @@
-"""A timeline as a few lines of text. Pure Python, as the timeline itself."""
+"""Print a timeline as a few lines of text. Pure Python, like the timeline."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TOP_BLOCKS = 5
 def table(
     timeline: Timeline, *, peak_bytes: int | None = None, entry: Mapping[str, int] | None = None
 ) -> Iterator[str]:
-    """The peak and its phase, what is alive there, the peak of each phase, the largest blocks.
+    """Yield the peak and its phase, the memory alive there, the peak of each phase, the largest blocks.
 
-    `entry` is what was there before, in bytes; without it, levels are over entry. `peak_bytes`, over entry, is the
-    timeline's by default.
+    `entry` is the memory that existed before, in bytes; without it, levels are over entry. `peak_bytes`, over entry, is
+    the timeline's by default.
     """
     before = {} if entry is None else entry
     peak = timeline.peak_bytes if peak_bytes is None else peak_bytes
@@ -42,7 +42,7 @@ def table(
 
 
 def columns(title: str, rows: Iterable[tuple[str, int, str]]) -> Iterator[str]:
-    """Names, bytes and remarks below each other, but for rows of no bytes; nothing if all are."""
+    """Yield names, bytes and remarks in columns, without rows of zero bytes; nothing if no row is left."""
     shown = [(name, format_bytes(n_bytes), rest) for name, n_bytes, rest in rows if n_bytes]
     if shown:
         yield f"{title}:"

@@ -1,4 +1,4 @@
-"""Files from strangers: what they say is checked where it is read, and refused in one line."""
+"""Read untrusted files: their contents are checked while reading, and refused in one line."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pathlib import Path
 from typing import Any
 
 LARGEST = 2**62
-"""No number in a file is as large: sums of a few are exact in 64 bits."""
+"""Upper limit of numbers in a file: sums of a few are exact in 64 bits."""
 LARGEST_TIME = 1e18
-"""No time in a file is as long, in milliseconds."""
+"""Upper limit of times in a file, in milliseconds."""
 MOST_UNPACKED = 64
-"""Bytes that a compressed one may stand for: traces take up to ten."""
+"""Limit on the ratio of unpacked to compressed bytes: traces reach up to ten."""
 _LONGEST = 300
 
 
 def in_one_line(text: str) -> str:
-    """What an error says of a file's contents: on one line, printable and not long."""
+    """Return text from a file as an error shows it: on one line, printable and not long."""
     shown = "".join(letter if letter.isprintable() else " " for letter in text[: _LONGEST + 1])
     return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
 
 
 def unpacked(path: Path) -> bytes:
-    """The bytes of a file, unpacked if its name ends in .gz. Raises ValueError if they are far more than it has."""
+    """Return the bytes of a file, unpacked if its name ends in .gz. Raises ValueError for an excessive ratio."""
     data = path.read_bytes()
     if path.suffix != ".gz":
         return data
     most, parts = MOST_UNPACKED * len(data), []
-    while data:  # a file may be several, one after the other
+    while data:  # a gzip file may have several members
         unpack = zlib.decompressobj(wbits=31)
         try:
             parts.append(unpack.decompress(data, most + 1))
@@ -45,7 +45,7 @@ def unpacked(path: Path) -> bytes:
 
 
 def check_numbers(record: Any) -> None:
-    """Raise ValueError for a number in a record, or in what it holds, that is too large to reckon with."""
+    """Raise ValueError for a number in a record, or nested in it, that is too large to compute with."""
     pending = [record]
     while pending:
         thing = pending.pop()

@@ -7,34 +7,34 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 MASK: Final = "Mask"
-"""What plans have in the place of an autograd node for a mask that is kept as bits."""
+"""Written instead of an autograd node for a mask that is kept as bits."""
 SIGNS: Final = "Signs"
-"""The same for a tensor of which backward reads which elements are positive: these are kept as bits."""
+"""Written for a tensor of which backward reads only which elements are positive: one bit per element is kept."""
 SHAPE: Final = "Shape"
-"""The same for a tensor of which backward reads only the shape."""
+"""Written for a tensor of which backward reads only the shape."""
 
 NOTED: Final = "+noted"
-"""What plans have behind an autograd node whose recipe takes what has to be noted (`runtime/operand_capture.py`).
-Behind it are the tensors that are held for that, by their ordinals in the call: `SoftmaxBackward0+noted 0,2`."""
+"""Suffix of an autograd node whose recipe takes operands that must be captured (`runtime/operand_capture.py`). The
+tensors held for that follow, by their ordinals in the call: `SoftmaxBackward0+noted 0,2`."""
 OFFLOAD: Final = "Offload"
-"""What plans have in the place of an autograd node for a tensor that waits in memory of the host."""
+"""Written for a tensor that is offloaded to host memory."""
 
 
 def with_noted(node: str, ordinals: Iterable[int]) -> str:
-    """A node's name as plans write it if what its recipe takes has to be noted."""
+    """Return a node's name as plans write it if its recipe takes captured operands."""
     return f"{node}{NOTED} {','.join(map(str, sorted(ordinals)))}".rstrip()
 
 
 def node_name(node: str) -> str:
-    """The node's own name of what plans write."""
+    """Return the node's own name, without the suffix that plans write."""
     return node.partition(NOTED)[0]
 
 
 def names_at(slots: Iterable[tuple[str, int]], nodes: Mapping[int, str]) -> dict[str, str]:
-    """What plans write for the address of each slot, given as address and value, in the order of a step.
+    """Return the name that plans write for each address, given slots as (address, value) in the order of a step.
 
-    `nodes` are the names by value, with what has to be noted: that is in the call that saves the value first. Others
-    that save it, too, note nothing for it.
+    `nodes` are the names by value, captured operands included. Only the call that saves a value first captures operands
+    for it; later calls that save the same value do not.
     """
     found, first = dict[str, str](), dict[int, str]()
     for address, value in slots:
@@ -57,7 +57,7 @@ _WRITTEN = re.compile(rf"[^+\0]{{1,500}}(?:{re.escape(NOTED)}(?: [0-9]{{1,9}}(?:
 
 
 def check_names(kind: str, names: Iterable[str], written: Iterable[str] = ()) -> None:
-    """Raise ValueError for a name that no plan has among its `kind`, or for what none has `written` at an address."""
+    """Raise ValueError for a name that is invalid for decisions of `kind`, or an invalid node in `written`."""
     for name in names:
         if not _NAMED[kind].fullmatch(name):
             raise ValueError(f"{name[:100]!r} is no name of what a plan can {kind}")
@@ -67,6 +67,6 @@ def check_names(kind: str, names: Iterable[str], written: Iterable[str] = ()) ->
 
 
 def split_address(address: str) -> tuple[str, str, str]:
-    """The call of an address, its mark and the number behind it."""
+    """Return an address's call, its mark and the number behind the mark."""
     call, mark, place = re.split(r"([:@])(?=\d+$)", address)
     return call, mark, place

@@ -1,4 +1,4 @@
-"""The frontier: what each budget costs, from the smallest peak that a plan reaches to the plain step."""
+"""The frontier: the cost of each budget, from the smallest peak that a plan reaches to the plain step."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ N_BUDGETS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point(Record):
-    """One way to run the step: what it needs, and what it takes beyond the plain step."""
+    """One way to run the step: its memory, and its extra cost over the plain step."""
 
     peak_bytes: int
     extra_ms: float | None
-    """None where nobody measured it."""
+    """None if not measured."""
     extra_flops: int
     share: float
-    """Of the plain step's peak."""
+    """Share of the plain step's peak."""
     name: str = ""
-    """Whose it is, for points that are not a plan's: `checkpoint every block`."""
+    """Name of another method, for points that are not a plan's: `checkpoint every block`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,10 @@ class Frontier(Record):
     plain_bytes: int
     """Predicted peak of the plain step."""
     step_ms: float
-    """Of the plain step; 0.0 where it was not run."""
+    """Time of the plain step; 0.0 if it was not run."""
     points: tuple[Point, ...]
     step_flops: int = 0
-    """Of the plain step; 0 where nobody counted them."""
+    """FLOPs of the plain step; 0 if they were not counted."""
     format: int = FORMAT
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Frontier(Record):
 
 
 def frontier(profile: Profile, *, n_budgets: int = N_BUDGETS) -> Frontier:
-    """Plan for `n_budgets` budgets, evenly from the smallest reachable peak to the plain one, and list what they cost.
+    """Plan for `n_budgets` budgets, evenly from the smallest reachable peak to the plain one, and list their costs.
 
     Peaks and extras are predicted. A budget whose plan is no cheaper than that of a smaller one adds no point, so there
     may be fewer points than budgets. Raises ValueError for less than two budgets.
@@ -73,12 +73,12 @@ def frontier(profile: Profile, *, n_budgets: int = N_BUDGETS) -> Frontier:
 
 
 def read_points(path: Path) -> tuple[Point, ...]:
-    """Points from a file, a JSON list of them: what a benchmark measured. Raises LowtideError for anything else."""
+    """Return the points in a file: a JSON list from a benchmark. Raises LowtideError for anything else."""
     try:
         points = msgspec.json.decode(unpacked(path), type=tuple[Point, ...])
         check_numbers(points)
         return points
-    except (OSError, ValueError, RecursionError) as error:  # of which msgspec's errors are some
+    except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise LowtideError(
             f"{path} is not a list of points: {in_one_line(str(error))}. "
             "Each has name, peak_bytes, extra_ms, extra_flops and share."

@@ -1,4 +1,4 @@
-"""What a plan is made for: time, or FLOPs; and the smallest peak, whatever was measured."""
+"""Objectives of a plan: time, FLOPs, or the smallest peak regardless of measured times."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lowtide.planner.records import Call, Profile, Value
 
 Objective = Literal["time", "flops"]
 DEARER = 10
-"""How many times more a FLOP counts than the time it takes, where plans are made for FLOPs."""
+"""Weight of a FLOP over the time it takes, in plans that minimize FLOPs."""
 
 
 def flops_first(profile: Profile) -> Profile:
-    """`profile` with costs that make the solver look for few FLOPs, and among those for little time.
+    """Return `profile` with costs that make the solver minimize FLOPs first, and time second.
 
-    Its milliseconds are no time any more: what a plan takes is to be predicted with the profile as it was.
+    Its milliseconds are no longer times: predict a plan's time with the original profile.
     """
     costs: list[Value | Call] = [*profile.values, *profile.calls]
     flops = sum(cost.flops for cost in costs)
@@ -40,10 +40,10 @@ def flops_first(profile: Profile) -> Profile:
 
 
 def by_work(profile: Profile) -> Profile:
-    """`profile` with costs that no clock has a part in: one for each byte that is made, and one for each FLOP.
+    """Return `profile` with costs independent of any clock: one per byte produced, and one per FLOP.
 
-    With them the smallest peak is the same for every rehearsal of a step. One FLOP is as much as one byte, which makes
-    products dearer than they are: the search ends lower where it takes them last.
+    With such costs every rehearsal of a step leads to the same smallest peak. Counting a FLOP like a byte makes matrix
+    products dearer than they are: the search ends lower if it takes them last.
     """
     end = len(profile.base_bytes)
     made = np.zeros(end + 1, np.int64)

@@ -1,4 +1,4 @@
-"""Decisions written once for identical blocks: what a plan's JSON says, so that a person can read, review and edit it.
+"""Write decisions once for identical blocks in a plan's JSON, so that people can read, review and edit a plan.
 
     "transformer.h.{0-7}": {
      "recompute": {"mlp.act#0:0": "GeluBackward0", "ln_2#0:1": "NativeLayerNormBackward0"}
@@ -7,8 +7,8 @@
      "replay": ["attn#0"]
     }
 
-A key is the path of a block, or of several that differ in one number; what follows is below each of them. A block may
-be in several keys.
+A key is the path of a block, or of several blocks that differ in one number; the addresses in its entry are relative to
+each of them. A block may be in several keys.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ addresses."""
 KINDS = ("replay", "advance", "offload")
 
 MOST = 2**18
-"""Decisions that blocks which are written once may stand for, beside those that are written."""
+"""Limit on the decisions that folded blocks stand for, beyond those written out."""
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
-"""A component of a path that is a number."""
+"""Pattern of a path component that is a number."""
 _RANGES = re.compile(r"\{([0-9,-]+)\}")
 
 
 def fold(
     recompute: Mapping[str, str], replay: Iterable[str], advance: Iterable[str] = (), offload: Iterable[str] = ()
 ) -> dict[str, Block]:
-    """Decisions by block: each is written once for all the blocks, alike but for one number, of which it is taken."""
+    """Fold decisions by block: each is written once for all blocks that differ in one number and share it."""
     numbers: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
     lists = zip(KINDS, (dict.fromkeys(listed, "") for listed in (replay, advance, offload)), strict=True)
     for kind, decisions in (("recompute", recompute), *lists):
@@ -55,9 +55,9 @@ def fold(
 
 
 def unfold(blocks: Mapping[str, Block]) -> tuple[dict[str, str], *tuple[tuple[str, ...], ...]]:
-    """`recompute` and then KINDS: the decisions one by one, each under its whole address, in order.
+    """Return `recompute` and then one tuple for each of KINDS: every decision under its full address, in order.
 
-    Raises ValueError for what is no decision.
+    Raises ValueError for an invalid decision.
     """
     written = sum(len(each) for made in blocks.values() for each in made.values())
     told = sum(_count(block) * sum(map(len, made.values())) for block, made in blocks.items())
@@ -84,7 +84,7 @@ def unfold(blocks: Mapping[str, Block]) -> tuple[dict[str, str], *tuple[tuple[st
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """`[0, 1, 2, 5]` -> `{0-2,5}`; a single number stays bare."""
+    """Return numbers as ranges: `[0, 1, 2, 5]` -> `{0-2,5}`; a single number stays bare."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -96,12 +96,12 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def join(block: str, below: str) -> str:
-    """The whole address of what stands under a block."""
+    """Return the full address of an entry below a block."""
     return block + below if not block or below.startswith("#") else f"{block}.{below}"
 
 
 def _split(address: str) -> tuple[str, list[int], str]:
-    """An address, cut behind the first number in its path: `h.3.mlp#0:1` -> `h.{}`, [3], `mlp#0:1`."""
+    """Split an address behind the first number in its path: `h.3.mlp#0:1` -> `h.{}`, [3], `mlp#0:1`."""
     number = _NUMBER.search(address.partition("#")[0])
     if number is None:
         return "", [], address
@@ -119,7 +119,7 @@ def _expand(block: str) -> Iterator[str]:
 
 
 def _count(block: str) -> int:
-    """How many blocks it stands for."""
+    """Return the number of blocks that a key stands for."""
     found = _RANGES.search(block)
     return 1 if found is None else sum(numbers.stop - numbers.start for numbers in _numbers(block, found[1]))
 
@@ -134,5 +134,5 @@ def _numbers(block: str, runs: str) -> Iterator[range]:
 
 
 def _natural(block: str) -> tuple[list[str], list[int]]:
-    """Sorts by name, then by number: `h.2` before `h.10`."""
+    """Return a sort key that orders by name, then by number: `h.2` before `h.10`."""
     return re.split(r"[\d,{}-]+", block), [int(n) for n in re.findall(r"\d+", block)]

@@ -1,4 +1,4 @@
-"""From a profile and a budget to a plan."""
+"""Make a plan from a profile and a budget."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Allowed = Literal["all", "cheap"]
 
 
 def plain_peak_bytes(profile: Profile) -> int:
-    """The peak of the step without recomputes and replays: as it was measured, or else as it is predicted."""
+    """Return the peak of the step without recomputes and replays: the measured one, else the predicted one."""
     measured = profile.measured_plain_peak_bytes
     return simulator_of(profile).predict(Decisions()).peak_bytes if measured is None else measured
 
 
 def in_place_peak_bytes(profile: Profile) -> int:
-    """The predicted peak of the step that keeps everything, but writes gradients in place where that costs nothing."""
+    """Return the predicted peak of the step that keeps everything, with gradients in place where that costs nothing."""
     return simulator_of(profile, in_place=next(numbers(profile))).predict(Decisions()).peak_bytes
 
 
@@ -42,23 +42,22 @@ def plan(
     time_limit_s: float | None = None,
     solver: Solver = solve,
 ) -> Plan:
-    """What to do with each saved tensor so that the step's peak is at most `budget`, at little extra time.
+    """Decide what happens to each saved tensor so that the step's peak is at most `budget`, at little extra time.
 
     A larger budget never gets a plan that takes longer, and the same budget always gets the same plan. `budget` is
-    bytes, text with a unit ("8GiB"), or a share of the plain step's peak ("60%"): the measured one where the profile
-    has it, else the predicted one; with the levers that the profile was made with.
+    bytes, text with a unit ("8GiB"), or a share of the plain step's peak ("60%"): of the measured peak if the profile
+    has one, else of the predicted one; with the levers that the profile was made with.
 
-    - `allow="cheap"` redoes no matrix product, convolution or attention.
-    - `minimize="flops"` looks for few FLOPs rather than little time, and has no bound; they are the same on any
+    - `allow="cheap"` recomputes no matrix product, convolution or attention.
+    - `minimize="flops"` looks for few FLOPs rather than little time, and has no bound; FLOPs are the same on any
       machine, while times are those that the rehearsal measured.
-    - `offload=True` also copies tensors to memory of the host and back where that is cheaper; it needs a device that is
+    - `offload=True` also copies tensors to host memory and back where that is cheaper; it needs a device that is
       not the CPU.
-    - With `time_limit_s` the search ends after so many seconds, but for the smallest peak, which is looked for in any
-      case: the plan is the best that was found by then, its gap to the bound is as told, and another run may find
-      another one.
+    - `time_limit_s` ends the search after so many seconds, except that the smallest peak is always searched for: the
+      plan is the best one found until then, its gap to the bound is reported, and another run may find another plan.
 
     Raises BudgetError for a budget that cannot be read, LowtideError for a profile that contradicts itself, and
-    Infeasible, with the smallest peak that was found, where no plan fits.
+    Infeasible, with the smallest peak that was found, if no plan fits.
     """
     Profile.expect(profile, "plan")
     simulator = simulator_of(profile, offload=offload)
@@ -73,7 +72,7 @@ def plan(
         found = {n: _found(simulator, asked(minimize, in_place=n), budget_bytes, n, search) for n in numbers(profile)}
         made = [each for each in found.values() if isinstance(each, Decisions)]
         if not made:
-            if minimize == "flops":  # its costs are no times: the error is to say what the smallest peak takes
+            if minimize == "flops":  # its costs are no times, and the error reports the time of the smallest peak
                 solver(asked(in_place=len(profile.in_place)), budget_bytes)
             raise next(each for each in reversed(found.values()) if isinstance(each, Infeasible))
         decisions = min(made, key=lambda each: _cost(simulator.predict(each), minimize))
@@ -108,7 +107,7 @@ def plan(
 
 
 def unplanned_step(profile: Profile) -> Prediction:
-    """What the step needs without a plan: as it was measured for compiled code, which then saves no slot but others."""
+    """Return the needs of the unplanned step: measured for compiled code, which saves other slots without a plan."""
     plain = simulator_of(profile).predict(Decisions())
     if not profile.graphs:
         return plain
@@ -118,7 +117,7 @@ def unplanned_step(profile: Profile) -> Prediction:
 
 
 def cheapest(profile: Profile, budget_bytes: int) -> Prediction:
-    """What the plan for a budget below the plain step's peak needs, without its bound, which takes its time."""
+    """Return the needs of the plan for a budget below the plain step's peak, without its bound, which takes time."""
     simulator = simulator_of(profile)
     found = [_found(simulator, simulator_of(profile, in_place=n), budget_bytes, n, solve) for n in numbers(profile)]
     made = [simulator.predict(each) for each in found if isinstance(each, Decisions)]
@@ -129,7 +128,7 @@ def cheapest(profile: Profile, budget_bytes: int) -> Prediction:
 
 
 def smallest_plan(profile: Profile, minimize: Objective = "time") -> Plan:
-    """The plan of the smallest peak, whatever it takes. `minimize="flops"` looks for no bound and needs no SciPy."""
+    """Return the plan of the smallest peak at any cost. `minimize="flops"` looks for no bound and needs no SciPy."""
 
     def search(allowed: Simulator, budget_bytes: int) -> Decisions:
         found = most_saving(allowed)
@@ -141,7 +140,7 @@ def smallest_plan(profile: Profile, minimize: Objective = "time") -> Plan:
 
 
 def smallest_peak(profile: Profile, *, offload: bool = False) -> tuple[Decisions, Prediction]:
-    """The decisions with the smallest peak that the search finds, and what they need. `offload` as for `plan`."""
+    """Return the decisions with the smallest peak that the search finds, and their needs. `offload` as for `plan`."""
     n = len(profile.in_place)
     found = most_saving(simulator_of(profile, offload=offload, in_place=n))
     decisions = replace(found, in_place=frozenset(nodes_of(profile, n)))
@@ -151,7 +150,7 @@ def smallest_peak(profile: Profile, *, offload: bool = False) -> tuple[Decisions
 def _found(
     simulator: Simulator, allowed: Simulator, budget_bytes: int, n: int, search: Solver
 ) -> Decisions | Infeasible:
-    """What is decided with the first `n` of the gradients in place, which `allowed` has; or that nothing fits so."""
+    """Return decisions with the first `n` gradients in place, as in `allowed`; or the Infeasible that was raised."""
     try:
         found = search(allowed, budget_bytes)
     except Infeasible as error:
@@ -172,14 +171,14 @@ def _bound_ms(
     found: Decisions | Infeasible,
     until: float | None,
 ) -> float:
-    """What every plan takes at least that has just the first `n` of the gradients in place; `found` is one of them."""
+    """Return a bound for plans with just the first `n` gradients in place, of which `found` is one if it fits."""
     own_ms = extra_ms(simulator.profile, n)
     known_ms = simulator.predict(found).extra_ms - own_ms if isinstance(found, Decisions) else math.inf
     return own_ms + lower_bound(allowed, budget_bytes, known_ms=known_ms, until=until)
 
 
 def _decided(profile: Profile, decisions: Decisions) -> dict[str, Any]:
-    """The fields of a Decided."""
+    """Return the fields of a Decided."""
     made = {index: value.node for index, value in enumerate(profile.values) if value.recipe}
     nodes = names_at(((slot.address, slot.value) for slot in profile.slots), made)
     return {
@@ -192,9 +191,9 @@ def _decided(profile: Profile, decisions: Decisions) -> dict[str, Any]:
 
 
 def _differing(profile: Profile) -> set[str]:
-    """Addresses at which one call of the model saves, or is given, what another node made than in another call.
+    """Return the addresses at which different calls of the model save, or are given, the outputs of different nodes.
 
-    Or at which one saves what has no recipe.
+    Addresses at which some call saves a tensor without a recipe are included.
     """
     nodes: dict[str, set[str]] = {}
     for slot in profile.slots:
@@ -205,9 +204,9 @@ def _differing(profile: Profile) -> set[str]:
 
 
 def with_free(simulator: Simulator, decisions: Decisions) -> Decisions:
-    """`decisions`, and what is recomputed for nothing from nothing, as a shape is, where that needs no more memory.
+    """Add recomputes without cost and operands, such as that of a shape, unless they raise the peak or the time.
 
-    Where it is kept, the whole tensor is, and a recompute of something else might take that instead of making its own.
+    Otherwise the whole tensor is kept, and another recompute might read it instead of producing its own.
     """
     values = simulator.profile.values
     slots = [slot for slot in simulator.profile.slots if not slot.is_input and slot.storage is not None]
@@ -229,9 +228,9 @@ def simulator_of(
     offload: bool = False,
     in_place: int = 0,
 ) -> Simulator:
-    """The simulator for `profile`: one of the last few where it was among them, with what solvers found on it.
+    """Return the simulator for `profile`, from a cache of the last few, along with the solvers' results on it.
 
-    With the first `in_place` of its gradients in place, that is what its plain step is.
+    Its plain step has the first `in_place` gradients in place.
     """
     offload = offload and profile.offload_bytes_per_ms is not None
     for known, *asked, simulator in _RECENT:
@@ -247,9 +246,9 @@ def simulator_of(
 
 
 def only_cheap(profile: Profile) -> Profile:
-    """`profile`, with every recompute refused that is expensive or runs one that is, and every replay that costs FLOPs.
+    """Return `profile` without expensive recomputes, recomputes that run one, and replays that cost FLOPs.
 
-    A decision is about an address or an id, so one expensive occurrence refuses all. The rest is predicted as before.
+    A decision is about an address or an id, so one expensive occurrence refuses all. Predictions stay the same.
     """
     read = {slot.value for slot in profile.slots if not slot.is_input}
     values_at: dict[str, set[int]] = {}
@@ -259,7 +258,7 @@ def only_cheap(profile: Profile) -> Profile:
     known = -1
     while known < len(refused):
         known = len(refused)
-        # A value that no saved tensor holds is made on the way to those that need it.
+        # A value without a slot is recomputed on the way to the values that need it.
         refused |= {i for i, value in enumerate(profile.values) if any(n in refused - read for n in value.operands)}
         refused.update(*(values for values in values_at.values() if values & refused))
     costly = {call.id for call in profile.calls if call.flops}

@@ -1,4 +1,4 @@
-"""That the parts of a profile fit each other, looked at before anything is reckoned from them."""
+"""Check that the parts of a profile fit each other, before anything is computed from them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from lowtide.errors import LowtideError
 from lowtide.planner.records import Profile
 
 DEEPEST = 256
-"""Calls around a call: more modules in each other do not run in Python."""
+"""Most enclosing calls of a call: Python cannot run deeper nested modules."""
 MOST = 2**60
-"""More than all bytes, FLOPs or milliseconds of a step are together."""
+"""Upper limit for the sum of all bytes, FLOPs or milliseconds of a step."""
 
 
 def check(profile: Profile) -> None:
@@ -54,7 +54,7 @@ def check(profile: Profile) -> None:
 
 
 def _check_amounts(profile: Profile) -> None:
-    """Bytes, FLOPs and times are none below nothing, and their sums can be reckoned with."""
+    """Check that bytes, FLOPs and times are not negative, and that their sums can be computed."""
     static, measured = profile.static, profile.measured_plain_peak_bytes
     parts = (static.parameters, static.gradients, static.optimizer, static.buffers, static.inputs, static.carried_over)
     ms: list[float] = [profile.step_ms, *(each.extra_ms for each in profile.in_place)]

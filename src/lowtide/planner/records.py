@@ -1,7 +1,7 @@
-"""The records that stages hand to each other: frozen, exact, and the same after a trip through JSON.
+"""The records that stages pass to each other: frozen, exact, and unchanged by a round trip through JSON.
 
-`Profile` is what a rehearsal found, `Plan` what to do about it. Bytes and positions are whole numbers. A **position**
-is an interval of the step, counted from 0, in which nothing that a slot holds begins or ends; all memory of the step is
+`Profile` describes a step, `Plan` the decisions about it. Bytes and positions are whole numbers. A **position** is an
+interval of the step, counted from 0, in which no memory held by a slot is allocated or freed; all memory of the step is
 described on that one axis, so that the peak of any plan is a sweep over it (`planner/simulate/simulator.py`).
 """
 
@@ -18,22 +18,22 @@ from lowtide.planner.serialization import FORMAT, Record
 from lowtide.utils.rendering import text_of
 
 CHECKPOINTED: Final = "torch.utils.checkpoint"
-"""In a profile's note on calls that checkpoint themselves, which is repeated where no plan fits."""
+"""Mark of the note on calls that checkpoint themselves, in a profile; repeated if no plan fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint(Record):
-    """What a profile or plan was made for. A plan is applied only where all of it still holds."""
+    """Identity of the model, batch and setup of a profile or plan. A plan is applied only if all of it still holds."""
 
     torch: str
     model: str
     """Hash of module paths, classes, parameter shapes and dtypes."""
     batch: str
-    """Shapes and dtypes of the batch, readable."""
+    """Shapes and dtypes of the batch, readable by people."""
     device: str
 
     def differences(self, other: Fingerprint) -> tuple[str, ...]:
-        """What is not the same in `other`, in words."""
+        """Return in words the parts that differ in `other`."""
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in ("torch", "model", "batch", "device"))
         return tuple(f"{name}: made for {mine}, found {theirs}" for name, mine, theirs in pairs if mine != theirs)
 
@@ -48,11 +48,11 @@ class Static(Record):
     buffers: int = 0
     inputs: int = 0
     carried_over: int = 0
-    """What the step before has left and this one lets go of: outputs that a variable still held."""
+    """Left over from the previous step and freed in this one: outputs that a variable still held."""
     others: int = 0
-    """All else: other models, averages of weights, data; on a CPU of each tensor that is alive in the process."""
+    """All else: other models, weight averages, data; on a CPU every other tensor alive in the process."""
     margin: int = 0
-    """How much more than predicted a step was measured to need (`profiler/peak_margin.py`)."""
+    """Bytes that a step was measured to need beyond its prediction (`profiler/peak_margin.py`)."""
 
     @property
     def total(self) -> int:
@@ -66,11 +66,11 @@ class Storage(Record):
 
     bytes: int
     allocated_at: int
-    """First position at which it is there."""
+    """First position at which it is allocated."""
     freed_at: int
-    """First position at which it would be gone if autograd did not hold it."""
+    """First position at which it would be freed if autograd did not hold it."""
     label: str
-    """Who made it, for people: `transformer.h.3.mlp.act`."""
+    """Module that allocated it, for people: `transformer.h.3.mlp.act`."""
     category: str = "activations"
     """`activations` or `loss head`."""
 
@@ -79,52 +79,52 @@ class Storage(Record):
 class Value(Record):
     """One output of one autograd node: a base tensor, of which slots may be views.
 
-    Its index is its place in `Profile.values`; `needs` only has smaller ones.
+    Its index is its place in `Profile.values`; all `operands` have smaller ones.
     """
 
     storage: int | None
-    """The memory it was in when it was saved; None where no slot holds it and only recomputes pass through it."""
+    """The storage it was in when saved; None for a value without a slot, which exists only while recomputes run."""
     bytes: int
     node: str
-    """Name of the autograd node, `GeluBackward0`; empty for a tensor that no node made."""
+    """Name of the autograd node, `GeluBackward0`; empty for a tensor without a node."""
     recipe: str | None = None
-    """Name of the recipe that recomputes it, bit-exact in the audit; None where it can only be kept or replayed."""
+    """Name of the recipe that recomputes it, bit-exact in the audit; None if it can only be kept or replayed."""
     operands: tuple[int, ...] = ()
     overwrites: int | None = None
-    """The one of these in whose memory the result is where that was made on the way to it."""
+    """The operand whose memory holds the result if that operand was recomputed on the way."""
     cost_ms: float = 0.0
     flops: int = 0
     expensive: bool = False
-    """Recomputing redoes a matrix product, a convolution or attention."""
+    """True if recomputing runs a matrix product, a convolution or attention."""
     transient_bytes: int = 0
-    """Allocated inside the recompute beyond the result, gone at its end."""
+    """Bytes allocated inside the recompute beyond the result, freed at its end."""
     refused: str | None = None
-    """Why it can't be recomputed."""
+    """Reason for which it cannot be recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot(Record):
     """One tensor saved for backward: one call of the pack hook.
 
-    The same address occurs once for each time that the model is called in the step; a decision holds for all of them.
+    An address occurs once per call of the model in the step; a decision holds for all its occurrences.
     """
 
     address: str
     """Innermost module call and ordinal in it: `transformer.h.3.mlp.act#0:1`. A replay's input has `@` for `:`."""
     value: int
     storage: int | None
-    """None for memory that is there anyway (parameters, buffers, batch): nothing to gain, always kept."""
+    """None for memory that exists anyway (parameters, buffers, batch): always kept, as dropping it frees nothing."""
     call: int
     """Index of the innermost module call."""
     label: str
     need: int | None = None
     """Position at which backward first reads it; None if never, and for inputs (the replay decides)."""
     release: int | None = None
-    """Position at which its node lets go of it."""
+    """Position at which its node releases it."""
     is_input: bool = False
-    """Not a saved tensor but an argument that a replay of `call` has to hold; exists only where `call` is replayed."""
+    """True for an argument that a replay of `call` holds, not a saved tensor; exists only if `call` is replayed."""
     is_state: bool = False
-    """An input that nobody gives and nothing makes again: random numbers and buffers. Held by every call replayed."""
+    """True for an input without a producer: RNG state and buffers. Every replayed call holds its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ class Call(Record):
     """One call of one module in the step; its forward spans positions [enter, exit)."""
 
     id: str
-    """`transformer.h.3.mlp#0`: path and number of the call."""
+    """Path and number of the call: `transformer.h.3.mlp#0`."""
     cls: str
     parent: int | None
     enter: int
@@ -140,37 +140,37 @@ class Call(Record):
     cost_ms: float = 0.0
     flops: int = 0
     refused: str | None = "not audited"
-    """Why it can't be replayed; None where a replay gave every saved tensor bit for bit."""
+    """Reason for which it can't be replayed; None if a replay reproduced every saved tensor bit for bit."""
     group: str | None = None
-    """Calls of blocks with the same structure and shapes share it."""
+    """Name shared by the calls of blocks with the same structure and shapes."""
     result_value: int | None = None
-    """The value that its result is, where running it forward again gave that bit for bit; None elsewhere."""
+    """Value of its result, if running forward again reproduced that bit for bit; else None."""
     advance_ms: float = 0.0
-    """What running it forward to its result takes; a replay stops at the last tensor that it saves."""
+    """Time of running forward to its result; a replay stops at the last tensor that it saves."""
     advance_flops: int = 0
     state_bytes: int = 0
-    """Random numbers and buffers that it holds so that it can run again; when it does, as much is set aside."""
+    """RNG state and buffers that it holds for replay; while it replays, as many bytes are set aside."""
     begins_at: int | None = None
-    """What is there of `base_bytes` when it begins; None where nobody looked."""
+    """Part of `base_bytes` that exists when it begins; None if not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppliedLever(Record):
-    """A lever that is on: a change of the step itself (`levers/`), put on together with the plan."""
+    """A lever that is on: a change of the step itself (`levers/`), applied together with the plan."""
 
     name: str
-    """`outputs`, `loss head`, ..."""
+    """Its name: `outputs`, `loss head`, ..."""
     what: str
-    """What it changes, in words."""
+    """Its effect, in words."""
     exact: bool
-    """Whether the step gives the same bits with it."""
+    """True if the step produces the same bits with it."""
     settings: dict[str, float] = field(default_factory=dict)
-    """What it was told or found out about the step, for example the number of micro-batches."""
+    """Its parameters, given or derived from the step, for example the number of micro-batches."""
     bytes: int = 0
-    """How much lower the plain step's peak was measured with it than with only the levers before it; where that peak
-    is elsewhere, how much lower the smallest reachable one is."""
+    """Measured reduction of the plain step's peak against only the levers before it; if that peak is elsewhere, the
+    reduction of the smallest reachable one."""
     extra_ms: float = 0.0
-    """What it costs a step; 0 for what does no more work than the plain step."""
+    """Its cost per step; 0 if it does no more work than the plain step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,24 +178,23 @@ class InPlace(Record):
     """Gradients that can be written over their inputs (`runtime/inplace_gradients.py`): all of these or none."""
 
     nodes: dict[str, int]
-    """Kind of autograd node, `LogSoftmaxBackward0` -> bytes from which on its gradients are."""
+    """Kind of autograd node, `LogSoftmaxBackward0` -> least bytes of its gradients that are written in place."""
     saved_bytes: tuple[int, ...]
-    """For each position how much lower `base_bytes` is, with all that comes before in `Profile.in_place` done as well.
-    """
+    """Reduction of `base_bytes` at each position, when all earlier entries of `Profile.in_place` are applied too."""
     extra_ms: float = 0.0
-    """What it takes a step."""
+    """Its cost per step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile(Record):
-    """What one step does with memory, and what each part of it would cost to recompute."""
+    """Memory events of one step, and the cost of recomputing each part."""
 
     fingerprint: Fingerprint
     static: Static
     base_bytes: tuple[int, ...]
-    """For each position the most bytes live at once beyond `static` that no slot holds and no recompute made."""
+    """For each position the most bytes live at once beyond `static`, without those of slots and recomputes."""
     gradient_bytes: tuple[int, ...]
-    """The part of `base_bytes` that is gradients: less than none where some went that `static` has."""
+    """Gradients in `base_bytes`: negative where gradients that `static` includes were freed."""
     phases: dict[str, int]
     """First position of `forward`, `backward` and `after backward` (of the first model call)."""
     storages: tuple[Storage, ...]
@@ -204,24 +203,24 @@ class Profile(Record):
     calls: tuple[Call, ...]
     step_ms: float
     measured_plain_peak_bytes: int | None
-    """Peak of the unplanned step, `static` included; None where it did not fit."""
+    """Peak of the unplanned step, `static` included; None if it did not fit."""
     input_shapes: tuple[str, ...] = ()
-    """Shapes and dtypes of what the model, or a part of it by itself, was called with, each kind once."""
+    """Shapes and dtypes of the arguments of the model, or of a part called by itself, each kind once."""
     in_place: tuple[InPlace, ...] = ()
-    """Gradients that need no memory of their own; what costs nothing comes first."""
+    """Gradients that need no memory of their own; those that cost nothing come first."""
     allows_in_place: bool = True
-    """False where none was to be written in place: then no kernel was put aside for that, and no plan has any."""
+    """False if writing gradients in place was not allowed: then no kernel was installed for it, and no plan uses it."""
     levers: tuple[AppliedLever, ...] = ()
-    """Levers that were on while all this was measured; the plain step is one with them."""
+    """Levers that were on during all measurements; the plain step includes them."""
     offload_bytes_per_ms: float | None = None
-    """How fast memory is copied to the host and back, one way; None where it can't be."""
+    """Bandwidth of copies to the host and back, one way; None if offloading is not possible."""
     draws: int = 0
-    """Steps with other random numbers that plans are to be measured in, where the work is drawn at random."""
+    """Steps with other random numbers that plans are to be measured in, for steps whose work is drawn at random."""
     excluded_modules: tuple[str, ...] = ()
-    """Paths of modules that save something else in each step: no slot is theirs, and what they save is in
+    """Paths of modules that save something else in each step: they have no slots, and their saved tensors are in
     `base_bytes`."""
     graphs: tuple[str, ...] = ()
-    """Hashes of the joint graphs that torch.compile compiles for the step, in whose calls its slots are then."""
+    """Hashes of the joint graphs that torch.compile compiles for the step, whose calls then hold its slots."""
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 
@@ -231,50 +230,50 @@ class Profile(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions(Record):
-    """What is not kept: slots by address and module calls by id. Everything else is kept."""
+    """Slots (by address) and module calls (by id) that are not kept. Everything else is kept."""
 
     recompute: frozenset[str] = frozenset()
     replay: frozenset[str] = frozenset()
-    """Calls that run again for what they saved; one may be inside another."""
+    """Calls that run again for their saved tensors; one may be inside another."""
     advance: frozenset[str] = frozenset()
-    """Calls whose result is not kept: they run forward again for it, from what they were given, and save nothing."""
+    """Calls whose result is not kept: forward runs again on their inputs to produce it, and saves nothing."""
     offload: frozenset[str] = frozenset()
     """Slots whose memory is copied to the host and back before it is read."""
     in_place: frozenset[str] = frozenset()
-    """Kinds of nodes whose gradients are written over others: those of the first few of `Profile.in_place`."""
+    """Kinds of nodes whose gradients are written in place: those of the first few of `Profile.in_place`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction(Record):
-    """What a step needs under some decisions."""
+    """Predicted needs of a step under some decisions."""
 
     peak_bytes: int
-    """`static` included."""
+    """Peak, `static` included."""
     peak_position: int
     held_bytes: int
     """Activations held when forward has ended and backward has not begun."""
     extra_ms: float
     extra_flops: int
     parts: dict[str, int]
-    """What the peak consists of, adding up to `peak_bytes`."""
+    """Parts of the peak, adding up to `peak_bytes`."""
     host_bytes: int = 0
-    """Pinned memory of the host that offloaded tensors are in, at most."""
+    """Upper bound of the pinned host memory that offloaded tensors occupy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided(Record):
-    """Decisions, with all that the engine has to know. In JSON text they are folded (`plan_format.py`)."""
+    """Decisions, with everything the engine needs. In JSON text they are folded (`plan_format.py`)."""
 
     recompute: dict[str, str]
     """Slot address -> autograd node whose recipe recomputes it."""
     replay: tuple[str, ...]
-    """Ids of the module calls that run again for what they saved."""
+    """Ids of the module calls that run again for their saved tensors."""
     advance: tuple[str, ...] = ()
     """Ids of the module calls that run forward again for their result."""
     offload: tuple[str, ...] = ()
     """Addresses of slots that are copied to the host and back."""
     in_place: dict[str, int] = field(default_factory=dict)
-    """Kind of autograd node -> bytes from which on its gradients are written over those that come to it."""
+    """Kind of autograd node -> least bytes of its gradients that are written over incoming ones."""
 
     @property
     def decisions(self) -> Decisions:
@@ -287,11 +286,11 @@ class Decided(Record):
         )
 
     def folded(self) -> dict[str, Block]:
-        """Written once for blocks that are alike."""
+        """Return the decisions written once for identical blocks."""
         return fold(self.recompute, self.replay, self.advance, self.offload)
 
     def _folded(self) -> dict[str, object]:
-        """Its fields as they are written."""
+        """Return the fields as they are written."""
         return {"decisions": self.folded(), "in_place": self.in_place}
 
 
@@ -299,7 +298,7 @@ _D = TypeVar("_D", bound=Decided)
 
 
 def _unfolded(text: bytes, cls: type[_D]) -> _D:
-    """A Decided, but for what is decided instead for larger batches. Raises ValueError for what is none."""
+    """Return a Decided, without its fallback for larger batches. Raises ValueError for invalid text."""
     fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     if "decisions" not in fields:
         raise ValueError("it has no decisions")
@@ -316,9 +315,9 @@ def _unfolded(text: bytes, cls: type[_D]) -> _D:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Decided):
-    """What to do with each saved slot so that a step's peak stays within `budget_bytes`.
+    """Decisions for each saved slot so that a step's peak stays within `budget_bytes`.
 
-    In its JSON text what is decided is `decisions`, written once for blocks that are alike.
+    Its JSON text has them under `decisions`, written once for identical blocks.
     """
 
     fingerprint: Fingerprint
@@ -327,24 +326,24 @@ class Plan(Decided):
     plain: Prediction
     step_ms: float
     fallback: Decided | None = None
-    """What is done instead for batches that are larger than `input_shapes`: the decisions of the smallest peak. None
-    where these are the plan's own."""
+    """Decisions for batches larger than `input_shapes`: those of the smallest peak. None if the plan's own are
+    these."""
     bound_ms: float = 0.0
-    """No plan within the budget takes less extra time, as far as the costs are right; 0 where nothing is proven."""
+    """Lower bound on the extra time of plans within the budget, as far as the costs are right; 0 if unknown."""
     levers: tuple[AppliedLever, ...] = ()
-    """Put on together with the plan; what they cost is part of `predicted.extra_ms`."""
+    """Levers applied together with the plan; their costs are part of `predicted.extra_ms`."""
     input_shapes: tuple[str, ...] = ()
-    """What the model was called with in the rehearsal (`Profile.input_shapes`); more may need more than the budget."""
+    """Shapes of the model's arguments in the rehearsal (`Profile.input_shapes`); larger ones may exceed the budget."""
     ambiguous_addresses: tuple[str, ...] = ()
-    """Addresses at which what is to be recomputed is something else, or is kept, in some call of the model."""
+    """Addresses at which some call of the model keeps the tensor, or recomputes another one."""
     draws: int = 0
-    """Steps with other random numbers that it is to be measured in (`Profile.draws`)."""
+    """Steps with other random numbers that the plan is to be measured in (`Profile.draws`)."""
     excluded_modules: tuple[str, ...] = ()
-    """Paths of modules that the plan has nothing to do with (`Profile.excluded_modules`)."""
+    """Paths of modules that the plan leaves alone (`Profile.excluded_modules`)."""
     allows_in_place: bool = True
-    """False where no gradient was to be written in place (`Profile.allows_in_place`): then none is."""
+    """False if no gradient may be written in place (`Profile.allows_in_place`): then none is."""
     graphs: tuple[str, ...] = ()
-    """The joint graphs that its decisions are about (`Profile.graphs`)."""
+    """Hashes of the joint graphs that the decisions are about (`Profile.graphs`)."""
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 

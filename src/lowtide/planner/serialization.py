@@ -1,4 +1,4 @@
-"""What every record has: it is frozen, and goes to JSON and back."""
+"""Base class of all records: frozen, and written to and read from JSON."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lowtide.errors import LowtideError
 from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
 
 FORMAT = 2
-"""The format of plans and profiles that this version writes, and the only one that it reads."""
+"""Format of plans and profiles that this version writes, and the only one that it reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A frozen record that goes to JSON and back."""
+    """A frozen record that can be written to and read from JSON."""
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """This record as JSON text; also written to `path` where one is given."""
+        """Return this record as JSON text; also write it to `path` if given."""
         text = msgspec.json.format(msgspec.json.encode(self._written()), indent=1).decode()
         if path is not None:
             Path(path).write_text(text + "\n", encoding="utf-8")
@@ -29,7 +29,7 @@ class Record:
 
     @classmethod
     def from_json(cls, source: str | Path) -> Self:
-        """The record in `source`: JSON text, or the path of a file that holds it.
+        """Return the record in `source`: JSON text, or the path of a file that holds it.
 
         Raises LowtideError when the text is not this kind of record.
         """
@@ -58,14 +58,14 @@ class Record:
 
     @classmethod
     def expect(cls, thing: object, by: str) -> Self:
-        """The thing, if it is such a record. `by` is who takes one. Raises LowtideError for anything else."""
+        """Return `thing` if it is such a record, else raise LowtideError. `by` names the function that takes it."""
         if not isinstance(thing, cls):
             hint = f"; {cls.__name__}.from_json(path) reads one" if isinstance(thing, str | os.PathLike) else ""
             raise LowtideError(f"{by} takes a {cls.__name__}, found {type(thing).__name__}{hint}.")
         return thing
 
     def _written(self) -> object:
-        """What the JSON text says."""
+        """Return the contents of the JSON text."""
         return self
 
     @classmethod
@@ -79,11 +79,11 @@ _COMMANDS = {
     "Frontier": "lowtide frontier --json FILE SCRIPT",
 }
 _TOLD_BY = {"storages": "Profile", "decisions": "Plan", "points": "Frontier", "measured_peak_bytes": "Verdict"}
-"""Kinds of records that people have in files, by a name that only they have."""
+"""Kinds of records that people have in files, by a field that only each kind has."""
 
 
 def kind_of(text: bytes) -> str | None:
-    """What kind of record a JSON text is; None for anything else."""
+    """Return the kind of record that a JSON text holds; None for anything else."""
     try:
         fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -98,7 +98,7 @@ class _Versioned(msgspec.Struct):
 
 
 def _format_of(text: bytes) -> int | None:
-    """Return the format that a JSON text says it has; None where it says none."""
+    """Return the format that a JSON text states, or None."""
     try:
         return msgspec.json.decode(text, type=_Versioned).format
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Run a training step on trial: where does its memory go, and what would it cost to do without each part?"""
+"""Rehearse a training step: measure the memory of each saved tensor, and the cost of recomputing it."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ Step = Callable[[Any], Any]
 T = TypeVar("T")
 
 DOUBTFUL: Final = 0.02
-"""Share of the plain peak by which two runs may differ without a word."""
+"""Share of the plain peak by which two runs may differ before a note is added."""
 DOUBTFUL_BYTES: Final = 2**19
-"""And bytes: the trace packs bits and holds random numbers, which is much beside a model of some KiB."""
+"""Bytes by which two runs may always differ: the trace holds packed bits and random numbers, much for a tiny model."""
 
 
 OVERFLOWS: Final = (
@@ -74,7 +74,7 @@ OTHER_WORK: Final = (
 def rehearse(
     model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizers = None, in_place: bool = True
 ) -> Profile:
-    """The profile of `step(batch)`, which is run five times; `lowtide.rehearse` says what that means for the model."""
+    """Return the profile of `step(batch)`, run five times; `lowtide.rehearse` documents the effects on the model."""
     check(model, step, batch, optimizer)
     check_not_scripted(model)
     if is_planned_by_its_compiler(model, step):
@@ -88,7 +88,7 @@ def rehearse(
             unchanged.restore_for_rerun()
         refused: dict[type[nn.Module], str] = {}
         orders: set[tuple[str, ...]] = set()
-        """What modules were called, in order."""
+        """Sequences of module calls seen so far, one for each order."""
 
         def seen(batch: Any) -> Any:
             with called(model) as calls:
@@ -109,7 +109,8 @@ def rehearse(
 
         def profiled() -> tuple[_Tried, Profile]:
             found = _without_mismatch(tried, unchanged, refused)
-            # Auditing takes more than the plain step, which may fit all the same; on a CPU that may end the process.
+            # An audit needs more memory than the plain step, so the plain step may still fit. On a CPU, running out of
+            # memory may end the process.
             hopeless = found.frugal and place_of(model).type == "cpu"
             there, places = static_bytes(model, batch, unchanged.optimizers)  # gradients have moved
             plain, step_ms = (None, 0.0) if hopeless else _plain(model, updates, batch, seen)
@@ -139,12 +140,12 @@ def rehearse(
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """A step that was audited and traced."""
+    """An audited and traced step."""
 
     audit: Audit
     frugal: bool
     there: tuple[Static, frozenset[int]]
-    """In memory before it was traced, and its addresses."""
+    """Static memory before the step was traced, and its addresses."""
     engine: MaxSavingEngine
     trace: Trace
     recorder: Recorder
@@ -152,7 +153,7 @@ class _Tried:
     def profile(
         self, model: nn.Module, made_for: Fingerprint, plain: tuple[int | None, float], notes: Iterable[str] = ()
     ) -> Profile:
-        """The profile, with the plain step's peak and time."""
+        """Return the profile, given the plain step's peak and time."""
         audit, place = self.audit, place_of(model)
         static = with_others(*self.there, self.recorder)
         traced = TracedStep(
@@ -178,24 +179,24 @@ class _Tried:
 
 
 def _without_checkpoints(tried: Callable[..., _Tried], unchanged: StepSnapshot) -> _Tried | None:
-    """The step as it is where nothing checkpoints itself, or None if that can't be rehearsed."""
+    """Rehearse the step with torch.utils.checkpoint disabled; None if that can't be rehearsed."""
     unchanged.restore()
     try:
         with without_checkpoints():
             saved = tried(frugal=True)
-    except LowtideError:  # it does not fit, for example: then only the number is missing
+    except LowtideError:  # for example, the step does not fit: then only this number is missing from the note
         return None
     return saved if saved.trace.packs == len(saved.audit.slots) else None
 
 
 def _calls(model: nn.Module, step: Step, batch: Any, unchanged: StepSnapshot, draw: Draw) -> list[str]:
-    """The modules that a step calls which begins as the first one did; none where that can't be taken."""
+    """Return the modules called by a step run from the initial state under `draw`; an empty list if it raises."""
     unchanged.seed(draw.seed)
     unchanged.restore()
     with called(model) as calls:
         try:
             step(batch)
-        except Exception:  # as where every layer is dropped
+        except Exception:  # for example, every layer is dropped
             calls.clear()
     return calls
 
@@ -209,7 +210,7 @@ def _does_not_fit(said: str) -> RehearsalError:
 
 
 def with_mismatch_note(profile: Profile) -> Profile:
-    """`profile`, with a note where the plain step, which draws other random numbers, had another peak than it says."""
+    """Return `profile`, with a note if its peak differs from the plain step's, which draws other random numbers."""
     measured, predicted = profile.measured_plain_peak_bytes, predict(profile, Decisions()).peak_bytes
     predicted -= profile.static.margin
     if measured is None or abs(predicted - measured) <= max(DOUBTFUL_BYTES, DOUBTFUL * measured):
@@ -222,7 +223,7 @@ def with_mismatch_note(profile: Profile) -> Profile:
 
 
 def _without_mismatch(run: Callable[[], T], unchanged: StepSnapshot, refused: dict[type[nn.Module], str]) -> T:
-    """What `run` gives, with nothing run again that found something else in backward than in forward."""
+    """Return the result of `run`, refusing module classes whose replay differs in backward from their forward."""
     while True:
         try:
             return run()
@@ -244,7 +245,7 @@ def _audited(
     *,
     frugal: bool = False,
 ) -> tuple[Audit, bool]:
-    """The audit, and whether it is a frugal one, as where another does not fit."""
+    """Return the audit, and True if it is frugal, which it is where a full audit does not fit."""
 
     def repeated(*, frugal: bool) -> Audit:
         while (audit := _audit(model, step, batch, frugal, refused, in_place)).leaked:
@@ -256,7 +257,7 @@ def _audited(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    gc.collect()  # outside of `except`: the failed step's frames, and all they hold, are gone by now
+    gc.collect()  # outside of `except`, where the failed step's frames and all they hold can be freed
     unchanged.restore()
     return unless_out_of_memory(lambda: repeated(frugal=True), _does_not_fit), True
 
@@ -270,7 +271,7 @@ def _audit(
         with audit.running():
             try:
                 step(batch)
-            except ReplayMismatch:  # backward has come to what a run on trial gave to something outside of it
+            except ReplayMismatch:  # backward reached tensors that a trial run had leaked outside its call
                 if not audit.leaked:
                     raise
     if audit.leaked:
@@ -299,14 +300,14 @@ def _trace(engine: MaxSavingEngine, step: Step, batch: Any) -> tuple[Trace, Reco
 
 
 def _plain(model: nn.Module, updates: Updates, batch: Any, run: Step) -> tuple[Recorder | None, float]:
-    """A recording of the step without any plan, and its time; None if it runs out of memory."""
+    """Record the step without any plan, and time it; None for the recording if the step runs out of memory."""
     place = place_of(model)
     updates.undo()
     try:
         with recorder_for(place) as recorder:
             run(batch)
         updates.undo()
-        began = now_ms(place)  # of a step by itself: recording takes time, and the first one loads kernels
+        began = now_ms(place)  # time a second, unrecorded step: recording takes time, and the first step loads kernels
         updates.step(batch)
         step_ms = now_ms(place) - began
     except Exception as error:

@@ -1,7 +1,7 @@
-"""What is decided about an address holds for every call of the model in a step, and names one node.
+"""Assign one node to each address, because a decision about an address holds for every call of the model in a step.
 
-Where a model is called again on what it returned, as in a recurrence or a rollout, another node may have made what is
-saved at the same address, or none. The one whose tensors are larger is decided about; the others are kept.
+Where a model is called again on its own output (a recurrence, a rollout), the tensors saved at one address may come
+from different nodes, or from none. The node whose tensors are larger is decided about; other tensors are kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OTHER_NODE = "another node made what is saved there in another call of the model
 
 
 def settle(values: list[ValueDraft], slots: Collection[SlotDraft]) -> None:
-    """Refuse what has another node than most of what is saved at its address, or can't be relied on in another call."""
+    """Refuse values whose node is not the main one at their address, or whose address is overwritten in some call."""
     lost = {slot.address for slot in slots if values[slot.value].refused == OVERWRITTEN}
     for slot in slots:
         if slot.address in lost:
@@ -35,6 +35,6 @@ def settle(values: list[ValueDraft], slots: Collection[SlotDraft]) -> None:
 
 
 def nodes_at(values: list[ValueDraft], slots: Iterable[SlotDraft]) -> dict[str, str]:
-    """The node that recomputes what is saved at each address, once they are settled."""
+    """Return, for each settled address, the node that recomputes the tensors saved there."""
     names = {index: draft.node for index, draft in enumerate(values) if draft.recipe is not None}
     return names_at(((slot.address, slot.value) for slot in slots), names)

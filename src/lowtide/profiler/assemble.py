@@ -1,4 +1,4 @@
-"""From what an audit and a trace saw to the frozen `Profile`: events become positions, tensors become storages."""
+"""Assemble the frozen `Profile` from an audit and a trace: events become positions, tensors become storages."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from lowtide.runtime.recipes import RECIPES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
-    """A traced step, on the drafts of an audit."""
+    """A traced step, with the drafts of its audit."""
 
     values: list[ValueDraft]
     slots: list[SlotDraft]
     calls: list[CallDraft]
     kept: set[int]
-    """The slots that were kept in the trace."""
+    """Slots that were kept in the trace."""
     replayed: frozenset[str]
-    """Its replayed calls."""
+    """Calls that were replayed in the trace."""
     stream: EventStream
     entry: Mapping[int, int]
-    """The address of each block that was there before."""
+    """Address of each block that was allocated before the step."""
     given: list[list[str]]
-    """For each call of the model from outside what it was given, in words."""
+    """Arguments of each outside call of the model, in words."""
     written_over: list[InPlaceGroup]
-    """The gradients that were written in place."""
+    """Gradients that were written in place."""
     allows_in_place: bool
-    """Whether any might be."""
+    """True if gradients may be written in place."""
 
 
 def assemble(
@@ -49,7 +49,7 @@ def assemble(
     offload_bytes_per_ms: float | None = None,
     notes: tuple[str, ...] = (),
 ) -> Profile:
-    """The profile of a traced step. `plain`: peak in bytes and time in ms of such a step without any plan."""
+    """Return the profile of a traced step. `plain`: peak in bytes and time in ms of the step without any plan."""
     values = _upstream_first(step.values, step.slots, step.calls)
     seen = watch(step.stream, step.entry)
     noted = blocks_of(values, seen)
@@ -85,7 +85,7 @@ def assemble(
 
 
 class _Records:
-    """The drafts of a step as records: with positions for events, and storages for blocks."""
+    """Records made of a step's drafts, with positions for events and storages for blocks."""
 
     def __init__(
         self,
@@ -100,11 +100,11 @@ class _Records:
         self._seen, self._groups = seen, groups
         self._end = len(step.stream.events)
         seeds = {n for n in seen.block_of_slot if values[step.slots[n].value].is_seed}
-        always = {seen.block_of_slot.pop(n) for n in seeds}  # there in any plan: part of the level, not of a decision
+        always = {seen.block_of_slot.pop(n) for n in seeds}  # under any plan: part of the level
         seen.block_of_input = {at: block for at, block in seen.block_of_input.items() if block not in always}
         there = {*seen.block_of_slot.values(), *seen.block_of_input.values(), *noted.values()}
         self.blocks = sorted(there, key=seen.allocated_at.__getitem__)
-        """Those that a plan decides on."""
+        """Blocks that a plan decides on."""
         self._number = {block: i for i, block in enumerate(self.blocks)}
         self.cuts = sorted(
             {0}
@@ -116,7 +116,7 @@ class _Records:
             | set(seen.leave.values())
             | {event for read in several for first_and_over in read.values() for event in first_and_over}
         )
-        """The first event of each position."""
+        """First event of each position."""
         self._storage_of_value: dict[int, int] = {}
         self._labels: dict[int, str] = {}
         for n, block in seen.block_of_slot.items():
@@ -135,11 +135,11 @@ class _Records:
         self._labels.setdefault(block, slot.label)
 
     def position(self, event: int) -> int:
-        """The one that an event is in."""
+        """Return the position that contains `event`."""
         return bisect.bisect_right(self.cuts, event) - 1
 
     def storages(self) -> tuple[Storage, ...]:
-        """Of blocks, and of what is there only where something is to be made again."""
+        """Return the storages of blocks, then those of state that is held only to recompute something."""
         seen = self._seen
         of_groups = (seen.leave[k] for k, group in self._groups.items() if group and k in seen.leave)
         last_block = max(of_groups, default=self._end)
@@ -156,14 +156,14 @@ class _Records:
         return (*found, *(self._state(self._values[i]) for i in self._states))
 
     def _state(self, draft: ValueDraft) -> Storage:
-        """Memory that is there only where something that holds it is to be made again, from a call's beginning on."""
+        """Return the storage of state that is held, from its call's beginning on, only if its holder is recomputed."""
         assert draft.state_of is not None
         at = self.position(self._seen.enter[draft.state_of])
         label = f"{self._calls[draft.state_of].id}: to make it again"
         return Storage(bytes=draft.bytes, allocated_at=at, freed_at=at, label=label)
 
     def values(self) -> tuple[Value, ...]:
-        """Each after what it needs."""
+        """Return the values, each after its operands."""
         return tuple(
             Value(
                 storage=self._storage_of_value.get(i),
@@ -182,7 +182,7 @@ class _Records:
         )
 
     def slots(self) -> tuple[Slot, ...]:
-        """Saved tensors; then what calls were given, which holds it where they are run again; then their states."""
+        """Return slots: saved tensors, then arguments of calls (held for their replays), then states of calls."""
         seen = self._seen
         saved = (
             Slot(
@@ -224,7 +224,7 @@ class _Records:
         return (*saved, *inputs, *states)
 
     def calls(self, first_level: Sequence[int]) -> tuple[Call, ...]:
-        """The calls of modules. `first_level`: the bytes at the beginning of each position."""
+        """Return the module calls. `first_level`: bytes at the beginning of each position."""
         seen = self._seen
         return tuple(
             Call(
@@ -248,7 +248,10 @@ class _Records:
 
 
 def _one_storage_a_value(seen: TraceIndex, slots: list[SlotDraft]) -> None:
-    """What a graph made by backward saves of something that was made again is, where that is kept, the kept memory."""
+    """Give copies that a graph made by backward saves of a recomputed value the block of that value's first slot.
+
+    Under a plan that keeps the value, those slots save the kept memory itself.
+    """
     first: dict[int, int] = {}
     for n, block in seen.block_of_slot.items():
         known = first.setdefault(slots[n].value, block)
@@ -257,7 +260,7 @@ def _one_storage_a_value(seen: TraceIndex, slots: list[SlotDraft]) -> None:
 
 
 def transients(values: Iterable[ValueDraft], stream: EventStream) -> None:
-    """Fill in what each audited recipe allocated beyond its result, from the marks around its run."""
+    """Fill in the bytes that each audited recipe allocated beyond its result, from the marks around its run."""
     peaks = dict(most_between(stream, "making", "made"))
     for draft in values:
         if draft.spent is not None and draft.recipe is not None:
@@ -265,7 +268,7 @@ def transients(values: Iterable[ValueDraft], stream: EventStream) -> None:
 
 
 def _upstream_first(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> list[ValueDraft]:
-    """The values, each after what it needs; slots and inputs are pointed to the new places."""
+    """Return the values, each after its operands; renumber the values of slots, inputs and calls accordingly."""
     place: dict[int, int] = {}
 
     def visit(index: int) -> int:
@@ -288,7 +291,7 @@ def _upstream_first(values: list[ValueDraft], slots: list[SlotDraft], calls: lis
 
 
 def _even_out(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int, str]) -> None:
-    """Give equal work equal times, the least that was measured: a plan shall not follow the noise of one run."""
+    """Give equal work equal times, the least measured, so that plans do not follow the noise of one run."""
     alike: dict[object, list[ValueDraft | CallDraft]] = {}
     for value in values:
         if value.recipe is not None:
@@ -308,7 +311,7 @@ def _even_out(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int
 
 
 def _groups(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> dict[int, str]:
-    """Calls that save the same kinds of tensors of the same sizes in the same order, where there are at least two."""
+    """Group calls that save the same kinds of tensors, of the same sizes, in the same order; at least two a group."""
     keys: dict[int, str] = {}
     for k, call in enumerate(calls):
         saved = [

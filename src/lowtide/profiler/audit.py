@@ -1,10 +1,10 @@
-"""The audit: every saved tensor of a step is recomputed once, and every module call that could be replayed is run
-again.
+"""Audit a step: recompute every saved tensor once, and replay every module call that allows it.
 
-Each result is compared with the true tensor bit by bit; what differs on this model and device is not used. The same run
-counts FLOPs and measures times. Everything is kept meanwhile, so it needs the memory of the plain step; a frugal audit
-needs no more than that, and less where modules have children: it lets go of each block when it has been audited, and
-replays it in backward. Outside of blocks it lets go of tensors that what is kept makes again (`released_tensors.py`).
+Each result is compared with the original tensor bit by bit; recipes and replays that differ on this model and device
+are not used. The same run counts FLOPs and measures times. All tensors stay in memory during the audit, so it needs the
+memory of the plain step. A frugal audit needs at most that, and less where modules have children: it frees the tensors
+of each block once the block has been audited, and replays the block in backward. Outside of blocks it frees tensors
+that kept ones recompute (`released_tensors.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ RAISED = "it raised an exception"
 
 
 class Audit(RecomputeAudit, Observer):
-    """An engine that keeps everything, tries everything, and is the probe that measures what it tries."""
+    """An engine that keeps every tensor, tries every recompute and replay, and is the probe that measures them."""
 
     def __init__(
         self,
@@ -73,21 +73,22 @@ class Audit(RecomputeAudit, Observer):
         refused: dict[type[nn.Module], str] | None = None,
         in_place: bool = True,
     ) -> None:
-        """`refused` has for classes of modules why they are not run again; those that turn out to be so are added.
+        """Prepare an audit of `model`.
 
-        Unless `in_place`, no gradient is written over another.
+        `refused` maps classes of modules to the reason not to replay them; classes found not to be replayable are
+        added. Unless `in_place`, no gradient is written over another.
         """
         super().__init__(model, static, mark, frugal=frugal)
         self.calls: list[CallDraft] = []
         self.refused = {} if refused is None else refused
         self.leaked: str | None = None
-        """A call whose second run did, so that the step was another one than the plain step."""
+        """Call whose second run leaked tensors, so that the step differed from the plain step."""
         self.inputs: list[list[str]] = []
-        """What tensors each call of the model from outside was given, in words."""
+        """Tensor arguments of each outside call of the model, in words."""
         self.by_contents: dict[str, str] = {}
-        """Operators whose results are as large as the contents of a tensor make them, and a module with each."""
+        """Operators whose result sizes depend on a tensor's contents, and a module with each."""
         self.checkpointed: Counter[str] = Counter()
-        """By the path of the module that it is in, how many calls torch.utils.checkpoint was given."""
+        """Number of torch.utils.checkpoint calls by path of the module that they run in."""
         self.reads = 0
         self.written_over: list[InPlaceGroup] = []
         """Gradients that can be written in place."""
@@ -96,7 +97,7 @@ class Audit(RecomputeAudit, Observer):
         self._mark = mark
         self._blocks = repeated_blocks(model)
         self._freed = freed_blocks(model) if frugal else frozenset()
-        """Those that are let go of once they have been audited."""
+        """Blocks whose saved tensors are freed once the block has been audited."""
         self._around_blocks = frozenset(
             m for m in model.modules() if m not in self._blocks and self._blocks & set(m.modules())
         )
@@ -105,19 +106,19 @@ class Audit(RecomputeAudit, Observer):
         self._own_draws = OwnDraws(model)
         self._witness = Witness(mark)
         self._results: list[Value] = []
-        """What the block that was let go of last has returned."""
+        """Results of the block that was freed last."""
         self._given: set[int] = set()
-        """Values that calls were given."""
+        """Indices of values that are arguments of calls."""
         self._own_states: dict[ReplayFrame, OwnState] = {}
-        """What calls in progress could change, as it was when they began."""
+        """State that calls in progress could change, as of their beginning."""
         self._read: list[tuple[CallDraft, list[tuple[Tensor, int]]]] = []
-        """What a replay of each call would read before backward, with the versions that it wants."""
+        """Tensors that a replay of each call would read, with the versions that it needs."""
         self._sent: list[int] = []
-        """For each call in progress, in how many collective operations this process had taken part."""
+        """Number of collective operations before each call in progress."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The model's calls in this block are audited."""
+        """Audit the model's calls inside this `with` block."""
         self.install()
         values.probe = self
         try:
@@ -148,7 +149,7 @@ class Audit(RecomputeAudit, Observer):
         super().withdraw_overwritten()
 
     def settle(self, stream: EventStream) -> None:
-        """The step is over: what was found out becomes what can be decided. `stream` is what was recorded."""
+        """Turn findings into possible decisions after the step. `stream`: the step's recorded events."""
         readers.settle(self.enough, self.values, self.slots)
         sharding.settle(self.values, self.slots, self.calls, self.homes)
         addresses.settle(self.values, [*self.slots, *(given for call in self.calls for given in call.inputs)])
@@ -157,13 +158,13 @@ class Audit(RecomputeAudit, Observer):
             self.written_over = self._tried_in_place.settle(stream)
 
     def _checkpoints(self) -> None:
-        """Something in the call in progress checkpoints itself; not in a trial run, nor in backward."""
+        """Count a torch.utils.checkpoint call in the call in progress, except in a trial run or in backward."""
         if self.scope is not None:
             self.checkpointed[self.scope.path] += 1
 
     @property
     def shapes(self) -> list[CallShape]:
-        """The calls, with how much each has saved."""
+        """The calls, with the number of tensors that each has saved."""
         found = [CallShape(call.id.rpartition("#")[0], call.parent) for call in self.calls]
         for slot in self.slots:
             found[slot.call].n_saved += 1
@@ -209,7 +210,7 @@ class Audit(RecomputeAudit, Observer):
         return handle
 
     def lend(self, handle: Handle, tensor: Tensor) -> None:
-        """Let go of a tensor that has just been saved, if it is made again of what is kept without a matrix product."""
+        """Free a tensor that has just been saved, if kept tensors recompute it without a matrix product."""
         value = handle.value
         index = self._index[value]
         maker, _ = self._late.get(index, (None, 0))
@@ -219,12 +220,12 @@ class Audit(RecomputeAudit, Observer):
             self._lend(value, maker)
 
     def _lend(self, value: Value, maker: Recompute) -> None:
-        """Let go of a value that `maker` recomputes, and copy parameters that this takes before they are written to."""
+        """Free a value that `maker` recomputes; parameters that `maker` reads are copied before they are written to."""
         self.relied_on.rely_on(handle.value for handle in maker.operands if handle is not None)
         self.lent.add(value, maker)
 
     def argument(self, tensor: Tensor) -> Handle:
-        """Hold an argument of the call that begins, as an input slot of it."""
+        """Hold an argument of the beginning call as an input slot of the call."""
         assert self.scope is not None
         value, view = self.known(tensor)
         index, call = self._index[value], self.calls[-1]
@@ -260,11 +261,11 @@ class Audit(RecomputeAudit, Observer):
         self._open.pop()
 
     def _n_sent(self) -> int:
-        """Collective operations so far, but for those that gathered parameters."""
+        """Return the number of collective operations so far, except those that gathered parameters."""
         return n_sent() - self._units.n_sent
 
     def try_all(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> str | None:
-        """Run a call again, a block also forward to its result. The reason why it can't be replayed, or None."""
+        """Replay a call, and advance a block to its result. Return the reason why it can't be replayed, or None."""
         module, own = frame.seam.module, self._own_states.pop(frame, None)
         why = RAISED if returned is RAISED else self._why_refused(module)
         if why is not None:
@@ -289,12 +290,12 @@ class Audit(RecomputeAudit, Observer):
         return refused
 
     def _why_refused(self, module: nn.Module) -> str | None:
-        """Why a module is not run again, nor anything that has one of its class inside."""
+        """Return the reason not to replay a module that is, or contains, a module of a refused class, or None."""
         kinds = map(type, module.modules()) if self.refused else ()
         return next((self.refused[kind] for kind in kinds if kind in self.refused), None)
 
     def try_replay(self, call: CallDraft, frame: ReplayFrame) -> str | None:
-        """Run a call again and compare all that it saves. The reason why it can't be replayed, or None."""
+        """Replay a call and compare all tensors that it saves. Return the reason why it can't be replayed, or None."""
         packed = range(call.first_slot, call.stop_slot)
         inputs = {slot.value for slot in call.inputs}
         inside = {self.slots[n].value for n in packed} - inputs
@@ -319,20 +320,20 @@ class Audit(RecomputeAudit, Observer):
         return wrong[0] if wrong else None
 
     def differs(self, n: int, tensor: Tensor) -> str | None:
-        """Compare what was saved in slot `n` with what a second run saves there: why they are not the same, if so."""
+        """Compare slot `n` with the tensor that a second run saves there. Return why the two differ, or None."""
         value, view = self._handles[n]
         try:
             saved = value.get()
-        except RuntimeError as error:  # changed in place: PyTorch minds only if backward reads it
+        except RuntimeError as error:  # changed in place, which is an error in PyTorch only if backward reads it
             return str(error)
-        if view is not None and tensor.shape != saved.shape:  # a buffer was a view, and its copy is none
+        if view is not None and tensor.shape != saved.shape:  # a buffer was a view, but its copy is not
             saved, view = saved.as_strided(*view), None
         return (
             None if identical(tensor, saved, view) else f"running it again gives other bits for {self.slots[n].label}"
         )
 
     def try_advance(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> None:
-        """Run a call forward to its result and compare it."""
+        """Advance a call to its result and compare the result."""
         if (advanced := advance(frame, returned, self._flops, self._place)) is not None:
             result, call.advance_ms, call.advance_flops = advanced
             value, _ = self.known(result)
@@ -340,13 +341,13 @@ class Audit(RecomputeAudit, Observer):
             self._passed_through.append(value)
 
     def let_go(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> None:
-        """Free what an audited block saved: its replay brings it back."""
+        """Free the tensors that an audited block saved; its replay recomputes them."""
         self.let_go_of_results()
         for result in tensors_in_call((returned,), {}):
-            if result.requires_grad:  # now, as it may be made again of what is about to go
+            if result.requires_grad:  # now, because its recompute may need tensors that are about to be freed
                 self._results.append(self.known(result)[0])
         inputs = {slot.value for slot in call.inputs}
-        if frame.seam.module in self._units.apart:  # what it returned is read where it can't be run again
+        if frame.seam.module in self._units.apart:  # its results are read where the unit can't be replayed
             given = {storage_id(tensor) for tensor in tensors_in(returned)}
             inputs |= {
                 self._index[value]
@@ -365,7 +366,7 @@ class Audit(RecomputeAudit, Observer):
         frame.values = {place: weakref.ref(value) for value, place in mine.items()}
 
     def let_go_of_results(self) -> None:
-        """Of what earlier blocks returned: what was computed of that has been tried by now."""
+        """Free results of earlier blocks, because all recomputes from them have been tried."""
         for value in self._results:
             index = self._index[value]
             maker, _ = self._late.get(index, (None, 0))

@@ -1,7 +1,7 @@
-"""Audit of gradients in place (`runtime/inplace_gradients.py`): each is written so once and compared bit by bit.
+"""Audit of gradients in place (`runtime/inplace_gradients.py`): each is written in place once and compared bit by bit.
 
-There torch's kernel runs first, and what it gives is what backward goes on with. Then the gradient, which nobody needs
-any longer, is written over; if that gives other bits, no gradient of such nodes is in a plan.
+Torch's kernel runs first, and backward continues with its result. Then the incoming gradient, which has no reader left,
+is written over; if the in-place result has other bits, no gradient of such nodes is in a plan.
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ if TYPE_CHECKING:
     from lowtide.profiler.trace_reader import MemoryLevels
 
 LARGE: Final = 0.5
-"""What takes time is done for gradients from this share of the largest on, which are those at a peak."""
+"""Smallest size, as a share of the largest gradient, of gradients written in place where that takes extra time.
+
+Only gradients of such sizes are part of a peak.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class InPlaceGroup:
-    """Gradients that are all written in place, or none of them."""
+    """Gradients that a plan writes in place all together, or not at all."""
 
     nodes: dict[str, int]
-    """Kind of node -> bytes from which on its gradients are."""
+    """Kind of node -> smallest size in bytes of its gradients in the group."""
     extra_ms: float
-    """What it takes a step."""
+    """Extra time per step in ms."""
     own_bytes: dict[tuple[str, int], int]
-    """For such a node and the bytes of its gradient, what torch's own kernel allocates."""
+    """Bytes that torch's own kernel allocates, by node and bytes of its gradient."""
 
 
 class AuditInPlace(InPlace):
-    """Tries every gradient that could be written in place."""
+    """Trial of every gradient that could be written in place."""
 
     def __init__(self, device: torch.device, mark: Callable[[str, object], None]) -> None:
         super().__init__(device.type, alone=True)
@@ -51,11 +54,11 @@ class AuditInPlace(InPlace):
         self._place, self._mark = device, mark
         self._own_bytes: dict[tuple[str, int], int] = {}
         self._more_ms: dict[tuple[str, int], list[float]] = defaultdict(list)
-        """By node and bytes of its gradient, for each how much longer it took in place."""
+        """Extra ms of each call in place, by node and bytes of its gradient."""
         self._refused: set[str] = set()
 
     def run(self, operator: Operator, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """What torch's kernel gives."""
+        """Return the result of torch's kernel, and try the kernel in place."""
         key = operator.node, args[0].numel() * args[0].element_size()
         self._mark("own", None)
         began = now_ms(self._place)
@@ -74,7 +77,7 @@ class AuditInPlace(InPlace):
         return expected
 
     def settle(self, stream: EventStream) -> list[InPlaceGroup]:
-        """The step is over, and this was recorded: what can be done in place, that which takes no time first."""
+        """Return the groups that can be written in place, those without extra time first. `stream`: the whole step."""
         self._own_bytes = _allocated(stream)
         calls = {key: more for key, more in sorted(self._more_ms.items()) if key[0] not in self._refused}
         free = {node: MIN_BYTES for node, _ in calls if not OPERATORS[node].piecewise}
@@ -90,12 +93,12 @@ class AuditInPlace(InPlace):
 
 
 def _ms(calls: list[float]) -> float:
-    """What calls that do the same work take: each the least that was measured."""
+    """Return the ms of calls that do the same work, each counted as the least measured."""
     return len(calls) * min(calls)
 
 
 def _allocated(stream: EventStream) -> dict[tuple[str, int], int]:
-    """The most that torch's own kernels allocated at once, by node and bytes of the gradient."""
+    """Return the most bytes that torch's own kernels allocated at once, by node and bytes of the gradient."""
     found: dict[tuple[str, int], int] = defaultdict(int)
     for call, n_bytes in most_between(stream, "own", "owned"):
         assert isinstance(call, tuple)
@@ -104,7 +107,7 @@ def _allocated(stream: EventStream) -> dict[tuple[str, int], int]:
 
 
 def _same(expected: Any, found: Any) -> bool:
-    """Whether these are the same bits, laid out alike."""
+    """Return True if both have the same bits in the same layout."""
     both = ((each if isinstance(each, tuple) else (each,)) for each in (expected, found))
     return all(_same_tensor(one, other) for one, other in zip(*both, strict=True))
 
@@ -116,7 +119,7 @@ def _same_tensor(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def with_their_own(groups: Sequence[InPlaceGroup], levels: MemoryLevels) -> tuple[int, ...]:
-    """`levels.most`, if these gradients had memory of their own."""
+    """Return `levels.most` as if the gradients of `groups` had memory of their own."""
     found = list(levels.most)
     for position, level, key in levels.written:
         own_bytes = max((group.own_bytes.get(key, 0) for group in groups), default=0)
@@ -125,7 +128,7 @@ def with_their_own(groups: Sequence[InPlaceGroup], levels: MemoryLevels) -> tupl
 
 
 def in_place(groups: Sequence[InPlaceGroup], levels: MemoryLevels) -> tuple[records.InPlace, ...]:
-    """As a profile has them; `levels` are of a step with all of them."""
+    """Return `groups` as records of a profile; `levels` are of a step with all groups in place."""
     base = [with_their_own(groups[n:], levels) for n in range(len(groups) + 1)]
     saved = [tuple(a - b for a, b in zip(*both, strict=True)) for both in itertools.pairwise(base)]
     return tuple(

@@ -1,6 +1,6 @@
-"""One half of the audit: every tensor that a step saves is kept, and recomputed once if there is a recipe.
+"""Recompute half of the audit: keep every tensor that a step saves, and recompute it once if it has a recipe.
 
-The result is compared with the true tensor bit by bit; what differs on this model and device is not used.
+Each result is compared with the original tensor bit by bit; recipes that differ on this model and device are not used.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NOTED_ELSEWHERE = "it takes what an operator was given in another call than the 
 
 
 class RecomputeAudit(Engine):
-    """An engine that keeps everything, and tries the recipe of everything."""
+    """An engine that keeps every saved tensor and tries its recipe."""
 
     def __init__(
         self, model: nn.Module, static: frozenset[int], mark: Callable[[str, object], None], *, frugal: bool
@@ -57,9 +57,9 @@ class RecomputeAudit(Engine):
         self.values: list[ValueDraft] = []
         self.slots: list[SlotDraft] = []
         self.elements: list[int] = []
-        """Of the tensor in each slot."""
+        """Number of elements of the tensor in each slot."""
         self.streams: set[int] = set()
-        """Of a GPU: those in which tensors were saved."""
+        """CUDA streams in which tensors were saved."""
         self._static = static
         self._frugal = frugal
         self._flops = Flops()
@@ -67,32 +67,32 @@ class RecomputeAudit(Engine):
         self._meter = Meter(mark, self._flops, self._place)
         self._index: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
         self._saved: set[int] = set()
-        """Values that a slot has had so far; others are arguments of calls, which only a replay would hold."""
+        """Values that slots have so far; the others are arguments of calls, which only a replay would hold."""
         self._open: list[tuple[int, ReplayFrame | None]] = []
-        """The calls in progress, and the frames of those that may be replayed."""
+        """Calls in progress, with the frames of those that may be replayed."""
         self._handles: dict[int, tuple[Value, Geometry | None]] = {}
         self._slot_of: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self._passed_through: list[Value] = []
         self._noted: dict[int, set[CaptureSite]] = {}
-        """By value, where what it is made of was noted: in no other call a plan has that noted."""
+        """Sites at which operands of each value were noted; a plan notes them only in the call that saves the value."""
         self._unrecorded = Unrecorded(static)
         self._made_of: dict[int, set[int]] = {}
-        """By value, the memory of what it is made of and nothing has made: parameters, and what else is there."""
+        """Memory, by value, of the operands that no recompute makes: parameters and other existing tensors."""
         self._versions: list[tuple[Tensor, int]] = []
-        """Parameters when forward began. Not buffers: DistributedDataParallel writes to all of them in each forward."""
+        """Versions of parameters when forward began. DistributedDataParallel writes to all buffers in each forward."""
         self._late: dict[int, tuple[Recompute, int]] = {}
-        """By value, the recompute that will be timed once more where backward reads it, and which output it gives."""
+        """Recompute, by value, that is timed again when backward reads the value, and the number of its output."""
         self._timed: weakref.WeakKeyDictionary[Recompute, int] = weakref.WeakKeyDictionary()
-        """The values of these recomputes, and of those that they pass through."""
+        """Values of the recomputes in `_late`, and of the recomputes that they pass through."""
         self.enough: dict[int, Enough] = {}
-        """By slot, what is enough of a tensor for it."""
+        """Part of the tensor that is enough for a slot, by slot."""
         self.homes = FsdpScopes()
         self.relied_on.takes_values = False
         self.lent = Lent(self._index, self._saved, self.values)
         self.builder = self._numbering = ValueNumbering(self.builder.owners)
 
     def let_go_of_all(self) -> None:
-        """Hold no tensor any longer: backward begins, or the step is over."""
+        """Release all tensors when backward begins or the step is over."""
         self.withdraw_overwritten()
         self._handles.clear()
         self._passed_through.clear()
@@ -102,7 +102,7 @@ class RecomputeAudit(Engine):
         return True
 
     def copied(self, tensor: Tensor, who: str) -> None:
-        """Nothing to say: no plan will read it once more."""
+        """Report nothing: no plan will read the tensor again."""
 
     def pack(self, now: ForwardPass, tensor: Tensor) -> Handle:
         scope = now.scope
@@ -128,7 +128,7 @@ class RecomputeAudit(Engine):
         return handle
 
     def known(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
-        """The kept value of a tensor, audited when it is first seen."""
+        """Return the kept value of a tensor, which is audited when it is first seen."""
         base, node, output, view = producer(tensor)
         if node is None:
             value = value_without_grad_fn(base)
@@ -148,7 +148,7 @@ class RecomputeAudit(Engine):
             index = self.add(value, base, node.name())
             self.homes.allocated_at[index] = sequence_number(node)
             self.try_recipe(index, node, output, base)
-        else:  # so far only passed through in the recomputes of others
+        else:  # so far only an intermediate in recomputes of other values
             value = there
             if not certain(value):
                 value.maker = self.builder.recompute(node, output, base).maker
@@ -158,15 +158,15 @@ class RecomputeAudit(Engine):
         return value, view
 
     def add(self, value: Value, base: Tensor, node: str) -> int:
-        """A new value; 0 bytes for what is there anyway."""
-        is_parameter = value.leaf and self.builder.owners.sharded  # whole for a while: it is not kept for backward
+        """Add a value, of 0 bytes if its memory is held in any case, and return its index."""
+        is_parameter = value.leaf and self.builder.owners.sharded  # whole only for a while, not kept for backward
         parts = [p for p in parts_of(base) if not is_parameter and p.untyped_storage().data_ptr() not in self._static]
         self._index[value] = len(self.values)
         self.values.append(ValueDraft(bytes=sum(part.numel() * part.element_size() for part in parts), node=node))
         return len(self.values) - 1
 
     def state(self, size: int) -> int:
-        """A value for `size` bytes that are held, from the call in progress on, so that something can be made again."""
+        """Add a value for `size` bytes that a recompute or replay holds from this call on, and return its index."""
         self.values.append(ValueDraft(bytes=size, node="", state_of=self._open[-1][0]))
         return len(self.values) - 1
 
@@ -174,7 +174,7 @@ class RecomputeAudit(Engine):
         return self._unrecorded.take(place, operand)
 
     def withdraw_overwritten(self) -> None:
-        """Keep what is made of an operand that has changed since it was looked at."""
+        """Keep values with an operand that has changed since the audit recorded it."""
         lost = self._unrecorded.overwritten()
         self._unrecorded.clear()
         for index, places in self._noted.items() if lost else ():
@@ -188,16 +188,16 @@ class RecomputeAudit(Engine):
         self._versions.clear()
 
     def begin_forward(self) -> None:
-        """The model is called. It may be once more before backward, and write to what was read in the first call."""
+        """Record parameter versions at the model's first call; a later call before backward may change parameters."""
         if not self._versions:
             self._versions = [(p, p._version) for p in self.model.parameters() if not p.is_inference()]
 
     def written_in_forward(self) -> set[int]:
-        """The memory of parameters that were written to since forward began, as by `max_norm`."""
+        """Return the memory of parameters that were written to since forward began, for example by `max_norm`."""
         return {storage_id(p) for p, version in self._versions if p._version != version} - {0}
 
     def try_recipe(self, index: int, node: Node, output: int, base: Tensor) -> None:
-        """Find out whether and at what cost a recipe recomputes a value."""
+        """Try the recipe of a value and measure its cost."""
         draft = self.values[index]
         if draft.bytes < MIN_BYTES:
             draft.refused = "too small to gain anything"
@@ -208,7 +208,7 @@ class RecomputeAudit(Engine):
             draft.refused = str(why)
 
     def try_mask(self, index: int, tensor: Tensor) -> None:
-        """Find out whether a tensor that no node made is a mask, of which the bits can be kept."""
+        """Try to keep a tensor without a node as the bits of a mask."""
         began = now_ms(self._place)
         try:
             value = packed(MASK, tensor)
@@ -223,7 +223,7 @@ class RecomputeAudit(Engine):
             draft.cost_ms += packing_ms
 
     def try_signs(self, known: Value, tensor: Tensor) -> None:
-        """Find out what it takes to keep, for a tensor that is being saved for its signs, a bit for each element."""
+        """Measure the cost of keeping one bit per element of a tensor that is saved for its signs."""
         found = []
         for _ in range(2):  # the first run may pay for new pages
             began = now_ms(self._place)
@@ -242,7 +242,7 @@ class RecomputeAudit(Engine):
         self.enough[len(self.slots)] = Enough(draft, bits, self.is_passable(known, tensor.grad_fn, tensor.output_nr))
 
     def try_shape(self, call: int, result: Any) -> None:
-        """The call that returned `result` is over: find out whether it has itself saved something for its shape."""
+        """Record the tensor that a call, which has just returned `result`, has itself saved for its shape, if any."""
         held = saved_for_shape(result)
         n = None if held is None else self._slot_of.get(held)  # others in the call may have saved the same tensor
         if held is None or n is None or self.slots[n].call != call:
@@ -257,9 +257,9 @@ class RecomputeAudit(Engine):
             self.enough[n] = Enough(draft, None, is_passable, is_on_edge)
 
     def is_passable(self, value: Value, node: Node | None, output: int) -> bool:
-        """Whether what is made of a value, an output of this node, can make it on the way."""
+        """Return True if recomputes that need a value, an output of `node`, can recompute it as an intermediate."""
         draft = self.values[self._index[value]]
-        if node is None or draft.recipe is None or NOTED in draft.node:  # which is so where it is saved
+        if node is None or draft.recipe is None or NOTED in draft.node:  # noted only where the value is saved
             return False
         try:
             return certain(self.builder.recompute(node, output))
@@ -269,7 +269,7 @@ class RecomputeAudit(Engine):
             register(node, output, value)
 
     def compare(self, index: int, value: Value, base: Tensor) -> None:
-        """Recompute `value` and compare it with what it should be."""
+        """Recompute `value`, compare it with `base`, and record the outcome and cost in its draft."""
         draft, maker = self.values[index], value.maker
         assert isinstance(maker, Recompute)
         assert self.scope is not None
@@ -293,7 +293,7 @@ class RecomputeAudit(Engine):
         draft.own_strides = "out_stride" in maker.recipe.constants
         draft.overwrites = self.over(maker)
         if maker.recipe.alias and [self.values[need].bytes for need in draft.operands] == [draft.bytes]:
-            (draft.overwrites,) = draft.operands  # the result is in the memory of what it is a view of
+            (draft.overwrites,) = draft.operands  # the result is a view and shares that operand's memory
         draft.cost_ms, draft.flops, draft.spent = spent.cost_ms, spent.flops, spent.spent
         if any(map(self.only_given, draft.operands)):
             draft.recipe, draft.refused = None, "it is made of an argument of a call that nothing else holds"
@@ -303,7 +303,7 @@ class RecomputeAudit(Engine):
                 draft.node = with_noted(draft.node, (place.ordinal for place in places if place.ordinal is not None))
             del made
             if draft.cost_ms < SHORT_MS:
-                maker.make(value)  # in memory that has been touched: the first run may have paid for new pages
+                maker.make(value)  # again, in touched memory: the first run may have paid for new pages
                 draft.cost_ms = self._meter.of(maker).cost_ms
             if maker.operands:
                 self._late[index] = maker, value.output
@@ -312,11 +312,11 @@ class RecomputeAudit(Engine):
             draft.recipe, draft.refused = None, "recomputing it gives other bits on this device"
 
     def time_late(self, handle: Handle) -> None:
-        """Backward is about to read a slot: what does its recompute take here, and does it give the same bits?
+        """Time a slot's recompute when backward is about to read the slot, and check that it gives the same bits.
 
-        In forward its operands have just been made, and are in the caches of a processor: in backward they come from
-        memory. The first run of an op may also pay for what its library sets up. And cuDNN, when it tries algorithms
-        out (`torch.backends.cudnn.benchmark`), does so in each thread anew: backward on a GPU has one of its own.
+        In forward the operands were just computed and are in processor caches; in backward they come from memory. The
+        first run of an op may also pay for its library's setup. And cuDNN's trial of algorithms
+        (`torch.backends.cudnn.benchmark`) is per thread, and backward on a GPU runs in a thread of its own.
         """
         n = self._slot_of.get(handle)
         maker, output = (None, 0) if n is None else self._late.pop(self.slots[n].value, (None, 0))
@@ -328,16 +328,16 @@ class RecomputeAudit(Engine):
         try:
             if not identical(maker.make(Value(maker=maker, output=output)), handle.value.get()):
                 draft.recipe, draft.refused = None, "recomputing it in backward gives other bits"
-        except RuntimeError:  # changed in place: what it is made of, or itself, of which PyTorch will tell
+        except RuntimeError:  # an operand was changed in place, or the tensor itself, which PyTorch will report
             draft.recipe, draft.refused = None, OVERWRITTEN
 
     def timed(self, maker: Recompute) -> None:
-        """A recompute has run in backward."""
+        """Record the time of a recompute that has run in backward."""
         if maker in self._timed:
             self.values[self._timed[maker]].cost_ms = self._meter.of(maker).cost_ms
 
     def places_of(self, maker: Recompute) -> set[CaptureSite]:
-        """Where the things were noted that a recompute takes, or any recompute that it may pass through."""
+        """Return the sites of noted operands of a recompute and of the recomputes that it may pass through."""
         found = set(maker.noted)
         for value in (handle.value for handle in maker.operands if handle is not None):
             index = self._index.get(value)
@@ -348,14 +348,14 @@ class RecomputeAudit(Engine):
         return found
 
     def only_given(self, index: int) -> bool:
-        """Whether a value is there, as it is, because it was given to a call, so far, or is made of such a one."""
+        """Return True if a value exists only as an argument of a call so far, or is computed from such a value."""
         draft = self.values[index]
         if index in self._saved or draft.noted is not None:
             return False
         return draft.recipe is None or draft.own_strides or any(map(self.only_given, draft.operands))
 
     def operands(self, maker: Recompute) -> tuple[int, ...]:
-        """Indices of a recompute's operands, without what is always there; those only passed through are added here."""
+        """Return the indices of a recompute's operands, except permanent ones; add intermediates to the values."""
         operands = []
         for value in (handle.value for handle in maker.operands if handle is not None):
             if value not in self._index and isinstance(value.maker, Recompute):
@@ -375,12 +375,12 @@ class RecomputeAudit(Engine):
         return tuple(dict.fromkeys(operands))
 
     def over(self, maker: Recompute) -> int | None:
-        """The index of the operand that a recompute wrote its result over."""
+        """Return the index of the operand that a recompute wrote its result over, or None."""
         return None if maker.over is None else self._index[maker.over]
 
 
 class ValueNumbering(Builder):
-    """A builder that knows for what it has built of which node each value is."""
+    """A builder that records the node's sequence number for each value that it has built."""
 
     __slots__ = ("numbers",)
 
@@ -395,12 +395,12 @@ class ValueNumbering(Builder):
 
 
 def noted_elsewhere(places: Iterable[CaptureSite], scope: CallScope) -> bool:
-    """Whether any of the places is in another call."""
+    """Return True if any of `places` is in another call than `scope`."""
     return any(place.call != scope.id for place in places)
 
 
 def memory_of(maker: Recompute) -> set[int]:
-    """The memory of all that is read for a recompute, and for those that it passes through."""
+    """Return the memory of all tensors that a recompute, and the recomputes it passes through, read."""
     found = set[int]()
     for value in (handle.value for handle in maker.operands if handle is not None):
         if isinstance(value.maker, Recompute):
@@ -411,6 +411,6 @@ def memory_of(maker: Recompute) -> set[int]:
 
 
 def needs_a_replay(maker: Recompute) -> bool:
-    """Whether a recompute would start a replay to get its operands."""
+    """Return True if a recompute would start a replay to get its operands."""
     makers = [handle.value.maker for handle in maker.operands if handle is not None and handle.value.tensor is None]
     return any(isinstance(m, ReplayFrame) or (isinstance(m, Recompute) and needs_a_replay(m)) for m in makers)

@@ -1,8 +1,8 @@
-"""A graph that backward runs through more than once, as with `retain_graph=True`.
+"""Backward passes over one graph, where backward runs through it more than once (`retain_graph=True`).
 
-What was let go of is made again in each pass, and gone in between. So a pass over what an earlier one has read is told
-to the planner as if the model had been called once more: the same addresses, ids and storages, but values of its own,
-which are read in that pass. What is decided about an address holds for all, and costs are counted in each.
+Values that are not kept are recomputed in each pass and freed in between. So a further pass over slots that an earlier
+pass has read is presented to the planner as another call of the model: the same addresses, ids and storages, but values
+of its own, which are read in that pass. A decision about an address holds for all passes; costs count in each.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from lowtide.planner.records import Profile, Slot
 from lowtide.profiler.trace_reader import TraceIndex
 
 Pass = dict[int, tuple[int, int]]
-"""For each slot that a pass reads: the event of its first read, and the one by which its reader has run."""
+"""For each slot that a pass reads: the event of its first read, and the event by which its reader has run."""
 
 
 def passes(seen: TraceIndex, end: int) -> list[Pass]:
-    """The passes that read a slot which others read too, in order; none where each slot is read in one.
+    """Return the passes that share a slot with another pass, in order; none if each slot is read in one pass.
 
-    What a node has read is there until the node lets go of it; or, if backward is to come again, until another node
-    reads something; or as long as a graph that the pass made (`create_graph`) holds it. `end` is the number of events.
+    A tensor read by a node stays until the node releases it; or, if backward is to run again, until another node reads;
+    or as long as a graph that the pass made (`create_graph`) holds it. `end` is the number of events.
     """
     found: dict[int, Pass] = {}
     over = following = end
@@ -36,7 +36,7 @@ def passes(seen: TraceIndex, end: int) -> list[Pass]:
         found[number][slot] = event, last
     times = Counter(slot for read in found.values() for slot in read)
     several = [read for read in found.values() if any(times[slot] > 1 for slot in read)]
-    several.sort(key=lambda read: min(read.values()))  # not by number: a pass may run inside of another
+    several.sort(key=lambda read: min(read.values()))  # not by number: a pass may run inside another
     for slot, released in seen.release.items():
         read_in = [read for read in several if slot in read]
         if read_in:
@@ -45,7 +45,7 @@ def passes(seen: TraceIndex, end: int) -> list[Pass]:
 
 
 def in_passes(profile: Profile, several: Sequence[Pass], position: Callable[[int], int]) -> Profile:
-    """`profile`, whose first slots are the saved tensors in their order, with values for each of `several` passes."""
+    """Return `profile`, whose first slots are the saved tensors in order, with values for each of `several` passes."""
     if not several:
         return profile
     in_any = {slot for read in several for slot in read}

@@ -1,4 +1,4 @@
-"""Names for the blocks of a step: each is a gradient, an activation of some module, of the loss head..."""
+"""Labels for the memory blocks of a step: gradient, activation of a module, loss head and so on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Names(Trace):
-    """A trace that also knows in which module each tensor was saved, and says where the phases of the step begin."""
+    """A trace that also records the module of each saved tensor, and marks where the phases of the step begin."""
 
     def __init__(self, engine: Engine, mark: Callable[[str, object], None]) -> None:
         super().__init__(engine, mark)
@@ -55,7 +55,7 @@ class Names(Trace):
 
 
 def labels(stream: EventStream, names: Names) -> dict[int, Label]:
-    """What each block turned out to be; blocks without a label are temporaries."""
+    """Return the label of each block; blocks without a label are temporaries."""
     found: dict[int, Label] = {}
     at: dict[int, Allocate] = {}
     blocks: dict[int, Allocate] = {}

@@ -1,4 +1,4 @@
-"""Blocks that checkpoint themselves (torch.utils.checkpoint): plans leave them as they are, and say what that costs."""
+"""Blocks that use torch.utils.checkpoint themselves: plans leave them unchanged, and a note states the cost of that."""
 
 from __future__ import annotations
 
@@ -21,20 +21,27 @@ if TYPE_CHECKING:
 
 
 def without_checkpoints() -> AbstractContextManager[None]:
-    """Run what is checkpointed in this block as if it were not: the same bits, and all of it saved."""
+    """Disable torch.utils.checkpoint inside this `with` block: the same bits, and every tensor saved."""
     return around_checkpoints(lambda: None, off=True)
 
 
 def can_do_without(model: nn.Module) -> bool:
-    """Return True if a step that saves all is no danger to the process.
+    """Return True if a step that saves every tensor is no danger to the process.
 
-    Memory that runs out on a CPU may end it; where blocks repeat, a frugal audit needs no more than checkpoints do.
+    Running out of memory on a CPU may end the process; with repeated blocks a frugal audit needs no more memory than
+    checkpointing does.
     """
     return place_of(model).type != "cpu" or bool(repeated_blocks(model))
 
 
 def told(profile: Profile, checkpointed: Counter[str], without: Profile | None) -> Profile:
-    """Return `profile` with a note of what is `checkpointed`, by path; `without` is of the step that saves all."""
+    """Return `profile` with a note of the `checkpointed` calls.
+
+    Args:
+        profile: Profile of the step with its checkpoints.
+        checkpointed: Number of checkpointed calls by path of the module.
+        without: Profile of the step without checkpoints, if it could be rehearsed.
+    """
     if not checkpointed:
         return profile
     n_calls = checkpointed.total()

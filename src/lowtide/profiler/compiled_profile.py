@@ -1,9 +1,9 @@
-"""From joint graphs and the recording of a compiled step to its profile.
+"""Profile of a compiled step, from its joint graphs and its recording.
 
-The profile has the graphs' values, slots and costs as that of any other step has those of autograd's graph, on the
-step's one axis of positions: a stretch of events outside of compiled code is one, and each call inside of it. So it is
-planned by the same planner. Levels inside are those of `joint_memory.py`, all higher or lower by as much as the plain
-step's measured peak in there is than its reckoned one.
+The profile takes values, slots and costs from the joint graphs, where that of an eager step takes them from autograd's
+graph, so the same planner plans both. All share the step's one axis of positions: each stretch of events outside
+compiled code is a position, and so is each call inside compiled code. Levels inside are those of `joint_memory.py`,
+shifted by the difference between the plain step's measured peak in there and its computed peak.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lowtide.profiler.joint_memory import Half, backward_half, forward_half, ups
 from lowtide.runtime.joint_slots import JointSlots, Recomputed
 
 CALL = "compiled call"
-"""Label of the marks at calls of compiled graphs: "enter" or "leave", the graph's number, and True for its backward."""
+"""Label of the marks at calls of compiled graphs; data: "enter" or "leave", the graph's number, True for backward."""
 
 BYTES_PER_FLOP = 12.0
-"""FLOPs that take as long as one byte that a kernel of its own writes; a fused one takes a quarter."""
+"""FLOPs that take as long as one byte written by a separate kernel; a byte in a fused kernel takes a quarter."""
 
 
 def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float) -> Profile:
-    """The profile of a recorded step, but for what it is made for and what was there before it.
+    """Return the profile of a recorded step, except its fingerprint and static memory.
 
     Raises RehearsalError for a step that can't be planned.
     """
@@ -61,7 +61,7 @@ def _sends(node: JointNode) -> bool:
 
 @dataclass(slots=True)
 class _GraphCall:
-    """One call of a graph: forward, and its backward if that was run. Events are indices in the stream."""
+    """One call of a graph: its forward, and its backward if that was run, as indices of events in the stream."""
 
     graph: int
     forward: tuple[int, int]
@@ -87,21 +87,21 @@ def _calls(stream: EventStream) -> list[_GraphCall]:
                 "backward runs through compiled code more than once (retain_graph=True): what it computes again is "
                 "gone by then. Add up the losses, and call backward once."
             )
-        waiting[-1].backward = span  # the last forward is the first that backward comes to
+        waiting[-1].backward = span  # backward runs through the last forward first
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A joint graph: torch's own partition of it, and that with all slots saved. Forward first, then backward."""
+    """A joint graph with two partitions, torch's own and one with all slots saved: each forward, then backward."""
 
     slots: JointSlots
     plain: tuple[Half, Half]
     saved: tuple[Half, Half]
     unsaved: Half
-    """Forward where nothing is saved."""
+    """Forward with no slot saved."""
     units: list[float]
-    """What each call costs, in FLOPs of a matrix product."""
+    """Cost of each call, in FLOPs of a matrix product."""
 
     @classmethod
     def of(cls, slots: JointSlots) -> _Graph:
@@ -116,11 +116,11 @@ class _Graph:
 
     @property
     def plain_bytes(self) -> int:
-        """What torch saves of it, but for inputs and outputs."""
+        """Bytes that torch's own partition saves, except inputs and outputs."""
         return sum(self.slots.joint.nodes[root].bytes for root in self.slots.roots)
 
     def saved_bytes(self, phase: int, at: int) -> int:
-        """What all slots that backward reads take at a position of forward (0) or backward (1)."""
+        """Return the bytes of all slots that backward reads, at a position of forward (0) or backward (1)."""
         half, nodes = self.saved[phase], self.slots.joint.nodes
         read = [slot.node for slot in self.slots.slots if slot.node in self.saved[1].last]
         return sum(nodes[n].bytes for n in read if (at <= half.last[n] if phase else at >= half.born[n]))
@@ -133,7 +133,7 @@ def _units(node: JointNode) -> float:
 
 
 class _Records:
-    """The records of a profile, with positions for calls of graphs."""
+    """Records of a profile, with positions for calls of graphs."""
 
     def __init__(
         self, graphs: Sequence[_Graph], calls: Sequence[_GraphCall], stream: EventStream, step_ms: float
@@ -141,9 +141,9 @@ class _Records:
         self._graphs, self._calls, self._step_ms = graphs, calls, step_ms
         self._ms_per_unit = step_ms / (sum(sum(graphs[call.graph].units) for call in calls) or 1.0)
         self._base: list[int] = []
-        """For each position the bytes that no slot holds."""
+        """Bytes that no slot holds, for each position."""
         self._at: dict[tuple[int, int], int] = {}
-        """For each call of a graph, and 0 for its forward or 1 for its backward, the first position."""
+        """First position of each call of a graph, by its number and 0 for forward or 1 for backward."""
         self._put_on_axis(stream)
         self._storages: list[Storage] = []
         self._values: list[Value] = []
@@ -196,7 +196,7 @@ class _Records:
             self._base.append(max(levels[done : enter + 1]) - held)
             self._at[number, phase] = len(self._base)
             below = levels[enter] - held
-            # inductor's order, its fusions and scratch memory, for all positions alike
+            # the effect of inductor's order, fusions and scratch memory, the same for all positions
             below += max(levels[enter : leave + 1]) - levels[enter] - max(graph.plain[phase].levels)
             below += graph.saved_bytes(1, 0) if phase else 0
             half = graph.saved[phase]
@@ -206,7 +206,7 @@ class _Records:
         self._base.append(max(levels[done:]) - held)
 
     def _add(self, number: int, graph: _Graph) -> None:
-        """Add storages, values and slots of one call of a graph."""
+        """Add the storages, values and slots of one call of a graph."""
         forward, backward = self._at[number, 0], self._at[number, 1]
         joint, slots = graph.slots.joint, {slot.node: slot for slot in graph.slots.slots}
         order = upstream(joint, slots)
@@ -249,7 +249,7 @@ class _Records:
 
 
 def _coarser(profile: Profile) -> Profile:
-    """`profile` with positions only where something begins or ends."""
+    """Return `profile` with positions only where a storage, slot, call or phase begins or ends."""
     end = len(profile.base_bytes)
     found = {0, *profile.phases.values()}
     found |= {at for storage in profile.storages for at in (storage.allocated_at, storage.freed_at)}

@@ -1,7 +1,8 @@
-"""The rehearsal of a step whose model, or the function around model and loss, torch.compile has compiled as a whole.
+"""Rehearsal of a step in which torch.compile compiles the whole model, or a function around model and loss.
 
-Compiled code decides while it is compiled what it saves for backward. So the step is compiled under a partitioner that
-does what torch does and notes each joint graph; then it is recorded with a mark at each call of compiled code.
+The tensors that compiled code saves for backward are chosen at compile time. So the step is compiled under a
+partitioner that does as torch's does and notes each joint graph; then it is recorded with a mark at each call of
+compiled code.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 def rehearse_compiled(
     model: nn.Module, step: Callable[[Any], Any], batch: Any, *, optimizer: Optimizers = None
 ) -> Profile:
-    """The profile of `step(batch)`, which is compiled anew and run three times."""
+    """Return the profile of `step(batch)`, which is recompiled and run three times."""
     check_compiled(model)
     graphs: list[JointSlots] = []
     partitioner = Partitioner(apart=products_are_apart())
@@ -82,7 +83,7 @@ def rehearse_compiled(
 
 @contextlib.contextmanager
 def _noted_calls(model: nn.Module) -> Iterator[list[str]]:
-    """Shapes and dtypes of what a compiled model is called with; none where it is called in compiled code."""
+    """Collect shapes and dtypes of a compiled model's arguments; none where compiled code calls the model."""
     found: list[str] = []
 
     def around(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Modules that save something else in each step, as a recurrent layer does on the CPU where lengths differ."""
+"""Modules that save different tensors in each step, such as a recurrent layer on the CPU where lengths differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class CallShape:
-    """A module call, by its path, the call that it is in, and how many tensors it saved itself."""
+    """A module call: its path, the call around it, and the number of tensors that it saved itself."""
 
     path: str
     parent: int | None
@@ -16,9 +16,9 @@ class CallShape:
 
 
 def modules_that_differ(one: Sequence[CallShape], other: Sequence[CallShape]) -> frozenset[str]:
-    """Paths of the innermost modules of which a call did something else in the one step than in the other.
+    """Return the paths of the innermost modules with a call that differs between the steps.
 
-    With the model's own path, "", the steps have nothing else in common.
+    The model's own path, "", means that the steps have nothing else in common.
     """
     return frozenset(_uneven(_Step(one), _Step(other), None, None))
 
@@ -34,7 +34,7 @@ class _Step:
         return self.inside.get(index, [])
 
     def looks(self, index: int | None) -> tuple[int, list[str]]:
-        """What is to be seen of a call without looking into those inside of it."""
+        """Return the number of tensors that a call saved itself, and the paths of the calls directly inside it."""
         n_saved = 0 if index is None else self.calls[index].n_saved
         return n_saved, [self.calls[child].path for child in self.calls_in(index)]
 

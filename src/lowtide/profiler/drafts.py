@@ -1,4 +1,4 @@
-"""What a rehearsal collects while it runs; `assemble.py` makes the frozen records of it."""
+"""Drafts that a rehearsal fills in while it runs; `assemble.py` turns them into the frozen records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OVERWRITTEN = "it is made of a tensor that is overwritten before backward"
 
 @dataclass(slots=True, kw_only=True)
 class ValueDraft:
-    """One output of one autograd node."""
+    """Output of one autograd node."""
 
     bytes: int
     node: str
@@ -25,22 +25,22 @@ class ValueDraft:
     refused: str | None = None
     operands: tuple[int, ...] = ()
     overwrites: int | None = None
-    """The one of them that is written over if nobody holds it."""
+    """Operand that the recompute writes over if nothing else holds it."""
     own_strides: bool = False
-    """Whether its strides are known only where it is saved, and not on the way to something else."""
+    """True if the strides are known only where the value is saved, not where it is an intermediate."""
     cost_ms: float = 0.0
     flops: int = 0
     transient_bytes: int = 0
     spent: int | None = None
-    """Which run of a recipe was measured for it."""
+    """Number of the recipe run that was measured for the value."""
     state_of: int | None = None
-    """The call from which on it is held, for what no node made and no slot holds: random numbers, bits of masks."""
+    """Call from which on the value is held, for state without a node or slot: random numbers, bits of masks."""
     noted: int | None = None
-    """For an operand that autograd does not record: which of those that were noted in the step."""
+    """Number, among those noted in the step, of an operand that autograd does not record."""
 
     @property
     def is_seed(self) -> bool:
-        """Whether replays leave it alone."""
+        """Return True if replays leave the value alone."""
         is_saved = self.state_of is None and self.noted is None
         return not self.node and is_saved and 0 < self.bytes <= SEED_BYTES
 
@@ -72,9 +72,9 @@ class CallDraft:
     advance_ms: float = 0.0
     advance_flops: int = 0
     state: int | None = None
-    """The value that stands for what a replay holds besides its arguments."""
+    """Value that stands for the state that a replay holds in addition to its arguments."""
 
 
 def describe(tensor: Tensor, node: str) -> str:
-    """`GeluBackward0 [8, 1024, 3072] float32`."""
+    """Describe a tensor by node, shape and dtype: `GeluBackward0 [8, 1024, 3072] float32`."""
     return f"{node_name(node) or 'leaf'} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -1,7 +1,8 @@
-"""Until when somebody else than the rehearsal holds memory of which the rehearsal keeps what was saved.
+"""Track until when code outside the rehearsal holds memory that the rehearsal keeps, too.
 
-A trace keeps tensors that other plans recompute. When such a tensor's memory would go by itself is when the rehearsal
-is the last that holds it: a loop's variable has taken the next result, a list of results has gone with its function.
+A trace keeps tensors that other plans recompute. Without the trace, the memory of such a tensor would be freed at the
+moment when the rehearsal becomes its last holder: a loop variable has been rebound to the next result, or a list of
+results has been freed with its function.
 """
 
 from __future__ import annotations
@@ -24,48 +25,48 @@ if TYPE_CHECKING:
 
 
 RECENT = 16
-"""Entries that every look goes through: the last ones, which loops mostly drop first, and as many of the others."""
+"""Latest entries that each look checks, because loops mostly drop these first; as many others a look, on average."""
 
 
 class _Memory:
-    """Memory of kept values, and the rehearsal's tensors that have it."""
+    """Memory of kept values, and the rehearsal's tensors in it."""
 
     __slots__ = ("looked", "storage", "tensors")
 
     def __init__(self, storage: WeakStorage, looked: int) -> None:
         self.storage = storage
         self.looked = looked
-        """Number of the last look that found it held by others."""
+        """Number of the last look that found external references to the memory."""
         self.tensors: Counter[int] = Counter()
-        """By `id`, how many of ours have it."""
+        """Number of the rehearsal's holders of each tensor in the memory, by the tensor's `id`."""
 
     @property
     def ours(self) -> int:
-        """How many there are: one that several of ours have is one owner of the memory."""
+        """Number of the rehearsal's tensors; a tensor with several holders is one owner of the memory."""
         return len(self.tensors)
 
 
 class ExternalReferences:
-    """The memory of kept values that others hold, too.
+    """Memory of kept values that code outside the rehearsal holds, too.
 
-    A look at all entries at every mark would be quadratic in the length of a step whose results stay in a list. So the
-    last `RECENT` entries are looked at each time, those of a call where it ends, and all where `everything` is asked
-    for or as many looks have passed as there are entries / `RECENT`. The work is linear in marks and entries.
+    Checking all entries at every mark would be quadratic in the length of a step whose results stay in a list. So each
+    look checks the last `RECENT` entries, the end of a call also checks the call's entries, and all entries are checked
+    on `everything` or once (number of entries / `RECENT`) looks have passed. The work is linear in marks and entries.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, _Memory] = {}
-        """Entries by the address of their memory, in order."""
+        """Entries by address of their memory, in order."""
         self._counted: dict[int, weakref.ref[Value | Handle]] = {}
-        """By `id`, holders of the rehearsal's tensors."""
+        """Holders of the rehearsal's tensors, by `id`."""
         self._made: weakref.WeakSet[Value] = weakref.WeakSet()
-        """What is to be made again, of which the operands are watched."""
+        """Values to be recomputed, whose operands are watched."""
         self._looks = self._due = 0
         self.n_watched = 0
-        """Entries that there have been."""
+        """Number of entries so far, removed ones included."""
 
     def watch(self, handle: Handle) -> None:
-        """Watch the memory of what `handle` claims, and of what that is made of."""
+        """Watch the memory of the value of `handle`, and of the operands of its recompute."""
         pending = [handle]
         while pending:
             handle = pending.pop()
@@ -82,7 +83,7 @@ class ExternalReferences:
                 pending += [operand for operand in value.maker.operands if operand is not None]
 
     def _count(self, holder: Value | Handle, tensor: Tensor) -> None:
-        """`holder` has `tensor` for as long as it lives."""
+        """Count `tensor` as the rehearsal's for as long as `holder` lives."""
         key = id(holder)
         if key in self._counted or not storage_id(tensor):
             return
@@ -105,14 +106,14 @@ class ExternalReferences:
         self._counted[key] = weakref.ref(holder, gone)
 
     def let_go(self, *, since: int | None = None, everything: bool = False) -> tuple[tuple[int, int], ...]:
-        """Look for memory that has only the rehearsal's values left.
+        """Find memory that only the rehearsal's values still hold.
 
         Args:
-            since: Look at entries from this one on (`n_watched` at the time), beside the recent ones.
-            everything: Look at all entries.
+            since: Check entries from this one on (`n_watched` at the time), in addition to the recent ones.
+            everything: Check all entries.
 
         Returns:
-            For each such memory, once: its address and how many looks ago it was last seen held by others.
+            Address of each such memory, once, and the number of looks since external references were last seen.
         """
         self._looks += 1
         self._due += RECENT

@@ -1,7 +1,7 @@
-"""What can't be made again after all, because what it is made of is gone when it is saved.
+"""Reject recomputes whose operands have already been freed when the tensor is saved.
 
-The audit holds every tensor. Under a plan, as in a plain step, a branch of the graph that nobody will ever read is gone
-with its result, and so is what it alone had saved.
+The audit holds every tensor. Under a plan, as in a plain step, a branch of the graph that backward never reads is freed
+with its result, together with the tensors that only this branch had saved.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lowtide.profiler.trace_reader import TraceIndex
 
 
 def reject_unavailable(values: list[ValueDraft], slots: list[SlotDraft], seen: TraceIndex) -> None:
-    """Keep such values. They come after what they need."""
+    """Keep values whose operands have been freed when the value is saved. `values` come after their operands."""
     saved: dict[int, list[int]] = {}
     for n, slot in enumerate(slots):
         if n in seen.packed:
@@ -25,7 +25,7 @@ def reject_unavailable(values: list[ValueDraft], slots: list[SlotDraft], seen: T
 
     @cache
     def is_there(index: int, event: int) -> bool:
-        """Whether somebody holds a value by then, or it can be made of what somebody holds."""
+        """Return True if the value is held at `event`, or can be recomputed from held values."""
         if values[index].noted is not None:
             earlier = [n for n in claims.get(index, ()) if seen.packed[n] < event]
             return not earlier or any(event < seen.release.get(n, math.inf) for n in earlier)
@@ -45,7 +45,7 @@ def reject_unavailable(values: list[ValueDraft], slots: list[SlotDraft], seen: T
 
 
 def _claims(values: list[ValueDraft], saved: dict[int, list[int]]) -> dict[int, set[int]]:
-    """For each operand that autograd does not record the slots that can be made of it: with the first it is theirs."""
+    """Return, for each operand that autograd does not record, the slots recomputed from it; the first one claims it."""
     found: dict[int, set[int]] = {}
     for index, slots in saved.items():
         pending = [*values[index].operands]

@@ -1,8 +1,8 @@
 """Rehearsals of models that `fully_shard` has sharded (`runtime/fsdp_scopes.py`).
 
-A unit gathers its parameters before its forward, lets go of them after it, and gathers them again for its backward.
-While a unit is audited it does not let go of them: what it saved is made again in its forward. And of what is made
-inside of it, only that is decided about which is read inside of it, too.
+A unit gathers its parameters before its forward, frees them afterwards, and gathers them again for its backward. While
+a unit is audited it keeps the gathered parameters, because its saved tensors are recomputed during its forward. Of the
+values made inside a unit, only those that are also read inside it are decided about.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AROUND_UNITS = "the sharded modules in it are run again instead, one at a time"
 
 
 class FsdpUnits:
-    """The units of a model that are sharded again between their forward and their backward, during an audit."""
+    """Units of an audited model that are resharded between their forward and their backward."""
 
     def __init__(self, model: nn.Module) -> None:
         found = units(model.modules())
@@ -35,7 +35,7 @@ class FsdpUnits:
         asked = (unit for unit in found if unit in inside or not parts_by_itself(unit))
         self.apart = frozenset(u for u in asked if any(group.parts_after_forward for group in shard_groups(u)))
         self.gone = frozenset(u for u in self.apart if not all(g.is_whole_in_backward for g in shard_groups(u)))
-        """Of these, those that are not gathered for their backward."""
+        """Units of `apart` that are not gathered for their backward."""
         modules = model.modules() if self.apart else ()
         self.around = frozenset(m for m in modules if any(b in self.apart for b in m.modules() if b is not m))
         """Modules that have units inside."""
@@ -44,7 +44,7 @@ class FsdpUnits:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """This block counts what units send, and keeps each whole from its `hold` to its `let_go`."""
+        """Count the collectives of units inside this `with` block; keep each unit whole from `hold` to `let_go`."""
         with ExitStack() as stack:
             for counted in self._gathering:
                 stack.enter_context(counted)
@@ -56,18 +56,18 @@ class FsdpUnits:
 
     @property
     def n_sent(self) -> int:
-        """Collective operations that gathered parameters."""
+        """Number of collective operations that gathered parameters."""
         return sum(counted.n for counted in self._gathering)
 
     def hold(self, module: nn.Module) -> None:
-        """A call begins: a unit stays whole when its forward is over."""
+        """Keep a unit whole after its forward, from the beginning of its call on."""
         if module in self.apart:
             self._held.append(module)
             for group in shard_groups(module):
                 group.stay_whole()
 
     def let_go(self, module: nn.Module) -> None:
-        """It is over, and nothing is tried any more."""
+        """Reshard a unit after its call, when all trials are done."""
         if module in self.apart:
             self._held.remove(module)
             self._let_go(module)
@@ -78,7 +78,7 @@ class FsdpUnits:
 
 
 class _Counted:
-    """What gathers the parameters of a group, with a count of its collective operations."""
+    """Gather function of a group's parameters that counts its collective operations."""
 
     def __init__(self, group: ShardGroup) -> None:
         self._group = group
@@ -103,18 +103,18 @@ class _Counted:
 
 
 class FsdpScopes:
-    """Inside of which call of a unit each value was made."""
+    """Calls of units inside which values were made."""
 
     def __init__(self) -> None:
         self.allocated_at: dict[int, int] = {}
-        """By value, the number of the autograd node that made it."""
+        """Number of the autograd node that made each value."""
         self.spans: dict[int, tuple[int, int]] = {}
-        """By call of a unit, the first number of a node made inside of it, and the first one after."""
+        """First number of a node made inside each call of a unit, and the first number after the call."""
         self.gone: set[int] = set()
-        """Those of them that are not gathered for their backward."""
+        """Calls of units that are not gathered for their backward."""
 
     def of(self, index: int) -> int | None:
-        """The innermost call of a unit in which a value was made; None for a value that was made in none."""
+        """Return the innermost call of a unit inside which a value was made, or None."""
         number = self.allocated_at.get(index)
         if number is None:
             return None
@@ -125,7 +125,7 @@ class FsdpScopes:
 def settle(
     values: Sequence[ValueDraft], slots: Sequence[SlotDraft], calls: Sequence[CallDraft], homes: FsdpScopes
 ) -> None:
-    """Refuse what would have to be made again where the unit that made it is not whole."""
+    """Refuse values that would be recomputed where the unit that made them is not whole."""
     if not homes.spans:
         return
     around: list[frozenset[int]] = []
@@ -153,7 +153,7 @@ def settle(
 
 
 def _upstream(index: int, values: Sequence[ValueDraft], home: Collection[int], held: Collection[int]) -> set[int]:
-    """What might have to be made again for a value, of what has a home: itself, and what it takes that is not held."""
+    """Return the values with a home that may be recomputed for a value: itself, and its operands that are not held."""
     found: set[int] = set()
     pending = [index]
     while pending:

@@ -1,4 +1,4 @@
-"""How fast memory of a device is copied to the host and back."""
+"""Measure host-device copy bandwidth."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import torch
 from lowtide.state.step_outcome import is_out_of_memory
 
 PROBE_BYTES = 2**24
-"""Little, for a GPU may be nearly full, and long enough: about a millisecond."""
+"""Small, because a GPU may be nearly full, but large enough to time: a copy takes about a millisecond."""
 RUNS = 3
 
 
 def host_bandwidth(device: torch.device | str) -> float | None:
-    """Of the slower way, to and from pinned memory; None for the CPU, and where there is no memory left to try it."""
+    """Return the bandwidth in bytes per ms of the slower direction, to or from pinned memory.
+
+    None for the CPU, and where no memory is left to measure it.
+    """
     device = torch.device(device)
     if device.type != "cuda":
         return None
@@ -28,7 +31,7 @@ def host_bandwidth(device: torch.device | str) -> float | None:
 
 
 def _took_ms(to: torch.Tensor, source: torch.Tensor) -> float:
-    """The least of a few runs; the first pays for what is set up."""
+    """Return the shortest time of `RUNS` copies in ms; the first one pays for setup."""
     took = list[float]()
     for _ in range(RUNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
-"""Bytes in memory while a compiled graph runs, call by call, as its joint graph says.
+"""Bytes in memory while a compiled graph runs, call by call, computed from its joint graph.
 
-A value takes memory where inductor has to write it down: what an outside kernel or a reduction makes, what an outside
-kernel reads, and what is given on. All else exists within fused kernels only. The order is the joint graph's; what is
-computed again comes right before the first call that needs it. Inductor orders and fuses anew, writes over donated
-memory, and outside kernels have scratch memory: by how much all this differs is measured (`compiled_steps.py`).
+A value takes memory where inductor has to write it: results of extern kernels and reductions, arguments of extern
+kernels, and outputs. All other values exist within fused kernels only. The order is that of the joint graph; recomputed
+values come right before the first call that needs them. Inductor reorders and fuses, writes over donated memory, and
+extern kernels have scratch memory: the difference that all this makes is measured (`compiled_steps.py`).
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from lowtide.runtime.joint_slots import Recomputed
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """Forward or backward of a joint graph. Positions count its calls, and one more for its end."""
+    """Forward or backward half of a joint graph. Positions are its calls, and one more for its end."""
 
     levels: tuple[int, ...]
-    """Bytes at each position, over those at its beginning."""
+    """Bytes at each position, relative to the beginning of the half."""
     born: dict[int, int]
-    """For each value that takes memory the position that allocates it."""
+    """Position that allocates each value that takes memory."""
     first: dict[int, int]
-    """For each value that is read the first position that does, and the last."""
+    """First position that reads each value."""
     last: dict[int, int]
+    """Last position that reads each value."""
 
 
 def forward_half(joint: JointGraph, recomputed: Recomputed) -> Half:
-    """Forward, which gives backward what `recomputed` says."""
+    """Return forward, which gives backward the values named by `recomputed`."""
     nodes = joint.nodes
     outputs = [*joint.forward_outputs, *(i for i in recomputed.given if nodes[i].kind != "input")]
     return _half(joint, upstream(joint, outputs), (), outputs)
 
 
 def backward_half(joint: JointGraph, recomputed: Recomputed) -> Half:
-    """Backward, which lets go of what it was given when it was read for the last time."""
+    """Return backward, which frees each value that it was given after the last read."""
     nodes = joint.nodes
     given = {nodes[i].root for i in recomputed.given} | {i for i, node in enumerate(nodes) if node.is_tangent}
     given = {root for root in given if nodes[root].kind != "input" or nodes[root].is_tangent}
@@ -44,7 +45,7 @@ def backward_half(joint: JointGraph, recomputed: Recomputed) -> Half:
 
 
 def upstream(joint: JointGraph, found: Iterable[int]) -> list[int]:
-    """These values and all from which they are computed, in order."""
+    """Return the values `found` and all values from which they are computed, in order."""
     reached, pending = set[int](), list(found)
     while pending:
         node = pending.pop()
@@ -71,7 +72,7 @@ def _backward_order(joint: JointGraph, again: Collection[int]) -> list[int]:
 
 
 def written(joint: JointGraph, order: Sequence[int], outputs: Collection[int]) -> set[int]:
-    """The values of `order` that inductor writes to memory."""
+    """Return the values of `order` that inductor writes to memory."""
     nodes, inside, outputs = joint.nodes, set(order), set(outputs)
     into = _into_sums(joint, inside, outputs)
     sums = set(into.values())
@@ -96,9 +97,9 @@ def written(joint: JointGraph, order: Sequence[int], outputs: Collection[int]) -
 
 
 def _into_sums(joint: JointGraph, inside: Collection[int], outputs: Collection[int]) -> dict[int, int]:
-    """Matrix products that inductor has added to something as they are computed (`addmm`), and these sums.
+    """Return the matrix products that inductor fuses into a following sum (`addmm`), with these sums.
 
-    Both are one call then, in the place of the sum, until which the product's operands wait.
+    Product and sum are one call then, at the place of the sum; the product's operands stay in memory until there.
     """
     nodes, found = joint.nodes, dict[int, int]()
     for at in sorted(inside):
@@ -118,7 +119,7 @@ def _half(joint: JointGraph, order: Sequence[int], given: Collection[int], outpu
     is_written = written(joint, order, outputs)
     earliest: dict[int, int] = {}
     latest: dict[int, int] = {}
-    for value in reversed(order):  # a fused value is computed where those that read it are
+    for value in reversed(order):  # a fused value is computed where its readers are
         users = [user for user in nodes[value].users if user in place]
         own = -1 if nodes[value].kind == "view" else place[value]
         is_own = value in is_written or not users

@@ -1,4 +1,4 @@
-"""What a trial run is judged by: the time and FLOPs it takes, and whether its results are the same bits."""
+"""Measure a trial run: its time, its FLOPs, and its results bit for bit."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CAN_GO_WRONG = (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError)
-"""What a call may raise that is run again where it must not be."""
+"""Exceptions that a call may raise when it is run again although it must not be."""
 
 SHORT_MS = 20.0
-"""What took less is timed once more."""
+"""Runs shorter than this are timed again."""
 
 
 def attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """The two matrix products of attention. Torch's formula refuses keys of fewer heads than queries before 2.13."""
+    """Return the FLOPs of attention's two matrix products.
+
+    Torch's formula refuses keys of fewer heads than queries before 2.13.
+    """
     return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
@@ -45,7 +48,7 @@ FORMULAS = flop_registry | {
 
 
 class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts FLOPs of forwards. For trial runs only: under a dispatch mode autograd records other ops."""
+    """A counter of FLOPs in forward. For trial runs only: under a dispatch mode autograd records other ops."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -55,28 +58,28 @@ class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         formula = FORMULAS.get(packet_of(func))
         if formula is not None:
-            with contextlib.suppress(AssertionError, *CAN_GO_WRONG):  # one that refuses its arguments counts nothing
+            with contextlib.suppress(AssertionError, *CAN_GO_WRONG):  # a refusing formula counts nothing
                 self.total += int(formula(*args, **(kwargs or {}), out_val=out))
         return out
 
 
 class Meter:
-    """What each run of a recipe took."""
+    """Time and FLOPs of each run of a recipe."""
 
     def __init__(self, mark: Callable[[str, object], None], flops: Flops, place: torch.device) -> None:
         self._mark, self._flops, self._place = mark, flops, place
         self._runs: list[ValueDraft] = []
-        """In order; the marks `making` and `made` carry the index."""
+        """Runs in order; the marks `making` and `made` carry the index."""
         self._last: dict[Recompute, int] = {}
         self._begun = (0.0, 0)
 
     def making(self) -> None:
-        """A recipe is about to run."""
+        """Start measuring a recipe that is about to run."""
         self._mark("making", len(self._runs))
         self._begun = now_ms(self._place), self._flops.total
 
     def made(self, maker: Recompute, result: Tensor) -> None:
-        """Note a run. Of several runs of a recompute the least time counts, and the FLOPs of the run that has them."""
+        """Record a run. The least time and the most FLOPs of a recompute's runs count: some runs count no FLOPs."""
         began, flops = self._begun
         cost_ms = now_ms(self._place) - began
         flops = self._flops.total - flops
@@ -90,11 +93,11 @@ class Meter:
         self._runs.append(ValueDraft(bytes=size, node=maker.recipe.node, cost_ms=cost_ms, flops=flops, spent=number))
 
     def of(self, maker: Recompute) -> ValueDraft:
-        """What a recompute took."""
+        """Return the measured cost of a recompute."""
         return self._runs[self._last[maker]]
 
     def forget(self) -> None:
-        """Hold no recompute any longer."""
+        """Release all recomputes."""
         self._last.clear()
 
 
@@ -105,13 +108,13 @@ def timed(
     eagerly: Callable[[], object],
     aside_ms: Callable[[], float] = lambda: 0.0,
 ) -> tuple[T, float, int]:
-    """What `run` gives, the milliseconds that it takes and its FLOPs. Short runs are run twice: counting takes time.
+    """Return the result of `run`, its milliseconds and its FLOPs. Short runs are run twice: counting takes time.
 
-    `aside_ms` gives the time so far that is no part of what `run` takes.
+    `aside_ms` returns the time so far that does not count as time of `run`.
 
-    In compiled code no operators are seen, and a mode around it would have the compiler give it up for good. So where
-    there may be any, FLOPs are counted in a run of their own: `eagerly`, which does the same work, without compiled
-    code. Where that can't be run the work counts as none.
+    Operators in compiled code are invisible, and a dispatch mode around it would make the compiler give up for good. So
+    where code may be compiled, FLOPs are counted in a separate run: `eagerly`, which does the same work without
+    compiled code. If `eagerly` fails, the work counts as 0 FLOPs.
     """
     before, compiled = flops.total, anything_compiled()
     began = now_ms(place) - aside_ms()
@@ -131,9 +134,9 @@ def timed(
 
 
 def advance(frame: ReplayFrame, returned: Any, flops: Flops, place: torch.device) -> tuple[Tensor, float, int] | None:
-    """The result in what the call of `frame` `returned`, and the time and FLOPs of running it forward for that.
+    """Advance the call of `frame`. Return the result tensor in `returned`, and the time in ms and FLOPs of the advance.
 
-    None where it gives other bits, or can't be had so.
+    None if the advance gives other bits or is not possible.
     """
     found = result_node(frame, returned)
     if found is None:

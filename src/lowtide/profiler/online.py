@@ -1,10 +1,10 @@
-"""A rehearsal in steps that are really taken: of a training loop that can't be called as a function.
+"""Rehearsal during real training steps, for a training loop that can't be called as a function.
 
-One step is audited and another one traced, as `rehearse` does; only that nothing is run on trial and nothing put back.
-Both leave the same bits as the plain step, so training goes on as if nobody had looked. They may be on batches of two
-sizes: then what was audited is taken to grow with what the trace saw (`rescale.py`).
+One step is audited and another is traced, as in `rehearse`, but no step is run on trial and nothing is restored. Both
+leave the same bits as the plain step, so training continues unaffected. The two batches may differ in size: then the
+audit is rescaled to the sizes that the trace recorded (`rescale.py`).
 
-The audit is always a frugal one: who takes the steps can't take the first one again if it runs out of memory.
+The audit is always a frugal one, because the training loop can't repeat its first step if that runs out of memory.
 """
 
 from __future__ import annotations
@@ -54,60 +54,60 @@ if TYPE_CHECKING:
 NOT_RUN = "no plain step was run: its peak is predicted"
 
 PATIENCE = 20
-"""Steps in which the largest size that there was may come again. After them the largest so far is good enough."""
+"""Steps during which the profiler waits for the largest size to recur. After them the largest traced size is used."""
 
 GROWN = 2
-"""How many times as large as an audited batch one may be without being audited itself."""
+"""Largest ratio of a batch to an audited batch at which the batch is not audited itself."""
 
 
 class OnlineProfiler:
-    """Rehearses `model` while somebody else trains it: `profile` is there when enough steps were seen.
+    """Profiler of `model` during its training; `profile` is set once enough steps were recorded.
 
-    Each step is reported with `begin(batch)` before its first forward and `end()` after the optimizer's update, and
-    `leave()` takes everything out of the model. The first batch is audited, as is each of a new form or that is much
-    larger, and all others are traced; with `plain` one more is run without any plan, for the true peak and time. The
-    profile is of the largest size there was when that came twice, and after PATIENCE steps of the largest that was
-    traced. `why` says what was wrong with steps that can't be used.
+    Each step is reported with `begin(batch)` before its first forward and `end()` after the optimizer's update;
+    `leave()` removes all hooks from the model. The first batch is audited, as is each batch of a new form or of a much
+    larger size; all others are traced. With `plain` one more step runs without any plan, for its true peak and time.
+    The profile is of the largest size so far, once that size came twice; after PATIENCE steps, of the largest size that
+    was traced. `why` lists the reasons why steps can't be used.
     """
 
     def __init__(
         self, model: nn.Module, *, plain: bool = False, in_place: bool = True, checkpoints: bool = True
     ) -> None:
-        """Unless `checkpoints`, what checkpoints itself in these steps does not."""
+        """Prepare the profiler; unless `checkpoints`, torch.utils.checkpoint is disabled in the recorded steps."""
         self.model = model
         self._in_place = in_place
         self._checkpoints = checkpoints
         self.checkpointed: Counter[str] = Counter()
-        """By the path of the module that it is in, how many calls were given to torch.utils.checkpoint."""
+        """Number of torch.utils.checkpoint calls by path of the module that they run in."""
         self.profile: Profile | None = None
         self.why: list[str] = []
         self.n_steps = 0
-        """Steps that were seen to their end and could be used."""
+        """Number of complete, usable steps."""
         self._plain = plain
         self._patience = PATIENCE
-        """Steps in which the largest size is waited for."""
+        """Number of steps during which the profiler waits for the largest size."""
         self._watch: _StepRecorder | None = None
         self._audited: dict[str, _Audited] = {}
-        """By the form of the batch."""
+        """Audited steps by form of the batch."""
         self._best: _Traced | None = None
-        """The largest step that was traced."""
+        """Largest traced step."""
         self._largest: _Audited | _Traced | None = None
-        """The largest step of all."""
+        """Largest step of all."""
         self._fullest: _Audited | _Traced | None = None
-        """The one that saved most."""
+        """Step that saved most."""
         self._seen: Counter[Fingerprint] = Counter()
         self._left_alone: frozenset[str] = frozenset()
-        """Paths of modules that save something else in each step."""
+        """Paths of modules that save different tensors in each step."""
         self._to_come: Update | None = None
-        """An update by optimizers of the model that have not stepped in the steps so far."""
+        """Update by optimizers of the model that have not stepped so far."""
 
     @property
     def n_sizes(self) -> int:
-        """How many sizes there were."""
+        """Number of batch sizes so far."""
         return len(self._seen)
 
     def begin(self, batch: Any, optimizers: Iterable[Optimizer] = ()) -> None:
-        """A step begins: the model is about to be called with `batch`. Gradients may be there or not."""
+        """Begin a step, before the model is called with `batch`. Gradients may exist or not."""
         self.leave()
         if self.profile is not None:
             return
@@ -115,7 +115,7 @@ class OnlineProfiler:
         check_sharding(self.model.modules())
         found, place = fingerprint(self.model, batch), place_of(self.model)
         if any(size.model != found.model for size in self._seen):
-            self._forget()  # others are trained since
+            self._forget()  # other parameters are trained now
         optimizers = tuple(optimizers)
         if self._audited:
             waiting = [o for o in optimizers_of(self.model) if all(o is not known for known in optimizers)]
@@ -125,7 +125,7 @@ class OnlineProfiler:
         watch = _StepRecorder(found, static, addresses, place)
         watch.n_with_new_buckets = n_with_new_buckets(self.model.modules())
         watch.start()
-        self._watch = watch  # not before: what can't be recorded has no end
+        self._watch = watch  # only now: a recording that failed to start must not be ended
         if not self._checkpoints:
             watch.leave.enter_context(without_checkpoints())
         if known is None or _size(found) > GROWN * _size(known.fingerprint):
@@ -133,14 +133,14 @@ class OnlineProfiler:
             watch.audit.excluded_modules = self._left_alone
             watch.leave.enter_context(watch.audit.running())
         elif not self._plain or best is None or best.fingerprint != found or best.plain is not None:
-            # Also where nothing is left to be found out: this takes the least memory.
+            # Trace also when nothing remains to be measured: this needs the least memory.
             engine = MaxSavingEngine(self.model, known.audit, in_place=known.fingerprint == found)
             engine.excluded_modules = self._left_alone
             watch.known, watch.engine, watch.trace = known, engine, Trace(engine, watch.mark)
             watch.leave.enter_context(watch.trace.running())
 
     def end(self) -> None:
-        """The step is over. May be called from a hook of the optimizer: it changes no hooks."""
+        """End the step. Hooks of the optimizer may call it: it changes no hooks."""
         watch = self._watch
         if watch is None or not watch.runs:
             return
@@ -163,7 +163,7 @@ class OnlineProfiler:
         self._settle(may_wait=self.n_steps < self._patience)
 
     def _trace(self, watch: _StepRecorder, known: _Audited, trace: Trace) -> None:
-        """A step was traced. Raises _Unusable, and lets go of its audit if another one is needed for such steps."""
+        """Use a traced step. Raises _Unusable, and drops the step's audit if such steps need another one."""
         audit, is_alike = known.audit, watch.size == known.fingerprint
         if trace.inputs != audit.inputs and (is_alike or len(trace.inputs) != len(audit.inputs)):
             if _n_elements(trace.inputs) > _n_elements(audit.inputs):
@@ -189,7 +189,7 @@ class OnlineProfiler:
         self._compare(traced)
 
     def _leave_alone(self, paths: frozenset[str]) -> None:
-        """Begin anew, without these modules."""
+        """Exclude the modules at `paths` and start over."""
         self._left_alone |= paths
         self._forget()
 
@@ -204,33 +204,33 @@ class OnlineProfiler:
             self._fullest = found
 
     def finish(self) -> None:
-        """No step will come any more: the profile is of the largest that was traced, if any was."""
+        """Set the profile to that of the largest traced step, if any, because no further steps will come."""
         if self.profile is None:
             self._settle(may_wait=False)
 
     def begin_anew(self) -> None:
-        """Rehearse larger batches: a step is enough that is traced, as is one of a size that the audits are good for.
+        """Start over for larger batches; one traced step is enough, which any size covered by the audits gives.
 
-        Of the earlier steps nothing is held but the audits.
+        Of the earlier steps only the audits are kept.
         """
         self.profile, self._best, self._largest, self._fullest = None, None, None, None
         self._seen.clear()
         self._patience = 0
 
     def give_up(self) -> None:
-        """Record no longer. For hooks of the optimizer, too; `leave` is still to be called."""
+        """Stop recording. Hooks of the optimizer may call it; `leave` must still be called afterwards."""
         if self._watch is not None:
             self._watch.end()
 
     def leave(self) -> None:
-        """Take everything out of the model; a step that has not ended is given up. Not for hooks of the optimizer."""
+        """Remove all hooks from the model and give up an unfinished step. Not for hooks of the optimizer."""
         if self._watch is not None:
             watch, self._watch = self._watch, None
             watch.end()
             watch.leave.close()
 
     def _settle(self, *, may_wait: bool) -> None:
-        """The profile is of the largest step that was traced, if nothing is worth waiting for."""
+        """Set the profile to that of the largest traced step, unless waiting for further steps is worthwhile."""
         best, largest, fullest = self._best, self._largest, self._fullest
         if best is None or largest is None or fullest is None:
             return
@@ -244,14 +244,14 @@ class OnlineProfiler:
 
 
 class _Unusable(Exception):
-    """What was wrong with a step."""
+    """Reason why a step can't be used."""
 
 
 class _Audited:
-    """A step that was audited."""
+    """An audited step."""
 
     def __init__(self, fingerprint: Fingerprint, audit: Audit, recorder: Recorder) -> None:
-        """Raises _Unusable and RehearsalError."""
+        """Settle the audit of a step. Raises _Unusable and RehearsalError."""
         if len(audit.streams) > 1:
             raise RehearsalError(SEVERAL_STREAMS)
         check_saved(audit.model, audit)
@@ -263,21 +263,21 @@ class _Audited:
         self.fingerprint, self.audit = fingerprint, audit
 
     def extent(self) -> tuple[int, int]:
-        """How large it is: by what the model was given. A first call that makes its state by itself is not larger."""
+        """Return the step's size, inputs first: a first call that saves more because it creates state is no larger."""
         return _n_elements(self.audit.inputs), self.saved_bytes()
 
     def saved_bytes(self) -> int:
-        """Of all that is saved for backward."""
+        """Return the bytes of all tensors saved for backward."""
         return _saved_bytes(self.audit.values, self.audit.slots)
 
 
 class _Traced:
-    """A step that was traced, under the most saving decisions that an audit of it or of a step like it led to."""
+    """A traced step, under the most saving decisions from an audit of this step or of a similar one."""
 
     def __init__(self, watch: _StepRecorder, audited: _Audited, trace: Trace) -> None:
         self.fingerprint = watch.size
         self.plain: tuple[int, float] | None = None
-        """Peak in bytes and milliseconds of such a step without any plan."""
+        """Peak in bytes and time in milliseconds of such a step without any plan."""
         assert watch.engine is not None
         self._watch, self._trace, self._decisions = watch, trace, watch.engine.decisions
         self._audit = audit = audited.audit
@@ -289,22 +289,22 @@ class _Traced:
             )
 
     def extent(self) -> tuple[int, int]:
-        """How large it is, as that of an audited step."""
+        """Return the step's size, comparable with that of an audited step."""
         return _n_elements(self._trace.inputs), self.saved_bytes()
 
     def saved_bytes(self) -> int:
-        """Of all that is saved for backward."""
+        """Return the bytes of all tensors saved for backward."""
         return _saved_bytes(self._values, self._audit.slots)
 
     def profile(self, model: nn.Module, fullest: _Audited | _Traced) -> Profile:
-        """The profile of such steps; once. `fullest` is the step that saved most."""
+        """Return the profile of such steps. `fullest` is the step that saved most."""
         peak_bytes, step_ms = self.plain or (None, 0.0)
         notes = [NOT_RUN] if peak_bytes is None else []
         if fullest.saved_bytes() > self.saved_bytes():
             kind = "larger batch" if fullest.extent() > self.extent() else "batch of which more is saved"
             notes.append(f"a {kind} came, {fullest.fingerprint.batch}, but not often enough to be rehearsed")
         static = self._watch.seen_static
-        values, slots, calls = copy.deepcopy((self._values, self._audit.slots, self._calls))  # larger ones may follow
+        values, slots, calls = copy.deepcopy((self._values, self._audit.slots, self._calls))  # larger steps may follow
         step = TracedStep(
             values=values,
             slots=slots,
@@ -333,17 +333,17 @@ class _Traced:
 
 
 def _saved_bytes(values: list[ValueDraft], slots: list[SlotDraft]) -> int:
-    """Of all that is saved for backward."""
+    """Return the bytes of all tensors saved for backward."""
     return sum(values[index].bytes for index in {slot.value for slot in slots})
 
 
 def _form(found: Fingerprint) -> str:
-    """A batch in words but for its sizes: `[_, _] int64`."""
+    """Return the batch in words, without its sizes: `[_, _] int64`."""
     return re.sub(r"\[.*?\]", lambda shape: re.sub(r"\d+", "_", shape[0]), found.batch)
 
 
 def _size(found: Fingerprint) -> int:
-    """The elements of a batch."""
+    """Return the number of elements of the batch."""
     return elements(shapes_in(found.batch))
 
 
@@ -352,14 +352,14 @@ def _n_elements(inputs: list[list[str]]) -> int:
 
 
 def _in_words(inputs: list[list[str]]) -> str:
-    """What the model was called with, calls that are alike once."""
+    """Describe the model's inputs, with equal calls counted together."""
     times = Counter(", ".join(call) for call in inputs)
     kinds = [words if n == 1 else f"{n} times {words}" for words, n in times.items()]
     return " and ".join(kinds if len(kinds) < 4 else [*kinds[:3], f"{len(kinds) - 3} others"])
 
 
 class _OwnAudit(Audit):
-    """An audit that ends a step which it has changed, before there is an update."""
+    """An audit that raises before the update if it has changed the step."""
 
     def try_all(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> str | None:
         refused = super().try_all(call, frame, returned)
@@ -374,12 +374,12 @@ class _OwnAudit(Audit):
 
 
 class _StepRecorder:
-    """What is in force during one step: a recording, which ends with the step, and seams, which go out after it."""
+    """Recording and seams of one step; the recording ends with the step, the seams are removed after it."""
 
     recorder: Recorder
     audit: Audit | None = None
     known: _Audited | None = None
-    """The audited step that the most saving decisions of this one are of."""
+    """Audited step from which this step's most saving decisions come."""
     engine: MaxSavingEngine | None = None
     trace: Trace | None = None
     n_with_new_buckets = 0
@@ -391,22 +391,22 @@ class _StepRecorder:
         self.runs = True
 
     def start(self) -> None:
-        """Start recording, and then the clock: the recorder collects garbage and looks for tensors first."""
+        """Start recording, then the clock: the recorder first collects garbage and looks for tensors."""
         self.recorder = self.open.enter_context(recorder_for(self._place))
         self._began = now_ms(self._place)
 
     @property
     def seen_static(self) -> Static:
-        """What was there when the step began."""
+        """Static memory when the step began."""
         return with_others(self._static, self._addresses, self.recorder)
 
     def mark(self, label: str, data: object) -> None:
-        """A mark in the recording; what happens after the step is not marked."""
+        """Add a mark to the recording, unless the step is over."""
         if self.runs:
             self.recorder.mark(label, data)
 
     def end(self) -> float:
-        """End the recording. Gives the milliseconds since it started."""
+        """End the recording and return the milliseconds since it started."""
         took_ms = now_ms(self._place) - self._began
         self.runs = False
         self.open.close()

@@ -1,7 +1,7 @@
-"""What was in memory when a step began, beside what belongs to it: other models, averages of weights, data.
+"""Memory in use at the start of a step that does not belong to the step: other models, averages of weights, data.
 
-A budget is for all memory of the step, so all of that counts. Outputs of the step before, in a variable of a loop, are
-part of it: when the loop binds the variable anew, they go, and the level of the recording sinks.
+A budget covers all memory during the step, so this memory counts. It includes outputs of the previous step that are
+still bound to a loop variable: they are freed when the loop rebinds the variable, and the recorded level drops.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Static
 
 NOTEWORTHY: Final = 0.01
-"""Share of all that is there from which on tensors of no model are named."""
+"""Smallest share of static memory at which tensors that belong to no model are mentioned."""
 
 
 def with_others(static: Static, addresses: frozenset[int], recorder: Recorder) -> Static:
-    """`static` of a step that was recorded, with what else was there: `addresses` are those of `static`."""
+    """Return `static` of a recorded step with other memory added; `addresses` are those of `static`."""
     entry = recorder.entry_addresses
     freed = (event for event in recorder.stream if type(event) is Free and event.block in entry)
     left_bytes = sum(event.bytes for event in freed if entry[event.block] not in addresses)
@@ -38,7 +38,7 @@ def with_others(static: Static, addresses: frozenset[int], recorder: Recorder) -
 
 
 def in_words(model: nn.Module, static: Static) -> tuple[str, ...]:
-    """A note of what is counted beside the model: `Teacher, 12 MiB, and other tensors, 5 MiB`; none of nothing."""
+    """Return a note of other memory that is counted, if any: `Teacher, 12 MiB, and other tensors, 5 MiB`."""
     models = other_models(model)
     found = [f"{name}, {format_bytes(n_bytes)}" for name, n_bytes in models.items()]
     rest_bytes = static.others - sum(models.values())
@@ -48,9 +48,10 @@ def in_words(model: nn.Module, static: Static) -> tuple[str, ...]:
 
 
 def other_models(model: nn.Module) -> dict[str, int]:
-    """Other models that are alive on its device, by class: bytes of their parameters, gradients and buffers.
+    """Return the bytes of parameters, gradients and buffers of other live models on the model's device, by class.
 
-    A module inside of another one is part of that. What is also the model's, or of one before, is left out.
+    A module inside another one is part of the outer one. Memory shared with `model`, or with a model that was already
+    counted, is left out.
     """
     alive = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_modules" in vars(thing)]
     inside = {id(child) for module in alive for child in module._modules.values()}

@@ -1,8 +1,7 @@
-"""Which saved tensors are read for no more than their shape or their signs, found out in the audit.
+"""Find saved tensors of which backward reads only the shape or the signs, during the audit.
 
-Where nobody else saves the tensor, a value of its own stands in its place: nothing for a shape, a bit for each element
-for signs. An input that is saved for its shape is let go of in any case where who else saves it can be found: they
-hold it.
+If no other slot saves the tensor, the slot gets a value of its own: nothing for a shape, one bit per element for signs.
+An input saved for its shape is released also if other slots save it and recomputes can find their value: those hold it.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Enough:
-    """What is enough of a tensor for a slot of it."""
+    """Part of a saved tensor that is enough for one of its slots."""
 
     draft: ValueDraft
     bits: ValueDraft | None
-    """What is held for that; None for nothing."""
+    """Bits that are held in the tensor's place; None if nothing is held."""
     is_passable: bool
-    """Whether what is made of the tensor can make it on the way, if nobody holds it."""
+    """True if recomputes that need the tensor can recompute it as an intermediate when nothing holds it."""
     is_on_edge: bool = True
-    """Whether what is made of the tensor finds it without this slot, if somebody else holds it."""
+    """True if recomputes that need the tensor find it without this slot when another slot holds it."""
 
 
 def settle(enough: dict[int, Enough], values: list[ValueDraft], slots: list[SlotDraft]) -> None:
-    """Point slots to what is enough for them, where that pays. `enough` is by slot."""
+    """Point slots to the part that is enough for them, where that saves memory. `enough` is by slot."""
     saved_by: dict[int, set[int]] = {}
     for n, slot in enumerate(slots):
         saved_by.setdefault(slot.value, set()).add(n)
@@ -58,7 +57,7 @@ def _add(values: list[ValueDraft], enough: Enough) -> int:
 
 
 def _refuse(values: list[ValueDraft], lost: list[int], held: Collection[int]) -> None:
-    """Nothing is made any longer of values that nobody holds and that can't be made on the way: those in `lost`."""
+    """Refuse recomputes that need a value in `lost`: values that are neither held nor recomputable as intermediates."""
     for index in lost:  # grows while it runs
         for place, draft in enumerate(values):
             if index in draft.operands and draft.recipe is not None:
@@ -68,5 +67,5 @@ def _refuse(values: list[ValueDraft], lost: list[int], held: Collection[int]) ->
 
 
 def are_signs_of(signs: Tensor, tensor: Tensor) -> bool:
-    """Whether a tensor is 1 where the other is above 0 or not a number, and 0 elsewhere."""
+    """Return True if `signs` is 1 where `tensor` is above 0 or not a number, and 0 elsewhere."""
     return signs.stride() == tensor.stride() and torch.equal(signs, (tensor <= 0).logical_not().to(tensor.dtype))

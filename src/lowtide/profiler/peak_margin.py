@@ -1,4 +1,4 @@
-"""What steps need beyond what is predicted of them, as it is measured under the plan of the smallest peak."""
+"""Measure how far steps exceed their predicted peak, under the plan of the smallest peak."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from lowtide.state.step_snapshot import StepSnapshot
 
 DRAWS: Final = 8
-"""Steps that are measured where the work is drawn at random, each with other random numbers."""
+"""Steps that are measured where the work is random, each with different random numbers."""
 
 
 def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any, unchanged: StepSnapshot) -> Profile:
-    """`profile`, of which all peaks are higher by as much as a measured step was above what was predicted of it.
+    """Return `profile` with all peaks raised by the excess of a measured step over its prediction.
 
-    Under the plan of the smallest peak: a budget of its size is one that an error names, and is to be kept to the byte.
+    Measured under the plan of the smallest peak: errors name a budget of that size, which must hold to the byte.
     """
     plan = smallest_plan(profile, "flops")
     engine = Planned(model, plan)
     engine.tell = lambda said: None
-    if profile.measured_plain_peak_bytes is None:  # a step that failed midway may have left anything
+    if profile.measured_plain_peak_bytes is None:  # a step that failed midway may have left any state
         unchanged.restore()
     unchanged.restore_for_rerun()
     engine.install()
@@ -46,7 +46,7 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
     finally:
         engine.remove()
     margin = max(0, max(peaks) - plan.predicted.peak_bytes)
-    if margin and profile.draws:  # no sample has the most that there is
+    if margin and profile.draws:  # a sample rarely includes the true maximum
         margin += (max(peaks) - min(peaks)) // 2
     found = replace(profile, static=replace(profile.static, margin=margin))
     if not profile.draws:
@@ -59,7 +59,7 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
 
 
 def recorded_peak(model: nn.Module, updates: Updates, batch: Any, unchanged: StepSnapshot) -> int:
-    """The peak of a step and of the updates that follow it, what was there before included."""
+    """Return the peak of a step and of the updates that follow it, including memory in use before the step."""
     static, addresses = static_bytes(model, batch, unchanged.optimizers)
     with recorder_for(place_of(model)) as recorder:
         updates.run(batch)

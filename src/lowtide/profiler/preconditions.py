@@ -1,4 +1,4 @@
-"""What can't be rehearsed is refused before anything runs."""
+"""Preconditions of a rehearsal: refuse unsupported models and steps, mostly before anything runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NESTED = (
 
 
 def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
-    """Refuse what can't be rehearsed. Raises RehearsalError."""
+    """Refuse models, steps and optimizers that can't be rehearsed. Raises RehearsalError."""
     if not isinstance(model, torch.nn.Module):
         raise RehearsalError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
     if not callable(step):
@@ -64,14 +64,14 @@ def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
 
 
 def _is_gone_through(step: Any, batch: Any) -> bool:
-    """Whether something before a frozen model may be trained: a prompt, an image, what the step says to be."""
+    """Return True if an input of a frozen model may be trained: a prompt, an image, or a tensor set so by the step."""
     tensors = (*tensors_in(batch), *ReachableState(step).tensors)
     says = any("requires_grad" in name for function in users_functions(step) for name in names_in(function.__code__))
     return says or any(tensor.requires_grad for tensor in tensors)
 
 
 def check_one_device(model: torch.nn.Module) -> None:
-    """Refuse a model that is spread over devices: the peak of each would have to be planned. Raises RehearsalError."""
+    """Refuse a model that is spread over devices, because memory is planned for one device. Raises RehearsalError."""
     if isinstance(model, torch.nn.DataParallel) and len(model.device_ids) > 1:
         raise RehearsalError(
             f"torch.nn.DataParallel runs copies of the model on {len(model.device_ids)} devices, and memory is planned "
@@ -86,7 +86,7 @@ def check_one_device(model: torch.nn.Module) -> None:
 
 
 def nondeterminism_notes(model: torch.nn.Module, place: torch.device) -> tuple[str, ...]:
-    """What may keep bits from being the same although the rehearsal found none that differ: notes for the profile."""
+    """Return notes on nondeterminism that may change bits although the rehearsal found no difference."""
     cudnn = torch.backends.cudnn
     convolves = any(isinstance(module, Convolution) for module in model.modules())
     if place.type == "cuda" and convolves and cudnn.benchmark and not cudnn.deterministic:
@@ -98,7 +98,7 @@ def nondeterminism_notes(model: torch.nn.Module, place: torch.device) -> tuple[s
 
 
 def by_contents(audit: Audit) -> tuple[str, ...]:
-    """A note for the profile of a step whose tensors are as large as what is in the batch makes them."""
+    """Return a note for the profile of a step whose tensor sizes depend on the batch's contents, if they do."""
     if not audit.by_contents:
         return ()
     where = ", ".join(f"{operator} in {path or 'the model'}" for operator, path in audit.by_contents.items())
@@ -121,7 +121,7 @@ def check_not_scripted(model: torch.nn.Module) -> None:
 
 
 def check_uncompiled(model: torch.nn.Module) -> None:
-    """Refuse a model that is compiled as a whole where its steps are only looked at. Raises RehearsalError."""
+    """Refuse a model that is compiled as a whole where its steps are only observed. Raises RehearsalError."""
     check_not_scripted(model)
     if is_compiled(model):
         raise RehearsalError(
@@ -134,12 +134,12 @@ def check_uncompiled(model: torch.nn.Module) -> None:
 
 
 def is_planned_by_its_compiler(model: torch.nn.Module, step: Any) -> bool:
-    """Return True if torch.compile compiles all of the model: only the compiler can carry out a plan then."""
+    """Return True if torch.compile compiles the whole model: only the compiler can carry out a plan then."""
     return is_compiled(model) or _compiles_around(model, step)
 
 
 def _compiles_around(model: torch.nn.Module, step: Any) -> bool:
-    """Return True if the step calls a function that torch.compile has compiled, and that one calls `model`."""
+    """Return True if the step calls a compiled function (torch.compile) that calls `model`."""
     functions = {id(found): found for function in users_functions(step) for _, _, found in variables(function)}
     compiled = [found for found in (step, *functions.values()) if is_compiled_function(found)]
     inside = (found for thing in compiled for function in users_functions(thing) for _, _, found in variables(function))
@@ -160,20 +160,20 @@ def check_compiled(model: torch.nn.Module) -> None:
 
 
 def _is_all_of(part: torch.nn.Module, model: torch.nn.Module) -> bool:
-    """Return True if all that is trained in `model` is in `part`."""
+    """Return True if `part` has all parameters of `model`."""
     return {*map(id, model.parameters())} <= {*map(id, part.parameters())}
 
 
 def check_saved(model: torch.nn.Module, audit: Audit) -> None:
-    """Refuse a step of which all saved tensors are out of reach. Raises RehearsalError."""
+    """Refuse a step if all its saved tensors are out of reach. Raises RehearsalError."""
     if not audit.slots and audit.bypassed is not None:
         raise RehearsalError(f"{type(model).__name__} was called {audit.bypassed}")
 
 
 def check_same_work(model: torch.nn.Module, audit: Audit, trace: Trace) -> None:
-    """Refuse a step that does other work when it is run again. Raises RehearsalError."""
+    """Refuse a step that does different work when it is run again. Raises RehearsalError."""
     for one, other in zip(audit.inputs, trace.inputs, strict=False):
-        if one != other and len(one) == len(other):  # else it may be a state that the first run begins
+        if one != other and len(one) == len(other):  # otherwise, the first run may have created state
             raise RehearsalError(
                 f"the step called {type(model).__name__} with {', '.join(one)} in one run and with {', '.join(other)} "
                 "in the next. It must do the same work each time that it is given the same batch: draw the batch "
@@ -187,7 +187,7 @@ def check_same_work(model: torch.nn.Module, audit: Audit, trace: Trace) -> None:
 
 
 def is_specialised(model: torch.nn.Module) -> bool:
-    """Whether parts of the model are compiled, or TorchScript, which save other tensors once they have been run."""
+    """Return True if parts of the model are compiled or TorchScript: these save other tensors after their first run."""
     return has_torchscript(model) or any(map(is_compiled, model.modules()))
 
 

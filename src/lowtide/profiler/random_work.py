@@ -1,8 +1,8 @@
-"""Work that is drawn at random: is it, and the step in which every block runs.
+"""Random work: find the random numbers of a step in which every block runs.
 
-Layers are skipped by numbers that are drawn one at a time, or a few at once, and compared with a rate. So the step in
-which all run is one in which all such numbers are high, or all are low; which of the two it is shows in the calls.
-Other draws, as those of NumPy's generators, are tried with several seeds.
+Layers are skipped by comparing a rate with random numbers that are drawn one at a time, or a few at once. So all layers
+run in a step where all such numbers are high, or all are low; the module calls show which. Other draws, such as those
+of NumPy's generators, are tried with several seeds.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 HIGH: Final = 1 - 2**-24
 LOW: Final = 0.0
 FEW: Final = 4096
-"""Numbers in a row that may each decide about a layer; more are noise."""
+"""Largest number of random numbers in a vector that may each decide about a layer; longer vectors are noise."""
 
 
 @contextlib.contextmanager
 def called(model: nn.Module) -> Iterator[list[str]]:
-    """The paths of the modules of `model` that are called in this block, in order; backward's own calls left out."""
+    """Collect the paths of modules of `model` called inside this `with` block, in order, except calls in backward."""
     paths = {id(module): path for path, module in model.named_modules()}
     found: list[str] = []
 
@@ -48,9 +48,9 @@ def called(model: nn.Module) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def drawn_as(share: float | None) -> Iterator[None]:
-    """Have numbers and choices that are drawn evenly, and few at once, be at `share` of their range in this block.
+    """Set uniform random numbers and choices, drawn few at once, to `share` of their range inside this `with` block.
 
-    Nothing is done for None. Methods of NumPy's generators can't be replaced: `fullest` tries seeds for these.
+    None changes nothing. Methods of NumPy's generators can't be replaced: `fullest` tries seeds for these.
     """
     if share is None:
         yield
@@ -69,18 +69,18 @@ def drawn_as(share: float | None) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Random numbers of a step: where in their range even ones lie, and a seed of generators; None: as they are."""
+    """Random numbers of a step: share of the range for uniform ones, and generator seed; None leaves them unchanged."""
 
     share: float | None = None
     seed: int | None = None
 
 
 SEEDS: Final = 8
-"""Seeds that are tried where no share makes a step call more."""
+"""Number of seeds that are tried where no share makes a step call more modules."""
 
 
 def fullest(run: Callable[[Draw], list[str]]) -> Draw:
-    """Return the draw with which `run` calls the most modules. It is given a draw, in force, and gives their paths."""
+    """Return the draw with which `run` calls the most modules; `run` gets a draw in force and returns their paths."""
 
     def best(*draws: Draw) -> Draw:
         for draw in draws:
@@ -96,7 +96,7 @@ def fullest(run: Callable[[Draw], list[str]]) -> Draw:
 
 def _fixed(at: Callable[..., Any], share: float, is_method: bool, draw: Callable[..., Any]) -> Callable[..., Any]:
     def drawn(*args: Any, **kwargs: Any) -> Any:
-        found = draw(*args, **kwargs)  # so that the generator goes on as it would
+        found = draw(*args, **kwargs)  # advances the generator as in the plain step
         if isinstance(found, torch.Tensor) and (found.dim() > 1 or found.numel() > FEW):
             return found
         return at(share, found, *args[is_method:], **kwargs)
@@ -105,7 +105,7 @@ def _fixed(at: Callable[..., Any], share: float, is_method: bool, draw: Callable
 
 
 def _even(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of torch.rand, random.uniform and their kin, which may be told a range."""
+    """Replace a result of torch.rand, random.uniform and similar functions, which may take a range."""
     if isinstance(found, torch.Tensor):
         return found.fill_(share)
     if not isinstance(found, float):
@@ -115,19 +115,19 @@ def _even(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _range(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of Tensor.uniform_."""
+    """Replace a result of Tensor.uniform_."""
     low = args[0] if args else kwargs.get("from", 0.0)
     high = args[1] if len(args) > 1 else kwargs.get("to", 1.0)
     return found.fill_(low + (high - low) * share)
 
 
 def _coin(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of torch.bernoulli and its kin."""
+    """Replace a result of torch.bernoulli and similar functions."""
     return found.fill_(round(share)) if isinstance(found, torch.Tensor) else found
 
 
 def _whole(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of randint, of which torch's and NumPy's leave the upper end out."""
+    """Replace a result of randint; that of torch and of NumPy excludes the upper end."""
     bounds = [each for each in args if isinstance(each, int)]
     low, high = (0, *bounds)[-2:] if bounds else (kwargs.get("low", 0), kwargs.get("high"))
     if high is None:
@@ -138,7 +138,7 @@ def _whole(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _chosen(share: float, found: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of random.choice."""
+    """Replace a result of random.choice."""
     return options[int(len(options) * share)]
 
 
@@ -156,4 +156,4 @@ _PLACES: Final[tuple[tuple[Callable[..., Any], Any, tuple[str, ...], bool], ...]
     (_chosen, random.Random, ("choice",), True),
     (_even, np.random, ("rand", "random", "random_sample", "uniform"), False),
 )
-"""Functions that draw, by what gives a number at a share of their range; whether they are methods."""
+"""Random functions: replacement of the result, owner, names, and True if they are methods."""

@@ -1,4 +1,4 @@
-"""Tensors that a frugal audit has let go of: what brings each back, and how much memory that leaves for trials."""
+"""Tensors that a frugal audit has freed: their recomputations, and the memory that they leave for trials."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ if TYPE_CHECKING:
 
 
 class Lent:
-    """The values of a step that are made again in its backward, although the plain step holds them."""
+    """Values of a step that are recomputed in its backward although the plain step holds them."""
 
     def __init__(self, index: Mapping[Value, int], saved: set[int], drafts: Sequence[ValueDraft]) -> None:
-        """`index` has the place in `drafts` of all values that exist; those in `saved` have slots."""
+        """Start with no values; `index` maps existing values to places in `drafts`; those in `saved` have slots."""
         self._index, self._saved, self._drafts = index, saved, drafts
         self._values: weakref.WeakSet[Value] = weakref.WeakSet()
         self._most: int | None = None
-        """Bytes of all saved values when they were counted first."""
+        """Bytes of all saved values when they were first counted."""
 
     def __contains__(self, value: Value) -> bool:
         return value in self._values
 
     def add(self, value: Value, maker: Recomputation) -> None:
-        """Let go of a value, which `maker` brings back."""
+        """Free a value, which `maker` recomputes."""
         value.tensor, value.maker = None, maker
         self._values.add(value)
 
     def give_back(self, value: Value, tensor: Tensor) -> None:
-        """Keep a value after all: it is saved, or given to a call."""
+        """Keep a value after all, because it is saved or is an argument of a call."""
         self._values.discard(value)
         value.keep(tensor.detach())
 
     def let_go(self) -> None:
-        """In forward: let go again of what was brought back to be looked at."""
+        """Free, in forward, values that were recomputed for a trial."""
         for value in self._values:
             value.tensor = None
 
     def may_go(self, value: Value, maker: Recompute) -> bool:
-        """Return True if `maker` brings a value back that has one reader, and takes only what backward reads as well.
+        """Return True if the value has one reader, and `maker` needs only operands that backward reads as well.
 
-        An operand of which backward reads nothing may be overwritten in between, and nothing would tell.
+        An operand that backward does not read may be overwritten in between, unnoticed.
         """
         operands = [handle.value for handle in maker.operands if handle is not None]
         return (
@@ -57,9 +57,9 @@ class Lent:
         )
 
     def has_room_for(self, value: Value, maker: Recompute) -> bool:
-        """Return True if making a value once more, where backward reads it, takes no more than the plain step has held.
+        """Return True if recomputing a value where backward reads it needs no more than the plain step has held.
 
-        The gradient that is about to be computed is as large as the value; what it is made of comes on top.
+        The gradient that is about to be computed is as large as the value; the operands come on top.
         """
         needed = {value, *(handle.value for handle in maker.operands if handle is not None)}
         missing = [each for each in needed if each.tensor is None and each in self._index]

@@ -1,4 +1,4 @@
-"""Modules that are worth running again: a model's repeated blocks, and those that a frugal audit lets go of."""
+"""Modules that are worth a replay: a model's repeated blocks, and the blocks that a frugal audit frees."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections import Counter
 from torch import nn
 
 BARE_LEAVES = (nn.RNNBase, nn.MultiheadAttention, nn.Transformer)
-"""Modules of torch.nn that are worth a replay although other modules of it have recipes for all they do."""
+"""Modules of torch.nn that are worth a replay, unlike its other modules, whose nodes all have recipes."""
 
 
 def worth_a_replay(module: nn.Module) -> bool:
-    """Whether running `module` again may bring back more than recipes do: it has parts, or is not torch's own."""
+    """Return True if a replay of `module` may recompute more than recipes do: it has children or is not torch's own."""
     return any(True for _ in module.children()) or not _torch_own(module) or isinstance(module, BARE_LEAVES)
 
 
 def repeated_blocks(model: nn.Module) -> frozenset[nn.Module]:
-    """The outermost modules that stand in a list beside another of their class: a transformer's layers."""
+    """Return the outermost modules in a list with another of their class, such as a transformer's layers."""
     found: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
@@ -34,10 +34,10 @@ def repeated_blocks(model: nn.Module) -> frozenset[nn.Module]:
 
 
 def freed_blocks(model: nn.Module) -> frozenset[nn.Module]:
-    """Find the modules that a frugal audit lets go of, of which none is inside of another.
+    """Find the modules whose saved tensors a frugal audit frees; none is inside another.
 
-    The repeated blocks; where there are none in a child, the child itself if it has children. One that has all other
-    such children inside is looked into first.
+    These are the repeated blocks and, where a child contains none, the child itself if it has children. A child that
+    contains all other such children is searched first.
     """
     repeated = repeated_blocks(model)
 
@@ -56,7 +56,7 @@ def freed_blocks(model: nn.Module) -> frozenset[nn.Module]:
 
 
 def is_list(module: nn.Module) -> bool:
-    """Return True for a module that has others and is never called itself."""
+    """Return True if the module only contains others and is never called itself."""
     return inspect.getattr_static(type(module), "forward") is nn.Module.forward
 
 

@@ -1,7 +1,7 @@
-"""Whether backward reads the bits that forward saved, of all that is made again in between.
+"""Check that recomputed tensors match what forward saved, bit for bit.
 
-What a replay finds in backward may be another thing than right after the call, where the audit compared it: an object
-that the call reads has been written to, or a context has ended. A number for each tensor is remembered, not the tensor.
+A replay in backward may read other things than the audit's replay right after the call: an object that the call reads
+has been written to, or a context has ended. A checksum of each tensor is stored, not the tensor.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ if TYPE_CHECKING:
 
 
 class Witness:
-    """Knows what was saved, by a number for each tensor. What it does itself is left out of recordings by `mark`."""
+    """Checksums of saved tensors. Its own allocations are left out of recordings by `mark`."""
 
     def __init__(self, mark: Callable[[str, object], None]) -> None:
         self._mark = mark
         self._saved: dict[int, int] = {}
 
     def saved(self, key: int, tensor: Tensor) -> None:
-        """Remember a tensor that will be made again."""
+        """Store the checksum of a tensor that will be recomputed."""
         if not is_fake(tensor):
             self._saved[key] = self._sum(tensor)
 
     def read(self, key: int, handle: Handle, tensor: Tensor) -> None:
-        """Backward reads `tensor`. Raises ReplayMismatch where that has other bits than what was saved, for certain.
+        """Check `tensor`, which backward reads. Raises ReplayMismatch if its bits surely differ from the saved ones.
 
-        Where a second try gives others still, an operator adds up in any order, and the plain step's bits vary, too.
+        If a second replay gives different bits again, an operator is nondeterministic (sums in any order), and the
+        plain step's bits vary, too.
         """
         known = self._saved.get(key)
         if known is None or (found := self._sum(tensor)) == known:
@@ -62,7 +63,7 @@ class Witness:
         )
 
     def _sum(self, tensor: Tensor) -> int:
-        """A number of all its parts; see `number_of`."""
+        """Return a checksum of all parts of `tensor`; see `number_of`."""
         self._mark(ASIDE, True)
         try:
             with torch.no_grad():
@@ -72,7 +73,7 @@ class Witness:
 
 
 class Checked(Observer):
-    """A step under a plan of which each tensor that is made again is looked at."""
+    """Observer that checks each recomputed tensor of a step under a plan."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -82,7 +83,7 @@ class Checked(Observer):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """What the model saves in this block is compared with what backward reads in it."""
+        """Compare tensors saved inside this `with` block with those that backward reads in it."""
         values.probe = self
         try:
             yield
@@ -102,6 +103,6 @@ class Checked(Observer):
 
 
 def _once_more(frame: ReplayFrame, value: Value) -> Tensor:
-    """The value's tensor, from one more replay."""
+    """Return the value's tensor from one more replay."""
     found = frame.catch()
     return next(tensor for place, tensor in found.items() if frame.values[place]() is value)

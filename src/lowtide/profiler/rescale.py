@@ -1,7 +1,7 @@
-"""What an audit found, as it would be on a batch of another size: for loops in which hardly two batches have one.
+"""Rescale audit results to another batch size, for loops whose batch size changes almost every step.
 
-How large the saved tensors are on the other batch is known from a step on it. What is only made on the way to them, and
-what making takes, is taken to grow as they do.
+The sizes of saved tensors on the other batch are known from a step on it. Sizes of intermediates, and costs, are
+assumed to grow in proportion.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def resized(
     audited: Sequence[int],
     found: Sequence[int],
 ) -> tuple[list[ValueDraft], list[CallDraft]]:
-    """Values and calls of a step whose slots have `found` elements each, where in the audit they had `audited`."""
+    """Return values and calls of a step whose slots have `found` elements instead of the `audited` ones."""
     growth = [Fraction(now, before) if before else Fraction(1) for before, now in zip(audited, found, strict=True)]
     of_value = _of_values(values, slots, growth)
     overall = Fraction(sum(found), max(1, sum(audited)))
@@ -43,7 +43,7 @@ def resized(
 def _of_values(
     values: Sequence[ValueDraft], slots: Sequence[SlotDraft], growth: Sequence[Fraction]
 ) -> dict[int, Fraction]:
-    """How much each value grows: as the slots that hold it, else as the most that is made of it."""
+    """Return the growth of each value: that of the slots that hold it, else the largest of values computed from it."""
     saved: dict[int, Fraction] = {}
     for slot, by in zip(slots, growth, strict=True):
         saved[slot.value] = max(by, saved.get(slot.value, by))
@@ -70,5 +70,5 @@ def _resized(call: CallDraft, audited: Sequence[int], found: Sequence[int]) -> C
 
 
 def _times(count: int, by: Fraction) -> int:
-    """Rounded up: what a plan may need is not to be less than it will."""
+    """Return `count` times `by`, rounded up so that a plan's need is never underestimated."""
     return -(-count * by.numerator // by.denominator)

@@ -1,7 +1,7 @@
-"""The trace: one step under the most saving decisions, with every allocation and with marks of what caused it.
+"""Trace one step under the most saving decisions: every allocation, with marks of its causes.
 
-Because nearly everything is let go of as early as it can be, this one run shows for each saved tensor how long its
-memory would live by itself, and when backward needs it; what any other decisions would do to memory follows from that.
+Because nearly every saved tensor is freed as early as possible, this one run shows how long the memory of each would
+live by itself, and when backward needs it; the memory under any other decisions follows from that.
 """
 
 from __future__ import annotations
@@ -45,13 +45,16 @@ Mark = Callable[[str, object], None]
 
 
 class MaxSavingEngine(Engine):
-    """Lets go of all that an audit found can be. Nobody knows yet whether all of it really can."""
+    """An engine that frees every tensor that an audit found recomputable, which the trace may still refute."""
 
     is_measured = True
     learns = False
 
     def __init__(self, model: nn.Module, audit: Audit, *, in_place: bool = True) -> None:
-        """Unless `in_place`, gradients are not written over: what the audit says of them is for batches of its size."""
+        """Take the most saving decisions of `audit`.
+
+        Unless `in_place`, gradients are not written over: the audit's findings on that hold for batches of its size.
+        """
         self.decisions = decisions = most_saving(audit.values, audit.slots, audit.calls)
         nodes = nodes_at(audit.values, audit.slots)
         written_over = audit.written_over if in_place else []
@@ -63,16 +66,16 @@ class MaxSavingEngine(Engine):
         return True
 
     def say(self, what: str) -> None:
-        """Nothing: of what is gone too early the profile says so, and the rest has been said in the audit."""
+        """Report nothing: the profile names tensors that are freed too early, and the audit has reported the rest."""
 
 
 class Trace(Observer):
-    """The probe that marks what happens in a step between its allocations.
+    """The probe that marks the events of a step between its allocations.
 
     Marks: `enter` (call, addresses of the arguments' memory), `leave` (call), `pack` (slot, address of its memory),
-    `alone` (addresses of what only the trace still holds, each with the number of marks since others were last seen to
-    hold it), `states` (addresses of random numbers and the like that
-    something to be made again holds), `read` (slot, numbers of the backward pass and of the node), `given` (slot,
+    `alone` (addresses of memory that only the trace still holds, each with the number of marks since external
+    references to it were last seen), `states` (addresses of random numbers and other state that a recompute or replay
+    holds), `read` (slot, numbers of the backward pass and of the node), `given` (slot,
     number of the pass, address of the memory that a graph made by backward, or compiled code, may hold), `noted` (call,
     address of the memory of an operand that autograd does not record), `release` (slot), `making`, `made`, `optimizer`,
     `gradients` and `gradients at entry` (their addresses), `in place` (kind of node, bytes of its gradient, which has
@@ -85,16 +88,16 @@ class Trace(Observer):
         self._holding = ExternalReferences()
         self._witness = Witness(mark)
         self.inputs: list[list[str]] = []
-        """What tensors each call of the model from outside was given, in words."""
+        """Tensor arguments of each outside call of the model, in words."""
         self.packs = 0
         self.elements: list[int] = []
-        """Of the tensor in each slot."""
+        """Number of elements of the tensor in each slot."""
         self.calls: list[CallShape] = []
         self.kept: set[int] = set()
         """Slots that were kept."""
         self._open: list[int] = []
         self._watched_before: list[int] = []
-        """For each open call, what had been watched when it began."""
+        """Number of watched entries when each open call began."""
         self._pass = -1
         """Number of the last backward pass that read something."""
         self._slots: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
@@ -102,7 +105,7 @@ class Trace(Observer):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The model's calls in this block are traced."""
+        """Trace the model's calls inside this `with` block."""
         hooks = (
             register_optimizer_step_pre_hook(this_thread_only(lambda *_: self._optimizer("begins"))),
             register_optimizer_step_post_hook(this_thread_only(lambda *_: self.mark("optimizer", "ends"))),
@@ -121,7 +124,7 @@ class Trace(Observer):
                 hook.remove()
 
     def mark(self, label: str, data: object, *, since: int | None = None, everything: bool = False) -> None:
-        """Mark what only the rehearsal holds now, found by `ExternalReferences.let_go`, then `label` with `data`."""
+        """Mark memory that only the rehearsal holds now (`ExternalReferences.let_go`), then `label` with `data`."""
         alone = self._holding.let_go(since=since, everything=everything)
         if alone:
             self._mark("alone", alone)
@@ -156,7 +159,7 @@ class Trace(Observer):
         self.packs += 1
         self.calls[self._open[-1]].n_saved += 1
         self.elements.append(tensor.numel())
-        if handle.value.kept and not handle.value.partial:  # which is let go of when its call is over
+        if handle.value.kept and not handle.value.partial:  # partial ones are freed when their call ends
             self.kept.add(slot)
         self._slots[handle] = slot
         self._deaths[slot] = weakref.ref(handle, lambda _: self.mark("release", slot))
@@ -171,7 +174,7 @@ class Trace(Observer):
         self.mark("noted", (self._open[-1], self._address(operand)))
 
     def has_packed(self, handle: Handle) -> bool:
-        return handle in self._slots  # others are of other models, or of an earlier step, as by two models in turn
+        return handle in self._slots  # others belong to another model or an earlier step
 
     def reading(self, handle: Handle) -> None:
         number = backward_number()
@@ -179,7 +182,7 @@ class Trace(Observer):
         self.mark("read", (self._slots[handle], number, running_node_number()), everything=begins)
 
     def given(self, handle: Handle, tensor: Tensor) -> None:
-        # A graph that backward makes, and compiled code, hold it whatever becomes of the handle.
+        # A graph that backward makes, or compiled code, holds the tensor independently of the handle.
         if torch.is_grad_enabled() or in_compiled_backward():
             self.mark("given", (self._slots[handle], backward_number(), self._address(tensor)))
         self._witness.read(self._slots[handle], handle, tensor)
@@ -195,14 +198,14 @@ class Trace(Observer):
 
 
 def states_of(maker: Recomputation | None) -> Iterable[Tensor]:
-    """What a value that is to be made again holds of tensors that nobody else has."""
+    """Return the tensors that only the recompute or replay of a value holds."""
     if isinstance(maker, ReplayFrame):
         return maker.surroundings.tensors
     return [maker.constants["bits"]] if isinstance(maker, Recompute) and "bits" in maker.constants else []
 
 
 def address(tensor: Tensor) -> int:
-    """Where a tensor's memory begins; 0 for tensors that have none."""
+    """Return the start address of a tensor's memory; 0 for tensors without memory."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
@@ -210,7 +213,7 @@ def address(tensor: Tensor) -> int:
 
 
 def most_saving(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> Decisions:
-    """Let go of all that can be: blocks of at most half of the saved bytes are replayed, the rest is recomputed."""
+    """Return the most saving decisions: replay blocks of at most half of the saved bytes, recompute the rest."""
     total = [sum(values[i].bytes for i in {slots[n].value for n in range(c.first_slot, c.stop_slot)}) for c in calls]
     replay: set[int] = set()
     outside: set[int] = set()

@@ -1,4 +1,4 @@
-"""Where in a recording of a traced step things happened, and what was in memory between them."""
+"""Read the recording of a traced step: positions of its events, and memory levels between them."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from lowtide.profiler.drafts import SlotDraft
 
 @dataclass(slots=True)
 class TraceIndex:
-    """Where in the stream things happened: event indices."""
+    """Indices of a traced step's events in its stream."""
 
     block_of_slot: dict[int, int] = field(default_factory=dict)
     block_of_input: dict[tuple[int, int], int] = field(default_factory=dict)
     noted: list[tuple[int, int | None]] = field(default_factory=list)
-    """Call and block of each operand that autograd does not record; None for memory that was there before the step."""
+    """Call and block of each operand that autograd does not record; None for memory allocated before the step."""
     packed: dict[int, int] = field(default_factory=dict)
     read: dict[int, int] = field(default_factory=dict)
-    """For each slot the first time."""
+    """First read of each slot."""
     reads: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """Every one: event, slot, number of the backward pass, and of the node."""
+    """All reads: event, slot, number of the backward pass, number of the node."""
     release: dict[int, int] = field(default_factory=dict)
-    """When the last that holds a slot lets go of it: its handle, a graph that backward made, or compiled code."""
+    """Event at which the last holder of each slot releases it: handle, graph made by backward, or compiled code."""
     given: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By slot and pass the block that somebody was given who may hold it: a graph made by backward (`create_graph`), or
-    compiled code, which does until it has computed with it.
+    """Block, by slot and pass, that a reader may hold: a graph made by backward (`create_graph`), or compiled code,
+    which holds the block until its computation is done.
     """
     enter: dict[int, int] = field(default_factory=dict)
     leave: dict[int, int] = field(default_factory=dict)
     allocated_at: dict[int, int] = field(default_factory=dict)
     freed_at: dict[int, int] = field(default_factory=dict)
     alone: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """The last event at which somebody else than the rehearsal held a block, and the first at which nobody did."""
+    """Last event at which external references to a block existed, and first event at which none did."""
     bytes: dict[int, int] = field(default_factory=dict)
     copies: set[int] = field(default_factory=set)
     """Blocks that a recompute or replay allocated, or holds so that it can run."""
@@ -44,7 +44,7 @@ class TraceIndex:
 
 
 def watch(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
-    """`entry` has the address of each block that was there before."""
+    """Build the index of a stream; `entry` has the address of each block that was allocated before the step."""
     seen = TraceIndex()
     before = {where: block for block, where in entry.items()}
     at: dict[int, int] = {}
@@ -52,7 +52,7 @@ def watch(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
     made: set[int] = set()
     making = 0
     marks = [0]
-    """Events of the marks, from before the first one."""
+    """Events of the marks, starting with 0."""
     for i, event in enumerate(stream.events):
         if type(event) is Allocate:
             at[event.address] = event.block
@@ -74,7 +74,7 @@ def watch(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
             _note(seen, before if event.label == "gradients at entry" else at, i, event.label, event.data)
             marks.append(i)
             making += {"making": 1, "made": -1}.get(event.label, 0)
-    seen.copies |= made & seen.freed_at.keys()  # what stays is a library's own, such as what cuBLAS computes in
+    seen.copies |= made & seen.freed_at.keys()  # blocks that stay belong to a library, such as cuBLAS's workspace
     for (slot, _), block in seen.given.items():
         if slot in seen.release:
             seen.release[slot] = max(seen.release[slot], seen.freed_at.get(block, 0))
@@ -113,10 +113,11 @@ def _note(seen: TraceIndex, at: dict[int, int], i: int, label: str, data: object
 
 
 def lifetimes_without_trace(seen: TraceIndex, slots: list[SlotDraft], kept: set[int], replayed: set[int]) -> None:
-    """Blocks that the trace held: say where they would have ended by themselves.
+    """Set the end of blocks that only the trace kept alive to where they would have been freed without it.
 
-    Between two marks nobody looks. If the last call that a block was given to ended in between, the block ended then.
-    What backward hands on, as the indices that become those of a sparse gradient, ends when nobody has it any longer.
+    External references are checked only at marks. If the last call that got a block ended between two marks, the block
+    is taken to end then. A block that backward passes on, such as the indices of a sparse gradient, ends when the last
+    reference to it is gone.
     """
     over = max(seen.release.values(), default=0)
     after_backward = min(
@@ -132,7 +133,7 @@ def lifetimes_without_trace(seen: TraceIndex, slots: list[SlotDraft], kept: set[
     for call, noted in seen.noted:
         if noted is not None:
             held[noted] = max(held.get(noted, 0), seen.leave[call])
-    for block in held.keys() & seen.alone.keys():  # the others ended by themselves
+    for block in held.keys() & seen.alone.keys():  # the other blocks were freed without help
         if seen.freed_at.get(block, math.inf) > after_backward:
             continue
         last, first = seen.alone[block]
@@ -142,20 +143,20 @@ def lifetimes_without_trace(seen: TraceIndex, slots: list[SlotDraft], kept: set[
 
 @dataclass(frozen=True, slots=True)
 class MemoryLevels:
-    """For each position, bytes outside of storages and recomputed copies."""
+    """Bytes outside of storages and recomputed copies, for each position."""
 
     most: tuple[int, ...]
-    """The most of these at once."""
+    """Largest level within each position."""
     gradients: tuple[int, ...]
-    """How many of these are gradients: fewer than none, where some went that were there before."""
+    """Part of `most` that is gradients; negative where gradients that existed at entry were freed."""
     first: tuple[int, ...]
-    """How many there are when it begins."""
+    """Level at the beginning of each position."""
     written: tuple[tuple[int, int, tuple[str, int]], ...]
-    """Where gradients were written over others: position, bytes just before, kind of node and bytes of the gradient."""
+    """Gradients written in place: position, bytes just before, and (kind of node, bytes of the gradient)."""
 
 
 def levels(stream: EventStream, cuts: list[int], storages: set[int], seen: TraceIndex) -> MemoryLevels:
-    """What is in memory besides what decisions are about."""
+    """Return the levels of memory that no decision affects."""
     in_place = {i: (node, n_bytes) for i, node, n_bytes in seen.in_place}
     written = []
     level = gradients = 0
@@ -181,7 +182,7 @@ def levels(stream: EventStream, cuts: list[int], storages: set[int], seen: Trace
 
 
 def phases(seen: TraceIndex, at: Callable[[int], int]) -> dict[str, int]:
-    """The first position of each phase; `at` gives the position of an event."""
+    """Return the first position of each phase; `at` gives the position of an event."""
     forward = min(seen.enter.values(), default=0)
     backward = min(seen.read.values(), default=forward)
     after = max((*seen.read.values(), *seen.release.values()), default=backward)

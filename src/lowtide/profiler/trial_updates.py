@@ -1,7 +1,7 @@
-"""Updates that follow the step in the loop: by optimizers of the model that do not step inside of it.
+"""Trial updates after the step, by optimizers of the model that do not step inside it.
 
-What they need belongs to the budget: their state, which the first update makes, and what an update takes for a while.
-So a rehearsal has them update the model after the step, and undoes that.
+A budget covers the memory of such updates: the optimizer state, which the first update creates, and temporary memory.
+So a rehearsal lets these optimizers update the model after the step, and undoes the updates.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ NO_OPTIMIZER: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What an update by optimizers needs that have not stepped so far."""
+    """Memory of an update by optimizers that have not stepped so far."""
 
     names: tuple[str, ...]
     state_bytes: int
-    """Of the state that the first one makes."""
+    """Bytes of the state that the first update creates."""
     transient_bytes: int
     untried: dict[str, str]
-    """By class, why an update by such an optimizer could not be tried."""
+    """Reason why an update could not be tried, by class of the optimizer."""
 
     @classmethod
     def tried(cls, model: nn.Module, optimizers: Sequence[Optimizer]) -> Update:
-        """Have them update `model` twice, with gradients of zeros where there are none, and undo that."""
+        """Update `model` twice by `optimizers`, with zeros for missing gradients, and undo the updates."""
         place = place_of(model)
         with (
             StepSnapshot(model, step=lambda _: None) as unchanged,
@@ -65,7 +65,7 @@ class Update:
         return cls(names, made_bytes, Timeline(recorder.stream).peak_bytes, updates.untried)
 
     def counted(self, profile: Profile) -> Profile:
-        """`profile` with the state from the beginning on, and with an update behind the step."""
+        """Return `profile` with the optimizer state from the beginning on, and an update after the step."""
         base, most_bytes = list(profile.base_bytes), max(profile.gradient_bytes) + self.transient_bytes
         level, in_place = base[-1], []
         base[-1] = max(level, most_bytes)
@@ -78,7 +78,7 @@ class Update:
         return replace(profile, static=static, base_bytes=tuple(base), in_place=tuple(in_place))
 
     def notes(self) -> tuple[str, ...]:
-        """What is counted although it is yet to come, and what is not."""
+        """Return notes on future updates: those that are counted, and those that are not."""
         if not self.names:
             return _not_tried(self.untried)
         made = (
@@ -88,7 +88,7 @@ class Update:
 
 
 class Updates:
-    """The optimizers of a model inside of `StepSnapshot`, which undoes what they do; watched in a `with` block."""
+    """Optimizers of a model, watched inside a `with` block within a `StepSnapshot`, which undoes their updates."""
 
     def __init__(
         self,
@@ -100,13 +100,13 @@ class Updates:
     ) -> None:
         self._unchanged, self._model = unchanged, model
         self.following = optimizers_of(model, named) if only is None else [*only]
-        """Those that step after the step if they have not done so inside of it."""
+        """Optimizers that update the model after the step if they have not done so inside it."""
         self._updated = {id(p) for optimizer in self.following for p in updated_by(optimizer)}
         self._stepped: set[int] = set()
         self._followed: list[Optimizer] = []
         self._has_stepped = False
         self.untried: dict[str, str] = {}
-        """By class, why an update by such an optimizer could not be tried."""
+        """Reason why an update could not be tried, by class of the optimizer."""
         for optimizer in [o for o in self.following if type(o).__module__.startswith("torch.distributed.")]:
             self._leave_out(optimizer, "it sends to other processes")
 
@@ -121,13 +121,13 @@ class Updates:
         self._hook.remove()
 
     def run(self, batch: Any) -> Any:
-        """One step, and the update by each optimizer that did not step inside of it."""
+        """Run one step, then the update by each optimizer that did not step inside it."""
         result = self.step(batch)
         self.follow()
         return result
 
     def step(self, batch: Any) -> Any:
-        """One step, without the updates that follow it."""
+        """Run one step, without the updates that follow it."""
         self._stepped.clear()
         return self._unchanged.run(batch)
 
@@ -137,24 +137,24 @@ class Updates:
             self._followed.append(optimizer)
             try:
                 optimizer.step()
-            except Exception as error:  # of a class of its own: it wants a closure, or is done in two halves
+            except Exception as error:  # a custom optimizer, for example with a closure or an update in two halves
                 if is_out_of_memory(error):
                     raise
                 self._leave_out(optimizer, f"{type(error).__name__}: {error}".splitlines()[0])
 
     def undo(self) -> None:
-        """Give parameters that were updated so back as they were: the loop may clip gradients before they are used."""
+        """Restore parameters that `follow` updated, because the loop may clip gradients before its own update."""
         self._unchanged.put_back({id(p) for optimizer in self._followed for p in updated_by(optimizer)})
         self._followed.clear()
 
     def notes(self) -> tuple[str, ...]:
-        """What an update takes that is not known."""
+        """Return notes on updates of unknown memory."""
         if not (self.following or self._has_stepped or self.untried):
             return (NO_OPTIMIZER,) if any(p.requires_grad for p in self._model.parameters()) else ()
         return _not_tried(self.untried)
 
     def _can_update(self, optimizer: Optimizer) -> bool:
-        """Return True if it has gradients, and a gradient scaler would not leave the update out."""
+        """Return True if the optimizer has gradients, and a gradient scaler would not skip the update."""
         gradients = [p.grad for p in updated_by(optimizer) if p.grad is not None]
         return bool(gradients) and not (self._unchanged.scales and any(not torch.isfinite(g).all() for g in gradients))
 

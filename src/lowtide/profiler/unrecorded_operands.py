@@ -1,7 +1,7 @@
-"""Operands of which autograd knows nothing, as the audit looks at them: what holding one takes, and whether it may be.
+"""Operands that autograd does not record, in the audit: the memory to hold each, and a check that it is unchanged.
 
-A plain step looks at such an operand once, in forward. Who makes something of it again looks a second time: then it
-must not have changed in between, and its memory has to be there.
+A plain step reads such an operand once, in forward. A recompute reads it a second time: the operand must not have
+changed in between, and its memory must be held.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 
 class Unrecorded:
-    """The operands that were noted in one run of the model."""
+    """Operands that were noted in one run of the model."""
 
     def __init__(self, static: frozenset[int]) -> None:
-        """`static` are the addresses of memory that is there anyway."""
+        """Start with no operands; `static` has the addresses of memory that is held in any case."""
         self._static = static
         self._count = 0
         self._found: dict[Value, tuple[CaptureSite, Tensor]] = {}
-        """Where each was noted, and a copy."""
+        """Site and copy of each noted operand."""
         self._number: dict[Value, int] = {}
-        """Which of those in the step each is."""
+        """Number of each operand within the step."""
 
     def take(self, place: CaptureSite, operand: Tensor) -> Value:
-        """A value that holds an operand."""
+        """Return a value that holds an operand."""
         value = Value(operand.detach())
         self._found[value], self._number[value] = (place, operand.detach().clone()), self._count
         self._count += 1
         return value
 
     def draft(self, value: Value) -> ValueDraft | None:
-        """What holding a value takes; None for what is none of these operands, or in memory that is there anyway."""
+        """Return a draft of the memory to hold a value; None if it is no such operand, or its memory is held anyway."""
         if value not in self._found or value.tensor is None:
             return None
         storage = value.tensor.untyped_storage()
@@ -48,7 +48,7 @@ class Unrecorded:
         return ValueDraft(bytes=storage.nbytes(), node="", noted=self._number[value])
 
     def overwritten(self) -> set[CaptureSite]:
-        """Where those were noted that are not any longer what they were, whether autograd noticed that or not."""
+        """Return the sites of operands that have changed since they were noted, with or without autograd's notice."""
         return {
             place
             for value, (place, copy) in self._found.items()
@@ -56,15 +56,16 @@ class Unrecorded:
         }
 
     def clear(self) -> None:
-        """Hold none of them any longer."""
+        """Release all operands."""
         self._found.clear()
         self._number.clear()
 
 
 def blocks_of(values: list[ValueDraft], seen: TraceIndex) -> dict[int, int]:
-    """For each value that is such an operand the block that it was in in a trace.
+    """Return the block in a trace of each value that is an unrecorded operand.
 
-    What was there before the step is there anyway: nobody needs to hold it. What the trace has not seen can't be held.
+    Memory allocated before the step stays in any case and needs no holder. Operands missing from the trace can't be
+    held: recomputes that need them are refused.
     """
     found = {}
     for index, draft in enumerate(values):

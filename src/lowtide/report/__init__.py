@@ -1,1 +1,1 @@
-"""Records, made readable. Nothing here measures or decides."""
+"""Render records for people. Nothing here measures or decides."""

@@ -1,4 +1,4 @@
-"""The frontier as a table."""
+"""Render the frontier as a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowtide.units import format_bytes, format_ratio, format_time
 
 
 def table(frontier: Frontier, others: Sequence[Point] = ()) -> Table:
-    """One row a point, from the smallest peak to the plain step; `others` by their names, where their peaks belong."""
+    """Return a table of one row per point, from the smallest peak to the plain step, with `others` sorted in."""
     rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for heading in ("peak", "of plain", "extra time", "extra FLOPs"):
         rows.add_column(heading, justify="right", no_wrap=True)
@@ -31,7 +31,7 @@ def table(frontier: Frontier, others: Sequence[Point] = ()) -> Table:
 
 
 def show(frontier: Frontier) -> str:
-    """The table as plain text, as wide as it is."""
+    """Return the table as plain text, at its full width."""
     console = Console(file=io.StringIO(), width=200)
     with console.capture() as captured:
         console.print(table(frontier))

@@ -1,4 +1,4 @@
-"""Plans for people: one shown in words, two compared."""
+"""Render plans for people: one in words, or a comparison of two."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowtide.units import format_bytes, format_change, format_parts, format_rati
 
 
 def show(plan: Plan) -> str:
-    """A plan in some ten lines: what it is for, what it needs and costs, and what it does block by block."""
+    """Return a plan in about ten lines: its purpose, its memory and cost, and its decisions block by block."""
     made_for = plan.fingerprint
     return "\n".join(
         (
@@ -34,19 +34,19 @@ def show(plan: Plan) -> str:
 
 
 def extra(extra_ms: float, step_ms: float) -> str:
-    """What a plan costs: `+4.1 % time`, or in milliseconds where the plain step was not timed."""
+    """Return a plan's cost: `+4.1 % time`, or milliseconds if the plain step was not timed."""
     return f"{format_ratio(extra_ms / step_ms, signed=True)} time" if step_ms else f"+{format_time(extra_ms)} a step"
 
 
 def _bound(plan: Plan) -> str:
-    """What no plan for this budget can beat, where that is known."""
+    """Return the least extra time of any plan for this budget, if known."""
     if not plan.bound_ms:
         return ""
     return f"; no plan takes less than {extra(plan.bound_ms, plan.step_ms)}"
 
 
 def blocks(decided: Decided) -> Iterator[str]:
-    """One line for blocks of which the same is decided: `transformer.h.{0-7}: recompute ln_1 (2), mlp.act`."""
+    """Yield one line per group of like-decided blocks: `transformer.h.{0-7}: recompute ln_1 (2), mlp.act`."""
     for block, made in decided.folded().items():
         kinds = ("recompute", *KINDS)
         parts = [f"{kind} {', '.join(_counted(made[kind]))}" for kind in kinds if kind in made]
@@ -54,7 +54,7 @@ def blocks(decided: Decided) -> Iterator[str]:
 
 
 def _counted(addresses: Iterable[str]) -> Iterator[str]:
-    """Modules instead of addresses, with the number of tensors where it is not one. `@`: an argument of a call."""
+    """Yield modules instead of addresses, with the number of tensors unless it is one. `@`: an argument of a call."""
     modules = Counter(address.partition("#")[0] or "itself" for address in addresses if "@" not in address)
     yield from (module if n == 1 else f"{module} ({n})" for module, n in modules.items())
     if n := sum("@" in address for address in addresses):
@@ -63,26 +63,26 @@ def _counted(addresses: Iterable[str]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDiff(Record):
-    """What is not the same in two plans; nothing but empty fields where all is."""
+    """Differences of two plans; all fields are empty if the plans are equal."""
 
     fingerprint: tuple[str, ...]
-    """In words, one for each part of it."""
+    """Differences in words, one for each part of the fingerprint."""
     numbers: dict[str, tuple[float, float]]
-    """Budget, predicted peak, extra time and so on, where they differ."""
+    """Budget, predicted peak, extra time and so on, if they differ."""
     only_first: tuple[str, ...]
     """Decisions that only the first plan has: `recompute transformer.h.0.mlp.act#0:0`."""
     only_second: tuple[str, ...]
     larger: bool = False
-    """Whether something else is done on larger batches."""
+    """True if the decisions for larger batches differ."""
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
+        """Return True if nothing differs."""
         return not (self.fingerprint or self.numbers or self.only_first or self.only_second or self.larger)
 
 
 def compare(first: Plan, second: Plan) -> PlanDiff:
-    """What differs between two plans."""
+    """Return the differences of two plans."""
     one, other = _numbers(first), _numbers(second)
     mine, theirs = _decided(first), _decided(second)
     return PlanDiff(
@@ -114,7 +114,7 @@ def _decided(plan: Plan) -> dict[str, None]:
 
 
 def show_diff(first: Plan, second: Plan) -> str:
-    """The differences of two plans as text: numbers first, then `-` and `+` lines of what each does alone, folded."""
+    """Return the differences as text: numbers first, then `-` and `+` lines of each plan's own decisions, folded."""
     found = compare(first, second)
     if found.same:
         return "the plans are the same"

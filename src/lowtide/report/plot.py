@@ -1,4 +1,4 @@
-"""The frontier as a picture, by matplotlib. Loading that takes a second: import this where a picture is made."""
+"""Plot the frontier with matplotlib, which takes a second to load: import this module only where a picture is made."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from lowtide.utils.amounts import parse_bytes
 INCHES = WIDTH, HEIGHT = 8.5, 5.4
 DARK, GREY, PALE, BLUE = "#24292f", "#6e7781", "#e6e8eb", "#0072b2"
 KINDS = (("#c25000", "D"), ("#6a1f5e", "s"), ("#00806a", "^"), ("#000000", "X"))
-"""Colour and mark for points of others; those whose names begin with the same word have the same. With BLUE they are
-after Okabe and Ito, who chose theirs for all kinds of colour vision (https://jfly.uni-koeln.de/color/), and dark enough
-for names on light paper."""
+"""Colours and markers for others' points; points whose names begin with the same word share them. The colours, and
+BLUE, are after Okabe and Ito, who chose theirs for all kinds of colour vision (https://jfly.uni-koeln.de/color/), and
+dark enough for names on light paper."""
 ORDERS = 12
-"""Orders in which the names choose their places; the one with the shortest lines to its names is drawn."""
+"""Number of orders in which the labels are placed; the one with the shortest leader lines is drawn."""
 BESIDE = 16
-"""Up to so many pixels away from its point a name needs no line to it."""
+"""Distance in pixels up to which a label needs no leader line to its point."""
 STYLE = {
     "axes.axisbelow": True,
     "axes.edgecolor": PALE,
@@ -47,8 +47,8 @@ STYLE = {
     "grid.color": PALE,
     "lines.markersize": 6,
     "savefig.dpi": 200,
-    "svg.fonttype": "none",  # text stays text: small files that can be searched
-    "svg.hashsalt": "lowtide",  # else names inside of the file are random
+    "svg.fonttype": "none",  # keep text as text: small files that can be searched
+    "svg.hashsalt": "lowtide",  # otherwise names inside the file are random
     "text.color": DARK,
     "text.parse_math": False,
     "xtick.color": PALE,
@@ -59,17 +59,17 @@ STYLE = {
 
 
 def draw(frontier: Frontier, others: Sequence[Point] = (), *, about: str = "", note: str = "") -> Figure:
-    """The frontier as a figure: what a budget costs, as a step line.
+    """Return the frontier as a figure: the extra time of each budget, as a step line.
 
-    `others` stand beside it, each with its name; those without one are plans, too, that are not on the line. Extra time
-    goes up, in percent of the plain step where that was timed; extra FLOPs if a point has no time. `about` stands below
-    the title, in place of what the frontier itself knows, and `note` in the lower right corner.
+    `others` are drawn beside the line by name; those without a name are plans that are not on the line. The y
+    axis is extra time, in percent of the plain step if that was timed, or extra FLOPs if a point has no time. `about`
+    replaces the subtitle that the frontier itself provides, and `note` is set in the lower right corner.
     """
     scale = _Scale.of(frontier, others)
     with _style():
         figure = Figure(INCHES, facecolor="none")
-        FigureCanvasAgg(figure)  # measures texts
-        # Paper, since the colours are made for light pages: a dark one shows at the round corners only.
+        FigureCanvasAgg(figure)  # needed to measure texts
+        # White paper, because the colours are made for light pages: a dark page shows only at the rounded corners.
         paper = FancyBboxPatch((0, 0), *INCHES, boxstyle="round,pad=0,rounding_size=0.1", fc="white", ec="none")
         figure.add_artist(paper).set(transform=figure.dpi_scale_trans, zorder=-1)
         figure.text(0.97, 0.025, note, ha="right", color=GREY)
@@ -87,7 +87,7 @@ def draw(frontier: Frontier, others: Sequence[Point] = (), *, about: str = "", n
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Write it in the format that the file's ending names. The same figure gives the same bytes."""
+    """Write the figure in the format of the file's extension. The same figure gives the same bytes."""
     dates: dict[str, dict[str, str | None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with _style():
         figure.savefig(path, metadata=dates.get(Path(path).suffix.lower()))
@@ -95,7 +95,7 @@ def save(figure: Figure, path: str | Path) -> None:
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """Matplotlib's defaults and STYLE, not the user's. Some are read when a figure is made, some when it is saved."""
+    """Use matplotlib's defaults and STYLE, not the user's settings: some are read when drawing, some when saving."""
     with matplotlib.style.context(["default", STYLE]):
         yield
 
@@ -107,14 +107,14 @@ def _about(frontier: Frontier) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """What goes across, what goes up, and where a point is."""
+    """Units of both axes, and the coordinates of a point."""
 
     unit: str
-    """Of what goes across: `MiB`."""
+    """Unit of the x axis: `MiB`."""
     heading: str
-    """Of what goes up."""
+    """Heading of the y axis."""
     per_ms: float | None
-    """None where FLOPs go up."""
+    """Scale of extra time on the y axis; None if the axis shows FLOPs."""
     per_flop: float = 0.0
 
     @classmethod
@@ -161,7 +161,7 @@ def _points(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Poin
 
 
 def _line(axes: Axes, scale: _Scale, frontier: Frontier) -> None:
-    """A budget costs what the largest peak within it costs; all that is above that can be had."""
+    """Draw the step line: a budget costs as much as the largest peak within it; all above it is reachable."""
     right, top = axes.get_xlim()[1], axes.get_ylim()[1]
     xs, ys = scale.xy(frontier.points)
     axes.step([*xs, scale.x(frontier.plain_bytes)], [*ys, ys[-1]], where="post", color=BLUE, lw=1.8, gid="line")
@@ -170,9 +170,9 @@ def _line(axes: Axes, scale: _Scale, frontier: Frontier) -> None:
 
 
 def _names(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point]) -> None:
-    """Who is who: over no point, no line and no other name, with a thin line to the point if that is further away.
+    """Label the points without covering points, lines or other labels; a leader line joins a label to a distant point.
 
-    Where so many points are together that some name finds no place, the thin lines may go behind other names.
+    If points are so dense that some label finds no place, leader lines may pass behind other labels.
     """
     named = [p for p in others if p.name]
     plain_x = scale.x(frontier.plain_bytes)
@@ -188,7 +188,7 @@ def _names(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point
         x_scatter=[plain_x, *line_x, *other_x],
         y_scatter=[0.0, *line_y, *other_y],
         scatter_sizes=[3.0] * (1 + len(line_x) + len(others)),
-        # The step line has two corners a point.
+        # The step line has two corners per point.
         x_lines=[[line_x[0], *(x for x in [*line_x[1:], plain_x] for _ in range(2))], axes.get_xlim()],
         y_lines=[[*(y for y in line_y for _ in range(2)), line_y[-1]], (0.0, 0.0)],
         textsize=8.5,
@@ -197,7 +197,7 @@ def _names(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point
         va="bottom",
         linecolor=colours,
         linewidth=0.6,
-        # Shares of the width.
+        # Margins are shares of the width.
         margin=0.003,
         min_distance=0.008,
         max_distance=0.25,
@@ -205,7 +205,7 @@ def _names(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point
     )
 
     def lines_to_names(way: dict[str, Any]) -> tuple[int, float]:
-        """How many names find no place, and the pixels of the others' lines together."""
+        """Return how many labels find no place, and the total length of the other labels' leader lines in pixels."""
         _, _, texts, leaders = allocate(axes, **settings, **way, draw_all=False)
         lines = [_pixels(axes, leader) for leader in leaders if isinstance(leader, Line2D)]
         for artist in (*texts, *leaders):
@@ -231,7 +231,7 @@ def _pixels(axes: Axes, leader: Line2D) -> float:
 
 
 def _kinds(others: Sequence[Point]) -> dict[str, tuple[str, str]]:
-    """Colour and mark by the first word of the names."""
+    """Return the colour and marker for each first word of the names."""
     kinds = dict.fromkeys(_kind(p) for p in others if p.name)
     return {kind: KINDS[n % len(KINDS)] for n, kind in enumerate(kinds)}
 

@@ -1,4 +1,4 @@
-"""What a rehearsal found, for people: what the plain step needs, and how far down plans can go."""
+"""Render a profile for people: the plain step's memory, and how low plans can go."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowtide.units import format_bytes, format_parts, format_ratio, format_time
 
 
 def show(profile: Profile) -> str:
-    """The plain step's peak and what it is made of, what is held for backward, and what some budgets would cost."""
+    """Return the plain step's peak and its parts, the memory held for backward, and the costs of some budgets."""
     return "\n".join(_lines(profile))
 
 

@@ -1,4 +1,4 @@
-"""What a plan does and costs, in a line."""
+"""Describe in a line what a plan does and costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def lever_lines(plan: Plan | Profile) -> list[str]:
-    """A line for each lever that is on: `lever outputs: of the model's outputs ..., 4 MiB less, at no cost`."""
+    """Return a line for each lever that is on: `lever outputs: of the model's outputs ..., 4 MiB less, at no cost`."""
     return [
         f"lever {lever.name}: {lever.what}; "
         + (f"{format_bytes(lever.bytes)} less, " if lever.bytes else "")
@@ -26,7 +26,7 @@ def lever_lines(plan: Plan | Profile) -> list[str]:
 
 
 def extra_time(plan: Plan) -> str:
-    """What the plan takes, and the least that any takes: `, +4.1 % time predicted, bound +3.8 %`; empty if unknown."""
+    """Return the plan's extra time and its bound: `, +4.1 % time predicted, bound +3.8 %`; empty if unknown."""
     if not plan.step_ms:
         return ""
     extra, bound = (format_ratio(ms / plan.step_ms, signed=True) for ms in (plan.predicted.extra_ms, plan.bound_ms))
@@ -50,9 +50,9 @@ _OPS = {
     "Rsqrt": "reciprocal root",
     "SafeSoftmax": "softmax",
     "ToCopy": "cast",
-    "UnsafeView": "matrix product",  # torch.matmul's result: a view of what bmm or mm gave
+    "UnsafeView": "matrix product",  # torch.matmul's result: a view of the output of bmm or mm
 }
-"""What people call an autograd node's output; other nodes keep their name, in words."""
+"""Names that people use for an autograd node's output; other nodes keep their name, in words."""
 
 _MOST_LISTED = 8
 
@@ -82,7 +82,7 @@ def decisions(plan: Plan) -> str:
 
 
 def merged(paths: Iterable[str]) -> list[str]:
-    """Module paths that differ in one number, written once: `h.0.mlp`, `h.1.mlp` -> `h.{0-1}.mlp`."""
+    """Return module paths with those that differ in one number joined: `h.0.mlp`, `h.1.mlp` -> `h.{0-1}.mlp`."""
     families: dict[str, set[int]] = defaultdict(set)
     plain: list[str] = []
     for path in dict.fromkeys(paths):
@@ -96,16 +96,16 @@ def merged(paths: Iterable[str]) -> list[str]:
 
 
 def _op(node: str) -> str:
-    """`NativeLayerNormBackward0` -> `layer norm`."""
+    """Return an operator's name in words: `NativeLayerNormBackward0` -> `layer norm`."""
     name = re.sub(r"Backward\d+(\+\w+( [\d,]+)?)?$", "", node)
     if "." in name:  # an operator of a compiled graph
         return name.partition(".")[2].strip("_").replace("_", " ")
-    if name.startswith("ScaledDotProduct"):  # flash, memory-efficient, for this device and that
+    if name.startswith("ScaledDotProduct"):  # flash, memory-efficient or another kernel, for any device
         return "attention"
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name.removeprefix("Native")).lower()
     return _OPS.get(name, words)
 
 
 def listed(words: Sequence[str]) -> str:
-    """`loss, gradients and buffers`."""
+    """Return words as an enumeration: `loss, gradients and buffers`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

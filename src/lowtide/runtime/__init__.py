@@ -1,1 +1,1 @@
-"""Carries out a plan: saved-tensor hooks, recompute, replay, offload and in-place gradients."""
+"""Carry out a plan: saved-tensor hooks, recompute, replay, offload and in-place gradients."""

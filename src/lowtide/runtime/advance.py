@@ -1,8 +1,8 @@
-"""The result of a module call that is not kept: the call runs forward again for it when somebody asks.
+"""Recompute the result of a module call that is not kept, by running the call's forward again on demand.
 
-From what the call was given, and nothing is saved on the way: of a chain of replayed blocks only some need to keep
-their inputs, and the others are made from these one after the other. Inputs that were made so stay while their own
-block's replay waits for them, so no block advances twice.
+The call runs from its arguments and saves nothing on the way: in a chain of replayed blocks only some need to keep
+their inputs, and the others are computed from these one after the other. A recomputed input stays while the replay of
+its own block has yet to read it, so no block advances twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Advance:
-    """Brings back the one result of a call that needs a gradient."""
+    """Maker of the one result of a call that needs a gradient."""
 
     __slots__ = ("_frame", "_view", "operands")
 
@@ -30,10 +30,10 @@ class Advance:
         self._frame = frame
         self.operands = operands
         self._view = None if base is tensor else (base.size(), base.stride(), int(base.storage_offset()))
-        """Where the base is in what the call returns, if that is a view of it."""
+        """Geometry of the base within the call's result, if that is a view."""
 
     def make(self, value: Value) -> Tensor:
-        """Run the call forward; the result stays if somebody waits for it. Raises as `ReplayFrame.catch` does."""
+        """Run the call forward; the result stays if an unread handle needs it. Raises as `ReplayFrame.catch` does."""
         with one_at_a_time:
             if value.tensor is not None:  # another thread was faster
                 return value.tensor
@@ -46,7 +46,7 @@ class Advance:
             return made
 
     def forward(self) -> Tensor:
-        """The base of the result."""
+        """Return the base of the result."""
         tensor = result_of(self._frame.forward_again(self.operands))
         if tensor is None:
             raise ReplayMismatch(
@@ -57,15 +57,15 @@ class Advance:
 
 
 def result_of(returned: Any) -> Tensor | None:
-    """The one tensor that needs a gradient in what a call returned; None if there is none or more than one."""
+    """Return the only returned tensor that needs a gradient; None if there is none or more than one."""
     found = [tensor for tensor in tensors_in_call((returned,), {}) if tensor.grad_fn is not None]
     return found[0] if len(found) == 1 else None
 
 
 def result_node(frame: ReplayFrame, returned: Any) -> tuple[Tensor, Tensor, Node, int] | None:
-    """The result of the call of `frame`, its base, and the base's node and place among what that gave.
+    """Return the result of the call of `frame`, its base, and the base's node and output number.
 
-    None where the result is something that the call was given.
+    None if the result is an argument of the call.
     """
     tensor = result_of(returned)
     if tensor is None:
@@ -80,10 +80,11 @@ def result_node(frame: ReplayFrame, returned: Any) -> tuple[Tensor, Tensor, Node
 
 
 def left_to_advance(frame: ReplayFrame, returned: Any, *, replayed: bool) -> Value | None:
-    """The value of what the call of `frame` returned, from now on made by running it forward.
+    """Return the value of the result of `frame`'s call, to be recomputed by running the call forward.
 
-    None where it is not to be had so, or something inside the call keeps or recomputes it. The caller holds the value
-    until whoever is given it has a handle. `replayed`: the operands of `frame` are claimed for its replay already.
+    None if that is impossible, or if something inside the call keeps or recomputes the result. The caller holds the
+    value until the readers of the result have handles. `replayed`: the operands of `frame` are claimed for its replay
+    already.
     """
     found = result_node(frame, returned)
     if found is None:

@@ -1,7 +1,7 @@
-"""What attention adds to its scores where no fused kernel does it: its mask, as numbers (`attention.cpp` of 2.13).
+"""Masks that attention adds to its scores without a fused kernel, as numbers (`attention.cpp` of 2.13).
 
-The sum is made in C++, is not saved, and does not record the mask. While attention runs, `OperandCapture` knows what it
-was called with.
+The sum is computed in C++, is not saved, and does not record the mask. While attention runs, `OperandCapture` holds its
+arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def added_to_scores(node: Node, name: str) -> tuple[CaptureSite, Value] | None:
-    """What attention adds, where the node is that of this sum and `name` what it adds."""
+    """Return the mask that attention adds, if `node` is that addition and `name` its mask operand; else None."""
     attention = here.attention
     if attention is None or (node.name(), name) != ("AddBackward0", "other"):
         return None

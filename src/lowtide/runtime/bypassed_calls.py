@@ -1,4 +1,4 @@
-"""Places where a model is called and its saved tensors are out of reach of a plan, in words, with the way out."""
+"""Descriptions of calls whose saved tensors a plan can't reach, each with a remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_TORCH: Final = {
 
 
 def in_hooks(pack: Callable[..., Any]) -> str:
-    """Return where a call is whose saved tensors go to `pack`, a hook of others."""
+    """Describe a call whose saved tensors go to `pack`, a hook that is not Lowtide's."""
     name = getattr(pack, "__qualname__", type(pack).__qualname__)
     return _OF_TORCH.get(name.partition(".")[0]) or (
         f"inside of saved-tensor hooks of the program's own ({name}): {_ONE_PAIR}\n"

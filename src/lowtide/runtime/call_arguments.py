@@ -1,12 +1,12 @@
-"""What a module call was given, taken apart so that it can be given again.
+"""Arguments of a module call, taken apart so that a replay can rebuild them.
 
-Tensors are held through handles wherever they are: in lists, tuples, dicts, dataclasses, other objects, and whatever is
-registered with torch's pytrees. What holds them is made anew for each replay, so a call that appends to a list does not
-append twice, and what is written into it after the call is not seen. A tensor given twice is one tensor again. Objects
-without tensors are made anew, too, unless they are as they were; what can't be made from its attributes passes through.
+Tensors are held through handles wherever they are: in lists, tuples, dicts, dataclasses, other objects, and containers
+registered with torch's pytrees. Their containers are rebuilt for each replay, so a call that appends to a list does not
+append twice, and later writes to a container are not seen. A tensor passed twice is one tensor again. Objects without
+tensors are rebuilt too, unless they are unchanged; objects that can't be rebuilt from their attributes pass through.
 
-A cache of keys and values is special. A call fills its own layer of it and may see all others, which nothing else would
-keep in memory: of those only the shape is remembered, and a replay that wants more fails, which the audit finds out.
+Key-value caches are special. A call fills its own layer of one and may see all others, which nothing else would keep in
+memory: for those only the shape is kept, and a replay that reads more fails, which the audit detects.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from lowtide.runtime.saved_values import Handle, Value
 
 Part = Callable[["_Given"], Any]
-"""Makes a part of the arguments anew."""
+"""Function that rebuilds a part of the arguments."""
 
 
 class Arguments:
-    """The arguments of one call."""
+    """Arguments of one call."""
 
     __slots__ = ("_build", "_cached", "_given", "_grads", "devices", "generators", "handles")
 
@@ -52,20 +52,20 @@ class Arguments:
         self.generators = tuple(taken.generators)
 
     def given(self, base: Tensor) -> Value | None:
-        """The value of a tensor (of its base, for a view) that was given to the call in progress; None for others."""
+        """Return the value of a tensor (for a view, of its base) passed to the call in progress; None for others."""
         value = self._given.get(id(base))
         return value if value is not None and value.version == base._version else None
 
     def close(self) -> None:
-        """The call is over: let go of what it left alone in caches."""
-        self._given.clear()  # tensors that are alive no longer may have the same ids as others
+        """End the call: release the tensors in caches that were left alone."""
+        self._given.clear()  # new tensors may reuse the ids of freed ones
         for cached in self._cached:
             cached.close()
 
     def again(self, handles: tuple[Handle, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the call began with, through `handles`: those in here, or others on the same values in the same order.
+        """Return the call's original arguments, through its own `handles` or others on the same values, in order.
 
-        Raises RuntimeError if a tensor of it was changed in place.
+        Raises RuntimeError if one of the tensors was changed in place.
         """
         pairs = zip(handles, self._grads, strict=True)
         tensors = [handle.get().detach().requires_grad_(grad) for handle, grad in pairs]
@@ -74,14 +74,14 @@ class Arguments:
 
 
 def tensors_in_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that `Arguments` holds, each once, in its order."""
+    """Return the tensors that `Arguments` holds, each once, in its order."""
     taken = _Apart()
     taken.part((args, kwargs))
     return taken.tensors
 
 
 class _Given:
-    """What the parts are made of: the tensors, and what was made so far."""
+    """Inputs of the parts: the tensors, and the objects rebuilt so far."""
 
     __slots__ = ("made", "tensors")
 
@@ -90,14 +90,14 @@ class _Given:
         self.made: dict[int, Any] = {}
 
     def filled(self, key: int, new: Any, fill: Callable[[Any], object]) -> Any:
-        """`new`, known under `key` before `fill` makes its contents: they may lead back to it."""
+        """Return `new`, registered under `key` before `fill` adds its contents, which may refer back to it."""
         self.made[key] = new
         fill(new)
         return new
 
 
 class _Cached:
-    """A tensor in a cache, and how to find out whether it is still there."""
+    """A tensor in a cache, and a function that returns the present content of its place."""
 
     __slots__ = ("now", "tensor")
 
@@ -111,7 +111,7 @@ class _Cached:
 
 
 class _Apart:
-    """Takes things apart."""
+    """Disassembler of arguments."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -124,7 +124,9 @@ class _Apart:
         self._in_cache = False
 
     def part(self, thing: Any, now: Callable[[], Any] | None = None) -> Part:
-        """How to make `thing` anew. Where it is in a cache, `now()` is what is in its place there."""
+        """Return a function that rebuilds `thing`. For a `thing` in a cache, `now()` returns the present content of its
+        place.
+        """
         kind, key = type(thing), id(thing)
         if kind in ATOMS:
             return _AsItIs(thing)
@@ -163,7 +165,7 @@ class _Apart:
     def _tensor(self, tensor: Tensor, now: Callable[[], Any] | None) -> Part:
         self._encounters += 1
         if self._in_cache and now is not None:
-            if not tensor.dim():  # a setting of the cache, or how much of it is filled
+            if not tensor.dim():  # a setting of the cache, or its fill level
                 number = tensor.detach().clone()
                 return lambda given: number.clone()
             cached = _Cached(tensor, now)
@@ -175,7 +177,7 @@ class _Apart:
         return lambda given: given.tensors[place]
 
     def _object(self, thing: Any) -> Part:
-        """One that is made anew, from its attributes and, of a list or dict of a class of its own, its items."""
+        """Return a part that rebuilds an object from its attributes and, for a subclass of list or dict, its items."""
         key, kind, attributes = id(thing), type(thing), _attributes(thing)
         outside, before, cache = self._in_cache, self._encounters, self._in_cache or _is_cache(thing)
         seen = len(self._seen)
@@ -205,7 +207,7 @@ class _Apart:
 
 
 class _AsItIs:
-    """A part that passes through."""
+    """A part that passes through unchanged."""
 
     __slots__ = ("thing",)
 
@@ -217,9 +219,10 @@ class _AsItIs:
 
 
 def _unless_changed(thing: Any, attributes: dict[str, Any], build: Part) -> Part:
-    """`thing` itself, which somebody may know it by, while it has these attributes; else what `build` makes.
+    """Return a part that gives `thing` itself while it has these attributes, else the result of `build`.
 
-    Not held: what is written into it later may lead back to who holds it here.
+    Identity matters: other code may know `thing`. It is held by weak reference only, because later writes may make it
+    refer back to its holder here.
     """
     try:
         reference = weakref.ref(thing)
@@ -238,7 +241,7 @@ def _unless_changed(thing: Any, attributes: dict[str, Any], build: Part) -> Part
 
 
 def _attributes(thing: Any) -> dict[str, Any]:
-    """What an object consists of, in `__dict__` and in the slots of its classes."""
+    """Return the attributes of an object, from `__dict__` and from the slots of its classes."""
     found = dict(vars(thing)) if hasattr(thing, "__dict__") else {}
     for kind in type(thing).__mro__:
         slots = vars(kind).get("__slots__", ())
@@ -251,11 +254,11 @@ def _attributes(thing: Any) -> dict[str, Any]:
 
 
 _HEAP_TYPE = 1 << 9
-"""The flag of classes that Python code has made (`Py_TPFLAGS_HEAPTYPE`)."""
+"""Flag of classes created by Python code (`Py_TPFLAGS_HEAPTYPE`)."""
 
 
 def _items(thing: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """The class in C that makes such objects, and the items of a list or dict, by place or name."""
+    """Return the C class that allocates such objects, and the items of a list or dict, by index or key."""
     base = next(kind for kind in type(thing).__mro__ if not kind.__flags__ & _HEAP_TYPE)
     if base is list:
         return base, list(enumerate(list.__iter__(thing)))
@@ -265,7 +268,7 @@ def _items(thing: Any) -> tuple[Any, list[tuple[Any, Any]]]:
 
 
 def _add(base: Any, new: Any, name: Any, item: Any) -> None:
-    """One of the items that `_items` gave, in its turn."""
+    """Add one of the items that `_items` returned, in order."""
     if base is list:
         list.append(new, item)
     else:
@@ -273,14 +276,14 @@ def _add(base: Any, new: Any, name: Any, item: Any) -> None:
 
 
 def _can_be_made(kind: Any, base: Any) -> bool:
-    """Whether an object of this class, one of Python's own code, is all that its attributes and items are."""
+    """Return True if an object of this Python class consists of its attributes and items alone."""
     if kind is object or base not in (object, list, dict, OrderedDict, SimpleNamespace):
         return False
     return kind.__new__ is base.__new__ and not hasattr(kind, "__del__")
 
 
 def _is_cache(thing: Any) -> bool:
-    """Whether `thing` is a cache of keys and values, as transformers writes them."""
+    """Return True if `thing` is a key-value cache in the style of transformers."""
     return hasattr(thing, "get_seq_length") and hasattr(thing, "update")
 
 
@@ -289,7 +292,7 @@ def _tuple(kind: type, items: list[Any]) -> Any:
 
 
 _DEPTH = 4
-"""Objects inside of objects are looked into this deep."""
+"""Most levels of nested objects that are searched."""
 
 ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range}

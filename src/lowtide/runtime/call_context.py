@@ -1,9 +1,9 @@
-"""What a module call sees besides its arguments, taken when it begins and put back around a replay.
+"""State besides its arguments that a module call reads, captured when it begins and restored around a replay.
 
-Random numbers (torch on the CPU and on the module's GPUs, generators given to it, Python, NumPy), autocast, the
-kernels that attention may use, training flags, buffers and plain attributes are as they were; afterwards everything is
-as it was before the replay. Parameters, and buffers that the call does not write to, are not copied: a replay in which
-they have other contents refuses.
+Random numbers (torch on the CPU and on the module's GPUs, generators passed to it, Python, NumPy), autocast, the
+kernels that attention may use, training flags, buffers and plain attributes are restored; after the replay they return
+to their state before it. Parameters, and buffers that the call does not write to, are not copied: a replay that finds
+other contents in them is refused.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SMALL_BYTES = 2**16
-"""Buffers up to this size are copied for every call: batch norm writes to its own without autograd noticing."""
+"""Buffers up to this size are copied for every call: batch norm writes to its own without a new version."""
 
 LARGEST_SUMMED = 2**20
-"""Bytes of a larger buffer on the CPU up to which it is seen when something is written to its `.data`."""
+"""Bytes of a larger buffer on the CPU up to which writes to its `.data` are detected."""
 
 _KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
@@ -40,38 +40,38 @@ _KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
 )
-"""Which attention kernels may be chosen: in spite of their place, on the CPU too."""
+"""Attention kernels that may be chosen; despite the name `cuda` they apply to the CPU too."""
 
 
 _ONLY_CPU = ("cpu",)
 
 
 class MutableState:
-    """What calls of one module can touch, and what its first call was seen to do with it."""
+    """State that calls of one module can change, and the changes that its first call made."""
 
     __slots__ = ("generators", "gpus", "holds", "is_overwritten", "modules", "units", "written")
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = tuple(module.modules())
         self.units = tuple(units(self.modules))
-        """Those of which the parameters are others while they run than before and after."""
+        """Modules whose parameters are different tensors while they run."""
         self.gpus = gpus(tensor.device for tensor in (*module.parameters(), *module.buffers()))
         found = (item for part in self.modules for item in vars(part).values())
         self.generators = tuple(item for item in found if isinstance(item, torch.Generator))
         self.written: frozenset[tuple[nn.Module, str]] | None = None
-        """Large buffers that a call writes to; None until one has been seen."""
+        """Large buffers that a call writes to; None until one call has been observed."""
         self.holds = False
-        """A call runs backward inside of its forward: what a replay saves has to be there for that."""
+        """True if a call runs backward inside its forward: a replay must hold the tensors it saves for that."""
         self.is_overwritten = False
-        """What a call had read was written to before backward: none is run again any longer."""
+        """True if a tensor that a call had read was written to before backward: no call is run again any more."""
 
     def forget(self) -> None:
-        """Look again at what a call does."""
+        """Observe the writes of the next call again."""
         self.written = None
 
 
 class CallContext:
-    """What one call saw."""
+    """State that one call reads."""
 
     __slots__ = (
         "attributes",
@@ -93,7 +93,7 @@ class CallContext:
     def __init__(
         self, reach: MutableState, devices: Iterable[torch.device] = (), generators: Sequence[torch.Generator] = ()
     ) -> None:
-        """Of a call that begins; `devices` and `generators` are those of its arguments."""
+        """Capture the state at the start of a call; `devices` and `generators` are those of its arguments."""
         self.reach = reach
         found = reach.gpus | gpus(devices)
         self.rng = torch.get_rng_state()
@@ -113,17 +113,17 @@ class CallContext:
             if reach.written is None or (module, name) in reach.written or buffer.nbytes <= SMALL_BYTES
         }
         self.copied: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-        """Parameters that were written to since, and what was in them."""
+        """Parameters that were written to since, and copies of their contents."""
         self.held = self._held()
         self.sums = self._sums()
 
     def _sums(self) -> list[int | None]:
-        """For each of `held` that is a buffer what its bytes add up to, as far as that is cheap."""
+        """Return a checksum for each buffer in `held` that is cheap to sum; None for the others."""
         return [None if isinstance(t, torch.nn.Parameter) else _sum_of(t) for _, _, t, _ in self.held]
 
     @property
     def written_late(self) -> str | None:
-        """A buffer that the call that is now over wrote to, as the first one did not: it was not copied."""
+        """Return the name of a buffer that this call wrote to and the first one did not, so that it was not copied."""
         for (_, name, tensor, version), before, now in zip(self.held, self.sums, self._sums(), strict=True):
             if not isinstance(tensor, torch.nn.Parameter) and (tensor._version != version or before != now):
                 self.reach.forget()
@@ -131,7 +131,7 @@ class CallContext:
         return None
 
     def _held(self) -> list[tuple[dict[str, Any], str, Tensor, int]]:
-        """Parameters, and buffers that are not copied: the table where each is, its name there, itself, its version."""
+        """Return parameters, and buffers that are not copied: their table, name in it, tensor and version."""
         written = {(id(table), name) for table, name, *_ in self.copied}
         return [
             (table, name, tensor, tensor._version)
@@ -143,7 +143,7 @@ class CallContext:
         ]
 
     def copy(self, storages: set[int], copy_of: Callable[[Tensor], Tensor]) -> bool:
-        """Have copies of the parameters in this memory, which is about to be written to; whether there are any."""
+        """Copy the parameters in this memory, which is about to be written to; return True if there are any."""
         kept = []
         for held, before in zip(self.held, self.sums, strict=True):
             table, name, tensor, version = held
@@ -158,19 +158,19 @@ class CallContext:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """What is held of tensors that nobody else has: random numbers and copies of buffers."""
+        """Yield the tensors that only this context holds: random number states and copies of buffers."""
         yield self.rng
         yield from (state for _, state in (*self.gpus, *self.generators))
         yield from (content for _, _, content in self.buffers.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of `tensors`; of a module on a GPU, of those that are on one: random numbers are on the host."""
+        """Return the bytes of `tensors`; for a module on a GPU, of those on a GPU only: RNG states are on the host."""
         on_gpu = bool(self.reach.gpus)
         return sum(tensor.nbytes for tensor in self.tensors if not on_gpu or tensor.device.type != "cpu")
 
     def learn(self) -> None:
-        """The call is over. Large buffers that the first one did not write to are not copied for the next ones."""
+        """End the call. Large buffers that the first call did not write to are not copied for later calls."""
         self.attributes.learn()
         reach = self.reach
         if reach.written is None:
@@ -185,7 +185,7 @@ class CallContext:
                     del self.buffers[key]
             self.held = self._held()
             self.sums = self._sums()
-        # Of each call: one that draws nothing may draw the next time.
+        # For each call: one that draws nothing may draw the next time.
         if python_state() is self.python:
             self.python = None
         if numpy_state() is self.numpy:
@@ -193,7 +193,7 @@ class CallContext:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Everything as it was when the call began; afterwards as it was before."""
+        """Restore the state at the start of the call inside the block, and the present state after it."""
         with _attributes_back(self.reach.modules), contextlib.ExitStack() as stack:
             self._put_back()
             for tensor, version in self.attributes.tensors:
@@ -207,7 +207,7 @@ class CallContext:
                     switch(then)
             for module, flag in zip(self.reach.modules, self.training, strict=True):
                 vars(module)["training"] = flag
-            copies: dict[int, Tensor] = {}  # what two modules share stays one
+            copies: dict[int, Tensor] = {}  # a tensor shared by two modules stays shared
             for table, name, parameter, content in self.copied:
                 like = torch.nn.Parameter(content.clone(), requires_grad=parameter.requires_grad)
                 table[name] = copies.setdefault(id(parameter), like)
@@ -221,11 +221,11 @@ class CallContext:
                 yield
 
     def _put_back(self) -> None:
-        """The parameters and buffers that the call saw, if others stand in their places now (as of `functional_call`).
+        """Restore the call's parameters and buffers, if others have taken their places (as in `functional_call`).
 
-        For a parameter that was changed in place since, something that raises when it is used: an optimizer that steps
-        inside of backward changes those which backward is through with, and a replay that is only now needed stops
-        before it comes to them, or must not run. Raises Overwritten for a buffer that was changed.
+        A parameter that was changed in place since is replaced by a tensor that raises on use: an optimizer that steps
+        inside backward changes only parameters that backward has finished with, and a replay that is needed after that
+        stops before it reaches them, or must not run. Raises Overwritten for a buffer that was changed.
         """
         for table, name, tensor, version in self.held:
             if tensor._version != version:
@@ -238,13 +238,13 @@ class CallContext:
                 table[name] = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
     def _overwritten(self, tensor: Tensor, version: int) -> Overwritten:
-        """The error of a call that can't be run again, as it had read what was written to since."""
+        """Return the error of a call that can't be run again, because a tensor it had read was written to since."""
         self.reach.is_overwritten = True
         kind = type(self.reach.modules[0])
         return Overwritten(tensor, version, kind.__name__, kind)
 
     def _draw_again(self, stack: contextlib.ExitStack) -> None:
-        """Set all random numbers back to where the call began."""
+        """Set all random number generators back to the start of the call."""
         stack.callback(torch.set_rng_state, torch.get_rng_state())
         torch.set_rng_state(self.rng)
         for gpu, state in self.gpus:
@@ -263,7 +263,7 @@ class CallContext:
 
 
 class _Changed(torch.Tensor):
-    """Stands for a parameter that is not what the call saw: whatever is done with it raises."""
+    """A replacement for a parameter that has changed since the call: any operation on it raises."""
 
     overwritten: Callable[[], Overwritten]
 
@@ -274,12 +274,12 @@ class _Changed(torch.Tensor):
 
 @contextlib.contextmanager
 def _attributes_back(modules: tuple[nn.Module, ...]) -> Iterator[None]:
-    """Attributes, buffers and parameters that are bound or bound anew in this block are afterwards as they were."""
+    """Restore attributes, buffers and parameters that are bound or rebound in this block."""
     tables = [
         table
         for module in modules
         for table in (vars(module), module._buffers, module._parameters)
-        if table and isinstance(table, dict)  # a scripted module has something else, which nobody can bind anew
+        if table and isinstance(table, dict)  # a scripted module's tables are no dicts and can't be rebound
     ]
     before = [dict(table) for table in tables]
     try:
@@ -293,7 +293,7 @@ def _attributes_back(modules: tuple[nn.Module, ...]) -> Iterator[None]:
 
 
 def gpus(devices: Iterable[torch.device]) -> frozenset[torch.device]:
-    """Those with random numbers of their own beside the CPU's."""
+    """Return the devices with random number generators besides the CPU's."""
     return frozenset(device for device in devices if device.type not in ("cpu", "meta"))
 
 
@@ -318,7 +318,7 @@ def _sum_of(tensor: Tensor) -> int | None:
 
 
 def _equal(buffer: Tensor, content: Tensor) -> bool:
-    """Whether a buffer is what it was, also if no version was counted: native batch norm writes so, and `.data`."""
+    """Return True if a buffer is unchanged, even without a new version: native batch norm and `.data` write so."""
     if is_fake(buffer) or not is_plain(buffer):
         return True
     return torch.equal(buffer, content)

@@ -1,7 +1,7 @@
-"""Where Lowtide gets into a module: the instance attribute that `Module.__call__` asks before its own implementation.
+"""Entry point of Lowtide into a module: the instance attribute that `Module.__call__` uses instead of `_call_impl`.
 
-torch made this place for `Module.compile`. The model is not rewritten: names, classes, hooks and `state_dict` stay as
-they are, and copies and pickles of the model do not have it.
+torch created it for `Module.compile`. The model is not rewritten: names, classes, hooks and `state_dict` stay
+unchanged, and copies and pickles of the model do not contain it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class CallInterceptor:
-    """Object in a module's CALL attribute that tells the engine of the module's calls."""
+    """Object in a module's CALL attribute that reports the module's calls to the engine."""
 
     __slots__ = (
         "_reach",
@@ -50,9 +50,9 @@ class CallInterceptor:
     def __init__(self, engine: Engine, module: nn.Module, path: str, actions: tuple[dict[int, Actions], ...]) -> None:
         self.engine, self.module, self.path, self.actions = engine, module, path, actions
         self.replays = any(action.replay or action.advance for of_plan in actions for action in of_plan.values())
-        """Whether a plan replays or advances any call of the module."""
+        """True if a plan replays or advances any call of the module."""
         self.as_planned = AsPlanned(module, path) if self.replays else None
-        """The module when the plan was put in force, if that replays it."""
+        """State of the module when the plan was put in force, if the plan replays it."""
         self.installed = False
         self.is_compiled = is_compiled(module)
         self.is_left_alone = path in engine.excluded_modules
@@ -64,13 +64,13 @@ class CallInterceptor:
         return f"{self.path} ({type(self.module).__name__})" if self.path else type(self.module).__name__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles of a module whose class takes all attributes along have None here, as without a plan."""
+        """Return None for copies and pickles of modules whose class copies all attributes, as without a plan."""
         return type(None), ()
 
     def install(self) -> None:
-        """Stand in front of the module's implementation, or of what stands there already (`Module.compile`).
+        """Take the place in front of the module's implementation, or of what is installed already (`Module.compile`).
 
-        But behind every `OuterInterceptor`.
+        Every `OuterInterceptor` stays in front.
         """
         last, first = None, self.module.__dict__.get(CALL)
         while isinstance(first, OuterInterceptor):
@@ -85,12 +85,12 @@ class CallInterceptor:
         self.installed = True
 
     def remove(self) -> None:
-        """Leave the place as it was found, also if somebody else stands in front by now."""
+        """Restore the CALL attribute, even if another object has been installed in front."""
         self.installed = False
         _remove_from_chain(self)
 
     def stands(self) -> bool:
-        """Whether calls of the module still come by."""
+        """Return True if calls of the module still reach this interceptor."""
         front = self.module.__dict__.get(CALL)
         while isinstance(front, CallInterceptor | OuterInterceptor) and front is not self:
             front = front.before
@@ -98,7 +98,7 @@ class CallInterceptor:
 
     @property
     def reach(self) -> MutableState:
-        """What calls of this module can touch."""
+        """Return the state that calls of this module can change."""
         if self._reach is None:
             self._reach = MutableState(self.module)
         return self._reach
@@ -113,16 +113,16 @@ class CallInterceptor:
             caller = sys._getframe(1).f_locals.get("self")
             if (
                 isinstance(caller, nn.Module) and caller is not self.module
-            ):  # a replica of nn.DataParallel has all our attributes
+            ):  # a replica of nn.DataParallel copies all attributes
                 return past_fronts(caller)(*args, **kwargs)
-        return self.engine.begin(self, args, kwargs)  # the model, or a part of it that the step calls by itself
+        return self.engine.begin(self, args, kwargs)  # the model, or a part of it that the step calls directly
 
 
 class OuterInterceptor:
     """Handler of a module's calls from outside, in its CALL attribute before any `CallInterceptor`.
 
-    `around(inner, args, kwargs)` is called instead of the module and may call `inner(*args, **kwargs)`, which is the
-    module with the plan that is in force on it, none, once or several times.
+    `around(inner, args, kwargs)` is called instead of the module and may call `inner(*args, **kwargs)`, the module with
+    the plan in force on it, never, once or several times.
     """
 
     __slots__ = ("_own_calls", "_thread", "around", "before", "inner", "module", "owner")
@@ -130,7 +130,7 @@ class OuterInterceptor:
     def __init__(
         self, module: nn.Module, around: Callable[[Callable[..., Any], Any, Any], Any], owner: object = None
     ) -> None:
-        """`owner` is alive as long as this stands, and `owners` finds it."""
+        """Install the handler. It keeps `owner` alive, and `owners` finds it."""
         self.module, self.around, self.owner = module, around, owner
         self._thread = threading.get_ident()
         self.before: Callable[..., Any] | None = module.__dict__.get(CALL)
@@ -139,11 +139,11 @@ class OuterInterceptor:
         self._own_calls = stand_in_calls([module])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As for a seam: copies and pickles do not have it."""
+        """Return None: copies and pickles do not contain the handler."""
         return type(None), ()
 
     def remove(self) -> None:
-        """Leave the place as it was found, and let go of whoever put it there. May be called again."""
+        """Restore the CALL attribute and release the owner. May be called again."""
         while self._own_calls:
             self._own_calls.pop()()
         _remove_from_chain(self)
@@ -160,7 +160,7 @@ class OuterInterceptor:
 
 
 def past_notes(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled code, run as it was compiled: for it a mode that takes notes would be another program."""
+    """Return a function that runs compiled code outside `OperandCapture`, under which it would be another program."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with without_function_mode(OperandCapture):
@@ -170,12 +170,12 @@ def past_notes(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pass_on(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call what is behind a front, and nothing else."""
+    """Call `inner` and do nothing else."""
     return inner(*args, **kwargs)
 
 
 def owners(module: nn.Module) -> Iterator[object]:
-    """Give the owners of the fronts that stand before `module`."""
+    """Yield the owners of the handlers in front of `module`."""
     front = module.__dict__.get(CALL)
     while isinstance(front, CallInterceptor | OuterInterceptor):
         if isinstance(front, OuterInterceptor) and front.owner is not None:
@@ -184,7 +184,7 @@ def owners(module: nn.Module) -> Iterator[object]:
 
 
 def _remove_from_chain(gone: CallInterceptor | OuterInterceptor) -> None:
-    """Take one out of the row that stands in front of its module."""
+    """Remove one interceptor from the chain in front of its module."""
     front = gone.module.__dict__.get(CALL)
     if front is gone:
         if gone.before is None:

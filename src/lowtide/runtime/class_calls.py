@@ -1,8 +1,8 @@
-"""Classes of modules whose `__call__` does not come to torch's, as gpytorch's: a plan gets in at their own.
+"""Module classes whose `__call__` bypasses torch's, such as gpytorch's: a plan hooks into their own.
 
-`nn.Module.__call__` asks the attribute CALL before it runs the module, which is where seams stand. A class may have a
-`__call__` that runs `self.forward` by itself. There something stands in for it as long as a plan is in force, which
-asks the same attribute.
+`nn.Module.__call__` uses the attribute CALL to run the module, which is where interceptors are installed. A class may
+have a `__call__` that runs `self.forward` itself. While a plan is in force, a replacement for it uses the same
+attribute.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def class_of_call(module: nn.Module) -> type | None:
 
 
 def classes_of_calls() -> set[type]:
-    """Return the classes of modules that exist so far whose `__call__` runs them instead of torch's."""
+    """Return the module classes that exist so far whose `__call__` runs them instead of torch's."""
     found: set[type] = set()
     pending: list[type] = [nn.Module]
     while pending:
@@ -51,7 +51,7 @@ def _runs_by_itself(kind: type) -> bool:
 
 
 def stand_in_calls(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
-    """Have calls of such `modules` ask CALL first, until each of the functions returned is called."""
+    """Make calls of such `modules` use CALL first, until each of the returned functions is called."""
     kinds = {kind for module in modules if (kind := class_of_call(module)) is not None}
     asked = functools.partial(functools.partial, _ask_first)
     return [stand_in(kind, "__call__", asked, innermost=True) for kind in kinds]
@@ -63,6 +63,6 @@ def _ask_first(plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kw
 
 
 def past_fronts(module: nn.Module) -> Callable[..., Any]:
-    """Return what calls `module` past whatever stands in CALL."""
+    """Return a function that calls `module` and bypasses the content of CALL."""
     kind = class_of_call(module)
     return own_call(module) if kind is None else functools.partial(original(kind, "__call__"), module)

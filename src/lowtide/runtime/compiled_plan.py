@@ -1,7 +1,7 @@
-"""A plan in force on compiled code: inductor partitions the graphs that it knows as the plan says.
+"""A plan in force on compiled code: inductor partitions the graphs that the plan knows as it says.
 
-torch compiles anew with another partitioner, so all that was compiled is let go of where a plan is put on or taken off.
-Inductor's caches have the plan in their keys.
+torch recompiles with another partitioner, so putting a plan on or taking it off discards all compiled code. The keys of
+inductor's caches include the plan.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from lowtide.runtime.joint_slots import JointSlots
 
 
 class Partitioner(CustomPartitionerFn):
-    """What inductor calls for each joint graph: saves all slots of `graphs` but those at the addresses in `recompute`.
+    """Inductor's partitioner: saves all slots of `graphs` except those at the addresses in `recompute`.
 
-    Without graphs it saves what torch does. With `apart` matrix products are computed by themselves.
+    Without graphs it saves what torch saves. With `apart` matrix products are computed separately.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class Partitioner(CustomPartitionerFn):
     ) -> None:
         self.graphs, self.recompute, self.apart = frozenset(graphs), frozenset(recompute), apart
         self.is_lever = is_lever
-        """True for one that a plan's may take the place of for a while."""
+        """True if a plan's partitioner may replace this one for a while."""
         self.seen: Callable[[JointSlots], None] = lambda slots: None
-        """Told of each joint graph that is compiled."""
+        """Function called with each joint graph that is compiled."""
         self.unknown: Callable[[str], None] = lambda key: None
-        """Told of the hash of each one that the plan is not for."""
+        """Function called with the hash of each graph that the plan does not cover."""
 
     def uuid(self) -> str:
-        """The plan's hash: part of the key in all of inductor's caches."""
+        """Return the plan's hash, part of the key in all of inductor's caches."""
         said = "\n".join((*sorted(self.graphs), str(self.apart), *sorted(self.recompute)))
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 

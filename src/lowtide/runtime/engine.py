@@ -1,7 +1,7 @@
-"""A plan in force on a model: one pair of hooks that decides for each saved tensor to keep, recompute or replay it.
+"""A plan in force on a model: one pair of hooks that keeps, recomputes or replays each saved tensor.
 
-Seams in the modules tell which call of which module is running, which is how a plan addresses a saved tensor. All that
-a forward pass has to remember is in one `ForwardPass`, so nothing is left over when it ends, however it ends.
+Interceptors in the modules report which call of which module is running; a plan addresses a saved tensor by that call.
+All state of a forward pass is in one `ForwardPass`, so nothing is left over when it ends, however it ends.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ __all__ = ["Actions", "Decision", "Engine", "ForwardPass", "actions_for"]
 
 
 class Engine:
-    """The pair of hooks, and the seams in a model."""
+    """The pair of hooks, and the interceptors in a model."""
 
     is_measured: ClassVar[bool] = False
-    """Whether this model's step is measured, so that what plans of other models want does not count meanwhile."""
+    """True while this model's step is measured, so that plans of other models are ignored."""
 
     learns: ClassVar[bool] = True
     """True if all decisions are in `actions`, so that one run shows the saved tensors that are needed."""
@@ -66,9 +66,9 @@ class Engine:
         *actions: Mapping[str, dict[int, Actions]],
         in_place: Sequence[Mapping[str, int]] = (),
     ) -> None:
-        """`actions` are those of one plan, or of several, of which `choose` takes one for each run of the model.
+        """Prepare an engine for the `actions` of one plan, or of several, one of which `choose` selects for each run.
 
-        `in_place` has for each of them from how many bytes on which nodes write their gradients over others.
+        `in_place` gives for each plan the nodes that write their gradients over others, with the least bytes.
         """
         self.model = model
         self.relied_on = ReliedOn(self.copied, self.name_of)
@@ -76,45 +76,45 @@ class Engine:
         self.tables = actions
         self.in_place = in_place or [{} for _ in actions]
         self.versions: dict[str, int] = {}
-        """By address, how often the tensor that is recomputed had been written to when it was first saved there."""
+        """By address, the version of the recomputed tensor when it was first saved there."""
         self.drifted: set[str] = set()
-        """Addresses where the plan expected something else."""
+        """Addresses where a step has saved something other than the plan expected."""
         self.ambiguous_addresses: frozenset[str] = frozenset()
-        """Addresses where it expects that something else is saved now and then, and kept."""
+        """Addresses at which different calls save different tensors; mismatches are expected, and the tensor kept."""
         self.excluded_modules: frozenset[str] = frozenset()
-        """Paths of modules of which autograd keeps what they save, as without a plan: it differs from step to step."""
+        """Paths of modules whose saved tensors autograd keeps, as without a plan: they differ from step to step."""
         self.n_runs = 0
-        """Calls from outside that came by and that a backward of training may follow."""
+        """Calls from outside that reached the engine and may be followed by a training backward."""
         self.n_runs_in_eval_mode = 0
-        """And those to which nothing was done, as the model was in eval mode."""
+        """Calls from outside that were passed through because the model was in eval mode."""
         self.bypassed: str | None = None
-        """Where the model was called so that nothing could be done to what it saves, with the way out."""
+        """Description of a call whose saved tensors the plan could not reach, with a remedy."""
         self.here = ThreadState()
         self.learnt = [NeededSlots() for _ in actions]
-        """For each plan the saved tensors that have to be seen, as far as runs have shown."""
+        """For each plan, the saved tensors that the hooks have to see, as far as runs have shown."""
         self.needed: list[NeededSlots | None] = [None for _ in actions]
-        """The same, for plans under which a run has shown it; None where the next run has to see all."""
+        """The entries of `learnt` for plans whose learning run is complete; None where the next run has to see all."""
         self.learns_again = False
-        """True if a recompute has gone another way since."""
+        """True if a recompute has taken another path since."""
         self._writing: InPlace | None = None
         self._thread: int | None = None
-        """Of the run that is in progress."""
+        """The thread of the run in progress."""
         self._seams: list[CallInterceptor] = []
         self._own_calls: list[Callable[[], None]] = []
-        """Take away what stands in for the `__call__` of classes that have one of their own."""
+        """Functions that remove the replacements of classes' own `__call__`."""
         self.tell: Callable[[str], object] = warnings.warn
-        """Called with what there is to say of the plan, once with each text."""
+        """Function called with messages about the plan, once for each text."""
         self._said: set[str] = set()
 
     @property
     def scope(self) -> CallScope | None:
-        """The module call in progress in this thread."""
+        """Return the module call in progress in this thread."""
         return self.here.now.scope if isinstance(self.here.now, ForwardPass) else None
 
     # --- the hooks
 
     def pack(self, now: ForwardPass, tensor: Tensor) -> Handle:
-        """Keep `tensor`, or note how it will be made again."""
+        """Keep `tensor`, or record how to recompute it."""
         scope, frame = now.scope, now.frame
         assert scope is not None
         ordinal = scope.ordinal
@@ -130,9 +130,9 @@ class Engine:
         return handle
 
     def hold(self, tensor: Tensor, decision: Decision | None, frame: ReplayFrame | None, scope: CallScope) -> Handle:
-        """Return a handle on `tensor`: a value held already, or one recomputed, replayed by `frame`, or kept.
+        """Return a handle on `tensor`: its value is held already, recomputed, replayed by `frame`, or kept.
 
-        It is the last one that was saved in the call of `scope`, or an argument of that.
+        The tensor is the last one saved in the call of `scope`, or an argument of that call.
         """
         if decision is None and frame is None and (kept := self.keep(tensor)) is not None:
             if scope.learnt is not None:
@@ -185,9 +185,9 @@ class Engine:
         return Handle(value if leaves is None else self.offload(value, base, leaves), view)
 
     def keep(self, tensor: Tensor) -> Handle | None:
-        """A handle on `tensor`, of which nothing is decided and which no replay is around; None if it is made again.
+        """Return a handle on `tensor`, which has no decision and no replay around it; None if it is recomputed.
 
-        So are most of a step's tensors: what reads them is given a view that was taken here.
+        This is the common case. The handle returns the view that is taken here.
         """
         base, node, output = whole(tensor)
         value = without_history(tensor, base, None) if node is None else registered(node, output)
@@ -202,7 +202,7 @@ class Engine:
     def recomputed(
         self, node: Node, output: int, base: Tensor, found: Value | None, decision: Decision, scope: CallScope
     ) -> Value:
-        """A value that makes `base` again: the one that was `found` to pass through so far, now with its strides."""
+        """Return a value that recomputes `base`: `found`, if only passed through so far, now with its strides."""
         if self.versions.setdefault(decision.address, base._version) != base._version:
             raise CannotRecompute("it is written to without autograd, and was not before")
         self.builder.length = 0
@@ -225,7 +225,7 @@ class Engine:
     def hold_what_is_read(self, tensor: Tensor, decision: Decision) -> Handle:
         """Return a handle on the part of `tensor` that its reader needs. Raises CannotRecompute for another reader."""
         if decision.node == SHAPE:
-            value = Value(tensor.detach())  # until the call is over: `let_go_of_values`
+            value = Value(tensor.detach())  # until the call ends: `let_go_of_values`
             value.partial = True
             return Handle(value)
         if decision.node == SIGNS and not saves_signs(tensor):
@@ -233,10 +233,10 @@ class Engine:
         return Handle(packed(decision.node, tensor))
 
     def let_go_of_values(self, scope: CallScope, result: Any) -> None:
-        """A call is over that was told to hold only the shape of its input: it does if nothing else is read of it."""
+        """Reduce the saved input of a finished call to its shape, as decided, if backward reads nothing else of it."""
         held = saved_for_shape(result)
         for ordinal, decision in scope.actions.recompute.items():
-            if decision.node != SHAPE or ordinal >= scope.ordinal:  # it saved nothing
+            if decision.node != SHAPE or ordinal >= scope.ordinal:  # nothing was saved
                 continue
             if held is not None and held.value.kept and held.value.tensor is not None:
                 held.become(packed(SHAPE, held.value.tensor))
@@ -244,7 +244,7 @@ class Engine:
                 self.drift(decision)
 
     def offload(self, value: Value, base: Tensor, decision: Decision) -> Value:
-        """Let `value` wait in memory of the host, or keep it where it can't."""
+        """Offload `value` to host memory until backward, or keep it if that is impossible."""
         now = self.here.now
         if not (isinstance(now, ForwardPass) and now.departures.leave(base, value)):
             value.keep(base.detach())
@@ -252,17 +252,17 @@ class Engine:
         return value
 
     def notes(self, scope: CallScope) -> bool:
-        """Whether a call may be told to recompute what takes something that autograd does not record."""
+        """Return True if recomputes in a call may need operands that autograd does not record."""
         return scope.actions.notes
 
     def unrecorded(self, place: CaptureSite, operand: Tensor) -> Value | None:
-        """An operator was given a tensor that autograd does not record: a value that holds it, if one is needed."""
+        """Return a value that holds `operand`, which autograd does not record for its operator, if one is needed."""
         assert self.scope is not None
         is_wanted = place.ordinal in self.scope.actions.noted and not is_overwritten(operand)
         return self.relied_on.of(Value(operand.detach()), operand) if is_wanted else None
 
     def drift(self, decision: Decision, node: Node | None = None) -> None:
-        """What is saved there, and was made by `node`, is not what the plan has there."""
+        """Record that the tensor saved at this address, made by `node`, differs from the plan."""
         if decision.address in self.ambiguous_addresses:
             return
         self.drifted.add(decision.address)
@@ -276,7 +276,7 @@ class Engine:
             )
 
     def say(self, what: str) -> None:
-        """Tell it, if that text was not told before."""
+        """Report a message, unless the same text was reported before."""
         if what not in self._said:
             self._said.add(what)
             self.tell(what)
@@ -285,28 +285,28 @@ class Engine:
 
     @property
     def does_anything(self) -> bool:
-        """Whether there is anything to do, for whatever batch."""
+        """Return True if any plan has an effect, for any batch."""
         return any(self.tables) or any(self.in_place)
 
     def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """The plan for a run of the model that begins with this call, by its number."""
+        """Return the number of the plan for a run of the model that begins with this call."""
         return 0
 
     def keeps_all(self, plan: int) -> bool:
-        """Whether that one has nothing to do with what is saved, so that the hooks need not be there."""
+        """Return True if the plan changes nothing about saved tensors, so that no hooks are needed."""
         return False
 
     def begin(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model, or a part of it by itself, is called: with the hooks, if a backward of training will follow."""
+        """Run the model, or a part of it called directly, with hooks if a training backward will follow."""
         if not torch.is_grad_enabled() or in_backward():
-            with without_aside():  # inside of backward: what somebody else checkpointed is recomputed
+            with without_aside():  # inside backward: a foreign checkpoint is recomputed
                 return seam.inner(*args, **kwargs)
         if not self.model.training:
             self.n_runs_in_eval_mode += 1
             return seam.inner(*args, **kwargs)
         self.n_runs += 1
         _interrupts.stand()
-        if in_transform():  # which does not go with saved-tensor hooks: it is as without a plan
+        if in_transform():  # transforms allow no saved-tensor hooks: run as without a plan
             self.bypassed = IN_TRANSFORM
             if self.does_anything:
                 self.say(
@@ -318,7 +318,7 @@ class Engine:
         hooks = saved_tensor_hooks() or (None if paused.pack is None else (paused.pack, unpack))
         if hooks is not None:
             self.bypassed = in_hooks(hooks[0])
-            if self.does_anything and hooks[1] is not unpack:  # not those of a plan for more of it
+            if self.does_anything and hooks[1] is not unpack:  # not the hooks of a plan on an outer model
                 self.say(
                     f"{seam} was called inside of other saved-tensor hooks (torch.utils.checkpoint or "
                     "saved_tensors_hooks around it). They win: the plan does nothing there."
@@ -333,7 +333,7 @@ class Engine:
             return outputs[0]
 
     def run(self, plan: int, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model, or a part of it, with the hooks if `plan` has something to do with what is saved."""
+        """Call the model, or a part of it, with hooks if `plan` changes anything about saved tensors."""
         if self.keeps_all(plan):
             with self.now(Passthrough()):
                 return seam.inner(*args, **kwargs)
@@ -357,12 +357,12 @@ class Engine:
         return result
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
-        """Calls of modules in this thread are as without a plan."""
+        """Return a context in which calls of modules in this thread run as without a plan."""
         return self.now(Passthrough())
 
     @contextlib.contextmanager
     def _alone(self, seam: CallInterceptor) -> Iterator[None]:
-        """Raises LowtideError if another thread is in the model: what replays put back is the whole process's."""
+        """Raise LowtideError if another thread is in the model: replays restore state of the whole process."""
         before, me = self._thread, threading.get_ident()
         if before not in (None, me) and any(seam.replays for seam in self._seams):
             raise LowtideError(
@@ -378,7 +378,7 @@ class Engine:
 
     @contextlib.contextmanager
     def now(self, called: CallHandler) -> Iterator[None]:
-        """Modules that are called in this thread tell `called`."""
+        """Report module calls in this thread to `called` inside the block."""
         before, self.here.now = self.here.now, called
         try:
             yield
@@ -386,7 +386,7 @@ class Engine:
             self.here.now = before
 
     def install(self) -> None:
-        """Put a seam into every module, until `remove`. Raises LowtideError if the model has a plan already."""
+        """Install an interceptor in every module, until `remove`. Raises LowtideError if the model has a plan."""
         front = self.model.__dict__.get(CALL)
         while isinstance(front, CallInterceptor | OuterInterceptor):
             if isinstance(front, CallInterceptor) and front.engine.model is self.model:
@@ -411,22 +411,22 @@ class Engine:
                 self._seams.append(
                     CallInterceptor(self, module, path, tuple(actions.get(path, {}) for actions in self.tables))
                 )
-                if self._seams[-1].is_compiled:  # what is called in there is no call any longer
+                if self._seams[-1].is_compiled:  # compiled code makes no module calls inside
                     inside.update(below for below in module.modules() if below is not module)
         self._own_calls = stand_in_calls(self.model.modules())
 
     def wrote_in_place(self, node: str, n_bytes: int) -> None:
-        """A gradient is about to be written over the one that came to such a node."""
+        """Tell the observer that a gradient is about to be written over the one that arrived at such a node."""
         if (probe := values.observer_of(self)) is not None:
             probe.writing_over(node, n_bytes)
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Name the model's parameter or buffer that has this tensor's memory; None if none has."""
+        """Return the name of the model's parameter or buffer that has this tensor's memory; None if there is none."""
         named = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
         return next((name for name, own in named if is_same_memory(own, tensor)), None)
 
     def copied(self, tensor: Tensor, who: str) -> None:
-        """A tensor was copied before it is written to, as something is still to be made of it."""
+        """Report a tensor that was copied before a write, because a recompute or replay still reads it."""
         name = self.name_of(tensor) or "a tensor"
         self.say(
             f"{who} writes to {name} ({list(tensor.shape)} {tensor.dtype}) between forward and backward, and the plan "
@@ -435,11 +435,11 @@ class Engine:
         )
 
     def displaced(self) -> Iterator[CallInterceptor]:
-        """Seams in whose place somebody else has come since, as `Module.compile` does."""
+        """Yield the interceptors that another object has displaced since, as `Module.compile` does."""
         return (seam for seam in self._seams if not seam.stands())
 
     def remove(self) -> None:
-        """Take every seam out again. Handles that a running backward still holds go on working."""
+        """Remove every interceptor. Handles that a running backward still holds keep working."""
         if self._writing is not None:
             self._writing.remove()
             self._writing = None
@@ -451,11 +451,11 @@ class Engine:
 
 
 class _NotLearnt(Exception):
-    """A recompute goes another way than in the run in which it was learnt which saved tensors have to be seen."""
+    """A recompute takes another path than in the run that learnt which saved tensors the hooks have to see."""
 
 
 def without_history(tensor: Tensor, base: Tensor, frame: ReplayFrame | None) -> Value:
-    """The value behind a tensor that no node made: kept, unless a replay is given it or makes it again."""
+    """Return the value behind a tensor that no node made: kept, unless it is an argument or result of a replay."""
     if frame is not None and not frame.is_static(base):
         if (given := frame.arguments.given(base)) is not None:
             return given
@@ -465,11 +465,11 @@ def without_history(tensor: Tensor, base: Tensor, frame: ReplayFrame | None) -> 
 
 
 def shared(found: Value, base: Tensor, frame: ReplayFrame | None) -> bool:
-    """Whether a slot of `base` in `frame` can be a reader of the value that an earlier slot found for the same output.
+    """Return True if a slot of `base` in `frame` can read the value that an earlier slot found for the same output.
 
-    Not if the tensor was changed in between without autograd noticing. And not if it is left to the replay of a call
-    that is over and has nothing to do with `frame`, as with a cast of a weight that autocast remembers from there: that
-    replay would be run too early. `frame` sees such a tensor itself.
+    False if the tensor was changed in between without autograd noticing. False too if it is left to the replay of a
+    finished call unrelated to `frame`, as with a cast of a weight that autocast caches from there: that replay would
+    run too early. `frame` sees such a tensor itself.
     """
     if found.version not in (base._version, -1):
         return False

@@ -1,4 +1,4 @@
-"""What a profile is made for, and what is in memory before the step begins."""
+"""Identity of the model and batch that a profile is made for, and memory in use before the step begins."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def fingerprint(model: nn.Module, batch: Any) -> Fingerprint:
-    """The identity of a model, the shapes of its batch and where it runs."""
+    """Return the identity of a model, the shapes of its batch and its device."""
     return Fingerprint(
         torch=torch.__version__.partition("+")[0],
         model=model_signature(model),
@@ -39,7 +39,7 @@ def fingerprint(model: nn.Module, batch: Any) -> Fingerprint:
 
 
 ANY = object()
-"""Instead of a batch: one of any size."""
+"""Placeholder for a batch of any size."""
 
 
 def check_made_for(
@@ -47,7 +47,7 @@ def check_made_for(
 ) -> None:
     """Raise StalePlan if a plan or profile was made for another model or another size of batch.
 
-    `device` is the type that it shall be for where that is not the model's own.
+    `device` is the device type to compare with, if not the model's own.
     """
     found = fingerprint(model, batch)
     found = replace(found, batch=made.batch if batch is ANY else found.batch, device=device or found.device)
@@ -58,15 +58,15 @@ def check_made_for(
 
 
 def in_words(tensors: Iterable[Tensor]) -> str:
-    """Shapes and dtypes: `[8, 1024] int64, [8, 1024] bool`."""
+    """Format shapes and dtypes: `[8, 1024] int64, [8, 1024] bool`."""
     return ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
 
 
 def model_signature(model: nn.Module) -> str:
-    """The model's class, a hash, and how many modules are compiled.
+    """Return the model's class, a hash, and the number of compiled modules.
 
-    The hash is of the modules' paths and classes, of which of them are compiled, and of the parameters' names, shapes,
-    dtypes and whether they are trained.
+    The hash covers the modules' paths and classes, which of them are compiled, and the parameters' names, shapes,
+    dtypes and `requires_grad`.
     """
     compiled = [path for path, module in model.named_modules() if is_compiled(module)]
     lines = [f"{path} {type(module).__qualname__}" for path, module in model.named_modules()]
@@ -77,21 +77,21 @@ def model_signature(model: nn.Module) -> str:
 
 
 def device_of(model: nn.Module) -> str:
-    """Type of the device that the model's first parameter is on: what a plan is made for."""
+    """Return the type of the device that the model's first parameter is on, for which a plan is made."""
     return place_of(model).type
 
 
 def place_of(model: nn.Module) -> torch.device:
-    """The very device, `cuda:1`, which need not be the current one: where memory and time are measured."""
+    """Return the device itself, such as `cuda:1`, where memory and time are measured; maybe not the current one."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in a batch, or in what a step returns: nested lists, tuples and mappings, and objects' attributes."""
+    """Return the tensors in a batch or a step's result: in nested lists, tuples, mappings and objects' attributes."""
     found: list[Tensor] = []
     seen: dict[int, Any] = {}
     pending = tree_leaves(tree)[::-1]
-    while pending:  # a function that calls itself would hold what it found until garbage is collected
+    while pending:  # a recursive closure would hold its results until garbage is collected
         leaf = pending.pop()
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
@@ -103,7 +103,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A batch in which each tensor is another one; all else is as it is, and `tree` stays what it was."""
+    """Return a copy of a batch with each tensor replaced by `change(tensor)`; `tree` itself stays unchanged."""
 
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -118,11 +118,11 @@ _NO_BATCH = (str, bytes, int, float, type(None), type, ModuleType, FunctionType,
 
 
 def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) -> tuple[Static, frozenset[int]]:
-    """Bytes of what belongs to the step and is on the model's device before it; the addresses of all of it.
+    """Return the bytes on the model's device that belong to the step before it begins, and all storage addresses.
 
-    Each storage counts once. A batch that the step itself moves there, and Adam's step counters, are in memory of the
-    host. What else the optimizers update counts as the model does. Gradients include what DistributedDataParallel sends
-    them in, of other models too: Python does not hold that.
+    Each storage counts once. A batch that the step itself moves there, and Adam's step counters, are in host memory.
+    Everything else that the optimizers update counts as the model does. Gradients include DistributedDataParallel's
+    buckets, also those of other models: no Python object holds them.
     """
     optimizers, there = list(optimizers), place_of(model)
     wrappers = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
@@ -156,19 +156,19 @@ def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) 
 
 
 Optimizers: TypeAlias = "Optimizer | Sequence[Optimizer] | None"
-"""What `optimizer=` takes: one, several or none."""
+"""Values of `optimizer=`: one, several or none."""
 
 
 def listed(optimizers: Optimizers) -> list[Optimizer]:
-    """Return those that `optimizer=` was given."""
+    """Return the optimizers passed as `optimizer=` as a list."""
     if optimizers is None:
         return []
     return list(optimizers) if isinstance(optimizers, tuple | list) else [optimizers]  # type: ignore[list-item]
 
 
 def optimizers_of(model: nn.Module, named: Optimizers = None) -> list[Optimizer]:
-    """Optimizers that are alive and have parameters of `model`; of one that wraps another the one with the state."""
-    gc.collect()  # one that nobody uses any longer may be in a cycle with its scheduler
+    """Return live optimizers with parameters of `model`; of a wrapper and its inner one, the one with the state."""
+    gc.collect()  # an unused optimizer may be in a cycle with its scheduler
     alive = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
     found: dict[int, Optimizer] = {}
     for optimizer in [*listed(named), *alive]:
@@ -184,12 +184,12 @@ def is_of(model: nn.Module, optimizer: Optimizer) -> bool:
 
 
 def updated_by(optimizer: Optimizer) -> list[Tensor]:
-    """Those that it updates; none of one that is being made."""
+    """Return the tensors that the optimizer updates; none while it is being constructed."""
     return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
 
 
 def state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -> int:
-    """Bytes of what optimizers hold on a device for each parameter."""
+    """Return the bytes of optimizer state for parameters on a device."""
     parts = [part for tensor in _state(optimizers) for part in parts_of(tensor) if part.device == device]
     storages = {storage.data_ptr(): storage.nbytes() for storage in (part.untyped_storage() for part in parts)}
     return sum(storages.values())
@@ -200,7 +200,7 @@ def _state(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 
 def _bucket_bytes(wrapper: DistributedDataParallel) -> int:
-    """Bytes of the buckets in which gradients are sent, but for those of which gradients that are there are views."""
+    """Return the bytes of the buckets in which gradients are sent, except those that present gradients are views of."""
     model: nn.Module = wrapper.module
     sent = (p for name, p in model.named_parameters() if p.requires_grad and name not in wrapper.parameters_to_ignore)
     return sum(p.nbytes for p in sent if p.grad is None or not wrapper.gradient_as_bucket_view)

@@ -1,4 +1,4 @@
-"""One run of a model's forward: which call of which module is in progress, and what is left to replays."""
+"""One run of a model's forward: the call in progress, and the saved tensors that are left to replays."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ class CallScope:
     ) -> None:
         self.path, self.number, self.actions = path, number, actions
         self.needed = needed
-        """Ordinals of the saved tensors that are more than kept; None if that is not known."""
+        """Ordinals of the saved tensors that are more than kept; None if unknown."""
         self.learnt = learnt
-        """Those of them that were seen so far, where they are to be learnt."""
+        """Needed ordinals that were seen so far, if they are being learnt."""
         self._id: str | None = None
         self.ordinal = 0
-        """Tensors saved by the call itself, not by calls inside of it."""
+        """Number of tensors saved by the call itself, not by inner calls."""
         self.noted = 0
-        """Tensors that operators in it were given and autograd did not record."""
+        """Number of operands in the call that autograd did not record."""
         self.held: list[Value] = []
-        """Those of them that something will be made of: held until somebody has claimed them."""
+        """Unrecorded operands that a recompute will use, held until a handle claims them."""
 
     @property
     def id(self) -> str:
-        """The call's address, `path#number`."""
+        """Return the call's address, `path#number`."""
         if self._id is None:
             self._id = f"{self.path}#{self.number}"
         return self._id
@@ -73,23 +73,23 @@ NO_SEAMS: frozenset[CallInterceptor] = frozenset()
 
 
 class CallHandler(Protocol):
-    """Who is told that a module is called: the forward pass, or a replay in progress."""
+    """Receiver of module calls: the forward pass, or a replay in progress."""
 
     @property
     def idle(self) -> frozenset[CallInterceptor]:
-        """Modules whose calls it need not be told of now."""
+        """Return the modules whose calls need not be reported now."""
 
     def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 class ThreadState(threading.local):
-    """Who is told in this thread; nobody outside of the model."""
+    """The call handler active in this thread; None outside the model's forward."""
 
     now: CallHandler | None = None
 
 
 class ForwardPass:
-    """One run of the model's forward: where in the model it is."""
+    """One run of the model's forward, with its position in the model."""
 
     __slots__ = (
         "__weakref__",
@@ -112,9 +112,10 @@ class ForwardPass:
     def __init__(
         self, engine: Engine, plan: int = 0, needed: NeededSlots | None = None, *, learns: bool = False
     ) -> None:
-        """Unless `needed`, every saved tensor is seen; with `learns` it is remembered which ones have to be."""
+        """Begin a run. Without `needed` the hooks see every saved tensor; `learns` records those they have to see."""
         self.engine = engine
         self.plan = plan
+        """Number of the plan in force in this run."""
         self.needed = needed
         self.learnt: dict[CallInterceptor, dict[int, set[int]]] | None = {} if learns else None
         self.probe = values.observer_of(engine)
@@ -122,21 +123,20 @@ class ForwardPass:
         self.idle = NO_SEAMS if needed is None else needed.idle
         self.has_hooks = False
         """True while the hooks of this run are in force, with or without other ones in front."""
-        """The number of the plan in force in it."""
         self.scope: CallScope | None = None
         self.frame: ReplayFrame | None = None
         """The innermost call in progress that will be replayed."""
         self.times: defaultdict[CallInterceptor, int] = defaultdict(int)
-        """Calls of each module so far."""
+        """Number of calls of each module so far."""
         self.notes = False
-        """Whether what operators are given is being noted."""
+        """True while operands are being captured."""
         self.departures = OffloadQueue()
-        """What leaves for the host."""
+        """Tensors on their way to the host."""
         self.results: list[Value] = []
-        """Results of calls, made again by advancing: held until those who are given them have handles."""
+        """Results of calls that are recomputed by advancing, held until their readers have handles."""
 
     def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module is called."""
+        """Run a module call under the plan."""
         needed = self.needed
         if needed is not None and seam in needed.idle and not self.notes and self.frame is None:
             is_switched = self.switch(on=False)
@@ -184,13 +184,13 @@ class ForwardPass:
                 self.switch(on=not self.has_hooks)
 
     def learn(self, seam: CallInterceptor, number: int) -> set[int] | None:
-        """The needed ordinals of a call that is about to begin, to be filled; None if they are not learnt."""
+        """Return the set for the needed ordinals of a call that is about to begin; None if they are not learnt."""
         if self.learnt is None:
             return None
         return self.learnt.setdefault(seam, {}).setdefault(number, set())
 
     def switch(self, *, on: bool) -> bool:
-        """Put the hooks in force, or out of it, unless other ones are in force. Return True if that was done."""
+        """Push or pop the hooks, unless other hooks are in force. Return True if that was done."""
         top = saved_tensor_hooks()
         if on:
             if top is not None:
@@ -207,13 +207,13 @@ class ForwardPass:
         return True
 
     def run(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's implementation."""
+        """Run the module's implementation."""
         return seam.inner(*args, **kwargs)
 
     def run_capturing(
         self, run: Callable[..., Any], seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a call in which operands are noted, those of calls inside of it too."""
+        """Run a call and capture its operands, including those of inner calls."""
         self.notes = True
         try:
             with OperandCapture(self):
@@ -222,16 +222,16 @@ class ForwardPass:
             self.notes = False
 
     def where(self) -> str:
-        """The call in progress."""
+        """Return the address of the call in progress."""
         assert self.scope is not None
         return self.scope.id
 
     def unrecorded(self, operand: Tensor) -> tuple[CaptureSite, Value | None]:
-        """An operator in it was given a tensor that autograd does not record."""
+        """Record an operand of the call in progress that autograd does not record."""
         scope = self.scope
         assert scope is not None
         place = CaptureSite(scope.id, scope.noted)
-        if self.engine.here.now is not self:  # a trial run inside of it
+        if self.engine.here.now is not self:  # a trial run inside the call
             return place, None
         scope.noted += 1
         value = self.engine.unrecorded(place, operand)
@@ -242,12 +242,12 @@ class ForwardPass:
         return place, value
 
     def sized_by_contents(self, operator: str) -> None:
-        """An operator in it gave what is as large as the contents of a tensor make it."""
+        """Report an operator whose output size depends on the contents of a tensor."""
         if (probe := values.observer_of(self.engine)) is not None:
             probe.sized_by_contents(operator)
 
     def run_replayable(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that the plan may want replayed: then everything it saves is left to that. Or advanced: its result."""
+        """Run a call that the plan may replay, which leaves all its saved tensors to that, or advance to its result."""
         scope, outer = self.scope, self.frame
         assert scope is not None
         replay, advance = scope.actions.replay, scope.actions.advance and outer is None
@@ -274,9 +274,9 @@ class ForwardPass:
         return result
 
     def may_replay(self, seam: CallInterceptor) -> bool:
-        """Whether a call of the module finds in backward what it finds now, as far as is known.
+        """Return True if a replay of the module in backward will find the present state, as far as known.
 
-        Not if something was put on the module since its plan was put in force: then say so.
+        It is False, and reported, if something was installed on the module since its plan was put in force.
         """
         if seam.reach.is_overwritten:
             return False
@@ -290,13 +290,13 @@ class ForwardPass:
         return change is None
 
     def argument(self, scope: CallScope, places: Iterator[int], outer: ReplayFrame | None, tensor: Tensor) -> Handle:
-        """Hold an argument of a call that will be replayed, as if the call around it had saved it."""
+        """Hold an argument of a call that will be replayed, as if the outer call had saved it."""
         if outer is not None:
             outer.count += 1
         return self.engine.hold(tensor, scope.actions.inputs.get(next(places)), outer, scope)
 
     def hooks_are_active(self, seam: CallInterceptor) -> bool:
-        """Whether saved tensors come to us here; if not, say so."""
+        """Return True if saved tensors reach Lowtide's hooks here; report it if they do not."""
         hooks = saved_tensor_hooks()
         if hooks is not None and hooks[1] is unpack:
             return True
@@ -308,7 +308,7 @@ class ForwardPass:
 
 
 class _Paused(threading.local):
-    """The hooks of the run in progress in this thread, while they are out of force."""
+    """Pack hook of the run in progress in this thread, while the run's hooks are not in force."""
 
     pack: Callable[[Tensor], Any] | None = None
 
@@ -318,7 +318,7 @@ paused = _Paused()
 
 @contextlib.contextmanager
 def pausing(pack: Callable[[Tensor], Any] | None) -> Iterator[None]:
-    """Let plans on other models that are called in this block find a plan around them, or none."""
+    """Set the pack hook that plans on other models, called in this block, see around them; None for no plan."""
     before, paused.pack = paused.pack, pack
     try:
         yield
@@ -327,7 +327,10 @@ def pausing(pack: Callable[[Tensor], Any] | None) -> Iterator[None]:
 
 
 def pack_into(now: ForwardPass) -> Callable[[Tensor], Handle | ReachableObjects]:
-    """The pack hook. autograd holds it as long as the tensor: it must not keep alive a model that keeps its output."""
+    """Return the pack hook, which refers to the run weakly.
+
+    Autograd holds the hook as long as the saved tensor, so it must not keep alive a model that stores its own output.
+    """
     reference = weakref.ref(now)
 
     @never_compiled
@@ -340,7 +343,7 @@ def pack_into(now: ForwardPass) -> Callable[[Tensor], Handle | ReachableObjects]
         if scope.needed is not None and ordinal not in scope.needed and now.frame is None:
             scope.ordinal = ordinal + 1
             return tensor.detach(), tensor._version
-        if now.engine.here.now is None:  # a device's thread, in a backward pass inside of the forward (`create_graph`)
+        if now.engine.here.now is None:  # a device's thread, in a backward pass inside the forward (`create_graph`)
             with now.engine.now(now):
                 return now.engine.pack(now, tensor)
         return now.engine.pack(now, tensor)
@@ -352,7 +355,7 @@ _NO_CALLS: Mapping[int, set[int]] = {}
 
 
 class Passthrough:
-    """A call of the model in which the plan does nothing."""
+    """Handler of a model call in which the plan does nothing."""
 
     idle = NO_SEAMS
 

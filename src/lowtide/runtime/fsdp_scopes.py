@@ -1,8 +1,7 @@
-"""Modules that `fully_shard` (FSDP2) has sharded over processes, its units: their parameters are whole only while they
-run, forward or backward.
+"""Units of FSDP2: modules sharded by `fully_shard`, whose parameters are whole only while they run.
 
-What is made inside of a unit is made again in the unit's own backward, where its parameters are whole anyway: so a plan
-sends nothing between processes, and each of them may have a plan of its own.
+A tensor made inside a unit is recomputed in the unit's own backward, where its parameters are whole anyway: so a plan
+sends nothing between processes, and each process may have a plan of its own.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ APART = (
 
 
 def units(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of the modules that `fully_shard` was called on."""
+    """Return the modules that `fully_shard` was called on."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here: that takes a second
     return [] if fsdp is None else [module for module in modules if isinstance(module, fsdp.FSDPModule)]
 
 
 def check_is_whole(parameter: Tensor) -> None:
-    """Raises RuntimeError if there is nothing in a parameter's memory now."""
+    """Raise RuntimeError if a parameter has no memory at present."""
     if parameter.numel() and not parameter.untyped_storage().nbytes():
         raise RuntimeError(APART.format(f"the module with a parameter {list(parameter.shape)}"))
 
 
 @contextlib.contextmanager
 def run_again(found: Iterable[nn.Module]) -> Iterator[None]:
-    """In this block units are run for backward, with the parameters they have. Raises RuntimeError if one has none."""
+    """Run units inside the block as in backward, with their present parameters. Raises RuntimeError if one has none."""
     with contextlib.ExitStack() as stack:
         for unit in found:
             if not all(group.is_whole for group in shard_groups(unit)):

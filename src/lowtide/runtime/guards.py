@@ -1,4 +1,4 @@
-"""A look at whether a plan in force still holds: larger batches, more state and compiled code may end that."""
+"""Checks that a plan in force still holds: larger batches, more state and compiled code may end that."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class PlanGuard:
-    """Says once when `model` is given more than in its rehearsal, more is trained, or a part is new.
+    """Monitor that warns once if `model` gets more input than in its rehearsal, trains more, or has a new part.
 
-    `owner` is alive as long as this stands before the model. `outgrown` is called with the words for a batch of more
-    elements than any that the plan is for; where it gives True they need not be said.
+    It keeps `owner` alive while it is installed. `outgrown` is called with the description of a batch that has more
+    elements than any that the plan is for; if it returns True, no warning is given.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PlanGuard:
         self._front = OuterInterceptor(model, self._around, owner)
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model, or a part of it by itself, is called in training."""
+        """Check a training call of the model, or of a part of it."""
         if self._is_over:
             return
         found = tensors_in_call(args, kwargs)
@@ -66,11 +66,11 @@ class PlanGuard:
             self._outgrown(f"has another module at {path}, where the plan is for the one that it had")
 
     def remove(self) -> None:
-        """Take it out of the model. May be called again."""
+        """Remove the monitor from the model. May be called again."""
         self._front.remove()
 
     def _stop(self) -> None:
-        """Look no longer."""
+        """Stop checking."""
         self._is_over, self._front.around = True, pass_on
 
     def _around(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ class PlanGuard:
         return len({id(p) for p in held if p is not None and p.requires_grad})
 
     def _replaced(self) -> str | None:
-        """Where there is a module now that was not there, if there is one."""
+        """Return the path of a module that was added or replaced, if there is one."""
         for path, (module, before) in self._modules.items():
             now = module._modules
             if now != before:
@@ -101,11 +101,11 @@ class PlanGuard:
 
 
 STATE_LOOKS = 2
-"""Updates by each optimizer of a model after which its state is looked at: it is made in the first."""
+"""Updates by each optimizer of a model after which its state is measured; the first one creates it."""
 
 
 def more_state(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> RemovableHandle:
-    """Says once if optimizers of the model have more state after an update than the plan counts."""
+    """Warn once if optimizers of the model have more state after an update than the plan counts."""
     reference, counted_bytes = weakref.ref(model), plan.plain.parts.get("optimizer", 0)
     looks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
     is_said = False
@@ -129,20 +129,20 @@ def more_state(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> Remo
 
 
 LOOKS = 6
-"""Updates of a model by which it is seen how it is trained."""
+"""Updates of a model that are observed."""
 
 UNSEEN = 3
-"""Steps of one optimizer without a call that comes by, after which that is said."""
+"""Steps of one optimizer without an observed call, after which a warning is given."""
 
 
 def watch_bypass(engine: Engine, say: Callable[[str], None]) -> RemovableHandle:
-    """Says once if the model is trained, and its calls do not come by the seams of the plan, or not all of them do."""
-    reference = weakref.ref(engine)  # optimizers of the whole process will hold what looks at it
+    """Warn once if the model is trained and its calls bypass the plan's interceptors, or some of them do."""
+    reference = weakref.ref(engine)  # the hook is held by the optimizers of the whole process
     looks = LOOKS
     known: dict[int, int] = {}
-    """By optimizer, the calls that had come by when it stepped last."""
+    """By optimizer, the number of observed calls at its last step."""
     unseen: Counter[int] = Counter()
-    """And its steps in a row before which none came by. A few may use gradients from before the plan."""
+    """By optimizer, its consecutive steps without an observed call. A few may use gradients from before the plan."""
 
     def updated(optimizer: Optimizer, *_: Any) -> None:
         nonlocal looks

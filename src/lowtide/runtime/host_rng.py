@@ -1,8 +1,8 @@
-"""The states of the random numbers that Python code draws: those of `random` and of NumPy.
+"""States of the random number generators of Python code: those of `random` and of NumPy.
 
-A state is told apart by identity: two calls give the same object if nothing was drawn between them. Python and NumPy
-build their states of 624 numbers one by one, which takes longer than the calls of most modules; their memory tells the
-same at once.
+States are compared by identity: two calls return the same object if nothing was drawn between them. Python and NumPy
+build their states of 624 numbers one by one, which takes longer than the calls of most modules; comparing their memory
+is immediate.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, Final
 import numpy as np
 
 _MT19937_BYTES = 625 * 4
-"""Of mt19937_state: 624 numbers and the place in them (numpy/random/src/mt19937/mt19937.h, since 1.17)."""
+"""Bytes of mt19937_state: 624 numbers and the position in them (numpy/random/src/mt19937/mt19937.h, since 1.17)."""
 _NORMAL = slice(3, 5)
-"""Where a state says whether one more normal number was drawn, and waits: it is given without the memory changing."""
+"""Fields of a state for a second normal number that was drawn and waits: returning it does not change the memory."""
 
 _PYTHONS: Final[random.Random] = random.getstate.__self__  # type: ignore[attr-defined]
 _PYTHONS_WORDS: Final = struct.Struct("=i624I")
-"""Of RandomObject: the place in its 624 numbers, and these (Modules/_randommodule.c, 3.2 to 3.14)."""
+"""Layout of RandomObject: the position in its 624 numbers, and these (Modules/_randommodule.c, 3.2 to 3.14)."""
 
 
 def _pythons_memory() -> bytes:
@@ -29,7 +29,7 @@ def _pythons_memory() -> bytes:
 
 
 def _is_layout_known() -> bool:
-    """Return True if the memory of Python's generator is what its state says."""
+    """Return True if the memory of Python's generator matches its state."""
     if type(_PYTHONS).__base__.__basicsize__ < object.__basicsize__ + _PYTHONS_WORDS.size:  # type: ignore[union-attr]
         return False
     place, *numbers = _PYTHONS_WORDS.unpack(_pythons_memory())
@@ -39,13 +39,13 @@ def _is_layout_known() -> bool:
 _IS_LAYOUT_KNOWN: Final = _is_layout_known()
 
 _of_python: tuple[tuple[bytes, float | None] | None, tuple[Any, ...]] = None, ()
-"""The memory when the state was read last, with the normal number that waits, and the state."""
+"""The memory when the state was last read, with the waiting normal number, and the state."""
 _of_numpy: tuple[bytes | None, Any] = None, None
-"""What the memory was when the state was read last, and the state."""
+"""The memory when the state was last read, and the state."""
 
 
 def python_state() -> tuple[Any, ...]:
-    """`random.getstate()`."""
+    """Return `random.getstate()`, the same object if nothing was drawn."""
     global _of_python
     memory, state = _of_python
     now = (_pythons_memory(), _PYTHONS.gauss_next) if _IS_LAYOUT_KNOWN else None  # type: ignore[attr-defined]
@@ -58,10 +58,10 @@ def python_state() -> tuple[Any, ...]:
 
 
 def numpy_state() -> Any:
-    """What `np.random.set_state` takes; of another generator than NumPy's own default a new one each time.
+    """Return a state for `np.random.set_state`; for generators other than NumPy's own default a new object each time.
 
-    Its memory does not say whether a second normal number waits. Who sets back by `np.random.set_state` to where one
-    does, and has drawn nothing but that one since, is not noticed.
+    The memory does not show whether a second normal number waits. Code that calls `np.random.set_state` with a state in
+    which one waits, and has drawn only that one since, goes unnoticed.
     """
     global _of_numpy
     memory, state = _of_numpy
@@ -78,7 +78,7 @@ def numpy_state() -> Any:
 
 
 def set_numpy_state(state: Any) -> None:
-    """Set one that `numpy_state` gave: a normal number waits or not, with the same memory."""
+    """Set a state returned by `numpy_state`: a normal number waits or not, with the same memory."""
     global _of_numpy
     np.random.set_state(state)
     _of_numpy = _memory(), state

@@ -1,21 +1,21 @@
-"""Gradients written over the gradients that they are computed from, where nobody needs those any longer.
+"""Gradients written over the gradients that they are computed from, once those are no longer needed.
 
-A node of autograd is given a gradient, gives another one of the same size, and lets go of the first when it is done. So
-for a moment both are there, beside what the node has saved: at a loss over a large vocabulary, three times the logits
-instead of twice. While this is in force, kernels of ours stand before torch's for some operators of backward. Such a
-kernel lets torch's write its result over the incoming gradient, if
+A node of autograd receives a gradient, returns another one of the same size, and releases the first when it is done. So
+for a moment both exist, besides the node's saved tensors: at a loss over a large vocabulary, three times the logits
+instead of twice. While `InPlace` is in force, kernels of Lowtide run before torch's for some operators of backward.
+Such a kernel lets torch's write its result over the incoming gradient, if
 
-- autograd's own node calls it, whose formula looks at the gradient once (`Operator.node`);
-- nothing else refers to the gradient, nor to its memory. References are counted, of Python and of C++, and have to be
-  as many as in a call that was tried out when there were no others (`_tried`);
-- the memory is torch's own, all of it is the gradient's, and no other process has it;
-- the result is as large as the gradient and laid out like it.
+- autograd's own node calls it, whose formula reads the gradient once (`Operator.node`);
+- nothing else refers to the gradient, nor to its memory. References of Python and of C++ are counted, and must be as
+  many as in a trial call without other references (`_tried`);
+- torch owns the memory, all of it belongs to the gradient, and no other process shares it;
+- the result has the size and layout of the gradient.
 
-In all other cases, as where a graph of gradients is made, torch's kernel runs as ever. The arithmetic is the same, so
-are the bits; the audit compares them all the same.
+In all other cases, such as when a graph of gradients is recorded, torch's kernel runs unchanged. The arithmetic is the
+same, and so are the bits; the audit compares them all the same.
 
-Our kernels stay where they are once they are put there, for the dispatcher frees one that is taken off although another
-thread may be about to call it. While nothing is in force they call torch's at once.
+Lowtide's kernels stay registered once they are, because the dispatcher frees a removed kernel even if another thread is
+about to call it. While nothing is in force they call torch's directly.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 MIN_BYTES: Final = 4096
-"""Smaller gradients have memory of their own as ever."""
+"""Smaller gradients get their own memory, as without a plan."""
 DEVICES: Final = frozenset({"cpu", "cuda"})
 
 
@@ -55,35 +55,37 @@ DEVICES: Final = frozenset({"cpu", "cuda"})
 
 
 class InPlace(Removable):
-    """While it is in force gradients are written over others: all that any of those in force wants.
+    """Permission to write gradients over others: every request in force is met.
 
-    It is until `remove`, or until nobody refers to it.
+    It is in force until `remove`, or until it is garbage collected.
     """
 
     def __init__(self, device: str, told: Callable[[str, int], None] | None = None, *, alone: bool = False) -> None:
-        """`device` is its type. `told` is called with the node and the bytes each time before it is done. What was put
-        in force before has no say if this is to be `alone`.
+        """Put the permission in force on the device type `device`.
+
+        `told` is called with the node and the bytes before each such write. With `alone`, permissions that were put in
+        force earlier are ignored.
         """
         self.device = device
         self.alone = alone
         self.least: Mapping[str, int] = {}
-        """For each node from how many bytes on; none others."""
+        """For each node, the fewest bytes of a gradient to write over; other nodes never do."""
         self._told = told
         self._is_for_all = False
         self._n_running = 0
         self._graphs: list[weakref.ref[_Graph]] = []
-        """Of the model's runs whose backward is awaited, oldest first."""
+        """Graphs of the model's runs that await their backward, oldest first."""
         self._unseen: list[_Graph] = []
-        """Those of them to which no output is known to lead."""
+        """Graphs of runs without an output that leads to them."""
         self._has_written = False
         _IN_FORCE.append(weakref.ref(self, _IN_FORCE.remove))
 
     def wants(self, node: str, n_bytes: int) -> bool:
-        """Whether the gradient of that many bytes that comes to such a node is written over."""
+        """Return True if a gradient of `n_bytes` that arrives at such a node is to be written over."""
         return node in self.least and n_bytes >= self.least[node]
 
     def of_all(self, least: Mapping[str, int]) -> None:
-        """From now on these are wanted in each backward pass, whatever model it is of."""
+        """Request these in each later backward pass, of any model."""
         self.least, self._is_for_all = least, True
         if least:
             available(self.device)
@@ -91,13 +93,13 @@ class InPlace(Removable):
 
     @contextlib.contextmanager
     def of_run(self, least: Mapping[str, int]) -> Iterator[list[Any]]:
-        """The model runs in this block: these are wanted in the backward pass of the output that is put in the list."""
+        """Request these in the backward pass of the output that the block, which runs the model, puts in the list."""
         self.least = least
         outputs: list[Any] = []
         if not least:
             yield outputs
             return
-        self._n_running += 1  # it may run backward itself
+        self._n_running += 1  # the run may call backward itself
         _attend()
         try:
             yield outputs
@@ -114,34 +116,34 @@ class InPlace(Removable):
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether a backward pass that begins now may be one whose gradients are wanted."""
+        """Return True if a backward pass that begins now may contain requested gradients."""
         self._graphs = [graph for graph in self._graphs if graph() is not None]
         return bool(self.least) and bool(self._is_for_all or self._n_running or self._graphs)
 
     def has_passed(self) -> None:
-        """A backward pass is over that has not kept its graph."""
+        """Record the end of a backward pass that has not retained its graph."""
         if self._has_written and not self._n_running:
             self._has_written = False
             del self._graphs[:1], self._unseen[:1]
 
     def run(self, operator: Operator, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """What the operator gives, written over its first argument. `own` is torch's kernel."""
+        """Return the operator's result, written over its first argument. `own` is torch's kernel."""
         self._has_written = True
         if self._told is not None:
             self._told(operator.node, args[0].numel() * args[0].element_size())
         return operator.write(own, *args, **kwargs)
 
     def remove(self) -> None:
-        """It wants nothing any more. May be called again."""
+        """Withdraw all requests. May be called again."""
         _IN_FORCE[:] = [other for other in _IN_FORCE if other() not in (None, self)]
 
 
 _IN_FORCE: list[weakref.ref[InPlace]] = []
-"""A model that is dropped with its plan is not to stay because of it."""
+"""Weak references, so that a dropped model is freed with its plan."""
 
 
 class _Graph:
-    """Lives as long as a graph of the model does."""
+    """Marker that lives as long as a graph of the model."""
 
     __slots__ = ("__weakref__",)
 
@@ -150,9 +152,10 @@ _stop_attending: Callable[[], None] | None = None
 
 
 def _attend() -> None:
-    """From now on torch's own way into a backward pass asks whether one of those in force awaits it.
+    """Wrap torch's entry into a backward pass, to ask if a permission in force awaits it.
 
-    Until one begins that none awaits: so nothing else in the process pays for it.
+    The wrapper is removed by the first backward pass that none awaits, so other code in the process does not pay for
+    it.
     """
     global _stop_attending
     with _LOCK:
@@ -175,7 +178,7 @@ def _backward(
 
 @never_compiled
 def _awaiting() -> list[InPlace]:
-    """Those in force that await a backward pass which begins now; one inside of another finds what that did."""
+    """Return the permissions that await a backward pass which begins now; none inside another backward pass."""
     global _stop_attending
     if in_backward():
         return []
@@ -205,7 +208,7 @@ def check(device: str, nodes: Iterable[str]) -> None:
 
 
 def wanting(node: str, n_bytes: int) -> InPlace | None:
-    """Of what is in force the last that has such a gradient written over."""
+    """Return the latest permission in force that has such a gradient written over; None if there is none."""
     for reference in _IN_FORCE[::-1] if n_bytes >= MIN_BYTES else ():
         if (found := reference()) is not None and found.wants(node, n_bytes):
             return found
@@ -215,9 +218,7 @@ def wanting(node: str, n_bytes: int) -> InPlace | None:
 
 
 def wanted_from(operator: Any, args: Sequence[Any]) -> bool:
-    """Whether the operator is called by a node of autograd, and something is in force that has its gradient written
-    over, if nobody else has it.
-    """
+    """Return True if an autograd node calls the operator, and its gradient is to be written over if not shared."""
     node = running_node_name()
     if node not in OPERATORS or operator.name().partition(".")[0] != f"aten::{OPERATORS[node].name}":
         return False
@@ -225,10 +226,10 @@ def wanted_from(operator: Any, args: Sequence[Any]) -> bool:
 
 
 def _kernel(name: str) -> Callable[..., Any]:
-    """What stands before torch's kernel."""
+    """Return the kernel that runs before torch's."""
 
     def kernel(on: Callable[..., Any], past: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # The last of them is for `references`, and none of them is to have a variable.
+        # The last argument is for `references`, and none of the arguments may be bound to a variable.
         trial = _trial
         if trial is not None and running_node() is trial.node:
             trial.found.append(references(args))
@@ -242,7 +243,7 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 
 def _ruling(name: str, args: tuple[Any, ...]) -> tuple[InPlace, Operator] | None:
-    """What is in force, and as what, if it wants the first of the arguments to be written over and that can be done."""
+    """Return the permission, and the operator, if the first argument is to be written over and that is possible."""
     if not _IN_FORCE or args[0].numel() * args[0].element_size() < MIN_BYTES:
         return None
     node = running_node_name()
@@ -251,15 +252,16 @@ def _ruling(name: str, args: tuple[Any, ...]) -> tuple[InPlace, Operator] | None
     found, operator = wanting(node, args[0].numel() * args[0].element_size()), OPERATORS[node]
     device = args[0].device.type
     if found is None or not is_dispatched_plainly(args[0]) or not is_plain(args[0]):
-        return None  # tensors of transforms, and sparse ones, have no memory to look at
+        return None  # tensors of transforms, and sparse ones, have no memory to inspect
     if references(args) != _COUNTS.get(device, {}).get(node) or is_replaced(name, device.upper()):
         return None
     return (found, operator) if _writable(operator, args[:-1]) else None
 
 
 def _writable(operator: Operator, args: Sequence[Any]) -> bool:
-    """Whether the result is laid out as the gradient is, without gaps and no element twice, and makes no graph; and the
-    memory is nobody else's.
+    """Return True if the result has the gradient's layout, dense and without overlaps.
+
+    It must also record no graph, and the memory must not be shared.
     """
     gradient, saved = args[0], args[operator.like]
     if not all(is_plain(each) for each in args if isinstance(each, Tensor)):
@@ -267,7 +269,7 @@ def _writable(operator: Operator, args: Sequence[Any]) -> bool:
     storage = gradient.untyped_storage()
     return (
         storage.nbytes() == gradient.numel() * gradient.element_size()
-        and storage.resizable()  # else NumPy or a file has the memory
+        and storage.resizable()  # else NumPy or a file owns the memory
         and not (gradient.device.type == "cpu" and storage.is_shared())
         and not (gradient.requires_grad or gradient.is_inference())
         and not torch.is_grad_enabled()
@@ -280,7 +282,7 @@ def _writable(operator: Operator, args: Sequence[Any]) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie side by side, in any order of the dimensions."""
+    """Return True if the elements are adjacent, in any order of the dimensions."""
     steps = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
     expected = 1
     for stride, size in steps:
@@ -295,14 +297,14 @@ def _is_dense(tensor: Tensor) -> bool:
 
 _LOCK: Final = threading.RLock()
 _libraries: list[torch.library.Library] = []
-"""Our kernels, once they are needed."""
+"""Lowtide's kernels, once they are needed."""
 _COUNTS: dict[str, Mapping[str, tuple[int, ...]]] = {}
-"""By the type of device and the node, how many references there are when there are no others."""
+"""By device type and node, the number of references without other holders."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trial:
-    """A node of ours that is being tried out, and how many references its operator was given."""
+    """A trial node, and the reference counts that its operator received."""
 
     node: Node
     found: list[tuple[int, ...]] = field(default_factory=list)
@@ -312,10 +314,10 @@ _trial: _Trial | None = None
 
 
 def available(device: str) -> Mapping[str, tuple[int, ...]]:
-    """The nodes that can be done so on that type of device with this torch, and how many references they are given.
+    """Return the nodes that can write in place on this device type with this torch, and their reference counts.
 
-    Each is tried out, once in a process: whether its kernel is called from that node, and told apart from a call in
-    which somebody else refers to the gradient. On another kind of device, as where a step is estimated, there are none.
+    Each node is tried once per process: its kernel must be called from that node, and a call in which other code refers
+    to the gradient must be told apart. Other device types, as in an estimated step, have none.
     """
     if device not in DEVICES:
         return {}
@@ -330,7 +332,7 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
                 torch.enable_grad(),
             ):
                 for operator in OPERATORS.values():
-                    if is_replaced(operator.name, device.upper()):  # by somebody else, whose turn it is
+                    if is_replaced(operator.name, device.upper()):  # by foreign code, which has precedence
                         continue
                     alone, shared = (_tried(operator, device, shared=shared) for shared in (False, True))
                     if alone is not None and shared is not None and alone != shared:
@@ -340,13 +342,13 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
 
 
 def _put_aside() -> None:
-    """Our kernels are where torch looks for them in a backward pass that is awaited, and nowhere else."""
+    """Register Lowtide's kernels where torch finds them in an awaited backward pass, and nowhere else."""
     if not _libraries:
         _libraries.append(put_aside({name: _kernel(name) for name in {o.name for o in OPERATORS.values()}}))
 
 
 def _tried(operator: Operator, device: str, *, shared: bool) -> tuple[int, ...] | None:
-    """How many references there are when the operator is called, with or without somebody else's; None if it is not."""
+    """Return the reference counts when the operator is called, with or without another holder; None without a call."""
     global _trial
     x = torch.ones(2, 8, 4, 4, device=device, requires_grad=True)
     y = operator.forward(x)

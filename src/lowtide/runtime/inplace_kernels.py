@@ -1,7 +1,7 @@
-"""Operators of backward whose result can be written over the gradient that they are given (`inplace_gradients.py`).
+"""Operators of backward whose result can be written over their incoming gradient (`inplace_gradients.py`).
 
-Most are told where to write. Batch and group norm have no kernel for that, and are done in pieces: torch's own results
-for a sixteenth of the channels at a time, each copied over its part of the gradient.
+Most accept an output argument. Batch and group norm have no such kernel, and are computed in pieces: torch's own
+results for a sixteenth of the channels at a time, each copied over its part of the gradient.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """An operator of backward whose result may be written over the gradient that it is given."""
+    """An operator of backward whose result may be written over its incoming gradient."""
 
     name: str
-    """In the namespace `aten`."""
+    """Name in the namespace `aten`."""
     node: str
-    """The node of autograd that calls it, once, and uses the gradient for nothing else (torch's derivatives.yaml)."""
+    """The autograd node that calls it once and uses the gradient for nothing else (torch's derivatives.yaml)."""
     write: Callable[..., Any]
-    """As the operator, with torch's kernel before its arguments: writes over the gradient and gives what it gives."""
+    """Function like the operator, with torch's kernel as first argument, that writes over the gradient."""
     forward: Callable[[Tensor], Tensor]
-    """Leads to such a node, for [2, 8, 4, 4]."""
+    """Function that leads to such a node, for an input [2, 8, 4, 4]."""
     like: int = 1
-    """Which argument the result is laid out like."""
+    """Index of the argument whose layout the result has."""
     groups: Callable[..., int] | None = None
-    """For what is done in pieces, which takes some more time: of how many groups of channels, given the arguments."""
+    """For operators in pieces, which are a little slower: the number of groups of channels, from the arguments."""
 
     @property
     def piecewise(self) -> bool:
@@ -41,7 +41,7 @@ class Operator:
 
 
 def _written(name: str, node: str, forward: Callable[[Tensor], Tensor], *, out: str = "grad_input", **more: Any) -> Any:
-    """An operator that can be told where to write its result."""
+    """Return an operator that accepts an output argument."""
     overload = getattr(getattr(aten, name), "out" if name.endswith("_data") else "grad_input")
 
     def write(own: Any, gradient: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -52,14 +52,14 @@ def _written(name: str, node: str, forward: Callable[[Tensor], Tensor], *, out: 
 
 
 def _anew(gradient: Tensor) -> Tensor:
-    """A tensor of its own with the memory of the gradient, to which none of what clings to that clings."""
+    """Return a separate tensor in the memory of the gradient, without its attributes and hooks."""
     return gradient.detach()
 
 
 def _pieces(gradient: Tensor, n_groups: int) -> list[slice]:
-    """Slices of the groups of channels, each a sixteenth of the tensor where that leaves the sums as they are.
+    """Return slices of the groups of channels, each a sixteenth of the tensor if that leaves the sums unchanged.
 
-    Where channels lie side by side, a processor adds up as many of them at once as one of its vectors holds.
+    With adjacent channels, a processor sums as many of them at once as one of its vectors holds.
     """
     step = -(-n_groups // 16)
     if gradient.stride(1) == 1:
@@ -68,20 +68,20 @@ def _pieces(gradient: Tensor, n_groups: int) -> list[slice]:
         step = -(-step // lanes) * lanes
     starts = list(range(0, n_groups, step))
     if len(starts) > 1 and gradient.stride(1) == 1 and n_groups - starts[-1] == 1:
-        del starts[-1]  # a single channel is laid out in both ways, and would be added up as in the other one
+        del starts[-1]  # a single channel has both layouts, and would be summed as in the other one
     return [slice(*ends) for ends in itertools.pairwise([*starts, n_groups])]
 
 
 def has_pieces(args: Sequence[Any], groups: int) -> bool:
-    """Whether it can be done in pieces that take less than the whole: each is there three times.
+    """Return True if pieces, of which three copies exist at a time, need less memory than the whole.
 
-    The last argument says what is asked for; the gradient itself is not where nothing upstream is trained.
+    The last argument selects the outputs; the gradient itself is not among them if nothing upstream is trained.
     """
     return args[-1][0] and _form(args[0]) is not None and len(_pieces(args[0], groups)) > 3
 
 
 def _write_batch_norm(own: Any, gradient: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    """`native_batch_norm_backward`: channels have nothing to do with each other."""
+    """Run `native_batch_norm_backward` in pieces: channels are independent."""
     by_channel, rest = args[:5], args[5:]  # weight, running mean and variance, mean and deviation of this batch
     parts: list[tuple[Tensor | None, ...]] = []
     for channels in _pieces(gradient, gradient.shape[1]):
@@ -105,7 +105,7 @@ def _write_group_norm(
     groups: int,
     mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    """`native_group_norm_backward`: groups of channels have nothing to do with each other."""
+    """Run `native_group_norm_backward` in pieces: groups of channels are independent."""
     width = channels // groups
     parts: list[tuple[Tensor | None, ...]] = []
     for some in _pieces(gradient, groups):
@@ -131,7 +131,7 @@ def _copy(tensor: Tensor, channels: slice) -> Tensor:
 
 
 def _form(tensor: Tensor) -> torch.memory_format | None:
-    """How a tensor is laid out, if it is so in one of the usual ways."""
+    """Return the memory format of a tensor; None if it has none of the usual ones."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     forms = (form for form in (torch.contiguous_format, last) if form is not None)
     return next((form for form in forms if tensor.is_contiguous(memory_format=form)), None)
@@ -180,4 +180,4 @@ OPERATORS: Final = {
         ),
     )
 }
-"""By the name of the node."""
+"""Operators by the name of their node."""

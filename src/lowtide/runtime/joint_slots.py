@@ -1,8 +1,8 @@
-"""What a plan decides on in a joint graph: the values that backward may be given, and what it computes again.
+"""Slots of a joint graph, on which a plan decides: values that backward may be given, or compute again.
 
-torch saves what is nearest to backward, such as the normalised tensor of a layer norm. As good is the residual stream
-that it is computed from by fused arithmetic alone: as large, and the one from which the next blocks can be recomputed.
-So the slot of such a value is what it was computed from.
+torch saves the values nearest to backward, such as the normalised tensor of a layer norm. The residual stream, from
+which fused arithmetic alone computes that tensor, serves as well: it has the same size, and the next blocks can be
+recomputed from it. So the slot of such a value is the value that it was computed from.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from lowtide._torch.joint_graph import JointGraph
 
 SMALL = 64
-"""A value that is this many times smaller than the largest is always saved: nothing is to be gained."""
+"""A value that is this many times smaller than the largest is always saved: recomputing it would gain nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,23 +23,23 @@ class JointSlot:
 
     node: int
     address: str
-    """`transformer.h.3.mlp.c_fc#0:1`: module, and the ordinal of the call in it among all of the graph's."""
+    """Module, and ordinal of the call in it among all of the graph's: `transformer.h.3.mlp.c_fc#0:1`."""
     is_saved: bool
-    """False for one that is saved only where something is recomputed from it."""
+    """False if it is saved only when something is recomputed from it."""
     is_kept: bool
-    """In any plan: small, or another call of it would give other numbers."""
+    """True if any plan keeps it: it is small, or another call would return other numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """What backward is given, and what it computes again."""
+    """Values that backward is given, and values that it computes again."""
 
     given: frozenset[int]
     again: frozenset[int]
 
 
 class JointSlots:
-    """The slots of one joint graph. `plain` is what torch saves."""
+    """The slots of one joint graph. `plain` is the set that torch saves."""
 
     def __init__(self, joint: JointGraph, plain: frozenset[int]) -> None:
         self.joint, self.plain = joint, plain
@@ -47,7 +47,7 @@ class JointSlots:
         held = {nodes[i].root for i in joint.forward_outputs}
         roots = {nodes[i].root for i in plain if nodes[nodes[i].root].kind != "input"} - held
         self.roots = frozenset(roots)
-        """What torch saves that is memory of its own."""
+        """Saved values of torch that own their memory."""
         largest = max((nodes[root].bytes for root in roots), default=0)
         self._small = largest // SMALL
         upstream = {root: self._upstream(root, held) for root in sorted(roots)}
@@ -73,11 +73,11 @@ class JointSlots:
         self._fixed = frozenset(i for i in plain if nodes[i].root not in roots)
 
     def as_torch(self) -> Recomputed:
-        """What backward is given by torch."""
+        """Return the split that torch makes."""
         return self._reached(self.plain)
 
     def without(self, addresses: Collection[str]) -> Recomputed:
-        """What backward is given of the slots that are not at `addresses`."""
+        """Return the split that saves all slots except those at `addresses`."""
         nodes = self.joint.nodes
         kept = {slot.node for slot in self.slots if slot.is_kept or slot.address not in addresses}
         as_torch = (i for i in self._near if nodes[i].root in kept)
@@ -100,7 +100,7 @@ class JointSlots:
         return Recomputed(frozenset(given), frozenset(again))
 
     def _upstream(self, root: int, held: Collection[int]) -> int:
-        """The value as large as this one, or smaller, that this one is computed from by fused arithmetic alone."""
+        """Return the value of the same size, or smaller, from which fused arithmetic alone computes this one."""
         nodes = self.joint.nodes
         while nodes[root].kind == "pointwise" and nodes[root].bytes > self._small:
             large = {nodes[arg].root for arg in nodes[root].args if nodes[nodes[arg].root].bytes > self._small}

@@ -1,10 +1,10 @@
-"""Attributes of modules: what a call found there, although it is bound anew or written to before backward.
+"""Attributes of modules as a call found them, restored if they are rebound or written to before backward.
 
-Which of two kinds of data a batch is of, how hot a softmax is, what a block is conditioned on: all this is written on
-modules before a call, and is another thing at the next call, or gone. Taken are numbers, strings and the like, tensors
-that the call itself leaves where they are, and lists, tuples, sets and dicts of them. Of long lists and dicts, which
-are logs, what came in after the call began is taken off. Whatever else is on a module, or is reached through it, a call
-must find as it was.
+The kind of data in a batch, the temperature of a softmax, the condition of a block: code writes such values on modules
+before a call, and by the next call they have changed, or are gone. Captured are numbers, strings and the like, tensors
+that the call itself leaves in place, and lists, tuples, sets and dicts of them. Long lists and dicts are logs: entries
+added after the start of the call are removed. Anything else on a module, or reachable through it, must be unchanged
+when the call runs again.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from lowtide._torch.modules import CALL
 from lowtide.runtime.call_arguments import ATOMS
 
 LARGEST: Final = 100
-"""Containers with more entries are data or logs; those inside of others have an eighth of it."""
+"""Containers with more entries are data or logs; nested ones may have an eighth of it."""
 
 _TORCHS: Final = frozenset(vars(nn.Module())) | {CALL}
 
 Table = dict[str, Any]
-"""A module's `__dict__`."""
+"""Type of a module's `__dict__`."""
 
 
 class Attributes:
-    """What attributes of `modules` were when a call began."""
+    """Attributes of `modules` at the start of a call."""
 
     __slots__ = ("_long", "_plain", "_tensors", "_there")
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._plain: list[tuple[Table, str, Any, Any]] = []
-        """What was there, and its contents."""
+        """Attributes without tensors, and their contents."""
         self._long: list[tuple[Table, str, Any, int]] = []
-        """What was there, and how long it was."""
+        """Long containers, and their lengths."""
         self._there: list[tuple[Table, str, int, list[tuple[weakref.ref[Tensor], int]]]] = []
-        """The id of what has tensors, and these with their versions: nobody here holds them while the call runs."""
+        """Ids of attributes with tensors, and these with their versions, not held while the call runs."""
         self._tensors: list[tuple[Table, str, Any, Any, list[tuple[Tensor, int]]]] = []
         for table in map(vars, modules):
             for name, found in table.items():
@@ -61,12 +61,12 @@ class Attributes:
             return
         elif not tensors:
             self._plain.append((table, name, found, _copy(found)))
-        elif not any(tensor.is_inference() for tensor in tensors):  # of those no version is counted
+        elif not any(tensor.is_inference() for tensor in tensors):  # inference tensors count no versions
             known = [(weakref.ref(tensor), tensor._version) for tensor in tensors]
             self._there.append((table, name, id(found), known))
 
     def learn(self) -> None:
-        """The call is over. A tensor that it bound anew, or wrote to, is its result: to hold that would leak."""
+        """End the call. A tensor that it rebound, or wrote to, is its result: holding that would leak memory."""
         for table, name, key, known in self._there:
             found = table.get(name)
             tensors: list[Tensor] = []
@@ -79,17 +79,17 @@ class Attributes:
 
     @property
     def put_back_ids(self) -> set[int]:
-        """The ids of containers that `put_back` gives copies of, or longer ones cut."""
+        """Return the ids of containers that `put_back` replaces by copies or truncated copies."""
         return {id(found) for _, _, found, _ in (*self._plain, *self._long) if type(found) not in ATOMS}
 
     @property
     def tensors(self) -> Iterator[tuple[Tensor, int]]:
-        """Those that `put_back` gives, with their versions when the call began."""
+        """Return the tensors that `put_back` restores, with their versions at the start of the call."""
         return (known for *_, tensors in self._tensors for known in tensors)
 
     def put_back(self) -> None:
-        """Let the modules have them again."""
-        copies: dict[int, Any] = {}  # what two modules share stays one
+        """Restore the attributes on the modules."""
+        copies: dict[int, Any] = {}  # a container shared by two modules stays shared
         for table, name, found, content in self._plain:
             if table.get(name) is not found:
                 table[name] = found
@@ -105,11 +105,11 @@ class Attributes:
 _CONTAINERS: Final = (list, tuple, set, frozenset, dict, deque)
 _TAKEN: Final = (Tensor, Enum, *_CONTAINERS)
 _KINDS: Final = frozenset({*_CONTAINERS, OrderedDict, defaultdict, Counter})
-"""Whose copies are like them."""
+"""Types whose copies equal them."""
 
 
 def _is_known(found: Any, tensors: list[Tensor], depth: int = 0) -> bool:
-    """Whether this is plain data, or tensors, or a container of such; puts the tensors into `tensors`."""
+    """Return True for plain data, tensors, and containers of these; append the tensors to `tensors`."""
     if type(found) in ATOMS or isinstance(found, Enum):
         return True
     if isinstance(found, Tensor):
@@ -123,7 +123,7 @@ def _is_known(found: Any, tensors: list[Tensor], depth: int = 0) -> bool:
 
 
 def _copy(found: Any) -> Any:
-    """The same containers once more, with the same tensors and plain data in them."""
+    """Return a copy of the containers, with the same tensors and plain data in them."""
     kind = type(found)
     if kind not in _KINDS:
         return found

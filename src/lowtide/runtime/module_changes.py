@@ -1,8 +1,8 @@
-"""Modules as they were when a plan was put in force on them: what was put on since is in no audit.
+"""Modules as they were when a plan was put in force on them: later additions are not audited.
 
-A block is run again because that was compared with the first run, bit by bit. A hook, a reparametrization or another
-module that came later may count, draw, write to what it is given, or make a weight: run again, all of it would happen
-twice, or not at all. Hooks that are taken off are no risk.
+A block is replayed because its replay was compared with the first run, bit by bit. A hook, a reparametrization or
+another module that was added later may count, draw, write to its inputs, or make a weight: in a replay all of it would
+happen twice, or not at all. Hooks that are removed are no risk.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 class _Look(NamedTuple):
-    """Parts of a module that decide what a call of it does."""
+    """Parts of a module that determine what a call of it does."""
 
     kind: type
     forward: Any
-    """Of the instance alone: an implementation that was put over that of its class."""
+    """An implementation set on the instance, over that of its class."""
     children: dict[str, Any]
     names: set[str]
-    """Of parameters and buffers."""
+    """Names of parameters and buffers."""
     hooks: dict[int, Any]
 
 
 class AsPlanned:
-    """The modules that a call runs, in their paths, as they were when this was made."""
+    """The modules that a call runs, with their paths, as they were at construction."""
 
     __slots__ = ("_global", "_looks")
 
@@ -38,7 +38,7 @@ class AsPlanned:
         self._global = {key for table in GLOBAL_FORWARD_HOOKS for key in table}
 
     def change(self) -> str | None:
-        """What is not as it was, in words; None if there is nothing."""
+        """Describe a change since construction; None if there is none."""
         for path, module, was in self._looks:
             if not _is_as(was, module) and (change := _in_words(was, _look(module))) is not None:
                 return f"{path or type(module).__name__} {change}"
@@ -59,7 +59,7 @@ def _look(module: nn.Module) -> _Look:
 
 
 def _is_as(was: _Look, module: nn.Module) -> bool:
-    """Return True if the module looks as it did, which is told sooner than what has changed."""
+    """Return True if the module is unchanged, which is faster than finding the change."""
     own = module.__dict__
     parameters, buffers = own["_parameters"], own["_buffers"]
     hooks = (*own["_forward_pre_hooks"].items(), *own["_forward_hooks"].items())
@@ -97,6 +97,6 @@ def _names(names: set[str]) -> str:
 
 
 def _name(function: Any) -> str:
-    """`torch.nn.utils.prune.L1Unstructured`, also of an object of that class."""
+    """Return a name such as `torch.nn.utils.prune.L1Unstructured`, of a function, a class, or an object's class."""
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"

@@ -1,8 +1,8 @@
-"""Forward hooks of modules, and which of them a replay may leave out.
+"""Forward hooks of modules, and the ones that a replay may leave out.
 
-A hook that returned something took part in the computation and has to act again. One that returned nothing only watched
-and must not see the same call twice. What a hook changes in place without returning it is not noticed; the audit of the
-call is what catches that.
+A hook that returned something took part in the computation and has to run again. A hook that returned nothing only
+observed and must not see the same call twice. In-place changes by a hook that returns nothing go unnoticed here; the
+audit of the call catches them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Table = dict[int, Callable[..., Any]]
 
 
 class _Noted:
-    """A hook that is listened to."""
+    """Wrapper of a hook that records if the hook returned something."""
 
     __slots__ = ("acting", "hook", "key")
 
@@ -34,7 +34,7 @@ class _Noted:
 
 
 class Listening:
-    """Notes which hooks of some modules act, from now until `stop`."""
+    """Recorder of the hooks of some modules that act, from now until `stop`."""
 
     __slots__ = ("_noted", "acting")
 
@@ -48,7 +48,7 @@ class Listening:
             table[noted.key] = noted
 
     def stop(self) -> None:
-        """Put the hooks back, except where one was taken out or replaced meanwhile."""
+        """Put the hooks back, except those that were removed or replaced since."""
         for table, noted in reversed(self._noted):
             if table.get(noted.key) is noted:
                 table[noted.key] = noted.hook
@@ -56,7 +56,7 @@ class Listening:
 
 
 def only(acting: set[int], modules: tuple[nn.Module, ...]) -> contextlib.AbstractContextManager[None]:
-    """Of the hooks of `modules` only those in `acting` run."""
+    """Run only those hooks of `modules` that are in `acting`."""
     silenced = [(table, key, hook) for table in _tables(modules) for key, hook in table.items() if key not in acting]
     return _without(silenced) if silenced else contextlib.nullcontext()
 
@@ -74,10 +74,10 @@ def _without(silenced: list[tuple[Table, int, Callable[..., Any]]]) -> Iterator[
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """A hook that does nothing."""
+    """Do nothing, as a hook."""
 
 
 def _tables(modules: tuple[nn.Module, ...]) -> list[Table]:
-    """The tables of forward hooks that have any, those for all modules of the process included."""
+    """Return the nonempty tables of forward hooks, including those for all modules of the process."""
     own = ((module._forward_pre_hooks, module._forward_hooks) for module in modules)
     return [table for pair in (GLOBAL_FORWARD_HOOKS, *own) for table in pair if table]

@@ -1,15 +1,16 @@
-"""Saved tensors that wait for backward in memory of the host.
+"""Offload saved tensors to host memory until backward.
 
-A storage is copied once, however many saved tensors are in it. It leaves on a stream of its own, into pinned memory,
-and its device memory is let go of when the next one leaves, or forward ends: by then the copy had time to run beside
-other work. The way back begins when the storage that left after it is read, so that it runs beside that one's
-backward; whoever reads a tensor waits for the event behind its copy.
+A storage is copied once, however many saved tensors it contains. It leaves on a separate stream, into pinned memory,
+and its device memory is freed when the next storage leaves, or forward ends: by then the copy had time to run beside
+other work. The copy back begins when the storage that left after it is read, so that it runs beside that one's
+backward; the reader of a tensor waits for the event behind its copy.
 
-What the two streams may do at once is told by events alone, and nothing is freed by one that the other may still use:
-- out: the copy waits for all that was queued when the tensor was saved; the memory is let go of only after the
-  computing stream has been told to wait for the copy, so that whatever gets that memory next comes after it.
-- back: the memory comes from the computing stream, and the copy waits for all that was queued there; readers wait for
-  the copy, and memory that nobody has read is let go of in the same way.
+Events alone order the two streams, and neither frees memory that the other may still use:
+
+- out: the copy waits for all work queued when the tensor was saved; the memory is freed only after the computing stream
+  has been told to wait for the copy, so that its next user comes after the copy.
+- back: the memory comes from the computing stream, and the copy waits for all work queued there; readers wait for the
+  copy, and memory that was never read is freed in the same way.
 
 The same code runs on the CPU in tests, with a copy in place of pinned memory.
 """
@@ -35,20 +36,20 @@ if TYPE_CHECKING:
     from lowtide.runtime.saved_values import Geometry, Handle
 
 ON_CPU = False
-"""Tests set it: what is on the CPU is offloaded, too. It gains nothing there."""
+"""True in tests, to offload tensors on the CPU too, where it saves no memory."""
 
 
 class Copying(Protocol):
-    """The two ways of one device. Tensors are bytes; a token says when a copy has been done."""
+    """Both directions of copies for one device. Tensors are bytes; a token marks the end of a copy."""
 
     def out(self, data: Tensor) -> tuple[Tensor, object]:
-        """A copy of `data` on the host."""
+        """Start a copy of `data` to the host."""
 
     def back(self, host: Tensor) -> tuple[Tensor, object]:
-        """A copy of `host` on the device."""
+        """Start a copy of `host` to the device."""
 
     def wait(self, token: object, data: Tensor) -> None:
-        """What is queued from now on in the computing stream of this thread comes after the copy of or to `data`."""
+        """Order later work in this thread's computing stream after the copy of or to `data`."""
 
 
 class CudaCopier:
@@ -78,12 +79,12 @@ class CudaCopier:
         event, then = token
         computing = torch.cuda.current_stream(self.device)
         computing.wait_event(event)
-        if computing != then:  # the memory belongs to the other stream, which must not reuse it under this one
+        if computing != then:  # memory of the other stream, which must not reuse it while this one reads
             data.record_stream(computing)
 
 
 class InTests:
-    """Copies on the CPU itself, to memory that torch's allocator does not give: recorders take it for the host's."""
+    """Copies on the CPU itself, to memory outside torch's allocator, which recorders take for host memory."""
 
     def out(self, data: Tensor) -> tuple[Tensor, object]:
         return torch.from_numpy(np.empty(data.shape, np.uint8)).copy_(data), None
@@ -92,17 +93,17 @@ class InTests:
         return host.clone(), None
 
     def wait(self, token: object, data: Tensor) -> None:
-        """It has been done."""
+        """Do nothing: the copy is done already."""
 
 
 _gpus: dict[torch.device, CudaCopier] = {}
 _one_at_a_time = threading.RLock()
-"""Backward may run in several threads."""
+"""Lock, because backward may run in several threads."""
 _Seen = tuple[torch.dtype, "Geometry"]
 
 
 def copying_for(device: torch.device) -> Copying | None:
-    """How memory of `device` is copied; None where it is not."""
+    """Return the copier for memory of `device`; None if there is none."""
     if device.type == "cuda":
         if device not in _gpus:
             _gpus[device] = CudaCopier(device)
@@ -111,7 +112,7 @@ def copying_for(device: torch.device) -> Copying | None:
 
 
 class OffloadedStorage:
-    """One storage: on its way to the host, there, or on its way back."""
+    """One storage on its way to the host, on the host, or on its way back."""
 
     __slots__ = (
         "__weakref__",
@@ -131,17 +132,17 @@ class OffloadedStorage:
         self._leaving: Tensor | None = None
         self._back: tuple[Tensor, object] | None = None
         self._spoiled = ""
-        """Why what is on the host may not be what was saved."""
+        """Reason why the host copy may differ from the saved tensor; empty if it does not."""
         self.version = base._version
-        self._host, self._out = copying.out(bytes_of(base))  # may find no memory on the host
+        self._host, self._out = copying.out(bytes_of(base))  # may run out of host memory
         self._leaving = base.detach()
         self._before = before
-        """The one that left before it."""
+        """The storage that left before this one."""
         self.travellers: list[tuple[weakref.ref[Value], _Seen]] = []
-        """What is in it, and how it is seen there."""
+        """Values in this storage, each with its dtype and geometry."""
 
     def settle(self) -> None:
-        """Let go of the device memory."""
+        """Release the device memory."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             self._copying.wait(self._out, leaving)
@@ -149,12 +150,12 @@ class OffloadedStorage:
                 self._spoiled = changed_in_place(leaving, self.version)
 
     def fetch(self) -> None:
-        """Begin the way back, unless it has begun."""
+        """Start the copy back, unless it has started."""
         if self._back is None:
             self._back = self._copying.back(self._host)
 
     def arrive(self) -> Tensor:
-        """The bytes on the device: whoever waits has them from now on. The one that left before sets out.
+        """Return the bytes on the device, stored in the waiting values; start the copy back of the storage before.
 
         Raises RuntimeError if the tensor was changed in place while it left.
         """
@@ -174,13 +175,13 @@ class OffloadedStorage:
         return data
 
     def awaited(self) -> bool:
-        """Whether somebody has still to read what is in it, in this backward pass."""
+        """Return True if a handle has still to read from this storage in this backward pass."""
         there = (value for reference, _ in self.travellers if (value := reference()) is not None)
         number = backward_number()
         return any(v.tensor is None and (v.seen != number or v.reads < v.readers) for v in there)
 
     def __del__(self) -> None:
-        if self._back is not None:  # nobody has read it
+        if self._back is not None:  # it was never read
             data, token = self._back
             self._copying.wait(token, data)
         if self._leaving is not None:
@@ -188,7 +189,7 @@ class OffloadedStorage:
 
 
 class Offloaded:
-    """Brings back one tensor in a storage that made a trip."""
+    """Maker that fetches one tensor in an offloaded storage."""
 
     __slots__ = ("_seen", "_trip")
 
@@ -198,7 +199,7 @@ class Offloaded:
         self._trip, self._seen = trip, seen
 
     def make(self, value: Value) -> Tensor:
-        """The tensor, when its copy has come back. Raises RuntimeError if it was changed in place while it left."""
+        """Return the tensor, when its copy is back. Raises RuntimeError if it was changed in place while it left."""
         with _one_at_a_time:
             if value.tensor is not None:  # another thread was faster
                 return value.tensor
@@ -212,18 +213,18 @@ class Offloaded:
 
 
 def bytes_of(base: Tensor) -> Tensor:
-    """All of its storage."""
+    """Return the whole storage of a tensor as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=base.device).set_(base.untyped_storage())
 
 
 def seen_in(data: Tensor, seen: _Seen) -> Tensor:
-    """A tensor in the bytes of its storage."""
+    """Return a tensor in the bytes of its storage."""
     dtype, (size, stride, offset) = seen
     return torch.empty(0, dtype=dtype, device=data.device).set_(data.untyped_storage(), offset, size, stride)
 
 
 class OffloadQueue:
-    """The trips of one forward pass, in their order."""
+    """The offloaded storages of one forward pass, in order."""
 
     def __init__(self) -> None:
         self._leaving: OffloadedStorage | None = None
@@ -231,7 +232,7 @@ class OffloadQueue:
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[OffloadedStorage]]] = {}
 
     def leave(self, base: Tensor, value: Value) -> bool:
-        """Let `value` be brought back from the host. False where memory of this device is not copied there."""
+        """Offload `value`. Return False if memory of this device is not copied to the host."""
         copying = copying_for(base.device)
         if copying is None or isinstance(base, torch.nn.Parameter) or not is_plain(base) or not storage_id(base):
             return False
@@ -247,13 +248,13 @@ class OffloadQueue:
         return True
 
     def _trip_of(self, base: Tensor) -> OffloadedStorage | None:
-        """The trip that the storage of `base` makes already. The reference keeps its number from being given again."""
+        """Return the existing trip of the storage of `base`. A weak reference keeps the storage's id from reuse."""
         known = self._known.get(storage_id(base))
         trip = None if known is None or known[0].expired() else known[1]()  # type: ignore[no-untyped-call]
         return trip if trip is not None and trip.version == base._version else None
 
     def close(self) -> None:
-        """Nothing is leaving any more."""
+        """Release the device memory of the last storage that left."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             leaving.settle()

@@ -1,23 +1,23 @@
-"""What operators are given and autograd does not record, noted while a call of a module runs.
+"""Capture of operands that autograd does not record, while a call of a module runs.
 
-A number that is added to a tensor, subtracted from it or put in its place, by `where` or `masked_fill`, is recorded
-nowhere, nor is a tensor in its place that needs no gradient, as the mask that attention adds to its scores; no edge
-leads there. How can it be known for certain, in each step anew, as a schedule may change it?
+Autograd does not record a number that is added to a tensor, subtracted from it, or put in its place by `where` or
+`masked_fill`, nor a tensor in that role that needs no gradient, such as the mask that attention adds to its scores; no
+edge leads there. There are three ways to learn it, in each step again, as a schedule may change it:
 
-- Read it off: a result minus its operand, compared everywhere. The operand is mostly recomputed itself and no longer
-  there when the result is saved; to make it again in forward, or to hold it until then, costs what the plan is to save.
-- Remember what the rehearsal saw, and compare some elements of each step. That is a guess.
-- Be told. A `TorchFunctionMode` is shown each operator that Python calls, with its arguments: about 1.5 us an operator
+- Compute it: a result minus its operand, compared everywhere. The operand is mostly recomputed itself and already freed
+  when the result is saved; recomputing it in forward, or holding it until then, costs what the plan is to save.
+- Remember the rehearsal's operand, and compare some elements of each step. That is a guess.
+- Observe it. A `TorchFunctionMode` sees each operator that Python calls, with its arguments: about 1.5 us an operator
   (`x + 1` takes 3), and no element is read.
 
-So the audit has such a mode in force all the time, marks what it could recompute only thanks to it (`actions.noted`),
-and a plan puts it in force only in the calls where it recomputes that. A number is remembered at its node. A tensor is
-held from then on, if the plan says that something will be made of it: so it is counted as memory, and numbered, as
-saved tensors are. A note counts for a node only if the node's other edges are those of the operator's other operands.
+So the audit has such a mode in force all the time and marks the recomputes that depend on it (`actions.noted`), and a
+plan puts it in force only in the calls with such recomputes. A number is stored at its node. A tensor is held from then
+on, if the plan says that a recompute will use it: so it is counted as memory, and numbered, as saved tensors are. A
+captured operand counts for a node only if the node's other edges are those of the operator's other operands.
 
-What operators are given that are called from C++, as in scripted modules, the mode does not see: that is kept. But for
-one: attention where no fused kernel does it adds its mask inside, to scores that nobody saves. It is known from what
-attention is called with, and asked for while that runs (`attention_scores.py`).
+The mode does not see operators that are called from C++, as in scripted modules: their results are kept. There is one
+exception: attention without a fused kernel adds its mask inside, to scores that nothing saves. That mask is taken from
+the arguments of attention, and looked up while it runs (`attention_scores.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 Number = bool | int | float | complex
 NUMBERS = (int, float, complex)
-"""The same for `isinstance`, which takes longer with a union; a bool is an int."""
+"""The types of `Number` for `isinstance`, which is slower with a union; a bool is an int."""
 
 _BINARY = ("self", "other")
 _FILLED = ("self", "mask", "value")
@@ -65,7 +65,7 @@ _OPERANDS: dict[Callable[..., Any], tuple[str, ...]] = {
     torch.Tensor.masked_fill: _FILLED,
     torch.Tensor.masked_fill_: _FILLED,
 }
-"""Operators some of whose operands autograd does not record, and the names of their operands as in its nodes."""
+"""Operators with operands that autograd does not record, and the names of their operands as in its nodes."""
 
 _SIZED_BY_CONTENTS: dict[Callable[..., Any], str] = {
     torch.nonzero: "nonzero",
@@ -77,72 +77,72 @@ _SIZED_BY_CONTENTS: dict[Callable[..., Any], str] = {
     torch.Tensor.masked_select: "masked_select",
     torch.Tensor.__getitem__: "indexing with a mask",
 }
-"""Operators whose results are as large as the contents of what they are given make them, in words."""
+"""Operators whose output size depends on the contents of their arguments, with a description."""
 
 _WATCHED = frozenset({*_OPERANDS, *_SIZED_BY_CONTENTS, F.scaled_dot_product_attention})
 
 _NOTED = ("lowtide", "noted")
-"""Key of a node's metadata for noted operands."""
+"""Key of a node's metadata for captured operands."""
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 _SAVED = frozenset({"condition", "mask"})
-"""Of these operands those that the node saves."""
+"""Names of operands of these operators that the node saves."""
 
 
 class CaptureListener(Protocol):
-    """Who is told: one run of a model's forward."""
+    """Receiver of captured operands: one run of a model's forward."""
 
     def where(self) -> str:
-        """The module call in progress."""
+        """Return the address of the module call in progress."""
 
     def unrecorded(self, operand: Tensor) -> tuple[CaptureSite, Value | None]:
-        """An operator was given a tensor that nobody records: its place, and a value that holds it if it is wanted."""
+        """Return the place of an operand that autograd does not record, and a value that holds it if it is wanted."""
 
     def sized_by_contents(self, operator: str) -> None:
-        """An operator was called whose result is as large as the contents of what it was given make it."""
+        """Report an operator whose output size depends on the contents of its arguments."""
 
 
 class CaptureSite(NamedTuple):
-    """Where something was noted."""
+    """Place of a captured operand."""
 
     call: str
-    """The module call in which that was."""
+    """Address of the module call that contains the operator."""
     ordinal: int | None = None
-    """Of tensors: which of those in the call. They have to be held."""
+    """For tensors, which have to be held, the ordinal among those of the call."""
 
     def __str__(self) -> str:
         return self.call if self.ordinal is None else f"{self.call}+{self.ordinal}"
 
 
 class CapturedOperand(NamedTuple):
-    """What an operator was given as one operand."""
+    """One operand of an operator."""
 
     place: CaptureSite
     what: Number | Tensor | weakref.ref[Value]
-    """A tensor of one element as a copy, for nobody but the operator would notice a change."""
+    """A number, a copy of a tensor of one element (later changes would go unnoticed), or a reference to a value."""
 
 
 class Attention(NamedTuple):
     """A call of attention with a mask that autograd does not record."""
 
     first: int
-    """The number of the first node that it makes."""
+    """The sequence number of the first node that it makes."""
     place: CaptureSite
     mask: Value | None
-    """None if each position attends to those before it and to itself."""
+    """The mask; None if each position attends to itself and those before it."""
 
 
 class _Here(threading.local):
     attention: Attention | None = None
-    """The call in progress in this thread."""
+    """The call of attention in progress in this thread."""
 
 
 here = _Here()
 
 
 class OperandCapture(TorchFunctionMode):
-    """In force, what operators are given and autograd does not record is noted at their nodes."""
+    """Mode that stores operands that autograd does not record at their nodes."""
 
     def __init__(self, listener: CaptureListener) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class OperandCapture(TorchFunctionMode):
         node = out.grad_fn if isinstance(out, Tensor) else None
         if node is not None and _is_of(node, edges):
             metadata = node_metadata(node)
-            known = metadata.get(_NOTED)  # by the plan of another model around it
+            known = metadata.get(_NOTED)  # by the plan of an outer model
             if known is None:
                 known = metadata[_NOTED] = {}
             for name, operand in unrecorded:
@@ -182,7 +182,7 @@ class OperandCapture(TorchFunctionMode):
         return out
 
     def _note(self, operand: Number | Tensor, out: Tensor) -> CapturedOperand | None:
-        """An operand as it is to be remembered; None for a tensor that can't be, or of which nothing is to be made."""
+        """Return an operand as it is stored; None for a tensor that can't be held, or that no recompute uses."""
         if not isinstance(operand, Tensor):
             return CapturedOperand(CaptureSite(self._listener.where()), operand)
         if operand.numel() == 1:
@@ -193,7 +193,7 @@ class OperandCapture(TorchFunctionMode):
         return None if value is None else CapturedOperand(place, weakref.ref(value))
 
     def _attention(self, given: dict[str, Any]) -> Attention | None:
-        """What is known of the mask of a call; None without one, and for one that can't be held."""
+        """Return the mask of a call; None without one, and for one that can't be held."""
         query, key, mask = given.get("query"), given.get("key"), given.get("attn_mask")
         if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
             return None
@@ -208,7 +208,7 @@ class OperandCapture(TorchFunctionMode):
 
 
 def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether an operator of `_SIZED_BY_CONTENTS` is called as one."""
+    """Return True if the call's output size depends on contents, as `_SIZED_BY_CONTENTS` allows."""
     if func is torch.Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else args[1:2]
         return any(isinstance(it, Tensor) and it.dtype in (torch.bool, torch.uint8) for it in index)
@@ -216,7 +216,7 @@ def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...]) -> boo
 
 
 def noted(node: Node, name: str) -> tuple[CaptureSite, Number | Tensor | Value] | None:
-    """What was noted at a node of the operand `name`, and is still there."""
+    """Return the captured operand `name` of a node with its place; None if there is none, or its value is gone."""
     known: dict[str, CapturedOperand] | None = node_metadata(node).get(_NOTED)
     found = None if known is None else known.get(name)
     if found is None:
@@ -226,19 +226,19 @@ def noted(node: Node, name: str) -> tuple[CaptureSite, Number | Tensor | Value] 
 
 
 def _is_worth_it(operand: Tensor, size: int) -> bool:
-    """Whether an operand can be held, and that is less than to hold a result of `size` elements."""
+    """Return True if an operand can be held, in less memory than a result of `size` elements."""
     return is_plain(operand) and not operand.is_inference() and 2 * operand.numel() <= size
 
 
 def _edge(operand: object) -> tuple[Any, int] | None:
-    """Where gradients of an operand go: the node and output that it came from, a leaf itself, nowhere."""
+    """Return the end of an operand's gradient edge: its node and output, or a leaf itself; None without gradient."""
     if not isinstance(operand, Tensor) or not operand.requires_grad:
         return None
     return (operand if operand.grad_fn is None else operand.grad_fn, operand.output_nr)
 
 
 def _is_of(node: Node, edges: dict[str, tuple[Any, int] | None]) -> bool:
-    """Whether a node is that of an operator with operands that had these edges, and not of something around it."""
+    """Return True if a node is that of an operator whose operands had these edges, not of an operator around it."""
     recipe = RECIPES.get(node.name())
     if recipe is None:
         return False
@@ -261,7 +261,7 @@ def _is_unrecorded(operand: object) -> bool:
 
 
 def _by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """An operator's operands; nothing if they are not given as expected."""
+    """Return an operator's operands by name; an empty dict for unexpected arguments."""
     given = dict(zip(names, args, strict=False)) | {
         name: it for name, it in kwargs.items() if name not in {"alpha", "beta"}
     }

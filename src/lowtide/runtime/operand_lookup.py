@@ -1,4 +1,4 @@
-"""Where the recipe of one node gets its operands and constants from."""
+"""Lookup of the operands and constants of one node's recipe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class OperandLookup:
-    """Where one node's recipe gets its operands and constants from."""
+    """Lookup of the operands and constants of one node's recipe."""
 
     __slots__ = ("_edges", "builder", "depth", "like", "node", "noted", "output", "recipe")
 
@@ -32,11 +32,11 @@ class OperandLookup:
         self.output, self.like = output, like
         self._edges: tuple[tuple[Node | None, int], ...] | None = None
         self.noted: frozenset[CaptureSite] = frozenset()
-        """Where things were noted that autograd does not record and that a recompute has asked for."""
+        """Places of captured operands that the recompute has asked for."""
 
     @property
     def edges(self) -> tuple[tuple[Node | None, int], ...]:
-        """The node's input edges, which torch lists anew each time that it is asked."""
+        """Return the node's input edges, which torch lists again for each access."""
         if self._edges is None:
             self._edges = self.node.next_functions
         return self._edges
@@ -72,7 +72,7 @@ class OperandLookup:
         raise CannotRecompute(f"{self.node.name()} does not record {name}")
 
     def operands(self, name: str) -> list[Handle | None]:
-        """A list of tensors: as saved, or what flowed along every input edge."""
+        """Return a list of tensors: as saved, or from every input edge."""
         saved = self.saved(name)
         if saved is not None:
             return [None if item is None else claim(item) for item in saved]
@@ -106,7 +106,7 @@ class OperandLookup:
             return owned
 
     def saved(self, name: str) -> Any:
-        """What the node holds under `name`: a handle, a tensor, or a tuple of these; None if nothing (yet)."""
+        """Return the content of a node's slot `name`: a handle, a tensor, or a tuple of these; None if empty."""
         slot = getattr(self.node, RAW_SAVED + name, None)
         if slot is None:
             return None
@@ -116,24 +116,24 @@ class OperandLookup:
         return found
 
     def autograd_s(self, name: str) -> Any:
-        """Return what no hook saw, as backward will read it. Raises CannotRecompute if that has been changed."""
+        """Return a tensor that no hook saw, as backward will read it. Raises CannotRecompute if it has been changed."""
         try:
             return getattr(self.node, SAVED + name)
         except RuntimeError as error:
             raise CannotRecompute(str(error)) from None
 
     def absent(self, name: str) -> bool:
-        """Whether the op was called without this optional tensor."""
+        """Return True if the op was called without this optional tensor."""
         partner = self.recipe.together.get(name)
         if partner is None or name not in self.recipe.optional:
             return name in self.recipe.optional
         if saved_slot(self.node, SAVED + partner) is not None:
             return self.saved(partner) is None
         sizes = self.constant(partner)
-        return not sizes or not any(sizes)  # of no bias: (0,)
+        return not sizes or not any(sizes)  # (0,) for no bias
 
     def owned(self, name: str) -> Any:
-        """The attribute `name` of the modules that own the recipe's parameter, if they agree on it."""
+        """Return the attribute `name` of the modules that own the recipe's parameter; None if they disagree."""
         if self.recipe.owner is None:
             return None
         modules = self.builder.owners.of(self.parameter(self.recipe.owner))
@@ -141,14 +141,14 @@ class OperandLookup:
         return found[0] if found and all(same(other, found[0]) for other in found) else None
 
     def parameter(self, name: str) -> int:
-        """`id` of the parameter that is the operand `name`; 0 if it is none."""
+        """Return the `id` of the parameter that is the operand `name`; 0 if it is none."""
         edge = self.recipe.edges.get(name)
         node = None if edge is None else self.edges[edge][0]
         while node is not None and not hasattr(node, "variable"):  # through the views of a weight: `weight.t()`
             node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
         if node is not None:
             return id(node.variable)
-        found = self.saved(name)  # of one that needs no gradient, if a hook of ours has seen it
+        found = self.saved(name)  # a frozen parameter, if Lowtide's hook has seen it
         if not isinstance(found, Handle):
             return 0
         found.value.need()
@@ -157,13 +157,13 @@ class OperandLookup:
 
 _UNSIGNED: Final = frozenset({bool, float, type(None)})
 _AUTOGRAD_S: Final = object()
-"""Stands for a tensor that no hook saw: reading it of the node checks its version, and runs nothing."""
+"""Marker for a tensor that no hook saw: reading it from the node checks its version, and runs nothing."""
 
 
 def ours(slot: Any) -> Any:
-    """What is in a node's slot; None if that is not the tensor but only what the node itself reads of it.
+    """Return the content of a node's slot; None for a partial value, which only the node itself can use.
 
-    Raises CannotRecompute if other hooks packed it: that would pass for nothing.
+    Raises CannotRecompute if other hooks packed it, which would look like an empty slot.
     """
     data = slot.data
     if isinstance(data, Handle):
@@ -180,10 +180,10 @@ def ours(slot: Any) -> Any:
 
 
 def claim(saved: Handle | Tensor) -> Handle:
-    """A handle of our own on what a node holds."""
+    """Return a new handle on the content of a node's slot."""
     if isinstance(saved, Handle):
         return Handle(saved.value, saved.view)
-    return Handle(Value(saved.detach() if saved.requires_grad else saved))  # a number must stay one, and so undetached
+    return Handle(Value(saved.detach() if saved.requires_grad else saved))  # detach would unwrap a wrapped number
 
 
 def same(one: Any, other: Any) -> bool:
@@ -191,7 +191,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def shape_on(edge: tuple[Node | None, int]) -> torch.Size:
-    """Of the tensor that flowed along an edge."""
+    """Return the shape of the tensor that flowed along an edge."""
     node, output = edge
     assert node is not None
     leaf = getattr(node, "variable", None)
@@ -200,7 +200,7 @@ def shape_on(edge: tuple[Node | None, int]) -> torch.Size:
 
 
 def signed(constant: Any) -> Any:
-    """Autograd shows a negative dimension as an unsigned 64-bit number; undo that. Works inside tuples."""
+    """Return a constant with its sign: autograd shows negative dimensions as unsigned 64-bit. Works inside tuples."""
     if isinstance(constant, tuple):
         return tuple(signed(item) for item in constant)
     return constant - 2**64 if type(constant) is int and constant >= 2**63 else constant

@@ -1,11 +1,11 @@
-"""What is enough of a saved tensor for who reads it: of some the shape, of some which elements are positive.
+"""Saved tensors of which backward needs only part: the shape, or which elements are positive.
 
-A pooling layer saves its input to know how large it was. A ReLU saves its result to know where it was above 0: for that
-a bit is enough (Jain et al., Gist, ISCA 2018, doi 10.1109/ISCA.2018.00070). If nobody else saved the result, which is
-so before a pooling layer, there is nothing to be made again.
+A pooling layer saves its input for its size. A ReLU saves its result to know where it was above 0, for which a bit is
+enough (Jain et al., Gist, ISCA 2018, doi 10.1109/ISCA.2018.00070). If no other node saved the result, as is the case
+before a pooling layer, no recompute is needed.
 
-Only the node itself says who reads what, so it is asked: a result is saved when its own node has not got one yet, and
-an input is let go of when the call that it was saved in returns what that node made.
+Only the node itself shows its readers: a result is being saved if its own node has none yet, and an input is reduced to
+its shape when the call that saved it returns the output of that node.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ READS_SIGNS: Final = frozenset({"ReluBackward0"})
 
 
 def saves_signs(tensor: Tensor) -> bool:
-    """Whether `tensor`, which is being saved, is saved by the node that made it, for its signs."""
+    """Return True if `tensor`, which is being saved, is saved by the node that made it, for its signs."""
     node = tensor.grad_fn
     return node is not None and node.name() in READS_SIGNS and has_yet_to_save(node, SAVED + "result")
 
 
 def saved_for_shape(result: Any) -> Handle | None:
-    """The claim on a tensor of which backward reads only the shape, if `result` is what a node made that saved one."""
+    """Return the handle on the input of `result`'s node, if backward reads only its shape; else None."""
     node = getattr(result, "grad_fn", None)
     if node is None or node.name() not in READS_SHAPE:
         return None
@@ -67,7 +67,7 @@ def saved_for_shape(result: Any) -> Handle | None:
 
 
 def packed(kind: str, tensor: Tensor) -> Value:
-    """What is enough of `tensor` for who reads it. Raises CannotRecompute, saying why that can't be."""
+    """Return the part of `tensor` that its reader needs. Raises CannotRecompute, with the reason, if it can't."""
     recipe, constants = PACKINGS[kind]
     value = Value(maker=Recompute(recipe, {}, constants(tensor), tensor.stride() if kind == MASK else None))
     value.partial = kind != MASK
@@ -84,7 +84,7 @@ def _shape_of(tensor: Tensor) -> dict[str, Any]:
 def _no_values(
     *, shape: torch.Size, stride: tuple[int, ...], plain: bool, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """A tensor of that shape. Only one whose dimensions are in another order has memory: strides of 0 would hide it."""
+    """Return a tensor of that shape. It has memory only if its dimensions are permuted: strides of 0 hide the order."""
     if plain:
         return torch.zeros((), dtype=dtype, device=device).expand(shape)
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -107,4 +107,4 @@ PACKINGS: Final[dict[str, tuple[Recipe, Callable[[Tensor], dict[str, Any]]]]] = 
     SIGNS: (FROM_SIGNS, signs_of),
     SHAPE: (FROM_SHAPE, _shape_of),
 }
-"""By what plans have in the place of an autograd node: a recipe, and what it takes of a tensor."""
+"""Packings by the name that plans use in place of an autograd node: a recipe, and its constants from a tensor."""

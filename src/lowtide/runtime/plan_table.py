@@ -1,4 +1,4 @@
-"""What a plan says about each call of each module, by address: looked up once and not in every step."""
+"""Decisions of a plan for each call of each module, by address: parsed once, not in every step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Decision:
     def __init__(self, node: str, address: str) -> None:
         self.node, self.address = node, address
         self.lengths: set[int] = set()
-        """Numbers of nodes that the recompute went through in runs whose every saved tensor was seen."""
+        """Numbers of nodes that the recompute visited in runs whose hooks saw every saved tensor."""
 
 
 class Actions:
@@ -34,13 +34,13 @@ class Actions:
         self.inputs: dict[int, Decision] = {}
         self.replay = False
         self.advance = False
-        """Whether its result is made by running it forward again."""
+        """True if the result is recomputed by running the call forward again."""
         self.notes = False
-        """Whether what operators are given is noted."""
+        """True if operands that autograd does not record are captured."""
         self.noted: set[int] = set()
-        """Ordinals of the tensors that are held when they are."""
+        """Ordinals of the captured tensors that are held."""
         self.shape = False
-        """Whether of an input only the shape is held once the call is over."""
+        """True if only the shape of an input is held once the call is over."""
 
     def moved(self, path: str, to: str) -> Actions:
         """Return the same decisions for a module at another path."""
@@ -58,26 +58,26 @@ NO_ACTIONS = Actions()
 
 
 class NeededSlots:
-    """The saved tensors of each call that the engine has to see, learnt in a run in which it saw all of them.
+    """Saved tensors of each call that the hooks have to see, learnt in a run in which they saw all.
 
-    Those that are decided, those that are left to a replay, and those whose value an edge of the autograd graph was
-    asked for. Around all others autograd saves tensors as without a plan, and checks their versions.
+    These are tensors with a decision, tensors left to a replay, and tensors whose value was looked up through an edge
+    of the autograd graph. All others autograd saves as without a plan, and checks their versions.
     """
 
     __slots__ = ("by_call", "idle")
 
     def __init__(self) -> None:
         self.by_call: dict[CallInterceptor, dict[int, set[int]]] = {}
-        """The ordinals for each call of a module, by its number."""
+        """Ordinals for each call of a module, by the call's number."""
         self.idle: frozenset[CallInterceptor] = frozenset()
-        """Modules of whose calls nothing is needed or decided."""
+        """Modules without needed or decided tensors in any call."""
 
     def learn(self, plan: int, found: Mapping[CallInterceptor, Mapping[int, set[int]]]) -> None:
-        """Add what was seen in one run."""
+        """Add the needed slots of one run."""
         for seam, calls in found.items():
             known = self.by_call.setdefault(seam, {})
             for number, ordinals in calls.items():
-                decided = seam.actions[plan].get(number, NO_ACTIONS).recompute  # also where other hooks took them
+                decided = seam.actions[plan].get(number, NO_ACTIONS).recompute  # also those that other hooks packed
                 known[number] = known.get(number, set()) | ordinals | decided.keys()
         self.idle = frozenset(
             seam
@@ -89,7 +89,7 @@ class NeededSlots:
 def actions_for(
     recompute: Mapping[str, str], replay: Iterable[str], advance: Iterable[str] = (), offload: Iterable[str] = ()
 ) -> dict[str, dict[int, Actions]]:
-    """Decisions by module path and call number, from addresses as plans write them."""
+    """Return decisions by module path and call number, from addresses as plans write them."""
     table: dict[str, dict[int, Actions]] = {}
 
     def of(call: str) -> Actions:
@@ -111,7 +111,7 @@ def actions_for(
 
 
 def with_like_blocks(model: nn.Module, table: Mapping[str, dict[int, Actions]]) -> dict[str, dict[int, Actions]]:
-    """Add to `table` what blocks without a decision get: the decisions on a block of their class in the same list.
+    """Return `table` with decisions for blocks that have none: those of a block of their class in the same list.
 
     For plans of work that is drawn at random, where rehearsals may not have seen every block.
     """

@@ -1,4 +1,4 @@
-"""The engine with plans for batches of several sizes, and with what the largest has for larger ones."""
+"""Engine with plans for batches of several sizes, and with the largest plan's fallback for larger batches."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 def table_of(decided: Decided) -> dict[str, dict[int, Actions]]:
-    """What the engine does, as `Engine` takes it."""
+    """Return a plan's decisions in the form that `Engine` takes."""
     return actions_for(decided.recompute, decided.replay, decided.advance, decided.offload)
 
 
 def most_elements(plan: Plan) -> float:
-    """The elements of the largest call that `plan` is for; no bound where it does not say."""
+    """Return the elements of the largest call that `plan` is for; infinity if the plan does not say."""
     return max((elements(shapes_in(words)) for words in plan.input_shapes), default=inf)
 
 
 class Planned(Engine):
-    """An engine that does what `plans` say, that of the smallest size first; nothing without any."""
+    """An engine that carries out `plans`, ordered from the smallest size; nothing without plans."""
 
     def __init__(self, model: nn.Module, *plans: Plan) -> None:
         decided: list[Decided] = [*plans]
@@ -43,13 +43,13 @@ class Planned(Engine):
         self.excluded_modules = frozenset(path for plan in plans for path in plan.excluded_modules)
         self.ambiguous_addresses = frozenset(address for plan in plans for address in plan.ambiguous_addresses)
         self.of_a_part: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None
-        """Told of what a part of the model is given that a step calls by itself."""
+        """Function called with the arguments of a part of the model that a step calls directly."""
         self._most = [most_elements(plan) for plan in plans]
 
     def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """The plan for as many elements as a call is given; where it is more than were rehearsed, what is for more.
+        """Return the plan for the number of elements passed to a call; the fallback if it exceeds all rehearsed ones.
 
-        One that is longer and has fewer rows, as where batches are put together by their tokens, is none.
+        A call that is longer and has fewer rows, as with batches assembled by tokens, does not exceed them.
         """
         if seam.module is not self.model:
             self.of_a_part(args, kwargs)
@@ -58,4 +58,4 @@ class Planned(Engine):
         return 0
 
     def keeps_all(self, plan: int) -> bool:
-        return not self.tables[plan] and values.observer_of(self) is None  # which is told what is kept, too
+        return not self.tables[plan] and values.observer_of(self) is None  # an observer is told of kept tensors, too

@@ -1,4 +1,4 @@
-"""One node's output, recomputed from a recipe: its operands are found at pack time and held as handles."""
+"""Recompute of one node's output by a recipe, with operands found at pack time and held as handles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Recompute:
-    """A pending run of a recipe. As long as it is pending its operands know that somebody waits for them."""
+    """A pending run of a recipe. While it is pending, its handles are unread readers of its operands."""
 
     __slots__ = (
         "__weakref__",
@@ -52,13 +52,13 @@ class Recompute:
         self.recipe = recipe
         self.constants = constants
         self.stride = stride
-        """What the result's strides must be; None where nobody looks at it with a geometry of its own."""
+        """Strides that the result must have; None if no reader uses a geometry of its own."""
         self.noted = noted
-        """Where what it takes was noted, as far as autograd does not record it."""
+        """Places of the captured operands, which autograd does not record."""
         self.sharded: tuple[Handle, ...] = ()
-        """The operands that are parameters, where these may be sharded over processes."""
+        """Operands that are parameters, if these may be sharded over processes."""
         self.over: Value | None = None
-        """The operand that the result was written over when it was made last."""
+        """The operand that the latest result was written over."""
         flat: list[Handle | None] = []
         places: dict[str, int | slice] = {}
         for name, argument in arguments.items():
@@ -71,20 +71,20 @@ class Recompute:
                 places[name] = first
         self.operands = tuple(flat)
         self.has_passed = recipe.into and any(handle is not None and handle.value.passing for handle in flat)
-        """True if the result may be written over an operand that is made on the way to it."""
+        """True if the result may be written over an operand that is recomputed only for it."""
         self.places = places
-        """By the recipe's parameters, where in `operands` they are."""
+        """Positions in `operands`, by the recipe's parameters."""
 
     @property
     def certain(self) -> bool:
-        """Return True if the strides of the result are those of the true tensor."""
+        """Return True if the strides of the result are those of the original tensor."""
         return self.stride is not None or (
             "out_stride" not in self.constants
             and all(handle is None or certain(handle.value) for handle in self.operands)
         )
 
     def make(self, value: Value) -> Tensor:
-        """Run the recipe; the result stays if somebody waits for it."""
+        """Run the recipe; the result stays if an unread handle needs it."""
         operands = self.operands
         for operand in operands:
             if operand is not None and operand.value.original is not None and operand.value.is_changed:
@@ -109,16 +109,16 @@ class Recompute:
             with plain():
                 result = laid_out(result, self.stride)
         if value.version not in (-1, result._version):
-            set_version(result, value.version)  # who is given it may save it again, as a backward that makes a graph
+            set_version(result, value.version)  # the reader may save it again, as a backward with create_graph does
         if values.probe is not None:
             values.probe.made(self, (result,))
         value.arrive(result)
         return result
 
     def spare(self, tensors: list[Tensor | None]) -> dict[str, Tensor]:
-        """As the recipe's `out` an operand that was made on the way to this and for nothing else, if one is fit for it.
+        """Return as the recipe's `out` an operand that was recomputed only for this result, if one is suitable.
 
-        That halves the memory that goes through a processor's caches, and there is one tensor less.
+        That halves the memory traffic through a processor's caches, and saves one tensor.
         """
         self.over = None
         for handle, tensor in zip(self.operands, tensors, strict=True):
@@ -132,7 +132,7 @@ class Recompute:
 
 
 def can_hold_result(tensor: Tensor, operands: list[Tensor | None]) -> bool:
-    """Whether what an elementwise op makes of `operands` is like one of them, which nobody else has."""
+    """Return True if an elementwise op's result of `operands` fits into `tensor`, one of them with no other owner."""
     return (
         tensor.is_floating_point()
         and tensor.dim() > 0
@@ -144,7 +144,7 @@ def can_hold_result(tensor: Tensor, operands: list[Tensor | None]) -> bool:
 
 
 def goes_into(other: Tensor, tensor: Tensor) -> bool:
-    """Whether an elementwise op of both gives the shape, strides and type of `tensor`."""
+    """Return True if an elementwise op of both returns the shape, strides and type of `tensor`."""
     if other.dim() == 0:
         return not other.is_complex()
     if other.dtype != tensor.dtype:
@@ -158,7 +158,7 @@ def goes_into(other: Tensor, tensor: Tensor) -> bool:
 
 
 def certain(value: Value) -> bool:
-    """Whether a value that is kept or made again has the strides of the true tensor."""
+    """Return True if a kept or recomputed value has the strides of the original tensor."""
     return not isinstance(value.maker, Recompute) or value.maker.certain
 
 
@@ -168,7 +168,7 @@ def is_plain_mode() -> bool:
 
 
 def plain() -> contextlib.AbstractContextManager[Any]:
-    """Neither gradients nor autocast: what was recorded is run again as it was, whatever surrounds backward."""
+    """Turn gradients and autocast off: recorded operators run as they did, whatever surrounds backward."""
     if is_plain_mode():
         return _NOTHING
     stack = contextlib.ExitStack()

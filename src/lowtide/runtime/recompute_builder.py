@@ -1,4 +1,4 @@
-"""Finds how a tensor that is being saved can be made again, and what from: a value whose maker is a `Recompute`."""
+"""Search for a way to recompute a tensor that is being saved: returns a value whose maker is a `Recompute`."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from lowtide.runtime.tensor_writers import ReliedOn
 
 MAX_CHAIN = 32
-"""Nodes that one recompute may go through before it meets a value that somebody holds."""
+"""Nodes that one recompute may visit before it reaches a held value."""
 
 
 class ParameterOwners:
-    """Which modules own each parameter."""
+    """Modules that own each parameter."""
 
     def __init__(self, model: torch.nn.Module, relied_on: ReliedOn) -> None:
         self._model = model
         self.relied_on = relied_on
         self.sharded = bool(units(model.modules()))
-        """Whether parameters may be others while a module runs."""
+        """True if parameters may be different tensors while a module runs."""
         self._found: dict[int, tuple[torch.nn.Module, ...]] = {}
         self._look()
 
     def of(self, parameter: int) -> tuple[torch.nn.Module, ...]:
-        """The modules that own the parameter of this `id`; none if there is no such parameter."""
+        """Return the modules that own the parameter of this `id`; none if there is no such parameter."""
         if self.sharded and parameter and parameter not in self._found:
             self._look()
         return self._found.get(parameter, ())
@@ -55,30 +55,30 @@ class ParameterOwners:
 
 @functools.cache
 def makes_anew(node: str) -> bool:
-    """Whether what a node of this name has made was new, and not another tensor that it has written to."""
+    """Return True if the output of a node of this name is a new tensor, not one that the operator has written to."""
     name = re.sub(r"(?<!^)(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", node)).lower()
     return name in _RARELY_IN_PLACE or not hasattr(torch.ops.aten, f"{name}_")
 
 
 _RARELY_IN_PLACE = frozenset({"addmm", "baddbmm", "addmv"})
-"""As linear layers have them, and not `x.addmm_(a, b)`."""
+"""Operators that linear layers call out of place; `x.addmm_(a, b)` is rare."""
 
 
 class Builder:
-    """Finds what a recipe needs: on the node, on its input edges, among what was noted, or on a parameter's module."""
+    """Search for a recipe's inputs: on the node, its input edges, captured operands, or a parameter's module."""
 
     __slots__ = ("length", "owners")
 
     def __init__(self, owners: ParameterOwners) -> None:
         self.owners = owners
         self.length = 0
-        """Nodes that it has been through."""
+        """Number of nodes visited."""
 
     def recompute(self, node: Node, output: int, like: Tensor | None = None, depth: int = 0) -> Value:
-        """A value that a recipe makes from what is upstream of it. Raises CannotRecompute, saying why.
+        """Return a value that a recipe recomputes from upstream values. Raises CannotRecompute, with the reason.
 
-        `like` is the output itself where it is at hand: the result will have its strides. Without it the value is only
-        passed through by the recomputes of others, maybe with other strides: `certain`.
+        `like` is the output itself if it is available: the result will have its strides. Without it the value is only
+        an intermediate of other recomputes, maybe with other strides: `certain`.
         """
         self.length += 1
         kind = node.name()
@@ -123,7 +123,7 @@ class Builder:
         return value
 
     def on_edge(self, edge: tuple[Node | None, int], depth: int) -> Value | None:
-        """The value that flowed along an edge of the graph; None where the edge needs no gradient."""
+        """Return the value that flowed along an edge of the graph; None if the edge needs no gradient."""
         node, output = edge
         if node is None:
             return None

@@ -1,12 +1,12 @@
-"""A module call that is run again when backward first needs what it saved.
+"""Replay of a module call, when backward first needs a tensor that the call saved.
 
-For what has no recipe: decomposed activations, custom functions, random masks; and for the insides of whole blocks.
-The second run sees exactly what the first one saw and leaves no trace (`call_context.py`, `call_arguments.py`,
-`module_hooks.py`). It stops as soon as the last tensor that somebody waits for is there, so that the products at a
-block's end are not redone; after a constant that the block made, with the next operator that saves something.
+Replays serve operators without a recipe: decomposed activations, custom functions, random masks; and the insides of
+whole blocks. The second run sees exactly the state of the first one and leaves no trace (`call_context.py`,
+`call_arguments.py`, `module_hooks.py`). It stops as soon as the last needed tensor is available, so that the products
+at a block's end are not repeated; after a constant that the block made, at the next operator that saves a tensor.
 
-Replays nest. The arguments of a replayed call inside of another one are saved tensors of the outer one: its replay
-brings them back, and what the inner call saved is left to the inner call's own. Places are counted alike in both runs.
+Replays nest. The arguments of a replayed call inside another one are saved tensors of the outer one: its replay brings
+them back, and the inner call's saved tensors are left to its own replay. Places are counted alike in both runs.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ if TYPE_CHECKING:
 
 
 class _StopReplay(BaseException):
-    """Stops a replay. Not an Exception, so that no `except Exception` in a model catches it."""
+    """Signal that stops a replay. Not an Exception, so that no `except Exception` in a model catches it."""
 
 
 class _NestedBackward(BaseException):
-    """The call runs backward inside of its forward and needs what it saved."""
+    """Signal that the call runs backward inside its forward and needs its saved tensors."""
 
 
 one_at_a_time = threading.RLock()
-"""Random numbers, flags and buffers are set back for a replay, and backward may run in several threads."""
+"""Lock, because a replay restores random numbers, flags and buffers, and backward may run in several threads."""
 
 
 class ReplayFrame:
-    """One call of a replayed module: what it was given, what it saw, and the values that it can bring back."""
+    """One call of a replayed module: its arguments, its context, and the values that it can bring back."""
 
     __slots__ = (
         "__weakref__",
@@ -81,31 +81,32 @@ class ReplayFrame:
     ) -> None:
         self.seam = seam
         self.around: tuple[weakref.ref[ReplayFrame], ...] = () if outer is None else (weakref.ref(outer), *outer.around)
-        """The frames of the calls around it, which it does not hold: they lead to tensors of their own."""
+        """Frames of the outer calls, held weakly: they lead to tensors of their own."""
         self.arguments = Arguments(args, kwargs, hold)
         self.surroundings = CallContext(seam.reach, self.arguments.devices, self.arguments.generators)
         self.count = 0
-        """Tensors saved since the call began."""
+        """Number of tensors saved since the call began."""
         self.values: dict[int, weakref.ref[Value]] = {}
-        """What a replay brings back, by its place among the saved tensors."""
+        """Values that a replay brings back, by their place among the saved tensors."""
         self.nested: list[tuple[CallInterceptor, bool]] = []
-        """The calls inside that a plan replays at some time, in order, and whether it did this time."""
+        """Inner calls that a plan may replay, in order, each with True if it did this time."""
         self.held: list[weakref.ref[Tensor | Token]] | None = None
-        """On trial: what its runs save for a backward pass of their own. Nothing of that outlives the run, unless
-        something outside of the call has been given a part of it."""
+        """In a trial: tensors that its runs save for a backward pass of their own. They outlive the run only if an
+        object outside the call refers to some of them.
+        """
         self._expected: dict[int, tuple[torch.Size, torch.dtype, Geometry | None]] = {}
-        """What is saved at a place: its shape, and for a view the geometry of its base."""
+        """For each place the shape and dtype of the saved tensor, and for a view the geometry of its base."""
         self._static: frozenset[int] | None = None
         self._listening = hooks.Listening(seam.reach.modules)
 
     def close(self) -> None:
-        """The call is over."""
+        """End the call."""
         self._listening.stop()
         self.arguments.close()
         self.surroundings.learn()
 
     def check_buffers(self) -> None:
-        """Raise ReplayMismatch if the call wrote to a large buffer as none before it: it can't be run again now."""
+        """Raise ReplayMismatch if the call, unlike all earlier ones, wrote to a large buffer: it can't be replayed."""
         if (name := self.surroundings.written_late) is not None:
             raise ReplayMismatch(
                 f"{self.seam} wrote to its buffer {name!r}, as it did in no step before: its plan runs it again in "
@@ -115,7 +116,7 @@ class ReplayFrame:
             )
 
     def read(self, *, given: bool) -> list[tuple[Tensor, int]]:
-        """Tensors that a replay reads, with the versions that it wants; if `given`, those of its arguments, too."""
+        """Return the tensors that a replay reads, with their expected versions; if `given`, its arguments too."""
         arguments = (handle.value for handle in self.operands if given)
         return [
             *((tensor, version) for _, _, tensor, version in self.surroundings.held),
@@ -124,10 +125,10 @@ class ReplayFrame:
         ]
 
     def is_held_outside(self) -> bool:
-        """Whether what its runs made, since `held` is noted, is referred to by something outside of them."""
+        """Return True if an object outside its runs refers to their tensors, recorded since `held` was set."""
         held = self.held or []
         if any(reference() is not None for reference in held):
-            gc.collect()  # what a run leaves may wait for that
+            gc.collect()  # a run's garbage may need a collection
         return any(reference() is not None for reference in held)
 
     @property
@@ -135,16 +136,16 @@ class ReplayFrame:
         return self.arguments.handles
 
     def value(self, tensor: Tensor, base: Tensor) -> Value:
-        """The value of `base`, to be brought back: `tensor`, a view of it or itself, has just been saved."""
+        """Return a value of `base` that a replay brings back: `tensor`, a view of it or itself, was just saved."""
         value = Value()
         value.version = base._version
         self._bring_back(value, tensor, base)
         return value
 
     def adopt(self, value: Value, tensor: Tensor, base: Tensor, *, passing: bool) -> None:
-        """Bring back what was left to the replay of a call inside, and is now saved outside of that.
+        """Bring back a value that was left to the replay of an inner call, and is now saved outside that call.
 
-        Or what so far was only made on the way to something else.
+        Likewise for a value that only passed through other recomputes so far.
         """
         inside = isinstance(value.maker, ReplayFrame) and value.maker is not self and self.encloses(value.maker)
         if passing or inside:
@@ -159,18 +160,18 @@ class ReplayFrame:
         self._expected[place] = tensor.shape, tensor.dtype, layout
 
     def encloses(self, frame: ReplayFrame | None) -> bool:
-        """Whether `frame` is this one or one of a call inside of this one's."""
+        """Return True if `frame` is this one or belongs to an inner call."""
         return frame is self or (frame is not None and any(outer() is self for outer in frame.around))
 
     def is_static(self, tensor: Tensor) -> bool:
-        """Whether a tensor without history is a parameter or a buffer of the module: there anyway."""
+        """Return True if a tensor without history is the module's parameter or buffer, which stays in memory anyway."""
         if self._static is None:
             buffers = (b for module in self.seam.reach.modules for b in module._buffers.values() if b is not None)
             self._static = frozenset(storage_id(buffer) for buffer in buffers)
         return isinstance(tensor, torch.nn.Parameter) or storage_id(tensor) in self._static
 
     def make(self, value: Value) -> Tensor:
-        """Run the call again; every value that somebody waits for is there afterwards."""
+        """Run the call again, and store every value that an unread handle needs."""
         with one_at_a_time:
             if value.tensor is not None:  # another thread was faster
                 return value.tensor
@@ -188,7 +189,7 @@ class ReplayFrame:
             return result
 
     def catch(self) -> dict[int, Tensor]:
-        """What the call saves when it is run again, detached, for each place that somebody still holds.
+        """Return the tensors that the call saves in a second run, detached, for each place with a live value.
 
         Raises as `look` does.
         """
@@ -197,9 +198,10 @@ class ReplayFrame:
         return found
 
     def look(self, at: Callable[[int, Tensor], object]) -> None:
-        """Run the call again and give `at` what it saves, as `catch` has it, when the operator that saves it is over.
+        """Run the call again and pass each tensor of `catch` to `at`, when the operator that saves it is over.
 
-        Raises ReplayMismatch if it saves something else, RuntimeError if an argument, parameter or buffer has changed.
+        Raises ReplayMismatch if the call saves other tensors, RuntimeError if an argument, parameter or buffer has
+        changed.
         """
         wanted = {place for place, reference in self.values.items() if reference() is not None}
         try:
@@ -211,7 +213,7 @@ class ReplayFrame:
             raise ReplayMismatch(self._mismatch(min(missing), "nothing"), type(self.seam.module))
 
     def _run_again(self, wanted: set[int], at: Callable[[int, Tensor], object]) -> set[int]:
-        """Run it, and give the places that nothing was saved at."""
+        """Run the call again; return the places at which no tensor was saved."""
         rerun = _ReplayRun(self, wanted, at)
         with _in_place({inner for inner, _ in self.nested}), contextlib.suppress(_StopReplay):
             self._run(rerun, self.operands)
@@ -219,7 +221,7 @@ class ReplayFrame:
         return wanted - rerun.found
 
     def forward_again(self, operands: tuple[Handle, ...] | None = None) -> Any:
-        """What the call returns when it is run again, through claims on its arguments: the caller's own if given."""
+        """Return the result of a second run, with arguments through `operands`, or through the frame's own handles."""
         operands = self.operands if operands is None else operands
         try:
             return self._run(_AdvanceRun(self), operands)
@@ -251,7 +253,7 @@ class ReplayFrame:
                 rerun.end()
 
     def as_saved(self, place: int, tensor: Tensor) -> Tensor:
-        """What the value of a place is to be, from what was saved there in the second run."""
+        """Return the tensor for the value of a place, from the tensor saved there in the second run."""
         expected = self._expected.get(place)
         if expected is None:
             return producer(tensor)[0].detach()
@@ -270,13 +272,13 @@ class ReplayFrame:
 
 
 class Token:
-    """A place holder for a saved tensor of a run on trial, which nothing reads: it may only outlive the run."""
+    """A placeholder for a saved tensor of a trial run, never read: it shows if the tensor would outlive the run."""
 
     __slots__ = ("__weakref__",)
 
 
 class _Reexecution:
-    """A second run in progress. What it saves nobody reads, unless it runs backward inside of its forward."""
+    """A second run in progress. Its saved tensors are read only if it runs backward inside its forward."""
 
     idle: ClassVar[frozenset[CallInterceptor]] = frozenset()
 
@@ -308,24 +310,23 @@ class _Reexecution:
 
 
 class _ReplayRun(_Reexecution):
-    """A replay in progress. Modules that are called in this thread meanwhile ask it, not the forward pass."""
+    """A replay in progress, the handler of module calls in this thread instead of the forward pass."""
 
     def __init__(self, frame: ReplayFrame, wanted: set[int], at: Callable[[int, Tensor], object]) -> None:
         super().__init__(frame)
         self.found: set[int] = set()
         self._fresh: dict[int, Tensor] = {}
-        """What the operator in progress has saved: it may yet be written to."""
+        """Tensors saved by the operator in progress, which may yet write to them."""
         self._wanted, self._at = wanted, at
         self._last = max(wanted)
         self._nested = iter(frame.nested)
         self._place = -1
         self._operator, self._is_complete = -1, True
-        """The operator that saved something last, by the number that the next node would have, and whether nothing of
-        that can be changed any longer."""
+        """The last operator that saved a tensor, by the next node's sequence number, and if its tensors are final."""
         self._inside_another = False
 
     def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module is called."""
+        """Run an inner module call."""
         if self._inside_another or not (seam.replays or seam.is_left_alone):
             return seam.inner(*args, **kwargs)
         if not seam.is_left_alone:
@@ -341,7 +342,7 @@ class _ReplayRun(_Reexecution):
             self._inside_another = False
 
     def hand_over(self) -> None:
-        """What was saved so far is complete."""
+        """Pass on the tensors saved so far, which are complete."""
         self.found |= self._fresh.keys()
         while self._fresh:
             self._at(*self._fresh.popitem())
@@ -353,10 +354,12 @@ class _ReplayRun(_Reexecution):
         return self.hold(tensor)
 
     def _catch(self, tensor: Tensor, *, is_complete: bool = False) -> None:
-        """Stop at the last one, or with the operator that saved it: what an operator is to write, as RReLU its noise,
-        is saved before it is written. Then it has no history, and is no view.
+        """Record a saved tensor, and stop after the last one, or after the operator that saved it.
+
+        A tensor that an operator is to write, such as RReLU's noise, is saved before it is written. Then it has no
+        history, and is no view.
         """
-        operator = next_sequence_number()  # of the next node, so that it is the same in one operator
+        operator = next_sequence_number()  # of the next node: constant within one operator
         if is_complete or operator != self._operator:
             if self._place >= self._last:
                 raise _StopReplay
@@ -372,10 +375,10 @@ class _ReplayRun(_Reexecution):
 
 
 class _AdvanceRun(_Reexecution):
-    """An advance in progress: nothing is caught."""
+    """An advance in progress, which records no saved tensors."""
 
     def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module is called."""
+        """Run an inner module call."""
         return seam.inner(*args, **kwargs)
 
     @never_compiled
@@ -384,7 +387,7 @@ class _AdvanceRun(_Reexecution):
 
 
 def _in_place(seams: set[CallInterceptor]) -> contextlib.AbstractContextManager[None]:
-    """Seams that a plan put into modules are there, also if the plan has been removed between forward and backward."""
+    """Keep a plan's interceptors installed in the block, even if the plan was removed between forward and backward."""
     gone = [seam for seam in seams if not seam.installed]
     return _installed(gone) if gone else contextlib.nullcontext()
 

@@ -1,12 +1,12 @@
-"""What a saved tensor is packed into.
+"""Saved values and the handles that autograd holds on them.
 
-A `Value` is one output of one autograd node in one step: kept, or made again when it is read. A `Handle` is one
+A `Value` is one output of one autograd node in one step: kept, or recomputed when it is read. A `Handle` is one
 reader's claim on a value: autograd holds one for each saved tensor, a recompute one for each operand, a replay one for
 each argument. Handles only lead upstream and never to a node, so dropping the last one frees everything behind it: no
 cycles, and nothing depends on which nodes backward has released already.
 
-A value that is made again stays only while somebody waits for it, so one backward pass makes it at most once. The next
-pass over a retained graph finds every handle unread again: reads are counted per pass.
+A recomputed value stays only until its last handle has read it, so one backward pass recomputes it at most once. The
+next pass over a retained graph finds every handle unread again: reads are counted per pass.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ Geometry = tuple["torch.Size", tuple[int, ...], int]
 """Size, stride and storage offset of a view, in elements."""
 
 SEED_BYTES = 64
-"""A tensor that no node made and that is no larger is kept where a replay could bring it back: seeds and the like. On a
-GPU attention's kernels save theirs whether they have drawn numbers or not; if not, nobody has written into them."""
+"""Most bytes of a tensor without a node that is kept although a replay could bring it back, such as a seed. On a GPU
+attention's kernels save their seeds even if they have drawn no numbers; then the seeds are uninitialised.
+"""
 
 ReachableObjects = tuple["Tensor", int]
-"""A saved tensor that is just kept, and its version: what is packed where nothing else needs the value."""
+"""A saved tensor that is just kept, and its version: the packed form if no handle is needed."""
 
 _NEVER = -2
-"""No pass: backward numbers its passes from 0, and outside of any the number is -1."""
+"""Number of no pass: backward numbers its passes from 0, and outside any pass the number is -1."""
 
 
 class Recomputation(Protocol):
-    """What brings a value back: a recompute from a recipe, or the replay of a module call."""
+    """Maker of a value: a recompute from a recipe, or the replay of a module call."""
 
     @property
     def operands(self) -> Iterable[Handle | None]:
-        """What has to be there first."""
+        """Return the operands, which have to be available first."""
 
     def make(self, value: Value) -> Tensor:
-        """The value's tensor. Other values that come with it `arrive`."""
+        """Return the value's tensor. Other values that come with it `arrive`."""
 
 
 class Value:
@@ -78,23 +79,23 @@ class Value:
     def __init__(self, tensor: Tensor | None = None, *, maker: Recomputation | None = None, output: int = 0) -> None:
         self.tensor = tensor
         self.version = -1 if tensor is None else tensor._version
-        """The tensor's version when it was saved; -1 if none was at hand."""
+        """The tensor's version when it was saved; -1 without a tensor."""
         self.maker = maker
         self.output = output
         self.passing = False
-        """Whether nobody but recomputes was ever given it."""
+        """True if only recomputes, never autograd, have read this value."""
         self.partial = False
-        """Whether it is, or will be, no more than what is enough for its reader: nothing else can be made of it."""
+        """True if it holds, or will hold, only the part that its reader needs: no recompute can use it."""
         self.leaf = 0
         """`id` of the parameter that this is; 0 for anything else."""
         self.original: weakref.ref[Tensor] | None = None
-        """The tensor that this is of, if it is read by a recompute and autograd has not saved it for that."""
+        """The original tensor, if a recompute reads it and autograd has not saved it for that."""
         self.places: list[tuple[set[int], int]] | None = None
-        """The needed ordinals of calls that are being learnt, and this value's ordinal there: see `need`."""
+        """Sets of needed ordinals that are being learnt, with this value's ordinal in each: see `need`."""
         self.readers = 0
-        """Handles that there are."""
+        """Number of handles."""
         self.reads = 0
-        """How many of them were read in the backward pass `seen`."""
+        """Number of handles that were read in the backward pass `seen`."""
         self.seen = _NEVER
 
     @property
@@ -103,11 +104,11 @@ class Value:
 
     @property
     def is_changed(self) -> bool:
-        """Whether it was kept and changed in place since."""
+        """Return True if the value was kept and has been changed in place since."""
         return self.maker is None and self.tensor is not None and self.tensor._version != self.version
 
     def get(self) -> Tensor:
-        """The tensor, made again if it is not there. Raises RuntimeError if it was kept and changed in place since."""
+        """Return the tensor, recomputed if necessary. Raises RuntimeError if it was kept and then changed in place."""
         tensor = self.tensor
         if tensor is None:
             return materialize(self)
@@ -116,23 +117,23 @@ class Value:
         return tensor
 
     def seen_in(self, needed: set[int], ordinal: int) -> None:
-        """Remember a call that has saved it, and which of its tensors it was there."""
+        """Remember a call that has saved the value, and its ordinal there."""
         if self.places is None:
             self.places = []
         self.places.append((needed, ordinal))
 
     def need(self) -> None:
-        """Have the saved tensors that are this value seen in later runs, too."""
+        """Make later runs' hooks see the saved tensors that are this value."""
         for needed, ordinal in self.places or ():
             needed.add(ordinal)
         self.places = None
 
     def keep(self, tensor: Tensor) -> None:
-        """Hold `tensor` (detached) from now on instead of making it again."""
+        """Hold `tensor` (detached) from now on instead of recomputing it."""
         self.tensor, self.version, self.maker = tensor, tensor._version, None
 
     def arrive(self, tensor: Tensor) -> None:
-        """It has been made again: stay if somebody waits."""
+        """Store the recomputed tensor if an unread handle still needs it."""
         number = backward_number()
         if self.seen != number:
             self.seen, self.reads = number, 0
@@ -141,7 +142,7 @@ class Value:
 
 
 def value_without_grad_fn(tensor: Tensor) -> Value:
-    """A value that keeps a tensor that no node made."""
+    """Return a value that keeps a tensor that no node made."""
     value = Value(tensor.detach())
     if isinstance(tensor, nn.Parameter):
         value.leaf = id(tensor)
@@ -156,13 +157,13 @@ class Handle:
     def __init__(self, value: Value, view: Geometry | Tensor | None = None) -> None:
         self.value = value
         self.view = view
-        """Where it is in the value; for a kept one also the view itself, which is quicker to hold than to take."""
+        """Geometry within the value; for a kept one also the view itself, which is faster to hold than to take."""
         self.seen = _NEVER
         """The backward pass that read it last."""
         value.readers += 1
 
     def get(self) -> Tensor:
-        """The tensor with the geometry it was saved with. May be called any number of times."""
+        """Return the tensor with the geometry it was saved with. May be called any number of times."""
         value, view = self.value, self.view
         tensor = value.tensor
         if value.maker is not None:
@@ -184,7 +185,7 @@ class Handle:
         value.readers += 1
 
     def _read(self, value: Value) -> None:
-        """Count this reader; if nobody waits any longer, let go of what can be made again."""
+        """Count this reader; after the last one, free a tensor that can be recomputed."""
         number = backward_number()
         if value.seen != number:
             value.seen, value.reads = number, 0
@@ -195,7 +196,7 @@ class Handle:
             value.tensor = None
 
     def wait(self) -> None:
-        """Be unread, also if what this is an operand of has been made before in the same pass."""
+        """Mark the handle as unread, even if the recompute that it is an operand of has run before in the same pass."""
         if self.seen != _NEVER:
             if self.seen == self.value.seen:
                 self.value.reads -= 1
@@ -211,9 +212,9 @@ class Handle:
 
 
 def materialize(value: Value) -> Tensor:
-    """Make `value` again, and before it whatever it needs that is not there.
+    """Recompute `value`, and before it the operands that are not available.
 
-    Not by recursion: a chain of recomputes may be as long as a model is deep.
+    It does not recurse: a chain of recomputes may be as long as a model is deep.
     """
     pending = [value]
     while True:
@@ -226,7 +227,7 @@ def materialize(value: Value) -> Tensor:
         for operand in maker.operands:
             if operand is not None:
                 if operand.seen != _NEVER:
-                    operand.wait()  # so that what is made for it stays until it is read
+                    operand.wait()  # so that its recomputed value stays until it is read
                 if operand.value.tensor is None:
                     missing.append(operand.value)
         if missing:
@@ -238,7 +239,7 @@ def materialize(value: Value) -> Tensor:
 
 
 def changed_in_place(tensor: Tensor, version: int) -> str:
-    """PyTorch's own words for a saved tensor that was modified: tools and people know them."""
+    """Return PyTorch's own message for a saved tensor that was modified, which tools and people know."""
     kind = f"{tensor.type()} {list(tensor.shape)}"
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -247,23 +248,23 @@ def changed_in_place(tensor: Tensor, version: int) -> str:
 
 
 _KEYS = tuple(("lowtide", output) for output in range(8))
-"""Of node metadata, for the first outputs of a node."""
+"""Keys of node metadata for the first outputs of a node."""
 
 
 def register(node: Node, output: int, value: Value) -> None:
-    """Let later readers of the node's output find `value` while somebody holds it. The node holds no value alive."""
+    """Let later readers of the node's output find `value` while a handle holds it. The node does not keep it alive."""
     node_metadata(node)[_KEYS[output] if output < len(_KEYS) else ("lowtide", output)] = weakref.ref(value)
 
 
 def registered(node: Node, output: int) -> Value | None:
-    """The value of a node's output, if it was registered and somebody still holds it."""
+    """Return the value of a node's output, if it was registered and a handle still holds it."""
     found = node_metadata(node).get(_KEYS[output] if output < len(_KEYS) else ("lowtide", output))
     return None if found is None else found()
 
 
 @never_compiled
 def unpack(handle: Handle | ReachableObjects) -> Tensor:
-    """The unpack hook."""
+    """Return a saved tensor, as the unpack hook."""
     global probe
     if isinstance(handle, tuple):
         tensor, version = handle
@@ -274,7 +275,7 @@ def unpack(handle: Handle | ReachableObjects) -> Tensor:
     if told is None:
         return handle.get()
     if not told.has_packed(handle):
-        probe = None  # nor is it told what is made for that
+        probe = None  # nor is it told of recomputes for this handle
         try:
             return handle.get()
         finally:
@@ -286,11 +287,11 @@ def unpack(handle: Handle | ReachableObjects) -> Tensor:
 
 
 def peek(node: Node, attribute: str) -> Any:
-    """What a node saved under `attribute`, without making it again and without running anybody's hooks.
+    """Return the content of a node's `attribute`, without recomputing it and without running other hooks.
 
-    A tensor: the handle that our pack hook returned, or the tensor itself where no hook saw it; None if it is not there
-    (yet, or no longer) or in the hands of somebody else's hooks. Several tensors: a tuple of these. Else the constant.
-    Raises AttributeError if the node has no such attribute.
+    A tensor: the handle that Lowtide's pack hook returned, or the tensor itself if no hook saw it; None if it is absent
+    (yet, or no longer) or packed by other hooks. Several tensors: a tuple of these. Else the constant. Raises
+    AttributeError if the node has no such attribute.
     """
     slot = saved_slot(node, attribute)
     if slot is None:
@@ -309,51 +310,51 @@ def _within(slot: Any) -> Handle | Tensor | None:
 
 
 class Observer:
-    """Is told what happens under the plan of one engine. Never there in a training loop but for its first steps."""
+    """Observer of events under the plan of one engine. Never present in a training loop except for its first steps."""
 
     engine: Engine
 
     def has_packed(self, handle: Handle) -> bool:
-        """Whether this is one of those that it was told of; it is told when they are read, and of no others."""
+        """Return True if the observer was told of this handle; it is told of reads of such handles only."""
         return True
 
     def entering(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A module is about to run; `seam.engine.scope` is its call."""
+        """Observe that a module is about to run; `seam.engine.scope` is its call."""
 
     def returning(self, seam: CallInterceptor, result: Any) -> None:
-        """The call is about to be over, with a result."""
+        """Observe that the call is about to end, with a result."""
 
     def leaving(self, seam: CallInterceptor) -> None:
-        """The call is over, with a result or an exception."""
+        """Observe that the call is over, with a result or an exception."""
 
     def packed(self, handle: Handle, tensor: Tensor) -> None:
-        """`tensor` was saved for backward, as `handle`."""
+        """Observe that `tensor` was saved for backward, as `handle`."""
 
     def noted(self, place: CaptureSite, operand: Tensor) -> None:
-        """An operator was given a tensor that autograd does not record."""
+        """Observe an operand that autograd does not record."""
 
     def sized_by_contents(self, operator: str) -> None:
-        """An operator gave what is as large as the contents of a tensor make it."""
+        """Observe an operator whose output size depends on the contents of a tensor."""
 
     def reading(self, handle: Handle) -> None:
-        """Backward is about to read a saved tensor."""
+        """Observe that backward is about to read a saved tensor."""
 
     def given(self, handle: Handle, tensor: Tensor) -> None:
-        """This is what it reads."""
+        """Observe the tensor that backward reads."""
 
     def making(self, maker: Recomputation) -> None:
-        """A recipe or a replay is about to run; its operands are there."""
+        """Observe that a recipe or a replay is about to run; its operands are available."""
 
     def made(self, maker: Recomputation, outputs: tuple[Tensor, ...]) -> None:
-        """It ran, and gave this."""
+        """Observe the outputs of a recipe or a replay."""
 
     def writing_over(self, node: str, n_bytes: int) -> None:
-        """A gradient is about to be written over the one of so many bytes that came to a node of that kind."""
+        """Observe that a gradient is about to be written over the one of `n_bytes` that arrived at such a node."""
 
 
 probe: Observer | None = None
 
 
 def observer_of(engine: Engine) -> Observer | None:
-    """Who is to be told what happens under the plan of `engine`."""
+    """Return the observer of the plan of `engine`; None if there is none."""
     return probe if probe is not None and probe.engine is engine else None

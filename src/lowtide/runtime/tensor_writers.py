@@ -1,11 +1,11 @@
-"""Writers to tensors that recomputes and replays read once more in backward, and that autograd does not watch.
+"""Writers to tensors that recomputes and replays read again in backward, and that autograd does not watch.
 
-Autograd checks the version of each tensor that it has saved. A recompute reads others besides, as a bias, rows of an
-embedding, a mask that was added; and a replay reads every parameter of its call. A plain step does not mind when one of
-these is written to before backward. Most writers are seen in a rehearsal, and nothing is made of what they write to. Of
-those that come later, optimizers and embeddings with `max_norm`, which torch renormalises in each forward, are known
-beforehand: what is still to be read is copied. Others are found by the version in backward, too late for that step.
-From then on nothing is made of such a tensor again.
+Autograd checks the version of each tensor that it has saved. A recompute also reads others, such as a bias, rows of an
+embedding, or an added mask; and a replay reads every parameter of its call. A plain step tolerates a write to one of
+these before backward. Most writers appear in a rehearsal, and no recompute uses the tensors they write to. Of later
+writers, optimizers and embeddings with `max_norm`, which torch renormalises in each forward, are known in advance:
+tensors that are still to be read are copied before the write. Others are detected by the version in backward, too late
+for that step. From then on no recompute uses such a tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _overwritten: dict[int, weakref.ref[Tensor]] = {}
 
 
 class Overwritten(RuntimeError):
-    """A tensor that something is made of was written to between forward and backward, as in no step before."""
+    """Write between forward and backward, as in no earlier step, to a tensor that a recompute or replay reads."""
 
     def __init__(self, tensor: Tensor, version: int, reader: str, module_class: type | None = None) -> None:
         name = next((name for relied_on in _watching if (name := relied_on.name_of(tensor))), "it")
@@ -50,31 +50,31 @@ class Overwritten(RuntimeError):
             "  Write to it after backward, or fit (rehearse and plan) in a step that writes to it."
         )
         self.module_class = module_class
-        """The class of what was to be run again, if it is that."""
+        """The class of the module that was to run again, if a replay failed."""
         self.is_of_parameter = False
-        """Whether it is a parameter of which nothing will be made any longer."""
+        """True if it is a parameter that recomputes will not use any more."""
 
 
 _FEW = 256
 
 
 class ReliedOn:
-    """What the recomputes and replays of one plan will read, and that is there anyway."""
+    """Tensors that the recomputes and replays of one plan will read, and that stay in memory anyway."""
 
     def __init__(self, say: Callable[[Tensor, str], object], name_of: Callable[[Tensor], str | None]) -> None:
-        """`say` is told of each tensor that is copied, and of what writes to it; `name_of` names the model's own."""
+        """Begin empty. `say` is called with each copied tensor and its writer; `name_of` names the model's tensors."""
         self.name_of = name_of
         self.takes_values = True
-        """Whether recomputes will really run, and not only on trial."""
+        """True if recomputes will really run, not only on trial."""
         self.frames: weakref.WeakSet[ReplayFrame] = weakref.WeakSet()
         self._values: list[weakref.ref[Value]] = []
-        """Some of them may be gone. A WeakSet, which knows at once, takes longer than a value is worth."""
+        """References, some of them dead. A WeakSet, without dead entries, costs more time than a value is worth."""
         self._most = _FEW
         self._say = say
         self._stop: Callable[[], object] = lambda: None
 
     def of(self, value: Value, tensor: Tensor) -> Value:
-        """`value`, which holds `tensor` for a recompute."""
+        """Return `value`, registered as holding `tensor` for a recompute."""
         value.original = weakref.ref(tensor)
         if self.takes_values:
             if len(self._values) >= self._most:
@@ -83,7 +83,7 @@ class ReliedOn:
         return value
 
     def rely_on(self, values: Iterable[Value]) -> None:
-        """Copy these values' tensors before they are written to, although others are recomputed on trial only."""
+        """Copy these values' tensors before a write, although other recomputes run only on trial."""
         self._values += [weakref.ref(value) for value in values if value.original is not None]
 
     def _forget_gone(self) -> None:
@@ -91,13 +91,13 @@ class ReliedOn:
         self._most = max(_FEW, 2 * len(self._values))
 
     def of_leaf(self, leaf: Tensor) -> Value:
-        """Return the value of a tensor without history, for a recompute. Raises CannotRecompute if none is needed."""
+        """Return the value of a tensor without history, for a recompute. Raises CannotRecompute if overwritten."""
         if is_overwritten(leaf):
             raise CannotRecompute("it is made of a tensor that was overwritten before backward")
         return self.of(value_without_grad_fn(leaf), leaf)
 
     def watch(self) -> None:
-        """Copy what is still to be read before it is written to, until `leave`, or the plan's model is gone."""
+        """Copy tensors that are still to be read before a write, until `leave`, or until the plan's model is freed."""
         _watching.add(self)
         if not _undo:
             _undo.append(register_optimizer_step_pre_hook(_updates).remove)
@@ -107,14 +107,14 @@ class ReliedOn:
         self._stop = weakref.finalize(self, stop)
 
     def leave(self) -> None:
-        """Watch no longer. May be called again."""
+        """Stop watching. May be called again."""
         _watching.discard(self)
         self._stop()
         while _undo and not _watching:
             _undo.pop()()
 
     def before_write(self, storages: set[int], writer: str, *, is_habit: bool = False) -> None:
-        """What is in this memory is about to be written to; nothing is made of it any longer if that `is_habit`."""
+        """Copy tensors in this memory, which is about to be written to; if `is_habit`, recomputes avoid them later."""
         storages = storages - {0}
         copies: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -143,7 +143,7 @@ class ReliedOn:
 
 _watching: weakref.WeakSet[ReliedOn] = weakref.WeakSet()
 _undo: list[Callable[[], None]] = []
-"""Ends what tells of updates, where anything is watched."""
+"""Functions that end the watch for optimizer updates, while anything is watched."""
 
 
 def check_operands(values: Iterable[Value], reader: str) -> None:
@@ -159,13 +159,13 @@ def check_operands(values: Iterable[Value], reader: str) -> None:
 
 
 def mark(tensor: Tensor) -> None:
-    """Nothing is to be made of `tensor` from here on."""
+    """Exclude `tensor` from recomputes from now on."""
     key = id(tensor)
     _overwritten[key] = weakref.ref(tensor, lambda _: _overwritten.pop(key, None))
 
 
 def is_overwritten(tensor: Tensor) -> bool:
-    """Whether nothing is to be made of `tensor`."""
+    """Return True if recomputes must not use `tensor`."""
     return bool(_overwritten) and id(tensor) in _overwritten
 
 
@@ -186,5 +186,5 @@ def _renormalise(
 
 
 def _at_work() -> list[ReliedOn]:
-    """Plans that will read something once more. None in a backward pass: what is updated there has been read."""
+    """Return the plans that will read tensors again; none in a backward pass, whose updated tensors have been read."""
     return [] if in_backward() else [relied_on for relied_on in _watching if relied_on]

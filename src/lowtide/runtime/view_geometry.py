@@ -1,4 +1,4 @@
-"""Where the elements of a tensor are: the base behind a view, and strides put right."""
+"""Geometry of tensors: the base behind a view, and corrected strides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def whole(tensor: Tensor) -> tuple[Tensor, Node | None, int]:
-    """The base tensor behind views, the node that made it, and which output of that it is."""
+    """Return the base tensor behind views, the node that made it, and the node's output number."""
     base = base_of(tensor)
     if base is None:
         return tensor, tensor.grad_fn, tensor.output_nr
@@ -26,16 +26,17 @@ def whole(tensor: Tensor) -> tuple[Tensor, Node | None, int]:
 
 
 def producer(tensor: Tensor) -> tuple[Tensor, Node | None, int, Geometry | None]:
-    """The same, and the geometry of `tensor` in it; None where that is the tensor itself."""
+    """Return the base, node and output number of `whole`, and the geometry of `tensor` in it; None without a view."""
     base, node, output = whole(tensor)
     view = None if base is tensor else (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
     return base, node, output, view
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The same elements with these strides, from the beginning of a storage: what saved geometries refer to.
+    """Return the same elements with these strides, from the beginning of a storage, as saved geometries assume.
 
-    A recipe gives another layout than the op did where the op was told one that it does not record (`contiguous()`).
+    A recipe returns another layout than the op did if the op was given one that autograd does not record
+    (`contiguous()`).
     """
     if not tensor.storage_offset():
         if tensor.stride() == stride:

@@ -1,1 +1,1 @@
-"""A training script that nobody edits: run here, while its steps are watched, rehearsed and given a plan."""
+"""Run an unedited training script in this process: detect, rehearse and plan its steps."""

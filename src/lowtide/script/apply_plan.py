@@ -1,4 +1,4 @@
-"""A plan that was made before, in force in a script."""
+"""Put a plan that was made before in force in a script."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PLANS_AGAIN = "`lowtide run --budget`, which plans again until the measured peak
 
 
 class Applying(PlanMonitor):
-    """Puts a plan that was made before in force on its model, before the first forward, and measures a step under it.
+    """A listener that puts an existing plan in force before the model's first forward, and measures a step under it.
 
-    That is the second of the first two on batches of the planned size: in the first an optimizer has no state yet.
-    Where such batches don't come, smaller ones are measured. Of all these steps backward is compared with what was
-    saved.
+    The measured step is the second on a batch of the planned size: in the first an optimizer has no state yet. If no
+    such batches come, smaller ones are measured. In all measured steps the tensors read by backward are compared with
+    the saved ones.
     """
 
     awaits = "was called as its plan has it"
@@ -41,7 +41,7 @@ class Applying(PlanMonitor):
         self._differences: tuple[str, ...] = ()
         self._model: nn.Module | None = None
         self._peaks: list[int] = []
-        """Those of steps on batches of the planned size."""
+        """Peaks of steps on batches of the planned size."""
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Put the plan in force if this is its model, on a batch that is not larger than the planned one; measure."""
@@ -63,11 +63,11 @@ class Applying(PlanMonitor):
             self._finish()
 
     def ends(self, model: nn.Module) -> None:
-        """See whether the plan keeps its promise. Raises OverBudget; StalePlan if the trained model is not its own."""
+        """Check the plan's promise. Raises OverBudget; StalePlan if the trained model is not the plan's own."""
         if self._applied is None:
             self._n_others += 1
             if is_of_parts(self._plan.fingerprint) and type(model) is not CompositeModel and self._n_others < PATIENCE:
-                return  # models that take turns are not known as such before they do
+                return  # models that take turns are known as such only later
             raise StalePlan(
                 f"this plan is not for the {name_of(model)} that the script trains.",
                 differences=self._differences,
@@ -82,22 +82,22 @@ class Applying(PlanMonitor):
                 self._finish()
 
     def loses_track(self, why: RehearsalError) -> None:
-        """The plan stays in force, and is not measured."""
+        """Leave the plan in force without measuring it."""
         self._say(f"the peak under the plan is not measured: {why}")
         self._leave_in_force()
 
     def lets_go(self) -> None:
-        """The plan stays in force; nobody here holds the model any longer."""
+        """Release the model; the plan stays in force."""
         super().lets_go()
         self._model = None
 
     def finish(self) -> None:
-        """What is in force stays so; say what there was to measure."""
+        """Leave the plan in force, and report the measurements."""
         if self._applied is not None and not self.done:
             self._finish()
 
     def gives_up(self, model: nn.Module) -> None:
-        """That model is not the one: the plan may be for what is trained instead."""
+        """Look for the plan's model again: `model` was not the trained one."""
         super().gives_up(model)
         self._model, self._peaks = None, []
 

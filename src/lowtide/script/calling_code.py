@@ -1,4 +1,4 @@
-"""Functions of the program that call the model, and the objects in their variables."""
+"""Find functions of the program that call the model, and the objects in their variables."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _OTHERS = ("torch.", "lowtide.", "importlib")
 _BLOCKS = (*_OTHERS, "contextlib")
 
 _outermost: list[CodeType] = []
-"""Functions up to which variables are looked at: those with a block whose steps are watched."""
+"""Functions at which the search for variables ends: their blocks contain the steps that are detected."""
 
 
 @contextlib.contextmanager
 def as_far_as() -> Iterator[None]:
-    """A block in which `at_hand` ends with the function that has entered it."""
+    """End the search of `at_hand`, within this block, at the function that entered it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_BLOCKS):
         frame = frame.f_back
     codes = [] if frame is None else [frame.f_code]
-    del frame  # it would hold the function's variables
+    del frame  # the frame would hold the function's variables
     _outermost.extend(codes)
     try:
         yield
@@ -38,10 +38,10 @@ def as_far_as() -> Iterator[None]:
 
 
 def at_hand() -> Iterator[Any]:
-    """What is in variables of the functions that called here, from the inside out, but for torch's and this package's.
+    """Yield the values of variables in calling functions, innermost first, except those of torch and of this package.
 
-    As far as the script, or the function with the block that is watched: who runs it, a test say, may have as many
-    variables as it likes.
+    The search ends at the script, or at the function with the detected block: callers beyond it, such as a test, may
+    have as many variables as they like.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != Script.__module__:
@@ -55,5 +55,5 @@ def at_hand() -> Iterator[Any]:
 
 
 def optimizers_at_hand() -> list[Optimizer]:
-    """Optimizers that these lead to."""
+    """Return the optimizers reachable from the variables of calling functions."""
     return [thing for thing in ReachableState(*at_hand()).things if isinstance(thing, Optimizer)]

@@ -1,4 +1,4 @@
-"""Models that nothing calls as a whole: an encoder and a decoder, the two of a GAN, a frozen model and a prompt."""
+"""Models that are not called as a whole: an encoder and a decoder, the two of a GAN, a frozen model and a prompt."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class CompositeModel(nn.Module):
-    """Modules that are trained together and that nothing calls as a whole; each under the name of its class.
+    """Modules that are trained together but not called as a whole, each under the name of its class.
 
-    `alone`: parameters of no module, for which gradients go through these.
+    `alone`: parameters outside of modules whose gradients pass through these modules.
     """
 
     def __init__(self, modules: Iterable[nn.Module], alone: Iterable[nn.Parameter] = ()) -> None:
@@ -31,12 +31,12 @@ class CompositeModel(nn.Module):
 
 
 def name_of(model: nn.Module) -> str:
-    """Its class, or those of its parts."""
+    """Return the name of the model's class, or those of its parts."""
     return " and ".join(model._modules) if type(model) is CompositeModel else type(model).__name__
 
 
 def is_of_parts(found: Fingerprint) -> bool:
-    """Whether what was fingerprinted are `CompositeModel`."""
+    """Return True if the fingerprint is of a `CompositeModel`."""
     return found.model.startswith(f"{CompositeModel.__name__} ")
 
 

@@ -1,4 +1,4 @@
-"""Rehearses a script for a GPU that is not there: fake tensors from its first training forward on, for two steps."""
+"""Rehearse a script for an absent GPU: run on fake tensors from its first training forward on, for two steps."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ BY_HAND = "a step is over when the model is called after its parameters changed:
 
 
 MOST_PASSES = 32
-"""Forward and backward passes of a loop without an optimizer after which its script is ended."""
+"""Forward and backward passes after which a script without an optimizer is ended."""
 
 
 class Estimating(StepListener):
-    """Puts the model on `gpu` at its first forward, and ends the script after two steps there.
+    """A listener that puts the model on `gpu` at its first forward, and ends the script after two steps there.
 
-    With `size` every tensor at hand whose first dimension is as long as the batch's gets that size: those that the
+    With `size`, every reachable tensor whose first dimension has the batch's length gets that size: tensors that the
     model is called with, and those in variables of the functions that call it.
     """
 
@@ -60,27 +60,27 @@ class Estimating(StepListener):
         self._optimizers: tuple[Optimizer, ...] = ()
         self._n_steps = 0
         self._n_waited = 0
-        """Steps that were seen again, to see whether another model takes turns."""
+        """Steps repeated to see if another model takes turns."""
         self._given: int | None = None
-        """How long the batch was that the script gave, if it is to have another size."""
+        """The size of the script's own batch, if it is to be resized."""
         self.asked = DeferredCudaModule()
         self.answers: ValueOracle | None = None
-        """Since the first forward."""
+        """Values of the fake tensors; None before the first forward."""
         self._sizes = ""
         """The batch that the last step began with, in words."""
         self._data: dict[int, int] = {}
-        """The storages of the parameters, by their ids, when they were looked at last."""
+        """Storages of the parameters, by the parameters' ids, at the last check."""
         self.compiles = False
-        """Whether the script compiles anything."""
+        """True if the script compiles anything."""
         self._n_passes = 0
-        """Forward and backward passes since the first forward, as long as there is no optimizer."""
+        """Forward and backward passes since the first forward, as long as no optimizer exists."""
         self._has_gone_back = False
-        """Whether there was a backward pass since the model was called last."""
+        """True if a backward pass ran since the model was called last."""
         self._held_up: tuple[nn.Module, tuple[Optimizer, ...]] | None = None
-        """The model, where its first forward could not be put on the GPU."""
+        """The model and its optimizers, if the first forward could not be put on the GPU."""
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
-        """From here on nothing is computed; or the second step begins."""
+        """Switch to fake tensors in the first step; begin the second step later."""
         resizing = self._of_other_size(batch, is_first=True)
         self._optimizers = optimizers
         before, self._sizes = self._sizes, in_words(tensors_in(batch))
@@ -107,12 +107,12 @@ class Estimating(StepListener):
         self._rehearsal.answers.written.clear()
 
     def finds(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
-        """What is trained is put on the GPU now: the next step begins before the model is called."""
+        """Put the trained model on the GPU now: the next step begins before the model is called."""
         self._optimizers = optimizers
         self._enter(model, [])
 
     def goes_on(self, batch: Any) -> None:
-        """Models that take turns may have the next batch before all have had theirs, or there is no optimizer."""
+        """Continue a step whose model takes turns with others, or has no optimizer: the next batch may come early."""
         if self._rehearsal is None and self._held_up is not None and self._has_gone_back:
             self.begins(self._held_up[0], batch, self._held_up[1])
             return
@@ -127,16 +127,16 @@ class Estimating(StepListener):
             self._next_pass(batch)
 
     def goes_back(self) -> None:
-        """A backward pass is over."""
+        """Note that a backward pass is over."""
         self._has_gone_back = True
 
     def checkpoints(self, function: Any, batch: Any) -> None:
-        """A checkpoint is about to begin. Around the model itself: put that on the GPU now, as it can't be inside."""
+        """Put the model on the GPU if a checkpoint around the model itself is about to begin: inside is too late."""
         if self._rehearsal is not None or not torch.is_grad_enabled() or not self._may_enter(batch):
             return
         cells = [
             cell.cell_contents for cell in getattr(function, "__closure__", None) or ()
-        ]  # of torch's own functions
+        ]  # set in torch's own functions
         for module in ReachableState(function, *cells).modules:
             if module.training and any(p.requires_grad for p in module.parameters()):
                 self._enter(module, batch)
@@ -144,30 +144,30 @@ class Estimating(StepListener):
                 return
 
     def _may_enter(self, batch: Any) -> bool:
-        """Return False in a checkpoint or a graph from inputs on that has begun without a GPU: it has to end so."""
+        """Return False in a checkpoint or a graph from inputs that began without a GPU: it has to end without one."""
         return saved_tensor_hooks() is None and all(tensor.is_leaf for tensor in tensors_in(batch))
 
     def finish(self) -> None:
-        """The script has ended; without an optimizer it was passes alone that were rehearsed."""
+        """Conclude when the script has ended, if it ran passes without an optimizer."""
         if self._n_passes and self._rehearsal is not None and not self._rehearsal.has_updated and self._n_gone_back():
             self._conclude()
 
     def _n_gone_back(self) -> int:
-        """How many of the passes had a backward one."""
+        """Count the passes that had a backward pass."""
         return self._n_passes - (not self._has_gone_back)
 
     def _next_pass(self, batch: Any) -> None:
-        """A forward begins, and there is no optimizer whose steps could be counted."""
+        """Begin a forward pass when no optimizer's steps can be counted."""
         assert self._rehearsal is not None
         self._rehearsal.second(batch)
         self._n_passes += 1
         self._has_gone_back = False
 
     def _of_other_size(self, batch: Any, *, is_first: bool) -> list[Tensor]:
-        """What is as long as a batch that the script gave, and is to be as long as was asked for.
+        """Return the tensors with the length of a batch of the script, which are to be resized.
 
-        The batch that a step begins with may be a smaller one, as the last is. Not what was computed: a generator's
-        images have its graph, and are as long by now.
+        The batch that a step begins with may be a smaller one, such as the last. Computed tensors are excluded: a
+        generator's images have a graph, and the new length already.
         """
         if self._size is None:
             return []
@@ -187,7 +187,7 @@ class Estimating(StepListener):
             self._rehearsal.put(tensors, lambda tensor: resized(tensor, 0, tensor.shape[0], size))
 
     def _enter(self, model: nn.Module, batch: Any, resizing: Sequence[Tensor] = ()) -> None:
-        """`resizing`: what is put there afterwards, of another size."""
+        """Put the model and reachable tensors on the GPU; `resizing` tensors follow later, in another size."""
         found = ReachableState(*at_hand())
         batch = [tensor for tensor in tensors_in(batch) if not _is_in(resizing, tensor)]
         reached = (self._optimizers, found.modules)
@@ -195,13 +195,13 @@ class Estimating(StepListener):
         rehearsal.__enter__()
         self._rehearsal, self.answers = rehearsal, rehearsal.answers
         self._told()
-        # Parameters in no module, and sums that a loop compares the device of, as transformers' Trainer does.
+        # Parameters outside of modules, and sums whose device a loop compares, as transformers' Trainer does.
         there = [t for t in found.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
         there += (t for t in found.things if isinstance(t, torch.Tensor) and not t.is_leaf and is_given(t))
         rehearsal.put([tensor for tensor in there if not _is_in(resizing, tensor)], lambda tensor: tensor)
 
     def ends(self, model: nn.Module) -> None:
-        """After the second step everything real is put back, and the script ended."""
+        """Count a step; after the second, restore all real tensors and end the script."""
         if self._rehearsal is None:
             self._enter(model, [])
             return
@@ -216,7 +216,7 @@ class Estimating(StepListener):
             self._rehearsal.take_for((self._given, self._size))
 
     def _conclude(self) -> None:
-        """Enough was rehearsed: put everything back."""
+        """End the rehearsal and restore everything."""
         rehearsal = self._rehearsal
         assert rehearsal is not None
         if self.compiles:
@@ -227,14 +227,14 @@ class Estimating(StepListener):
         self.estimate, self.done = rehearsal.estimate(n_passes), True
 
     def gives_up(self, model: nn.Module) -> None:
-        """It is another one that was trained since; its tensors are on the GPU as well, for all are that are reached.
+        """Count steps of another model from now on; its tensors are on the GPU already, as all reachable tensors are.
 
-        Before any update nothing but a forward has been. Else that was a whole step.
+        Before any update only a forward has run; after one, a whole step.
         """
         self._n_steps = int(self._rehearsal is not None and self._rehearsal.has_updated)
 
     def is_updated(self, model: nn.Module) -> bool:
-        """Whether its parameters were written to, or got other data, and there is no optimizer that is yet to step."""
+        """Return True if parameters were written to, or got other data, and no optimizer of theirs is yet to step."""
         mine = ids(model.parameters())
         if self.answers is None or has_others(model):
             return False
@@ -249,7 +249,7 @@ class Estimating(StepListener):
         return is_updated
 
     def leaves(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         if self._rehearsal is not None:
             rehearsal, self._rehearsal = self._rehearsal, None
             rehearsal.__exit__(None, None, None)
@@ -258,10 +258,10 @@ class Estimating(StepListener):
 def estimate_script(
     script: Script, gpu: GpuSpec, size: int | None = None, *, told: Callable[[], None] = lambda: None
 ) -> tuple[int, GpuMemoryEstimate | None]:
-    """Run `script` up to two steps on `gpu`: its exit code, and what is known then.
+    """Run `script` up to two steps on `gpu`; return its exit code and the estimate.
 
-    `told` is called when its tensors are real for the last time.
-    Raises what a rehearsal raises, with the line of the script that was asked for too much.
+    `told` is called when the script's tensors are real for the last time.
+    Raises the errors of a rehearsal, with the line of the script that asked for too much.
     """
     crew = Estimating(gpu, size, told)
     with cuda_for_a_script(gpu, crew), nothing_saved(crew):
@@ -278,7 +278,7 @@ def _is_in(tensors: Iterable[Tensor], tensor: Tensor) -> bool:
 
 
 def _data_at_hand() -> Iterator[Tensor]:
-    """The tensors in variables of the functions that call the model: the batch, and labels that the loss will read."""
+    """Yield tensors in variables of functions that call the model: the batch, and labels that the loss will read."""
     for value in at_hand():
         found = tensors_in(value) if isinstance(value, torch.Tensor | tuple | list | dict) else []
         yield from (tensor for tensor in found if not tensor.requires_grad)

@@ -1,8 +1,8 @@
-"""The steps of a loop, fitted into a budget.
+"""Fit the steps of a loop into a budget.
 
-The first two are rehearsed, and a plan is made. It is in force from the next one on, which is measured: a plan whose
-step is over the budget is made anew. A batch that is larger than those runs under the most saving plan; the next one of
-such a size is rehearsed, and from then on there is a plan for it beside the one for smaller batches.
+The first two are rehearsed, and a plan is made. It is in force from the third on, which is measured: if a step is over
+the budget, another plan is made. A larger batch than those runs under the most saving plan; the next batch of such a
+size is rehearsed, and from then on it has its own plan beside the one for smaller batches.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ if TYPE_CHECKING:
     from lowtide.planner.records import AppliedLever, Profile
 
 OnInfeasible = Literal["raise", "smallest", "plain"]
-"""A training loop where no plan fits: ends with the error, goes on under the most saving plan, or without any."""
+"""Reactions of a training loop if no plan fits: raise, continue under the most saving plan, or without a plan."""
 
 GROWTHS: Final = 12
-"""Plans of their own that larger batches get, one after the other: as many as ten thousand random sizes need."""
+"""Most plans made for larger batches, one after the other: enough for ten thousand random sizes."""
 
 AUDITED: Final = "every recipe and replay was compared with the true tensors, bit by bit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunVerdict:
-    """Memory of the steps that a plan was made for, as it was measured in training."""
+    """Memory of the steps that a plan was made for, as measured in training."""
 
     budget_bytes: int
     predicted_peak_bytes: int
     measured_peak_bytes: int | None
-    """Static memory included; None where no step could be measured."""
+    """Static memory included; None if no step could be measured."""
     is_of_planned_size: bool
-    """False where only smaller batches than the planned ones came."""
+    """False if only smaller batches than the planned ones came."""
 
     @property
     def within_budget(self) -> bool:
@@ -75,7 +75,7 @@ class RunVerdict:
 
 
 class _InForce(Applied):
-    """Plans in force, and the rehearsals that they came from: both are there as long as the model."""
+    """Plans in force, and their rehearsals; both live as long as the model."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class _InForce(Applied):
 
 
 class Fitting(PlanMonitor):
-    """Rehearses the model, then has it run within `budget`: under a plan, whose first step is measured and repaired."""
+    """A listener that rehearses the model, then runs it under a plan for `budget`; a measured excess is repaired."""
 
     def __init__(
         self,
@@ -102,40 +102,40 @@ class Fitting(PlanMonitor):
         on_infeasible: OnInfeasible = "raise",
         takes_turns: bool = True,
     ) -> None:
-        """Unless the model `takes_turns`, no other one is waited for that may be trained with it."""
+        """Begin without a plan; other models trained in turn with this one are awaited only if it `takes_turns`."""
         super().__init__(say)
         self.plan: Plan | None = None
-        """The one for the largest batches so far."""
+        """The plan for the largest batches so far."""
         self.verdict: RunVerdict | None = None
         self.model_name: str | None = None
-        """The class of the model that is planned for."""
+        """The class of the planned model."""
         self.unplanned: str | None = None
-        """The reason for which training goes on without a plan."""
+        """The reason why training goes on without a plan."""
         self.when_kept: Callable[[Plan], object] = lambda plan: None
-        """Called with the plan that stays in force: its peak is within the budget, or there was none to measure."""
+        """Called with the plan that stays in force: its peak is within the budget, or no peak could be measured."""
         self._budget = budget
         self._on_infeasible = on_infeasible
         self._takes_turns = takes_turns
         self._applied: _InForce | None
         self._rehearsing = Rehearsing(stop=False, levers=levers, in_place=in_place)
         self._over: list[int] = []
-        """Peaks that were measured under plans, and were over the budget."""
+        """Measured peaks of plans that were over the budget."""
         self._told = False
-        """Whether it was said that sizes vary."""
+        """True once it was said that sizes vary."""
         self._preceding: Counter[str] = Counter()
-        """By name, models before which steps have not begun."""
+        """Counts, by name, of models called between steps."""
         self._n_waited = 0
-        """Steps after the rehearsal in which others might have taken turns."""
+        """Steps after the rehearsal in which other models might have taken turns."""
         self._smaller: list[Plan] = []
         """Plans for smaller batches than those of `plan`, the smallest first."""
         self._in_force: weakref.ref[_InForce] | None = None
-        """What stays in force once nothing is left to do."""
+        """The plans that stay in force after the last step that is observed."""
         self._is_outgrown = False
-        """Whether a batch has come that is larger than any that a plan is for."""
+        """True once a batch has come that is larger than the batches of all plans."""
         self._n_looked: int | None = None
-        """Steps so far in which a batch of such a size was waited for; None while none is."""
+        """Steps so far in which a batch of such a size was awaited; None if none is."""
         self._is_rehearsed = False
-        """Whether this step is one."""
+        """True if this step's batch is of such a size."""
         self._n_growths = 0
 
     @property
@@ -146,11 +146,11 @@ class Fitting(PlanMonitor):
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """All that are in force, that for the smallest batches first."""
+        """All plans in force, the one for the smallest batches first."""
         return (*self._smaller, *([] if self.plan is None else [self.plan]))
 
     def precedes(self, module: nn.Module) -> None:
-        """Remember it: what it took is in no step."""
+        """Count a model called between steps: its memory is outside of all steps."""
         self._preceding[name_of(module)] += 1
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
@@ -178,14 +178,14 @@ class Fitting(PlanMonitor):
         found, planned = fingerprint(model, batch).batch, made.fingerprint.batch
         self._n_others += found != planned
         if found == planned or (not self._smaller and no_larger(shapes_in(found), shapes_in(planned))):
-            with contextlib.suppress(Busy):  # the script records this one by itself: another is measured
+            with contextlib.suppress(Busy):  # the script itself records this one: another is measured
                 self._open = Measured(model, batch, optimizers, self._applied)
             self._is_planned = found == planned
         elif self._n_others >= PATIENCE:
             self._keep(made)
 
     def ends(self, model: nn.Module) -> None:
-        """Plan, or see whether the plan kept its promise. Raises Infeasible and OverBudget."""
+        """Make a plan, or check the plan's promise. Raises Infeasible and OverBudget."""
         if self.unplanned is not None:
             return
         if self.plan is None:
@@ -208,7 +208,7 @@ class Fitting(PlanMonitor):
             self._judge(self.plan, step.peak_bytes())
 
     def _make_plan(self, profile: Profile) -> None:
-        """Plan for `profile`, or go on as was asked where no plan fits. Raises Infeasible."""
+        """Plan for `profile`, or react as `on_infeasible` says if no plan fits. Raises Infeasible."""
         try:
             self.plan = plan(profile, self._budget)
         except Infeasible as why:
@@ -226,12 +226,12 @@ class Fitting(PlanMonitor):
         self._say(f"{self.unplanned} Training goes on without a plan, as asked")
 
     def _awaits_others(self, model: nn.Module) -> bool:
-        """Whether a model that may take turns with this one is yet to be updated: one budget is for both."""
+        """Return True if a model that may take turns with this one is yet to be updated: one budget is for both."""
         self._n_waited += 1
         return self._takes_turns and self._n_waited <= TURNS and others_at_hand(model)
 
     def gives_up(self, model: nn.Module) -> None:
-        """That model is not the one: what is trained instead is rehearsed anew."""
+        """Forget `model`, which is not the trained one, and rehearse the model that is."""
         super().gives_up(model)
         self._rehearsing.gives_up(model)
         if self.plan is not None:
@@ -243,25 +243,25 @@ class Fitting(PlanMonitor):
         self._preceding.clear()
 
     def lets_go(self) -> None:
-        """The plan stays in force; nobody here holds the model any longer."""
+        """Release the model; the plan stays in force."""
         if self._applied is not None:
             self._in_force = weakref.ref(self._applied)
-            self._rehearsing.begin_anew()  # what was recorded is not held any longer
+            self._rehearsing.begin_anew()  # frees the recorded data
         super().lets_go()
         self._rehearsing = Rehearsing()
 
     def finish(self) -> None:
-        """The plan stays in force, also where it had smaller batches only."""
+        """Keep the plan in force, also if it saw smaller batches only."""
         if self.plan is not None and self._n_others and not self.done and self._n_looked is None:
             self._keep(self.plan)
 
     def leaves(self) -> None:
-        """End what is in force for a step only; the plan stays."""
+        """End recordings that are for one step only; the plan stays."""
         super().leaves()
         self._rehearsing.leaves()
 
     def take_off(self) -> None:
-        """Give the model back as it was."""
+        """Restore the model."""
         in_force = None if self._in_force is None else self._in_force()
         for applied in (self._gone, self._applied, in_force):
             if applied is not None:
@@ -269,7 +269,7 @@ class Fitting(PlanMonitor):
         self._gone = self._applied = self._in_force = None
 
     def _keep(self, made: Plan) -> None:
-        """The plan stays in force, of which no batch that it is for has come."""
+        """Keep a plan in force for which no batch of its size has come."""
         self._say_smaller_only()
         self._stays(made, self._most or None, is_of_planned_size=False)
 
@@ -284,7 +284,7 @@ class Fitting(PlanMonitor):
         self.done = True
 
     def _put_in_force(self, model: nn.Module) -> None:
-        """Have the model run under the plans that there are now, if it does not yet."""
+        """Make the model run under the current plans, if it does not yet."""
         assert self.plan is not None
         if self._applied is not None and self._applied.plan is self.plan:
             return
@@ -345,7 +345,7 @@ class Fitting(PlanMonitor):
         self._stays_over(made, over_budget(profile, made.budget_bytes, self._over))
 
     def _stays_over(self, made: Plan, why: OverBudget) -> None:
-        """No plan keeps to the budget: go on as was asked. Raises OverBudget."""
+        """Continue as `on_infeasible` says if no plan keeps to the budget. Raises OverBudget."""
         if self._on_infeasible == "raise" and not self._smaller:
             raise why
         if self._on_infeasible == "plain" and not self._smaller:
@@ -358,7 +358,7 @@ class Fitting(PlanMonitor):
     # --- larger batches, later
 
     def wants_more(self) -> bool:
-        """Return True if a batch has come that is larger than any that a plan is for: the next one is rehearsed."""
+        """Return True if a batch exceeded all planned sizes: the next one of such a size is rehearsed."""
         if not self._is_outgrown:
             return False
         self._is_outgrown = False
@@ -369,7 +369,7 @@ class Fitting(PlanMonitor):
         return True
 
     def _outgrown(self, what: str) -> bool:
-        """Return True if the model gets a plan of its own for a batch that is larger than the planned ones."""
+        """Return True if the model gets another plan for a batch that is larger than the planned ones."""
         assert self.plan is not None
         is_one_size = len(self.plan.input_shapes) == 1  # else a part of a large step would get the plan for a small one
         if not is_one_size or several_processes() or self._n_growths >= GROWTHS:
@@ -382,7 +382,7 @@ class Fitting(PlanMonitor):
         return True
 
     def _looks_for_larger(self, made: Plan, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
-        """Rehearse this step if its batch is larger than those that `made` is for; else run it under its plan."""
+        """Rehearse this step if its batch exceeds those that `made` is for; else run it under its plan."""
         assert self._n_looked is not None
         self._n_looked += 1
         if elements(shapes_in(in_words(tensors_in(batch)))) <= most_elements(made):
@@ -400,7 +400,7 @@ class Fitting(PlanMonitor):
             self._put_in_force(model)
 
     def _plan_for_larger(self, made: Plan, model: nn.Module) -> None:
-        """A larger batch was rehearsed, perhaps not often enough yet: plan for it, and measure the next one."""
+        """Plan for a larger batch once it was rehearsed often enough, so that the next one is measured."""
         try:
             self._rehearsing.ends(model)
         except RehearsalError as why:
@@ -422,14 +422,14 @@ class Fitting(PlanMonitor):
             self._announce(larger)
 
     def _leave_growth(self, why: RehearsalError) -> None:
-        """Larger batches go on under the most saving plan."""
+        """Leave larger batches under the most saving plan."""
         self._say(f"larger batches are not planned for: {why}")
         self._n_growths = GROWTHS
         self._n_looked = None
 
 
 def check_on_infeasible(asked: str) -> OnInfeasible:
-    """Give `asked` back. Raises LowtideError for a word that is none of OnInfeasible."""
+    """Return `asked` if it is a value of OnInfeasible; raise LowtideError otherwise."""
     known = get_args(OnInfeasible)
     if asked not in known:
         raise LowtideError(f"on_infeasible is {asked!r}; it takes one of {', '.join(map(repr, known))}.")

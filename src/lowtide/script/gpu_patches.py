@@ -1,4 +1,4 @@
-"""What stands in for functions of torch while a script is rehearsed for a GPU that is not there."""
+"""Patches of torch's functions while a script is rehearsed for an absent GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def nothing_saved(crew: Estimating) -> Iterator[None]:
-    """From the first forward on nothing is written over what the script saved when it really trained."""
+    """Skip `torch.save` from the first forward on, so that files of a real training are not overwritten."""
     save = torch.save
 
     def saves(*args: Any, **kwargs: Any) -> None:
@@ -43,9 +43,9 @@ def nothing_saved(crew: Estimating) -> Iterator[None]:
 
 @contextlib.contextmanager
 def cuda_for_a_script(gpu: GpuSpec, crew: Estimating) -> Iterator[None]:
-    """Before its first forward a script that asks for CUDA is told that there is one, and stays on the CPU.
+    """Report CUDA as available to a script before its first forward, which stays on the CPU.
 
-    Nothing is compiled: what is rehearsed are the operators themselves.
+    Compilation is skipped: the rehearsal runs the operators themselves.
     """
 
     def compiles(model: Any = None, **options: Any) -> Any:

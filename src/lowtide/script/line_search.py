@@ -1,4 +1,4 @@
-"""Updates that evaluate the model many times, moving the parameters in between, as those of L-BFGS."""
+"""Updates that evaluate the model many times, moving the parameters in between, such as those of L-BFGS."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 
 class Search:
-    """An optimizer in the midst of an update."""
+    """An optimizer within an update."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.evaluates_often = isinstance(optimizer, torch.optim.LBFGS)
-        """How many evaluations there are depends on what they give."""
+        """True if the number of evaluations depends on their results."""
         self._versions = self._written()
 
     def has_moved(self) -> bool:
-        """Return True if the parameters have been written to since this was asked last."""
+        """Return True if the parameters have been written to since the last call."""
         before, self._versions = self._versions, self._written()
         return before != self._versions
 

@@ -1,4 +1,4 @@
-"""Models that no optimizer of torch updates: where their steps end can't be seen."""
+"""Models updated without an optimizer of torch, whose steps have no visible end."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from lowtide.errors import RehearsalError
 from lowtide.script.composite_model import name_of
 
 MOST = 6
-"""Changes of the parameters, with no optimizer of torch, before that is said: whoever updates them goes on so."""
+"""Changes of the parameters, without an optimizer of torch, before an error is raised: more will follow."""
 
 
 def has_others(model: nn.Module) -> bool:
-    """Whether other tensors are in the place of its parameters, as within `torch.func.functional_call`."""
+    """Return True if other tensors replace the model's parameters, as within `torch.func.functional_call`."""
     return not all(isinstance(p, nn.Parameter) for p in model.parameters())
 
 
 class ManualUpdates:
-    """How often the parameters changed from one call of the model to the next, while no optimizer stepped."""
+    """Counts of parameter changes from one call of the model to the next, while no optimizer stepped."""
 
     def __init__(self) -> None:
         self.n_updates = 0
         self._ends: list[str] = []
-        """The last number of each parameter, when the model was called last."""
+        """The last number of each parameter at the last call of the model."""
 
     def called(self, model: nn.Module) -> None:
-        """The model is called, and no optimizer has stepped so far. Raises RehearsalError when that is enough."""
+        """Compare parameters at a call of the model while no optimizer has stepped.
+
+        Raises RehearsalError after MOST changes.
+        """
         if has_others(model):
             return
         trained = [p.detach() for p in model.parameters() if p.requires_grad and not is_fake(p)]

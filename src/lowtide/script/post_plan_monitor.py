@@ -1,4 +1,4 @@
-"""What is looked at when nothing is left to do: whether the model that it was done for is still the one trained."""
+"""Check, after the last observed step, that the planned model is still the one trained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PostPlanMonitor:
-    """Tells the crew once if another model is trained. Nobody is held."""
+    """A monitor that tells the listener once if another model is trained; it holds only weak references."""
 
     def __init__(self, crew: StepListener, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         self._crew = crew
@@ -24,14 +24,14 @@ class PostPlanMonitor:
         self._modules = [weakref.ref(module) for module in model.modules()]
         mine = ids(model.parameters())
         self._known = weakref.WeakSet(o for o in optimizers if mine & held_by(o))
-        """The model's optimizers, those that were seen since included."""
+        """The model's optimizers, those observed since included."""
 
     def optimizers(self) -> list[Optimizer]:
         """Return the model's optimizers that are alive."""
         return list(self._known)
 
     def updated(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
+        """Note a step of an optimizer."""
         if not self._modules or optimizer in self._known:
             return
         there = [module for reference in self._modules if (module := reference()) is not None]

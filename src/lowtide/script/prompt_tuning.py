@@ -1,4 +1,4 @@
-"""Parameters of no module, as a prompt, that are trained through a frozen model."""
+"""Parameters outside of modules, such as a prompt, that are trained through a frozen model."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
 
 
 class PromptTuning:
-    """What was called as long as there is no model. Nobody is held."""
+    """Modules called before the model is known, held by weak references."""
 
     def __init__(self) -> None:
         self._frozen: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._in_evaluation: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __contains__(self, module: nn.Module) -> bool:
-        """Whether it was called as a frozen one."""
+        """Return True if the module was called as a frozen one."""
         return id(module) in self._frozen
 
     def frozen(self, module: nn.Module) -> None:
-        """A module without anything to train is called with something that is trained."""
+        """Note a call of a module without trainable parameters, given a tensor that is trained."""
         self._frozen[id(module)] = module
 
     def evaluated(self, module: nn.Module) -> None:
-        """A module with something to train is called in evaluation mode."""
+        """Note a call, in evaluation mode, of a module with trainable parameters."""
         self._in_evaluation.add(module)
 
     def forget(self) -> None:
-        """There is a model."""
+        """Forget all calls once the model is known."""
         self._frozen.clear()
         self._in_evaluation.clear()
 
     def updated(self, optimizer: Optimizer) -> CompositeModel | None:
-        """The model, if what was updated is parameters of no module that gradients reached through frozen ones."""
+        """Return the model if parameters outside of modules were updated, with gradients through frozen modules."""
         updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         in_modules = {p for module in self._in_evaluation for p in ids(module.parameters())}
         if not self._frozen or not updated or ids(updated) & in_modules:

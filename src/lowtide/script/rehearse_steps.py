@@ -1,4 +1,4 @@
-"""Rehearsals of the steps of a script."""
+"""Rehearse the steps of a script."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 TWO_STEPS = "was rehearsed: that takes two steps, and more where batches are of several sizes"
 
 TORCHSCRIPT_RUNS = 2
-"""Steps after which TorchScript has compiled itself, forward and backward: from then on each saves the same."""
+"""Steps after which TorchScript has compiled itself, forward and backward: each later step saves the same tensors."""
 
 MOST_UNUSABLE = 6
-"""Steps that may be of no use before the rehearsal is given up."""
+"""Useless steps after which the rehearsal is given up."""
 
 ONE_FORM = (
     "  Have the model do the same work in each step, or give a step of your own and the largest batch to "
@@ -37,7 +37,7 @@ ONE_FORM = (
 
 
 class Rehearsing(StepListener):
-    """Rehearses the model, and ends the script when that is done, unless `stop` is False."""
+    """A listener that rehearses the model, then ends the script unless `stop` is False."""
 
     @property
     def awaits(self) -> str:
@@ -52,23 +52,23 @@ class Rehearsing(StepListener):
         self._levers, self._in_place = levers, in_place
         self._on: LeverStack | None = None
         self.n_steps = 0
-        """Steps that were seen to their end."""
+        """Steps observed to their end."""
         self.n_hidden = 0
-        """Steps that could not be looked at, as somebody else recorded them."""
+        """Steps that could not be observed, because another recorder was active."""
         self._is_hidden = False
         self._plain, self._stop = plain, stop
         self._observed: OnlineProfiler | None = None
         self._checkpointed: tuple[Profile, Counter[str]] | None = None
-        """Of steps in which calls checkpoint themselves, and these, while others are rehearsed in which none does."""
+        """The profile and calls of steps with checkpointed calls, while steps without checkpointing are rehearsed."""
         self._n_runs = 0
-        """Steps in which TorchScript in the model ran, which compiles itself in the first ones."""
+        """Steps in which TorchScript in the model ran; it compiles itself in the first ones."""
         self._gone: list[OnlineProfiler] = []
-        """Still in force on models that were given up."""
+        """Profilers still in force on models that were given up."""
         self._is_anew = False
-        """Whether larger batches are rehearsed than those that were."""
+        """True if larger batches are rehearsed than before."""
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
-        """Look at this step. Raises RehearsalError for a model that can't be planned for."""
+        """Observe this step. Raises RehearsalError for a model that can't be planned."""
         if self._gone:
             self.leaves()
         check_uncompiled(model)
@@ -82,14 +82,14 @@ class Rehearsing(StepListener):
             self._on = _put_on(model, self._levers)
         try:
             self._observed.begin(batch, optimizers)
-        except Busy as busy:  # the script's own profiler or recording, for some steps perhaps
+        except Busy as busy:  # the script's own profiler or recording, perhaps for some steps only
             self._is_hidden = True
             self.n_hidden += 1
             if self.n_hidden > PATIENCE:
                 raise RehearsalError(str(busy)) from None
 
     def ends(self, model: nn.Module) -> None:
-        """See whether that was enough. Raises RehearsalError where it will never be."""
+        """Check if enough steps were observed. Raises RehearsalError if that can never be."""
         if self._is_hidden:
             return
         assert self._observed is not None
@@ -107,25 +107,25 @@ class Rehearsing(StepListener):
             raise RehearsalError(f"of {self.n_steps} steps no two were on batches of one form.\n{ONE_FORM}")
 
     def gives_up(self, model: nn.Module) -> None:
-        """That model is not the one, and what was found out about it is not wanted."""
+        """Forget `model`, which is not the trained one, and its recordings."""
         if self._observed is not None:
             self._observed.give_up()
             self._gone.append(self._observed)  # until the next step: here no hooks may be removed
         self.done, self.profile, self._observed, self._checkpointed = False, None, None, None
 
     def begin_anew(self) -> None:
-        """Rehearse larger batches than those so far, with what is known from them: mostly one step."""
+        """Rehearse larger batches than before, using earlier results: mostly one step."""
         assert self._observed is not None
         self.done, self.profile, self._checkpointed, self._is_anew = False, None, None, True
         self._observed.begin_anew()
 
     def lets_go(self) -> None:
-        """That was all that is wanted of the script, unless it is to go on."""
+        """End the script unless it is to continue."""
         if self._stop:
             raise Enough
 
     def finish(self) -> None:
-        """The largest size that came often enough is what was rehearsed, if none was before."""
+        """Take the largest size that came often enough as rehearsed, if no size was before."""
         if self._checkpointed is not None and not self.done:
             self._finish(told(*self._checkpointed, None))
         elif self._observed is not None and not self.done:
@@ -134,7 +134,7 @@ class Rehearsing(StepListener):
                 self._finish(told(self._observed.profile, self._observed.checkpointed, None))
 
     def leaves(self) -> None:
-        """Take everything out."""
+        """Remove all hooks."""
         for observed in (*self._gone, *([] if self._observed is None else [self._observed])):
             observed.leave()
         self._gone.clear()
@@ -143,7 +143,7 @@ class Rehearsing(StepListener):
             self._on = None
 
     def _settle(self, model: nn.Module, observed: OnlineProfiler) -> None:
-        """Steps were rehearsed; once more without what checkpoints itself in them, to say what that costs."""
+        """Finish the rehearsal; if calls are checkpointed, first rehearse without that to measure its cost."""
         profile = observed.profile
         assert profile is not None
         if self._checkpointed is not None:
@@ -165,7 +165,7 @@ class Rehearsing(StepListener):
 
     @property
     def n_sizes(self) -> int:
-        """How many sizes of batches there were."""
+        """The number of batch sizes so far."""
         return 0 if self._observed is None else self._observed.n_sizes
 
 

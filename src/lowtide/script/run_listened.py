@@ -1,4 +1,4 @@
-"""Has a crew work on the steps of a program, and says in words why the crew could not do its work."""
+"""Run a program with a listener on its steps, and explain why the listener could not finish its work."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 _alone = threading.Lock()
-"""Held while the steps of a program are watched: there is one recorder of memory, and one budget, for a process."""
+"""Held while a program's steps are detected: a process has one recorder of memory, and one budget."""
 
 left_over: list[Callable[[], None]] = []
-"""Called before steps are watched: blocks that are entered and left by two callbacks end where their loop is over."""
+"""Functions called before steps are detected: they end blocks of finished loops, which two callbacks open and close."""
 
 
 def forget_left_over(end: Callable[[], None]) -> None:
-    """Call that one no longer."""
+    """Remove `end` from `left_over`."""
     left_over[:] = [each for each in left_over if each != end]
 
 
@@ -34,9 +34,9 @@ def forget_left_over(end: Callable[[], None]) -> None:
 def watched(
     crew: StepListener, model: nn.Module | None = None, *, when_failed: Callable[[], object] | None = None
 ) -> Iterator[Steps]:
-    """A block with `crew` on the steps that are taken in it; see `Steps`.
+    """Call `crew` for the steps that run within this block; see `Steps`.
 
-    Raises LowtideError inside of such a block, or beside one in another thread.
+    Raises LowtideError inside another such block, or beside one in another thread.
     """
     for end in [*left_over]:
         end()
@@ -55,10 +55,10 @@ def watched(
 
 @held_back()
 def run_watched(script: Script, crew: StepListener, *, untrained: Callable[[str], None] | None = None) -> int:
-    """Run `script` with `crew` on its steps; gives its exit code.
+    """Run `script` with `crew` on its steps; return its exit code.
 
-    Raises what the crew raised, and RehearsalError if the script ended well before the crew was done. But if it trained
-    nothing, as with `--help`, `untrained` is told that, if given.
+    Raises the listener's error, and RehearsalError if the script ended without an error before the listener was done.
+    If it trained nothing, for example with `--help`, `untrained` is called with a message instead, if given.
     """
     code = 0
     with watched(crew) as steps, contextlib.suppress(Enough):
@@ -76,7 +76,7 @@ def run_watched(script: Script, crew: StepListener, *, untrained: Callable[[str]
 
 
 def is_untrained(steps: Steps) -> bool:
-    """Return True if nothing was trained, here or elsewhere, as far as was seen."""
+    """Return True if no training was observed, in this thread or elsewhere."""
     elsewhere = steps.in_other_thread or steps.started_processes or steps.in_transform
     return steps.model is None and not steps.n_updates and not elsewhere
 
@@ -85,7 +85,7 @@ _UNTRAINED = "no model was trained: no module with trainable parameters was call
 
 
 def why_not(program: str, steps: Steps, crew: StepListener) -> str:
-    """Say why the crew could not do its work in `program`, which has ended."""
+    """Explain why the listener could not finish its work in `program`, which has ended."""
     ended = f"{program} ended"
     if steps.model is None and steps.in_other_thread:
         return (

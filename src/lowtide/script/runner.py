@@ -1,4 +1,4 @@
-"""Runs a script in this process as `python script.py args` would."""
+"""Run a script in this process as `python script.py args` would."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from lowtide.errors import LowtideError
 from lowtide.utils.interrupts import held_back, none_lost
 
 INTERRUPTED = 130
-"""The exit code of a script that somebody interrupted, as shells give it."""
+"""The exit code of an interrupted script, as in shells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What to run: a file, or a module of that name (`python -m`), and its arguments."""
+    """A file, or a module of that name (`python -m`), and its arguments."""
 
     target: str
     args: tuple[str, ...] = ()
     is_module: bool = False
     _path: str = field(init=False)
-    """Of the file, from the root on: a script may change the current folder, and be run again."""
+    """The file's absolute path: a script may change the current folder, and be run again."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_path", os.path.abspath(self.target))
@@ -41,9 +41,9 @@ class Script:
             raise LowtideError(f"{self.target} is not a file. Give the path of a Python script{of_module}.")
 
     def run(self, within: AbstractContextManager[object] | None = None) -> int:
-        """Run it as the main program; gives its exit code. An exception of its own is shown as Python would show it.
+        """Run the script as the main program; return its exit code. Print its exceptions as Python would.
 
-        `within` is entered before the script begins and left while its variables are still there. LowtideError passes
+        `within` is entered before the script begins and left while its variables still exist. LowtideError passes
         through.
         """
         with held_back(), self._as_main() as main, none_lost(), within or nullcontext():
@@ -56,13 +56,13 @@ class Script:
             except (Exception, KeyboardInterrupt) as error:
                 error.__traceback__ = _its_own(error.__traceback__)
                 sys.excepthook(type(error), error, error.__traceback__)
-                # Its frames hold what a step needs, as long as somebody has the traceback.
+                # Its frames hold the step's tensors as long as the traceback is referenced.
                 traceback.clear_frames(error.__traceback__)
                 return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         return 0
 
     def _code(self, main: ModuleType) -> CodeType:
-        """The script's code; `main` is told where it is from."""
+        """Return the script's code, and set its origin on `main`."""
         if not self.is_module:
             main.__file__ = self._path
             return compile(Path(self._path).read_bytes(), self._path, "exec", dont_inherit=True)
@@ -80,7 +80,7 @@ class Script:
     def _spec(self) -> ModuleSpec | None:
         try:
             return importlib.util.find_spec(self.target)
-        except ModuleNotFoundError as error:  # not even the package that it would be in
+        except ModuleNotFoundError as error:  # nor its parent package
             if error.name is not None and f"{self.target}.".startswith(f"{error.name}."):
                 return None
             raise
@@ -89,15 +89,15 @@ class Script:
     def _as_main(self) -> Iterator[ModuleType]:
         main = ModuleType("__main__")
         main.__dict__["__builtins__"] = builtins
-        _LAST.clear()  # nobody holds what an earlier one left
+        _LAST.clear()  # frees the objects that an earlier script left
         before = _Program()
-        real = os.path.realpath(self._path)  # what is beside a link is not found by Python
+        real = os.path.realpath(self._path)  # Python does not find files beside a link
         folder = os.getcwd() if self.is_module else os.path.dirname(real)
         sys.modules["__main__"], sys.argv = main, [self.target, *self.args]
         sys.path.insert(0, folder)
         try:
             yield main
-            _LAST.append(_Program())  # not of one that was ended early: it shall not save what it trained so far
+            _LAST.append(_Program())  # not if ended early: exit functions must not save a partly trained model
             atexit.unregister(_last_comes_back)
             atexit.register(_last_comes_back)  # after those of the script, so it runs before them
         finally:
@@ -105,16 +105,16 @@ class Script:
 
 
 class _Program:
-    """What a process has one of, and a program takes for its own; as it is now."""
+    """A snapshot of the state of a process that a main program takes for its own."""
 
     def __init__(self) -> None:
         self._main, self._argv, self._path = sys.modules["__main__"], sys.argv, sys.path[:]
         self._folder: str | None = None
-        with contextlib.suppress(OSError):  # it is gone
+        with contextlib.suppress(OSError):  # the folder was deleted
             self._folder = os.getcwd()
 
     def comes_back(self) -> None:
-        """Have it all as it was."""
+        """Restore the state."""
         sys.modules["__main__"], sys.argv, sys.path[:] = self._main, self._argv, self._path
         with contextlib.suppress(OSError):
             if self._folder is not None:
@@ -126,13 +126,13 @@ _LAST: list[_Program] = []
 
 
 def _last_comes_back() -> None:
-    """At exit, Python calls what the script registered for that: there the script is the main program, as ever."""
+    """Restore the script as main program at exit, before Python calls the functions that it registered."""
     for script in _LAST:
         script.comes_back()
 
 
 def _exit_code(end: SystemExit) -> int:
-    """The exit code that Python would end with; a text goes to stderr, as there."""
+    """Return the exit code that Python would end with; print a text to stderr, as Python does."""
     if end.code is None or isinstance(end.code, int):
         return end.code or 0
     print(end.code, file=sys.stderr)  # noqa: T201
@@ -143,7 +143,7 @@ _OURS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, "<frozen importlib
 
 
 def _its_own(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback from where the script begins: none if it did not, as with a syntax error."""
+    """Return a traceback from the script's beginning on: None if it did not begin, as with a syntax error."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
         trace = trace.tb_next
     return trace

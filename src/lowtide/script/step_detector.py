@@ -1,13 +1,13 @@
-"""Finds the training steps of a program that runs in this process: which model, from which call to which update.
+"""Detect the training steps of a program in this process: the model, the first call and the last update.
 
-A step begins when a module with trainable parameters is called by nobody else's forward, in training mode and with
-gradients on; it is over when every parameter that got a gradient has been updated, by all optimizers there are for it.
-Optimizers that step inside of backward (`register_post_accumulate_grad_hook`) update it in the middle of a step: that
-is over when a module is called next. L-BFGS calls the model many times in an update: each of these is a step, and over
-when the parameters have moved and the model is called again. The model is the module whose parameters are updated;
-several, as an encoder and a decoder, are `CompositeModel` of one. So are, from the first update on, a frozen model and
-parameters of no module that are trained through it, as a prompt is. Where another model is updated twice and the one is
-not called meanwhile, the other is it from there on. What is done with the steps is up to the `StepListener`.
+A step begins when the program itself calls a module with trainable parameters, in training mode and with gradients
+enabled; it is over when every parameter that got a gradient has been updated, by all of its optimizers. Optimizers that
+step inside backward (`register_post_accumulate_grad_hook`) update in the middle of a step, which is over at the next
+call of a module. L-BFGS calls the model many times in an update: each call is a step, and over when the parameters have
+moved and the model is called again. The model is the module whose parameters are updated; several, such as an encoder
+and a decoder, form one `CompositeModel`. So do, from the first update on, a frozen model and parameters outside of
+modules that are trained through it, such as a prompt. If another model is updated twice without a call of the first,
+the other replaces it from there on. A `StepListener` decides the work done on the steps.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ if TYPE_CHECKING:
 
 
 class Steps:
-    """Watches for steps inside a `with` block, until the crew is done, and again where it wants to see more.
+    """A detector of steps inside a `with` block, until the listener is done, and again if it needs more.
 
-    They are those of one thread: the one that enters the block, or one that starts inside of it, whichever trains
-    first. With `model` they are the steps of that model alone, also where it is called by a wrapper of it.
+    All steps are of one thread: the one that enters the block, or one that starts inside it, whichever trains first.
+    With `model` they are the steps of that model alone, also if it is called by a wrapper.
 
-    A failure of the crew is raised as Enough, which no `except Exception` of the program's stops. With `when_failed` it
-    is raised itself, after that was called, which ends the block: the program may go on without the crew.
+    A failure of the listener is raised as Enough, which passes every `except Exception` of the program. With
+    `when_failed` the failure itself is raised, after that function was called, which ends the block: the program may go
+    on without the listener.
 
-    Something stands in for `nn.Module.__call__` meanwhile: a hook would come too late, when the call is already past
-    the place where the engine gets in.
+    Within the block `nn.Module.__call__` is patched: a hook would come too late, when the call is already past the
+    point at which the engine intercepts it.
     """
 
     def __init__(
@@ -67,16 +68,16 @@ class Steps:
         self.n_updates = 0
         """Updates by optimizers so far."""
         self.model: nn.Module | None = model
-        """The model, as far as is known."""
+        """The model, as far as it is known."""
         self.failed: LowtideError | Enough | None = None
-        """What the crew raised. A script that catches it meets it again at its next step."""
+        """The listener's error. A script that catches it gets it again at its next step."""
         self._own_calls: set[type] = set()
-        """Classes whose `__call__` is watched as well."""
+        """Classes whose own `__call__` is patched as well."""
         self._called: dict[int, nn.Module] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._stepped: dict[int, Optimizer] = {}
         self._updating: dict[int, Search] = {}
-        """Optimizers in the midst of an update, which may call the model."""
+        """Optimizers within an update, which may call the model."""
         self._aside, self._prompted, self._turns, self.by_hand = (
             CandidateModels(),
             PromptTuning(),
@@ -84,28 +85,28 @@ class Steps:
             ManualUpdates(),
         )
         self._waits_until = 0
-        """Number of updates up to which a crew that is done waits for another model to take turns with its own."""
+        """Number of updates up to which a listener that is done waits for another model to take turns with its own."""
         self.in_other_thread = False
-        """Whether a model was trained in a thread that was there before, and is not watched."""
+        """True if a model was trained in a thread from before the block, which is not observed."""
         self.in_backward_only = False
-        """Whether a model was called with gradients on in backward passes, and else with gradients off."""
+        """True if a model was called with gradients enabled in backward passes, and without gradients elsewhere."""
         self.in_transform = False
-        """Whether a model was called in transforms of torch.func."""
+        """True if a model was called in transforms of torch.func."""
         self.started_processes = False
-        """Whether the script started processes, in which nothing is watched."""
+        """True if the script started processes, which are not observed."""
         self._afterwards: PostPlanMonitor | None = None
-        """Who looks on when the crew is done: nothing is held here any longer."""
+        """The monitor that takes over when the listener is done and this object holds no model any longer."""
         self._before: weakref.ref[nn.Module] | None = None
-        """What was called first since the last step, without being trained."""
+        """The first module called since the last step without being trained."""
         self._is_open = False
         self._is_beginning = False
-        """Whether the crew is told of a step: updates meanwhile are tried by a rehearsal, and undone."""
+        """True while the listener begins a step: updates in that time are tried by a rehearsal, and undone."""
         self._is_late = False
-        """Whether updates were made inside of backward: the step may be over as soon as that is."""
+        """True if updates were made inside backward: the step may be over when backward is."""
         self._depth = 0
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
-        """The one that trains, once it does."""
+        """The thread that trains, once it does."""
         self._other_threads = weakref.WeakSet(t for t in threading.enumerate() if t is not threading.current_thread())
 
     def __enter__(self) -> Self:
@@ -118,7 +119,7 @@ class Steps:
         return self
 
     def _watch(self) -> None:
-        """Have calls of all modules come by, those included whose class has a `__call__` of its own."""
+        """Patch the calls of all modules, including classes with their own `__call__`."""
         told = functools.partial(functools.partial, self._call)
         self._unwatch.callback(stand_in(nn.Module, "__call__", told))
         self._unwatch.callback(stand_in(nn.Module, "__init__", functools.partial(functools.partial, self._made, told)))
@@ -136,7 +137,7 @@ class Steps:
         self.crew.leaves()
 
     def stop(self) -> None:
-        """Watch no calls any longer, and hold nothing. May be called again."""
+        """Remove all patches and references. Repeated calls do nothing."""
         self._unwatch.close()
         self._own_calls.clear()
         if self.model is not None and (self.crew.done or self.failed is not None):
@@ -148,14 +149,14 @@ class Steps:
             self._updating.clear()
 
     def _resume(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """Watch again: the crew wants to see more steps of the model that it was done with."""
+        """Detect steps again: the listener needs more steps of the model that it was done with."""
         self._afterwards, self.model = None, model
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
         self._is_open = self._is_late = False
         self._watch()
 
     def ended(self) -> None:
-        """The script has ended: so has a step that waited for the next call."""
+        """Close a step that waited for the next call when the script has ended."""
         if self._is_late and self.failed is None:
             self._close_late()
         elif self._is_open and self.failed is None and self._is_updated_by_hand():
@@ -167,7 +168,7 @@ class Steps:
         plain(process)
 
     def _made(self, told: Make, plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """A module is made: calls of its class are watched, also where they do not come to torch's `__call__`."""
+        """Patch the class of a new module if its calls bypass torch's `__call__`."""
         if (kind := class_of_call(module)) is not None:
             self._watch_class(kind, told)
         return plain(module, *args, **kwargs)
@@ -186,7 +187,7 @@ class Steps:
             self._before = weakref.ref(module)
         if self._depth or not (begins or module in self._prompted or any(map(is_lazy, module.parameters()))):
             return plain(module, *args, **kwargs)
-        self._depth += 1  # nor does any module begin a step that is called by one with parameters yet to be made
+        self._depth += 1  # also keeps modules from beginning a step when a module with lazy parameters calls them
         try:
             if begins:
                 with self._noting():
@@ -197,7 +198,7 @@ class Steps:
 
     @never_compiled
     def _begins_training(self, module: nn.Module, given: Any) -> bool:
-        """Whether this call is one that a backward of training will follow."""
+        """Return True if a backward pass of training will follow this call."""
         if not torch.is_grad_enabled() or is_tracing() or any(is_lazy(p) for p in module.parameters()):
             return False
         if in_transform():
@@ -217,7 +218,7 @@ class Steps:
         return is_here
 
     def _begins_frozen(self, module: nn.Module, given: Any) -> bool:
-        """The same of a module without anything to train. It may be one that a prompt goes through."""
+        """Return True for a call of a module without trainable parameters through which a prompt is trained."""
         is_whole = type(self.model) is CompositeModel and bool(self.model.alone)
         if not (self.model is None or (is_whole and self._is_ours(module))) or not any(
             tensor.requires_grad for tensor in tensors_in(given)
@@ -231,7 +232,7 @@ class Steps:
 
     @never_compiled
     def _is_here(self) -> bool:
-        """Return True if this is the thread that is watched, or may be."""
+        """Return True in the observed thread, or one that may become it."""
         here = threading.current_thread()
         if os.getpid() != self._process:
             return False
@@ -239,13 +240,13 @@ class Steps:
 
     @never_compiled
     def _called_by_nobody(self, module: nn.Module, batch: Any) -> None:
-        if self.failed is not None:  # somebody caught that all the same
+        if self.failed is not None:  # the program caught the error and went on
             raise Enough from self.failed
         if self._is_given and not self._is_ours(module):
             return
         self._thread = threading.current_thread()
         if self._is_open and (self._all_stepped() or self._is_updated_by_hand()):
-            self._close()  # a parameter had a gradient, and no optimizer has it
+            self._close()  # a parameter had a gradient, but no optimizer has it
         elif self._is_open and (search := self._search()) is not None and search.has_moved():
             self._stepped[id(search.optimizer)] = search.optimizer
             self._close()
@@ -288,28 +289,28 @@ class Steps:
             self._called[id(module)] = module
 
     def _called_aside(self, module: nn.Module) -> None:
-        """Another module is called: the model's place is its own if it was trained for two steps by now."""
+        """Note a call of another module, which replaces the model once it was trained for two steps."""
         self._aside.called(module)
         trained, optimizers = self._aside.trained()
         if trained:
             assert self.model is not None
             self._aside.leave(self.model)
-            self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}  # the others' state may go
+            self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}  # the others' state may be freed
             self._give_up(whole(trained))
 
     def _is_updated_by_hand(self) -> bool:
-        """Whether the model's parameters were updated, and by no optimizer of torch."""
+        """Return True if the model's parameters were updated without an optimizer of torch."""
         return not self.n_updates and self.model is not None and self.crew.is_updated(self.model)
 
     def _look_for_updates_by_hand(self, model: nn.Module) -> None:
-        """Refuse what updates it by itself: its first step would never end, and be recorded all the time."""
+        """Reject a model that updates itself: its first step would never end, and be recorded all the time."""
         try:
             self.by_hand.called(model)
         except RehearsalError as why:
             self.crew.loses_track(why)
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
-        """Return True if the optimizer steps in a thread that is not watched, and updates nothing of the model."""
+        """Return True if the optimizer steps in a thread that is not observed, and updates nothing of the model."""
         if self._is_here() or in_backward():
             return False
         return self.model is None or not held_by(optimizer) & ids(self.model.parameters())
@@ -319,7 +320,7 @@ class Steps:
             self._updating[id(optimizer)] = Search(optimizer)
 
     def _search(self) -> Search | None:
-        """The search that the model is called in, if any: each of its evaluations is a step."""
+        """Return the search that calls the model, if any: each of its evaluations is a step."""
         return next((search for search in self._updating.values() if search.evaluates_often), None)
 
     def _updates(self, optimizer: Optimizer, *_: Any) -> None:
@@ -350,7 +351,7 @@ class Steps:
         if not self._is_open or self.failed is not None:
             return
         self._stepped[id(optimizer)] = optimizer
-        if in_backward():  # the gradients that are there are not all
+        if in_backward():  # more gradients will come
             self._is_late = True
         elif not self._gradients() - self._updated() and self._all_stepped():
             with self._noting():
@@ -358,8 +359,10 @@ class Steps:
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        """End training where anything is raised in this block: `failed` is what. A loop that goes on after each
-        Exception would meet it again and again, and train nothing, so that of a script is ended by Enough.
+        """End training if this block raises, and note the error as `failed`.
+
+        A loop that continues after each Exception would meet the error again and again, and train nothing, so Enough
+        ends a script.
         """
         try:
             yield
@@ -368,15 +371,15 @@ class Steps:
                 where = f"after update {self.n_updates}" if self.n_updates else "before any optimizer stepped"
                 error.add_note(f"{'Training' if self._when_failed else 'The script'} was ended {where}.")
                 self.failed = error
-            if self._when_failed is not None:  # hooks may be removed here: those that follow are not called any more
+            if self._when_failed is not None:  # hooks may be removed here: later ones are not called any more
                 self._when_failed()
                 raise
             raise Enough from self.failed
 
     def _close_late(self) -> None:
-        """Backward is over, inside of which there were updates: so is the step if it has no gradients left.
+        """Close the step after a backward pass with updates inside, if no gradients are left.
 
-        Not all optimizers need have stepped. There may be one for each parameter, and not each gets a gradient.
+        Some optimizers may not have stepped: each parameter may have its own, and some parameters get no gradient.
         """
         self._is_late = False
         if self._is_open and (self._all_stepped() or not self._gradients() - self._updated()):
@@ -404,7 +407,7 @@ class Steps:
                     self.crew.lets_go()
 
     def _takes_turns(self, others: Sequence[nn.Module]) -> None:
-        """These and the model are parts of one from here on."""
+        """Make one model of the model and `others`, which take turns."""
         assert self.model is not None
         parts = self.model.children() if type(self.model) is CompositeModel else (self.model,)
         self._give_up(whole([*parts, *others]))
@@ -417,13 +420,13 @@ class Steps:
         self.crew.gives_up(given_up)
 
     def _is_only_guessed(self) -> bool:
-        """Whether nothing has updated the model so far."""
+        """Return True if no optimizer has updated the model so far."""
         assert self.model is not None
         mine = ids(self.model.parameters())
         return not any(mine & held_by(optimizer) for optimizer in self._optimizers.values())
 
     def _is_ours(self, module: nn.Module) -> bool:
-        """Return True if it is the model or one of its parts; or a wrapper of the model that was given."""
+        """Return True for the model, one of its parts, or a wrapper of a given model."""
         if self.model is None:
             return False
         if self._is_given and any(self.model is part for part in module.modules()):
@@ -431,14 +434,14 @@ class Steps:
         return any(module is ours for ours in self.model.modules())
 
     def _gradients(self) -> set[int]:
-        """Parameters that have one, of the modules that were called in this step."""
+        """Return the ids of parameters with a gradient, in the modules called in this step."""
         return {id(p) for module in self._called.values() for p in module.parameters() if p.grad is not None}
 
     def _updated(self) -> set[int]:
         return {p for optimizer in self._stepped.values() for p in held_by(optimizer)}
 
     def _all_stepped(self) -> bool:
-        """Whether an update has been in this step, by each optimizer that is known to update the model."""
+        """Return True if each optimizer known to update the model has updated in this step."""
         assert self.model is not None
         mine = ids(self.model.parameters())
         known = [key for key, optimizer in self._optimizers.items() if mine & held_by(optimizer)]

@@ -1,4 +1,4 @@
-"""What happens to the steps of a script that are found (`step_detector.py`): a rehearsal, a plan, a look ahead."""
+"""The callbacks for detected steps of a script (`step_detector.py`): a rehearsal, a plan, an estimate."""
 
 from __future__ import annotations
 
@@ -12,67 +12,70 @@ if TYPE_CHECKING:
 
 
 class Enough(BaseException):
-    """Ends a script of which nothing more need be seen. No Exception: scripts catch those."""
+    """The end of a script that need not be observed any longer. Not an Exception: scripts catch those."""
 
 
 class StepListener:
-    """Who works on the steps. What a crew does not care for it leaves as it is here: nothing happens."""
+    """A receiver of detected steps. Callbacks do nothing by default."""
 
     done = False
-    """Nothing is left to do: the steps need not be watched any longer."""
+    """True once all work is done: no more steps need to be detected."""
 
     @property
     def awaits(self) -> str:
-        """What has to happen to the model before that, in words."""
+        """The event that the work waits for, in words."""
         raise NotImplementedError
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
-        """`model` is about to be called with `batch`, (args, kwargs), for the first time in a step."""
+        """Begin a step: `model` is about to be called with `batch`, (args, kwargs), for the first time in it."""
         raise NotImplementedError
 
     def precedes(self, module: nn.Module) -> None:
-        """`module` was called, and not trained, since the last step: one begins now, and has perhaps begun before."""
+        """Note that `module` was called, but not trained, since the last step; the step may have begun with it."""
 
     def goes_on(self, batch: Any) -> None:
-        """A module that nobody calls is about to be called with `batch` in a step that has begun."""
+        """Continue a step: the program is about to call a module with `batch`."""
 
     def ends(self, model: nn.Module) -> None:
-        """The optimizer has updated the model. Called from its hook mostly: no hooks may be added or removed here."""
+        """End a step: the optimizer has updated the model.
+
+        Mostly called from the optimizer's hook: no hooks may be added or removed here.
+        """
         raise NotImplementedError
 
     def gives_up(self, model: nn.Module) -> None:
-        """`model` began a step, but it is another one that is trained, or is trained from here on.
+        """Give up `model`, which began a step: another model is trained, or will be from here on.
 
-        Then there is something left to do again.
+        Work is left to do again afterwards.
         """
         raise NotImplementedError
 
     def finds(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
-        """It is `model` that is trained: a step of it is over that was not seen. Called from an optimizer's hook."""
+        """Take `model` as trained after an unobserved step. Called from an optimizer's hook."""
 
     def is_updated(self, model: nn.Module) -> bool:
-        """Whether parameters of `model` were changed since this was asked last, and that may be the end of a step.
+        """Return True if parameters of `model` changed since the last call, which may be the end of a step.
 
-        Asked where no optimizer has stepped so far. If nobody can tell, as here, such a step has no end.
+        Called if no optimizer has stepped so far. Without an override, such a step has no end.
         """
         return False
 
     def loses_track(self, why: RehearsalError) -> None:
-        """Where a step ends can't be known: raise `why`, or be done without that."""
+        """Raise `why`, or do without the end of a step that can't be known."""
         raise why
 
     def passes_over(self) -> None:
-        """Nothing is left to do, and something else is trained. Called from an optimizer's hook, once."""
+        """Note that another model is trained after all work is done. Called from an optimizer's hook, once."""
 
     def lets_go(self) -> None:
-        """Nothing is left to do, and no other model takes turns: hold the model no longer. As for hooks, see `ends`."""
+        """Release the model: all work is done, and no other model takes turns. Hooks: see `ends`."""
 
     def wants_more(self) -> bool:
-        """Return True if steps are to be watched again. Asked after each update once nothing was left to do."""
+        """Return True if more steps are needed. Called after each update once all work is done."""
         return False
 
     def finish(self) -> None:
-        """The script has ended, and nothing failed: make do with what there is."""
+        """Finish with the recorded steps: the script has ended without an error."""
 
     def leaves(self) -> None:
-        """The watch is over: take everything out that is in force for a step only."""
+        """Remove everything that is in force for one step only: detection is over."""

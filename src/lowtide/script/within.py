@@ -1,4 +1,4 @@
-"""`lowtide.within`: a memory budget around any training loop of this process."""
+"""`lowtide.within`: keep any training loop of this process within a memory budget."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["Run", "RunVerdict", "within"]
 
 
 class Run:
-    """Training steps kept within a budget, as long as a `with` block runs. `print` it for what was decided."""
+    """Training steps kept within a budget, as long as a `with` block runs. `print` it to see the decisions."""
 
     def __init__(self, fitting: Fitting, model: nn.Module | None, say: Callable[[str], None]) -> None:
         self._fitting, self._model, self._say = fitting, model, say
@@ -38,12 +38,12 @@ class Run:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan for the largest batches so far; None before there is one, and where training goes on without."""
+        """The plan for the largest batches so far; None before it is made, and if training goes on without a plan."""
         return self._fitting.plan
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """All plans that are in force, that for the smallest batches first."""
+        """All plans in force, the one for the smallest batches first."""
         return self._fitting.plans
 
     @property
@@ -68,7 +68,7 @@ class Run:
 
     @whole
     def leave(self) -> None:
-        """Leave the model, and all else, as it was before, in the midst of the block or where it has no end."""
+        """Restore the model and all other state, also within the block."""
         self._stack.close()
 
     @whole
@@ -83,7 +83,7 @@ class Run:
                 fitting.finish()
                 if not fitting.done and fitting.plan is None:
                     self._say(f"note: {why_not('the block', steps, fitting)}")
-        if error is None and steps.failed is not None:  # the loop has caught it, and went on
+        if error is None and steps.failed is not None:  # the loop has caught the error, and went on
             raise steps.failed
 
     def __str__(self) -> str:
@@ -120,11 +120,10 @@ def within(
 ) -> Run:
     """Keep the training steps of a `with` block within `budget`, at little extra time and to the same bits.
 
-    The loop stays as it is, whoever runs it: a plain one, a Trainer, a function in a thread of its own. The first two
-    steps are rehearsed, which takes some seconds; the third is the first under a plan, and measured. Where batches are
-    of several sizes up to 20 steps are looked at. A batch that is larger than all of these gets a plan of its own when
-    the next of such a size comes, and the most saving plan until then. At the end of the block, however it ends, the
-    model is as it was before.
+    The loop stays unchanged, in any form: a plain one, a Trainer, a function in its own thread. The first two steps are
+    rehearsed, which takes some seconds; the third is the first under a plan, and measured. If batches are of several
+    sizes, up to 20 steps are observed. A batch that is larger than all of these gets the most saving plan; when the
+    next of such a size comes, it gets its own plan. At the end of the block, however it ends, the model is restored.
 
         with lowtide.within("8GiB") as run:
             trainer.train()
@@ -132,21 +131,24 @@ def within(
 
     Args:
         budget: Bytes, "8GiB", "500MB" or "60%" of the plain step's peak, for all memory of the step: parameters,
-            gradients, optimizer state and batch included, and all else that is in memory, such as other models. On a
-            GPU also "90% of gpu", or "auto": what is free there, less a margin for the allocator's pieces.
+            gradients, optimizer state and batch included, and anything else in memory, such as other models. On a GPU
+            also "90% of gpu", or "auto": the memory that is free there, less a margin for fragmentation.
         model: The model to plan for, which the loop may call through a wrapper. By default the one that is trained.
-        on_infeasible: Where no plan fits, "raise" ends training with the error, "smallest" goes on under the most
-            saving plan, and "plain" goes on without any. The updates so far stand, and are those of the plain loop.
+        on_infeasible: If no plan fits, "raise" ends training with the error, "smallest" goes on under the most saving
+            plan, and "plain" goes on without any. The updates so far stand, and are those of the plain loop.
         levers: Changes of the step, as `lowtide run --lever` takes them: "outputs", "loss head", "micro-batches=4".
         in_place: False lets no gradient be written over the one that it is computed from.
         progress: False writes nothing to stderr; the log named "lowtide" has all lines.
 
+    Returns:
+        The block to enter; it has the plans and the verdict.
+
     Raises:
-        BudgetError: The budget is not an amount of memory.
-        Infeasible: No plan fits. Raised from the optimizer's step, as are the errors below.
-        OverBudget: The measured peaks stay above the budget.
-        RehearsalError: The steps can't be rehearsed.
-        LowtideError: Another such block runs in this process, or the model has a plan already.
+        BudgetError: If the budget is not an amount of memory.
+        Infeasible: If no plan fits. Raised from the optimizer's step, as are the errors below.
+        OverBudget: If the measured peaks stay above the budget.
+        RehearsalError: If the steps can't be rehearsed.
+        LowtideError: If another such block runs in this process, or the model has a plan already.
     """
     check_budget(budget)
     check_on_infeasible(on_infeasible)

@@ -1,4 +1,4 @@
-"""What a call that was run again gave to something outside of it, such as a list of losses, is taken back."""
+"""Undo the appends of a replayed call to external lists, such as a list of losses."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _DEPTH = 3
-"""Tuples in tuples in a list."""
+"""Levels of nested tuples that are searched for a list."""
 
 
 def take_back(first: int, stop: int) -> None:
-    """Take the tensors whose nodes have numbers from `first` to `stop` out of all lists. Needs a look at all objects.
+    """Remove tensors whose nodes have sequence numbers from `first` up to `stop` from all lists. Scans all objects.
 
-    Where one was written over another, as in a dict, nobody knows what was there: that stays as it is.
+    A tensor that replaced another one, as in a dict, stays: the replaced value is unknown.
     """
     given = [thing for thing in gc.get_objects() if _is_of(thing, first, stop)]
     ours = {id(given)}

@@ -1,7 +1,8 @@
-"""Where Python holds things: entries of containers, slots, variables, attributes of classes; each put back in place.
+"""Bindings of Python objects, each restorable: container entries, slots, variables, class attributes.
 
-Numbers and words can't be changed, only exchanged: who holds the same objects again holds the same numbers. So nothing
-is copied but references. All of it goes past the methods of classes of their own, which may make something when asked.
+Numbers and strings are immutable: a place that refers to the same objects again holds the same numbers, so only
+references are copied. All access bypasses methods of user-defined classes, because these may create something when
+called.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from lowtide._torch.autograd_graph import producer
 from lowtide.utils.object_slots import slots_of
 
 LARGEST = 1000
-"""Entries of a container that are asked for a graph."""
+"""Most entries of a container that are searched for a graph."""
 
 _KINDS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
 _COUNTS = (int, str, bytes, type(None), Enum)
-"""Contents that are the same in each run of the same step: no times, which are floats."""
+"""Types of contents that are equal in each run of the same step; floats are excluded, because times are floats."""
 
 
 def kind_of(thing: Any) -> Any:
-    """Which of these kinds of containers a thing is; None for none."""
+    """Return the container type in `_KINDS` of an object; None if it is no container."""
     return next((kind for kind in _KINDS if isinstance(thing, kind)), None)
 
 
 class Empty:
-    """Stands for the content of a place that has none."""
+    """Marker for a place without content."""
 
 
 def has_graph(content: Any) -> bool:
@@ -54,7 +55,7 @@ def has_graph(content: Any) -> bool:
 
 
 class Loose:
-    """A content with a graph, not held meanwhile: a step lets go of the last one's, and of its memory."""
+    """A content with a graph, held by weak reference: a step frees the previous step's graph and its memory."""
 
     __slots__ = ("_keys", "_kind", "_known", "_reference")
 
@@ -67,9 +68,9 @@ class Loose:
             self._keys = len(content)
 
     def content(self, now: Any) -> Any:
-        """The content, if anything still has it; else what is there `now`.
+        """Return the content if it is still alive; else `now`, the present content of the place.
 
-        Of a list or dict, to which there are no weak references, what came in at its end is taken off.
+        Lists and dicts allow no weak references; entries that were appended to one are removed.
         """
         if (there := self._reference()) is not None:
             return there
@@ -89,25 +90,25 @@ ATOMS = (str, int, float, bool, types.NoneType, types.FunctionType, bytes, compl
 
 
 class Places:
-    """The places of one object that have contents, and what is there."""
+    """Places of one object, and their contents."""
 
     __slots__ = ("held",)
 
     def __init__(self, *, loosely: bool) -> None:
         now = self.now()
         self.held: list[Any] = list(map(_loose, now)) if loosely and len(now) <= LARGEST else now
-        """In order; of places with names each name and then the content."""
+        """Contents in order; for named places each name, followed by its content."""
 
     def now(self) -> list[Any]:
-        """The contents by now, as in `held`."""
+        """Return the present contents, in the form of `held`."""
         raise NotImplementedError
 
     def put(self, contents: list[Any]) -> None:
-        """Have these instead. `Empty` is put where there was nothing."""
+        """Store these contents. `Empty` clears a place."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Have the same objects there again, if others are."""
+        """Store the same objects again, if others have replaced them."""
         if (now := self.now()) and len(now) == len(self.held) and all(map(is_, now, self.held)):
             return
         contents = self._contents(now)
@@ -115,12 +116,12 @@ class Places:
             self.put(contents)
 
     def _contents(self, now: list[Any]) -> list[Any]:
-        """The `held` ones with what is loose."""
+        """Return the `held` contents, with loose ones resolved."""
         pairs = zip_longest(self.held, now[: len(self.held)], fillvalue=Empty)
         return [held.content(there) if type(held) is Loose else held for held, there in pairs]
 
     def counts(self) -> Iterator[tuple[str, Any]]:
-        """Numbers and words that are other ones by now, by the names of their places; and how many there are."""
+        """Yield numbers and strings that have changed, by the name of their place, and a changed number of places."""
         now = self.now()
         if len(now) != len(self.held):
             yield "", len(now)
@@ -129,7 +130,7 @@ class Places:
                 yield str(place), content
 
     def name_of(self, thing: Any) -> str | None:
-        """The name of the place that has `thing`."""
+        """Return the name of the place that holds `thing`."""
         return next((f"[{place}]" for place, content in enumerate(self.held) if content is thing), None)
 
 
@@ -163,7 +164,7 @@ class Named(Places):
 
 
 class Entries(Named):
-    """Those of a dict. Others than `names` of an `owner`'s are left as they are."""
+    """Entries of a dict. With an `owner`, entries named in `apart` are left alone."""
 
     __slots__ = ("_apart", "_kind", "_owner", "container")
 
@@ -186,7 +187,7 @@ class Entries(Named):
             if not kind.__contains__(table, name) or kind.__getitem__(table, name) is not content:
                 kind.__setitem__(table, name, content)
         if [name for name in kind.keys(table) if name in wanted] != [*wanted]:
-            for name, content in wanted.items():  # what was taken out and put in again is the last: it is where it was
+            for name, content in wanted.items():  # an entry put back last comes last: restore the order
                 kind.__delitem__(table, name)
                 kind.__setitem__(table, name, content)
 
@@ -195,7 +196,7 @@ class Entries(Named):
 
 
 class Items(Places):
-    """Those of a list, a deque or a set."""
+    """Items of a list, a deque or a set."""
 
     __slots__ = ("_kind", "container")
 
@@ -220,13 +221,13 @@ class Items(Places):
 
 
 def contents_of(container: Any, *, loosely: bool = False) -> Entries | Items:
-    """The places of a container."""
+    """Return the places of a container."""
     kind = Entries if issubclass(kind_of(container), dict) else Items
     return kind(container, loosely=loosely)
 
 
 class Slots(Places):
-    """Those of an object that has slots, frozen or not."""
+    """Slots of an object, frozen or not."""
 
     __slots__ = ("_slots", "_thing")
 
@@ -257,7 +258,7 @@ def _in_slot(slot: types.MemberDescriptorType, thing: Any) -> Any:
 
 
 class Variables(Places):
-    """Some variables of a module or of a class, of which each is bound or not."""
+    """Selected variables of a module or a class, each bound or unbound."""
 
     __slots__ = ("_names", "_table")
 
@@ -280,7 +281,7 @@ class Variables(Places):
 
 
 class Cell(Places):
-    """The variable of a function that another one inside of it has, too."""
+    """A function's variable that an inner function shares."""
 
     __slots__ = ("_cell", "_name")
 

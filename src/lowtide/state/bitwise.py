@@ -1,4 +1,4 @@
-"""Whether tensors are the same bit for bit, and a number that tells apart contents that are not there at once."""
+"""Bitwise comparison of tensors, and hashes for comparing contents that do not exist at the same time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ if TYPE_CHECKING:
     from lowtide.runtime.saved_values import Geometry
 
 PIECE = 2**18
-"""Elements that are looked at together: few enough for little memory, many enough for few events in a recording."""
+"""Elements processed at a time: few enough for little memory, many enough for few events in a recording."""
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of an element."""
+"""Integer dtypes by element size in bytes."""
 
 
 def identical(one: Tensor, other: Tensor, view: Geometry | None = None) -> bool:
-    """Whether two tensors, or this view of both, are the same bit for bit (signed zeros and NaNs too), with the same
-    strides.
-    """
+    """Return True if two tensors, or this view of both, have the same strides and bits (signed zeros and NaNs too)."""
     if view is not None:
         if not (_reaches(one, view) and _reaches(other, view)):
             return False
@@ -37,9 +35,9 @@ def identical(one: Tensor, other: Tensor, view: Geometry | None = None) -> bool:
 
 
 def number_of(tensor: Tensor) -> int:
-    """Give a number that hardly any other content has, nor the same one in another order. Of a strided tensor.
+    """Return a hash of a strided tensor's contents, which depends on their order.
 
-    The strides do not matter. On a CPU no memory of torch is taken: the number is of steps that may have none left.
+    Strides do not matter. On the CPU no torch memory is allocated: the hash serves steps that may have none left.
     """
     integers = _integers(tensor)
     return _digest(integers.numpy()) if integers.device.type == "cpu" else _weighted_sum(integers)
@@ -55,9 +53,9 @@ def _digest(array: Any) -> int:
 
 
 def _weighted_sum(integers: Tensor) -> int:
-    """Add up words of 4 bytes, each as often as its place says.
+    """Sum words of 4 bytes, each weighted by its position.
 
-    Not of 8: two sign bits would cancel each other at the end of the sum.
+    Words of 8 bytes would not do: two sign bits would cancel each other at the top of the sum.
     """
     weights = _weights(min(PIECE, integers.numel()) * max(1, integers.element_size() // 4), integers.device)
     sums: list[Tensor] = []
@@ -71,18 +69,18 @@ def _weighted_sum(integers: Tensor) -> int:
 
 
 _FACTOR = 0x9E3779B97F4A7C15
-"""Odd, with bits that look random (SplitMix64)."""
+"""An odd number with random-looking bits (SplitMix64)."""
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd numbers that look random."""
+    """Return odd, random-looking numbers."""
     weights = torch.arange(1, count + 1, device=device).mul_(_FACTOR - 2**64)
     weights ^= weights >> 31
     return weights.mul_(_FACTOR - 2**64).bitwise_or_(1)
 
 
 def _words(piece: Tensor) -> Tensor:
-    """What is in it in words of 4 bytes; as it is where it ends within one."""
+    """Return the contents as words of 4 bytes, or unchanged if their size is not a multiple of 4 bytes."""
     if piece.nbytes % 4:
         return piece
     piece = piece.contiguous()
@@ -92,7 +90,7 @@ def _words(piece: Tensor) -> Tensor:
 
 
 def _pieces(array: Any) -> Iterator[Any]:
-    """Elements of a tensor or NumPy array in their order, not too many at once: copies where they do not lie so."""
+    """Yield the elements of a tensor or NumPy array in order, at most `PIECE` at a time; copies if noncontiguous."""
     size = math.prod(array.shape)
     if size <= PIECE:
         yield array.reshape(-1)
@@ -104,15 +102,15 @@ def _pieces(array: Any) -> Iterator[Any]:
 
 
 def _integers(tensor: Tensor) -> Tensor:
-    """The same memory as integers; of complex numbers with a dimension more."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()  # else there are no bits to see
+    """Return the same memory as integers; complex numbers get one more dimension."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()  # lazy conj and neg have no bits of their own
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor if tensor.dtype is torch.bool else tensor.view(_AS_INTEGERS[tensor.element_size()])
 
 
 def _reaches(tensor: Tensor, view: Geometry) -> bool:
-    """Whether all elements of `view` are in the memory of `tensor`."""
+    """Return True if all elements of `view` lie in the memory of `tensor`."""
     shape, strides, offset = view
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     return 0 in shape or (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()

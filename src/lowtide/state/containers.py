@@ -1,4 +1,4 @@
-"""Containers in a batch hold again what they held: `batch.pop("labels")` is common in steps."""
+"""Restore the containers in a batch to their contents: `batch.pop("labels")` is common in steps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 from lowtide.state.bindings import Places, contents_of, kind_of
 
 LARGEST = 10_000
-"""Containers in a batch with more entries are data: they are left alone."""
+"""Containers in a batch with more entries are data and left alone."""
 
 
 def handing_back(batch: Any) -> Callable[[], None]:
-    """Give a function that has all containers in a batch hold what they hold now.
+    """Return a function that restores the present contents of all containers in a batch.
 
-    But for those that are data by their size. Of objects in it mappings and dataclasses are looked into.
+    Containers that are data by their size are excluded. Of other objects in a batch, mappings and dataclasses are
+    searched.
     """
     found: list[Places] = []
     seen: dict[int, Any] = {}

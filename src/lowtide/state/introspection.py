@@ -1,4 +1,4 @@
-"""Whose code a function is, and what it can find by name. Nothing of it is run."""
+"""Origin of a function's code, and the objects that its code can reach by name. No code is run."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _WATCHING = ("lowtide.estimator.", "lowtide.script.")
 
 
 def is_opaque(kind: type) -> bool:
-    """Whether what objects of a class refer to is no part of a step.
+    """Return True if objects referenced by instances of a class are not part of a step.
 
-    These are the interpreter's, and those of Lowtide's that watch the step, as from an optimizer's hook, and go on.
+    Such classes are the interpreter's, and Lowtide's own that observe the step, for example from an optimizer's hook.
     """
     return kind.__module__.partition(".")[0] in _OPAQUE or kind.__module__.startswith(_WATCHING)
 
 
 @functools.lru_cache(maxsize=4096)
 def origin(filename: str) -> str:
-    """Whose code a file is: "ours" (torch's or Lowtide's), a "library"'s or the "user"'s."""
+    """Return the origin of a file's code: "ours" (torch or Lowtide), "library" or "user"."""
     if filename.startswith(_OURS):
         return "ours"
     if filename.startswith(_LIBRARIES) or filename.startswith("<frozen"):
@@ -40,18 +40,18 @@ def origin(filename: str) -> str:
 
 
 def is_users(thing: FunctionType | ModuleType | type) -> bool:
-    """Whether a function, module or class is of the user's own code."""
+    """Return True if a function, module or class is the user's own code."""
     if isinstance(thing, FunctionType):
         return origin(thing.__code__.co_filename) == "user"
     module = thing if isinstance(thing, ModuleType) else sys.modules.get(thing.__module__)
     file = getattr(module, "__file__", None)
-    if file is None:  # not of a file: built in, or made by hand
+    if file is None:  # without a file: built in, or created at run time
         return module is not None and module.__spec__ is None
     return origin(file) == "user"
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """The names of globals and attributes that code uses, that of the functions inside it included."""
+    """Yield the names of globals and attributes that code uses, including the code of inner functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -59,9 +59,9 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 def variables(function: FunctionType) -> Iterator[tuple[Any, str, Any]]:
-    """The globals that a function names, those of the user's modules that it names, and its cells.
+    """Yield the globals that a function names, the globals that it names in the user's modules, and its cells.
 
-    Of each where it is (a dict or a cell), its name there and its content.
+    Each is a tuple: its place (a dict or a cell), its name there and its content.
     """
     names = sorted(set(names_in(function.__code__)))
     found: list[tuple[Any, str, Any]]
@@ -70,7 +70,7 @@ def variables(function: FunctionType) -> Iterator[tuple[Any, str, Any]]:
         with contextlib.suppress(ValueError):  # empty
             found.append((cell, "", cell.cell_contents))
     seen = {id(function.__globals__)}
-    for place, name, content in found:  # grows while it is walked
+    for place, name, content in found:  # grows during the loop
         if not isinstance(content, ModuleType):
             yield place, name, content
         elif is_users(content) and id(table := vars(content)) not in seen:
@@ -79,24 +79,24 @@ def variables(function: FunctionType) -> Iterator[tuple[Any, str, Any]]:
 
 
 class Named:
-    """What code that was met names of objects that were met: `trainer.step(x)` leads to `step` of a trainer.
+    """Attributes of visited objects that visited code names: `trainer.step(x)` leads to `step` of a trainer.
 
-    Each is told once, whichever of the two is met first. `names` are taken to be named by code.
+    Each attribute is returned once, whether its code or its object is visited first. `names` count as named by code.
     """
 
     def __init__(self, *names: str) -> None:
-        self._names: dict[str, None] = dict.fromkeys(names)  # in the order in which they were met
+        self._names: dict[str, None] = dict.fromkeys(names)  # in the order of visits
         self._tables: list[dict[str, Any]] = []
         self._kinds: set[type] = set()
 
     def code(self, function: FunctionType) -> list[Any]:
-        """The code of a function was met: attributes that it names, of what was met so far."""
+        """Record the code of a function; return the attributes that it names of objects visited so far."""
         new = sorted(set(names_in(function.__code__)) - self._names.keys())
         self._names.update(dict.fromkeys(new))
         return [_within(table[name]) for table in self._tables for name in new if name in table]
 
     def thing(self, thing: Any) -> list[Any]:
-        """An object, or a class itself, was met: its attributes that were named so far."""
+        """Record an object, or a class itself; return its attributes that were named so far."""
         tables = [] if isinstance(thing, type) or not hasattr(thing, "__dict__") else [vars(thing)]
         kinds = (thing if isinstance(thing, type) else type(thing)).__mro__
         new = [kind for kind in kinds if kind not in self._kinds and is_users(kind)]
@@ -107,17 +107,17 @@ class Named:
 
 
 def _within(attribute: Any) -> Any:
-    """The function behind a method or property of a class."""
+    """Return the function behind a method or property of a class."""
     if isinstance(attribute, staticmethod | classmethod):
         return attribute.__func__
     return attribute.fget if isinstance(attribute, property) else attribute
 
 
 def users_functions(start: Any) -> Iterator[FunctionType]:
-    """The functions of the user's own code that calling `start` may lead to, as far as they are found by name."""
+    """Yield the functions of the user's own code that calling `start` may reach, as far as names lead to them."""
     named = Named()
     pending: list[Any] = [start]
-    seen: dict[int, Any] = {}  # holds them, so that no address is used twice
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
     while pending:
         thing = pending.pop()
         if id(thing) in seen or isinstance(thing, _LEAVES):

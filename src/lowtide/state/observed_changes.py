@@ -1,7 +1,7 @@
-"""Changes of what is not put back: iterators, files, loaders, data sets, services, and what is too large to be copied.
+"""Changes that are not put back: of iterators, files, loaders, data sets, services, and objects too large to copy.
 
-These speak of something outside, or can't be had again once they have given it. They are looked at, never asked for
-their next item, and what has changed is named with its change.
+Such objects communicate with something outside, or can't take back an item once it was consumed. They are inspected,
+never asked for their next item, and each change is reported by name.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from lowtide.units import format_bytes
 from lowtide.utils.object_slots import slots_of
 
 SUMMED_BYTES = 2**28
-"""Arrays with more bytes are not looked at."""
+"""Arrays with more bytes are not inspected."""
 
 MOST_SAID = 8
 
 _WORDS = (int, float, complex, str, bytes, type(None), Enum)
 _DATA = {"datasets", "multiprocessing", "queue", "_queue", "socket", "subprocess", "concurrent", "asyncio", "sqlite3"}
-"""Packages of data and of what hands it over."""
+"""Packages of data and of data transport."""
 _WATCHING = ("torch.profiler", "torch.autograd.", "torch.utils.tensorboard", "torch.utils.data")
 _OUTSIDE = _DATA | {"_thread", "threading", "_io", "ssl", "_ssl"}
-"""An object of a library that has one of these speaks to something outside, which counts on with it."""
+"""Packages of external resources: a library's object with an attribute of one depends on outside state."""
 
 
 def is_left_alone(thing: Any) -> bool:
-    """Return True for iterators, files, loaders, data sets, and what of libraries speaks to something outside."""
+    """Return True for iterators, files, loaders, data sets, and library objects that use external resources."""
     kind = type(thing)
     if isinstance(thing, nn.Module):
         return False
@@ -57,13 +57,13 @@ def is_left_alone(thing: Any) -> bool:
 
 
 def not_put_back(changes: tuple[str, ...]) -> str:
-    """Changes in a line."""
+    """Format changes as one line."""
     more = f", and {len(changes) - MOST_SAID} more" if len(changes) > MOST_SAID else ""
     return f"not put back: {', '.join(changes[:MOST_SAID])}{more}"
 
 
 class Watched:
-    """Something that is left alone, and what could be seen of it."""
+    """An object that is left alone, and its observable state."""
 
     __slots__ = ("_before", "thing")
 
@@ -72,7 +72,7 @@ class Watched:
         self._before = dict(_seen_of(thing))
 
     def changes(self) -> Iterator[tuple[str, str]]:
-        """What has changed since: a name within it, and how."""
+        """Yield the changes since then: a name within the object, and a description."""
         now = dict(_seen_of(self.thing))
         for name in {**self._before, **now}:
             before, after = self._before.get(name, _NOTHING), now.get(name, _NOTHING)
@@ -84,7 +84,7 @@ class Watched:
 
 
 class _Said(str):
-    """Words that are said without quotes."""
+    """Text that is printed without quotes."""
 
     __slots__ = ()
 
@@ -97,7 +97,7 @@ def _said(content: Any) -> str:
 
 
 def _seen_of(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Numbers, words and lengths that can be seen of something, each with its name in there."""
+    """Yield the observable numbers, strings and lengths of an object, each with its name within it."""
     if isinstance(thing, Tensor):
         if not thing.is_inference():
             yield "", (thing._version, thing.untyped_storage().data_ptr())

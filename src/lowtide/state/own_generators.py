@@ -1,8 +1,8 @@
-"""What a call draws from generators of the model's own, which a replay would draw once more.
+"""Draws of a call from the model's own random number generators, which a replay would repeat.
 
-A replay sets back torch's random numbers, those of the generators that its modules and arguments have, and the global
-ones of Python and NumPy. Nobody sets back other generators that the model's code can reach: who draws from one of them
-is not replayed, and after a trial they are as they were.
+A replay restores torch's RNG state, the generators of its modules and arguments, and the global ones of Python and
+NumPy. It does not restore other generators that the model's code can reach: a call that draws from one of them is not
+replayed, and after a trial their states are put back.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class OwnDraws:
         self._generators = ReachableState(model, *(module.forward for module in model.modules())).generators
 
     def states(self) -> list[tuple[Callable[[Any], object], Any]]:
-        """For each how its state is set, and what it is."""
+        """Return for each generator the function that sets its state, and the state."""
         return list(map(state_of, self._generators))
 
     def put_back(self, before: list[tuple[Callable[[Any], object], Any]]) -> bool:
-        """Set the states that were `before`; whether any had changed."""
+        """Set the states to `before`; return True if any had changed."""
         drawn = [
             (set_state, state)
             for (set_state, state), (_, now) in zip(before, self.states(), strict=True)

@@ -1,9 +1,9 @@
-"""Training in several processes: a step that is rehearsed is taken by this process alone.
+"""Training in several processes: a rehearsed step runs in this process alone.
 
-How many steps a rehearsal takes is for each process to find out. So those that DistributedDataParallel wraps send
-nothing meanwhile, neither gradients nor buffers, as inside of its `no_sync()`, and those that `fully_shard` has sharded
-(FSDP2) take their own part of each parameter for all the others' parts. What waits for the others all the same, as
-SyncBatchNorm does, is refused.
+Each process decides by itself how many steps a rehearsal takes. So during a rehearsal modules wrapped in
+DistributedDataParallel send nothing, neither gradients nor buffers, as inside its `no_sync()`, and modules sharded by
+`fully_shard` (FSDP2) use their own part of each parameter in place of all the other parts. A step that waits for other
+processes all the same, such as one with SyncBatchNorm, is refused.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from lowtide.runtime.fsdp_scopes import units
 
 
 def several_processes() -> bool:
-    """Whether this process trains together with others."""
+    """Return True if this process trains together with others."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def n_sent() -> int:
-    """How many collective operations this process has taken part in so far."""
+    """Return the number of collective operations that this process has taken part in so far."""
     return n_collectives() if several_processes() else 0
 
 
 def check_sharding(modules: Iterable[torch.nn.Module]) -> None:
-    """Refuse a model that is sharded over processes in a way that is not planned for. Raises RehearsalError."""
+    """Refuse a model that is sharded over processes in an unsupported way. Raises RehearsalError."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here: that takes a second
     if fsdp is None:
         return
@@ -52,7 +52,7 @@ def check_sharding(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def _not_planned(unit: torch.nn.Module) -> str | None:
-    """What is special about a unit, in words."""
+    """Return the unsupported property of a unit, in words; None if it has none."""
     for group in shard_groups(unit):
         if group.is_on_host:
             return "is sharded with CPUOffloadPolicy"
@@ -62,7 +62,7 @@ def _not_planned(unit: torch.nn.Module) -> str | None:
 
 
 def _check_at_rest(groups: Iterable[ShardGroup]) -> None:
-    """Refuse what is sharded and in the middle of a step. Raises RehearsalError."""
+    """Refuse sharded modules that are in the middle of a step. Raises RehearsalError."""
     for group in groups:
         if group.has_unsent_gradients:
             raise RehearsalError(
@@ -79,7 +79,7 @@ def _check_at_rest(groups: Iterable[ShardGroup]) -> None:
 
 
 def check_waits_for_nobody(sent_before: int) -> None:
-    """Refuse a step that has waited for other processes although none had to. Raises RehearsalError."""
+    """Refuse a step that has waited for other processes. Raises RehearsalError."""
     if n := n_sent() - sent_before:
         raise RehearsalError(
             f"the step waits for other processes ({n} collective operations), not counting what "
@@ -91,14 +91,15 @@ def check_waits_for_nobody(sent_before: int) -> None:
 
 
 def n_with_new_buckets(modules: Iterable[torch.nn.Module]) -> int:
-    """How many of them send gradients in the order in which these came once. Memory moves when they begin to."""
+    """Count the modules that send gradients in the order of their first arrival. Memory moves when this begins."""
     return sum(isinstance(module, DistributedDataParallel) and has_new_buckets(module) for module in modules)
 
 
 class NoSync:
-    """What DistributedDataParallel wraps or `fully_shard` has sharded sends nothing to other processes until `end()`.
+    """Suspension of communication by DistributedDataParallel and `fully_shard` until `end()`.
 
-    Raises RehearsalError where it has to send once first.
+    Modules wrapped or sharded by them send nothing to other processes. Raises RehearsalError if one has to send once
+    first.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -124,22 +125,22 @@ class NoSync:
             self._undo.callback(sum_over_processes, sum_over_processes(_own_sum))
 
     def forget_step(self) -> None:
-        """Be as between two steps, wherever one was broken off."""
+        """Reset the units to the state between two steps, also after an aborted step."""
         for unit in self._units:
             forget_step(unit)
 
     def end(self) -> None:
-        """Send again."""
+        """Allow communication again."""
         self._undo.close()
 
 
 def _own_sum(tensor: torch.Tensor, *_: Any, **settings: Any) -> torch.Tensor:
-    """Of what this process has, by itself."""
+    """Return the sum over this process alone."""
     return tensor.clone()
 
 
 class _LocalShard:
-    """Gathers and adds up as if all processes had what this one has, without asking them."""
+    """Gather and reduce operations that act as if all processes had this one's values, without communication."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -147,7 +148,10 @@ class _LocalShard:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, *_: Any, **settings: Any
     ) -> None:
-        """The input of all is longer: a part for each. `input_tensor` may be a part of `output_tensor`."""
+        """Copy between the whole and this process's part: the longer tensor has one part for each process.
+
+        `input_tensor` may be a part of `output_tensor`.
+        """
         if output_tensor.numel() < input_tensor.numel():
             output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()].view_as(output_tensor))
             return

@@ -1,13 +1,13 @@
-"""Everything in Python that a step can reach, put back as it was: attributes, dictionaries, lists, closures.
+"""Restore every Python object that a step can reach: attributes, dictionaries, lists, closures.
 
-A counter on a module, a schedule kept in a dict, Accelerate's count of micro-batches: a step that is run on trial
-counts on, and training would begin elsewhere. So every place that can be reached from the model, the step and the
-optimizers is noted with what it holds, one level of references at a time, and afterwards holds the same objects again.
-Numbers and words are put back with that, and lists and dicts stay the ones that they were. Only arrays and tensors have
-to be copied.
+A counter on a module, a schedule kept in a dict, Accelerate's count of micro-batches: a trial run of the step advances
+them, and training would then start from a different state. So every place that can be reached from the model, the step
+and the optimizers is recorded with its content, one level of references at a time, and later holds the same objects
+again. That restores numbers and strings too, and lists and dicts keep their identity. Only arrays and tensors have to
+be copied.
 
-Not walked into are modules, types and functions of libraries, what `observed_changes.py` leaves alone, and containers
-that are data by their size. The walk ends after `MOST` objects.
+The walk leaves out modules, types and functions of libraries, the objects that `observed_changes.py` leaves alone, and
+containers that are data by their size. It ends after `MOST` objects.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from lowtide.state.reachable_state import LEAVES, ReachableState, is_generator, 
 from lowtide.utils.object_slots import slots_of
 
 COPIED_BYTES = 2**26
-"""Arrays, tensors that no module owns, and references: what is copied of all together."""
+"""Most bytes copied in all: arrays, tensors that no module owns, and references."""
 
 LARGEST = 10_000
-"""Containers with more entries are data, not state: they are put back, and not walked into."""
+"""Containers with more entries are data, not state: they are restored, but not searched."""
 LARGEST_HELD = 1_000_000
-"""And those with more not even that."""
+"""Containers with more entries are not even restored."""
 
 MOST = 200_000
-"""Objects that are walked to."""
+"""Most objects that the walk visits."""
 
 _TABLES: Final = frozenset(name for name, found in vars(nn.Module()).items() if isinstance(found, dict))
-"""A module's own: parameters, buffers, modules, hooks."""
+"""Names of a module's own tables: parameters, buffers, modules, hooks."""
 _WALKED: Final = ("torch.nn.", "torch.optim.", "torch.amp.", "torch.cuda.amp.", "torch.distributions.")
-"""Packages of torch that have objects with state."""
+"""Packages of torch whose objects have state."""
 _WRAPPERS: Final = ("torch.nn.parallel.", "torch.distributed.", "torch._")
-"""Packages of modules that count for something which is in no Python object, too."""
+"""Packages of modules whose counters also live outside Python objects."""
 _CACHE: Final = type(functools.lru_cache(int))
 
 
 class ReachableObjects(ReachableState):
-    """What `roots` reach, as it is now, for as long as it takes to put it back."""
+    """Snapshot of the objects that `roots` reach, kept until it is restored and closed."""
 
     largest = LARGEST
     loosely = True
-    """Whether contents with a graph are not held meanwhile."""
+    """True if contents with a graph are held by weak reference only."""
 
     def __init__(self, *roots: Any) -> None:
         self._places: list[Places] = []
@@ -69,23 +69,23 @@ class ReachableObjects(ReachableState):
         self._others: list[Callable[[], object]] = []
         self._watched: list[Watched] = []
         self._torchs: set[int] = set()
-        """Attributes of optimizers, which levers may leave out."""
+        """Ids of optimizers' attributes, which levers may leave out."""
         self._bound: set[tuple[int, str]] = set()
-        """Variables of modules that were met."""
+        """Module-level variables that the walk has visited."""
         self._left_bytes = COPIED_BYTES
         self._is_complete, self._is_late = True, False
         self.reached_optimizers: list[Optimizer] = []
         super().__init__(*roots)
 
     def take(self, n_bytes: int) -> bool:
-        """Return True if so much may still be copied, which then counts."""
+        """Return True if `n_bytes` may still be copied, and count them."""
         if n_bytes > self._left_bytes:
             return False
         self._left_bytes -= n_bytes
         return True
 
     def note_late(self, *roots: Any) -> None:
-        """Walk from these, although the step has begun: the gradients that they have are its own."""
+        """Walk from `roots` although the step has begun: gradients found there are the step's own."""
         self._is_late = True
         try:
             self.note(*roots)
@@ -93,31 +93,31 @@ class ReachableObjects(ReachableState):
             self._is_late = False
 
     def watch(self, thing: Any) -> None:
-        """Have the changes of something named."""
+        """Report later changes of `thing` by name."""
         self._watched.append(Watched(thing))
 
     def restore(self) -> None:
-        """Put everything back, whatever fails in between."""
+        """Put everything back, even if one part fails."""
         error: BaseException | None = None
         restores: list[Callable[[], object]] = [places.restore for places in reversed(self._places)]
         restores += [functools.partial(kind_of(table).clear, table) for table in self._empty if table]
         for restore in (*restores, *reversed(self._others)):
             try:
                 restore()
-            except BaseException as raised:  # the first one is raised when all have been put back
+            except BaseException as raised:  # raise the first error after everything has been put back
                 error = error or raised
         if error is not None:
             raise error
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all references."""
         for found in (self._places, self._empty, self._others, self._watched, self.modules, self.tensors):
             found.clear()
         for more in (self.stateful, self.generators, self.reached_optimizers, self._seen, self._bound, self._torchs):
             more.clear()
 
     def counts(self) -> dict[str, str]:
-        """Whole numbers and words that are other ones by now, each with its place."""
+        """Return whole numbers and strings that have changed, each with its place."""
         return {
             f"{number} {place}": repr(content)
             for number, places in enumerate(self._places)
@@ -126,7 +126,7 @@ class ReachableObjects(ReachableState):
         }
 
     def changes(self) -> tuple[str, ...]:
-        """What was not put back and has changed, in words: `Stream.position` went from 0 to 9."""
+        """Describe changes that were not put back: `Stream.position` went from 0 to 9."""
         found = [
             f"`{self._name_of(watched.thing, name)}` {change}"
             for watched in self._watched
@@ -137,7 +137,7 @@ class ReachableObjects(ReachableState):
         return tuple(dict.fromkeys(found))
 
     def _name_of(self, thing: Any, within: str) -> str:
-        """`Trainer.stream.position`: the variable or attribute that has `thing`, and a name in there."""
+        """Return the variable or attribute that holds `thing`, and the name within it: `Trainer.stream.position`."""
         if within and hasattr(thing, "__dict__"):
             return f"{type(thing).__name__}{within}"
         if within:
@@ -163,7 +163,7 @@ class ReachableObjects(ReachableState):
         return True
 
     def _hold(self, places: Places) -> Iterable[Any]:
-        """Note these. Gives what is in them."""
+        """Record these places; return their contents."""
         self._places.append(places)
         return [x for x in places.held if type(x) not in _WORDS and x is not Empty]
 
@@ -207,7 +207,7 @@ class ReachableObjects(ReachableState):
                 yield from self._hold(Cell(cell, name, loosely=self.loosely))
 
     def _variables(self, function: types.FunctionType, only: Callable[[Any], bool] | None = None) -> Iterator[Any]:
-        """Variables of modules that the function names, and those that it may be the first to bind."""
+        """Yield module-level variables that the function names, and record those that it may be the first to bind."""
         tables = {id(function.__globals__): function.__globals__}
         names: dict[int, dict[str, None]] = {id(function.__globals__): {}}
         for place, name, content in variables(function):
@@ -261,13 +261,13 @@ class ReachableObjects(ReachableState):
         return isinstance(thing, nn.Module) or not defined_in.startswith("torch.") or defined_in.startswith(_WALKED)
 
     def _attributes(self, thing: Any, apart: Collection[str] = ()) -> Iterable[Any]:
-        """Note what an object has in slots and attributes."""
+        """Record the slots and attributes of an object."""
         self._sort(thing)
         found: list[Any] = [type(thing), vars(type(thing)).get("__call__")]
         if slots_of(thing):
             found += self._hold(Slots(thing, loosely=self.loosely))
         attributes = getattr(thing, "__dict__", None)
-        if type(attributes) is dict and id(attributes) not in self._seen:  # several objects may have one
+        if type(attributes) is dict and id(attributes) not in self._seen:  # several objects may share one
             self._seen[id(attributes)] = attributes
             own = Entries(attributes, loosely=self.loosely, owner=type(thing).__name__, apart=apart)
             found += self._hold(own)
@@ -275,8 +275,8 @@ class ReachableObjects(ReachableState):
         return found
 
     def _module(self, module: nn.Module) -> Iterable[Any]:
-        """Note a module; but for what it is yet to be made of, or what is shared out over processes."""
-        if isinstance(module, torch.jit.ScriptModule):  # whose tables are no dicts
+        """Record a module, except for uninitialised parameters and those sharded over processes."""
+        if isinstance(module, torch.jit.ScriptModule):  # its tables are no dicts
             self._sort(module)
             return [*module.children(), *module.parameters()]
         tensors = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
@@ -293,7 +293,7 @@ class ReachableObjects(ReachableState):
         return (*(x for x in self._attributes(module, (CALL,)) if id(x) not in skipped), *tensors)
 
     def _array(self, found: np.ndarray[Any, Any]) -> Iterable[Any]:
-        now = np.asarray(found)  # past methods of a class of its own
+        now = np.asarray(found)  # bypass methods of a subclass
         if not now.flags.writeable:
             return ()
         if not self.take(now.nbytes):
@@ -302,7 +302,7 @@ class ReachableObjects(ReachableState):
         before = now.copy()
 
         def restore() -> None:
-            if now.tobytes() != before.tobytes():  # NaN included; of objects that is where they are
+            if now.tobytes() != before.tobytes():  # NaN included; arrays of objects compare addresses
                 now[...] = before
 
         self._others.append(restore)
@@ -326,12 +326,12 @@ class ReachableObjects(ReachableState):
         return ()
 
     def _cache(self, cache: Any) -> Iterable[Any]:
-        """Leave what a function remembers: it is what it would give."""
+        """Leave a function's cache alone: cached results equal new ones."""
         return (cache.__wrapped__,)
 
 
 def looking_on(*roots: Any) -> Callable[[], tuple[str, ...]]:
-    """Give a function that names what `roots` reach, is not put back, and has changed since."""
+    """Return a function that describes changes of objects that `roots` reach and that are not put back."""
     return ReachableObjects(*roots).changes
 
 
@@ -340,12 +340,12 @@ _BUFFERS: Final = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ct
 
 
 def is_lowtides(module_name: str) -> bool:
-    """Return True for what watches the step, not for what the demo trains."""
+    """Return True for modules of Lowtide, which observe the step; False for the demo, which is trained."""
     return module_name.partition(".")[0] == "lowtide" and not module_name.startswith("lowtide.cli.demo")
 
 
 def _is_data(content: Any) -> bool:
-    """Return True if a variable of a library's module may be state, and no part of the library."""
+    """Return True if a variable of a library's module may be state, not part of the library."""
     words = isinstance(content, LEAVES) and not isinstance(content, types.ModuleType | types.BuiltinFunctionType)
     return words or kind_of(content) is not None or isinstance(content, Tensor | nn.Module) or is_generator(content)
 
@@ -356,13 +356,13 @@ def _attributes(thing: Any) -> Iterable[Any]:
 
 
 def _inside(iterator: Any) -> Iterable[Any]:
-    """What an iterator of the interpreter's goes through, as far as that is an iterator or data, too."""
+    """Return the objects that a built-in iterator refers to, such as iterators or data."""
     return gc.get_referents(iterator) if type(iterator).__module__ in ("builtins", "itertools", "collections") else ()
 
 
 def _gradient_of(tensor: Tensor) -> Callable[[], None]:
     gradient, requires = tensor.grad, tensor.requires_grad
-    if gradient is not None and is_fake(gradient):  # it was found late, when there was one of a rehearsal's
+    if gradient is not None and is_fake(gradient):  # found late: the gradient is a rehearsal's
         gradient = None
 
     def restore() -> None:

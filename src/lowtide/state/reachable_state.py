@@ -1,9 +1,9 @@
-"""What a step changes besides the model: modules, schedulers, scalers, generators, tensors that its code refers to.
+"""State besides the model that a step changes: modules, schedulers, scalers, generators, tensors of its code.
 
-A rehearsed step is a real one. It moves a learning-rate scheduler on, averages weights into a second model, counts in a
-batch norm of a teacher. None of these is named in the call, so they are looked for where the step's code can find them:
-closures, globals and methods that it names, attributes, containers. Only what has contents of its own to put back is
-taken; `reachable_objects.py` puts numbers, words and containers back.
+A rehearsed step is a real one. It may advance a learning-rate scheduler, average weights into a second model, or update
+batch norm statistics of a teacher. None of these is passed to the call, so the search follows the step's code:
+closures, globals and methods that it names, attributes, containers. Only objects with contents of their own to put back
+are collected; `reachable_objects.py` puts numbers, strings and containers back.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from lowtide.state.introspection import Named, is_opaque, is_users, variables
 from lowtide.utils.object_slots import in_slots
 
 LARGEST = 1000
-"""Lists, tuples and sets with more entries are data, not state: they are left alone, as are data sets and loaders. Of
-dicts with more entries only tensors and modules are looked at."""
+"""Lists, tuples and sets with more entries are data, not state: they are left alone, as are data sets and loaders.
+Dicts with more entries are searched for tensors and modules only.
+"""
 
 LARGEST_BYTES = 1 << 28
-"""As are larger tensors, unless a module owns them."""
+"""Larger tensors are left alone too, unless a module owns them."""
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
 DATA = {"datasets", "multiprocessing", "queue"}
-"""Packages of data and of what hands it over: their objects are not looked into either."""
+"""Packages of data and of data transport: their objects are not searched either."""
 
 
 class ReachableState:
-    """Every module, tensor and object with a `state_dict` that can be reached from `roots`. Nothing of them is run."""
+    """Every module, tensor and object with a `state_dict` that is reachable from `roots`. None of their code is run."""
 
     largest = LARGEST
 
@@ -53,35 +54,35 @@ class ReachableState:
         self.modules: list[nn.Module] = []
         self.tensors: list[Tensor] = []
         self.stateful: list[Any] = []
-        """Schedulers, gradient scalers, and what else has `state_dict` and `load_state_dict`."""
+        """Schedulers, gradient scalers, and other objects with `state_dict` and `load_state_dict`."""
         self.generators: list[Any] = []
-        """Of random numbers: torch's, NumPy's and Python's."""
+        """Random number generators of torch, NumPy and Python."""
         self._named = Named("forward")  # `model(x)` leads there
-        self._seen: dict[int, Any] = {}  # holds them, so that no address is used twice
+        self._seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
         self.note(*roots)
 
     def note(self, *roots: Any) -> None:
-        """Walk from these, but not where the walk has been."""
+        """Walk from `roots`, skipping objects that were visited before."""
         pending = deque(roots)
         while pending:
             thing = pending.popleft()
             if isinstance(thing, types.BuiltinFunctionType):
-                thing = thing.__self__  # as `random.Random(0).random`
+                thing = thing.__self__  # such as `random.Random(0).random`
             if not isinstance(thing, LEAVES) and id(thing) not in self._seen and self._is_of_interest(thing):
                 self._seen[id(thing)] = thing
                 pending.extend(self._look_at(thing))
 
     def _is_of_interest(self, thing: Any) -> bool:
-        """Return True if `thing` is to be looked at."""
+        """Return True if `thing` should be visited."""
         return True
 
     @property
     def things(self) -> Collection[Any]:
-        """All that was looked at."""
+        """Return all visited objects."""
         return self._seen.values()
 
     def _look_at(self, thing: Any) -> Iterable[Any]:
-        """Take `thing` if it is one of those looked for. Gives what it refers to."""
+        """Collect `thing` if it is state; return the objects that it refers to."""
         if isinstance(thing, Tensor):
             return self._tensor(thing)
         if kind_of(thing) is not None:
@@ -117,7 +118,7 @@ class ReachableState:
         return self._named.thing(kind)
 
     def _object(self, thing: Any) -> Iterable[Any]:
-        if isinstance(thing, Optimizer | Dataset | DataLoader | Sampler):  # an optimizer is noticed as it steps
+        if isinstance(thing, Optimizer | Dataset | DataLoader | Sampler):  # an optimizer is recorded when it steps
             return ()
         if is_generator(thing):
             self.generators.append(thing)
@@ -129,7 +130,7 @@ class ReachableState:
         if type(attributes) is not dict:
             return (*in_slots(thing), *self._named.thing(thing)) if is_users(type(thing)) else ()
         if defined_in.startswith("torch.distributed.") and not isinstance(thing, nn.Module):
-            return ()  # as of FSDP: tensors that have memory for a while
+            return ()  # such as FSDP's: tensors whose memory comes and goes
         self._sort(thing)
         return (attributes, vars(type(thing)).get("__call__"), *self._named.thing(thing))
 
@@ -141,7 +142,7 @@ class ReachableState:
 
 
 def is_state(tensor: Tensor) -> bool:
-    """Return True if a step may have a tensor that no module owns as its state: no data, no result of a graph."""
+    """Return True if a tensor that no module owns may be state of a step: no data, no result of a graph."""
     return is_leaf_tensor(tensor) and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_inference())
 
 
@@ -155,7 +156,10 @@ def is_torchs(function: types.FunctionType) -> bool:
 
 
 def referenced_objects(function: types.FunctionType) -> Iterator[Any]:
-    """What a function's code can find by name: globals, closure, defaults. Torch's own functions have no state."""
+    """Yield the objects that a function's code can reach by name; none for torch's own, which have no state.
+
+    These are globals, closure and defaults.
+    """
     if is_torchs(function):
         return
     for _, _, content in variables(function):
@@ -166,7 +170,7 @@ def referenced_objects(function: types.FunctionType) -> Iterator[Any]:
 
 
 class State:
-    """The `state_dict` of a scheduler or gradient scaler; given back only where it has changed since."""
+    """The `state_dict` of a scheduler or gradient scaler; restored only if it has changed."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -175,36 +179,38 @@ class State:
 
     @property
     def scales(self) -> bool:
-        """Whether it is that of a gradient scaler, and one that is in use."""
+        """Return True for the state of an enabled gradient scaler."""
         return self._stages is not None and bool(self._before)
 
     def restore(self) -> None:
         now = self._owner.state_dict()
         if not _same(self._before, now):
             self._owner.load_state_dict(_like(self._before, now))
-        if self._stages is not None:  # a step that failed in between may have left its mark
+        if self._stages is not None:  # a step that failed halfway may have left them changed
             set_scaler_stages(self._owner, self._stages)
 
     def calm(self) -> None:
-        """Have a scaler scale by 1: where gradients overflow it leaves out the optimizer's step, as it often does with
-        its first scales, and the memory of that would go unseen.
+        """Make a gradient scaler scale by 1.
+
+        Gradients that overflow, as they often do with its first scales, would skip the optimizer's step, and the memory
+        of that step would go unseen.
         """
         if self.scales:
             self._owner.load_state_dict({**_like(self._before, {}), "scale": 1.0})
 
 
 def is_generator(thing: Any) -> bool:
-    """Whether it draws random numbers from a state; the system's have none."""
+    """Return True if `thing` draws random numbers from a state; the system's generators have none."""
     return isinstance(thing, _GENERATORS) and not isinstance(thing, random.SystemRandom)
 
 
 def states(owners: Iterable[Any]) -> list[State]:
-    """Of those whose state can be asked for now."""
+    """Return the states of owners that can report one now."""
     found = []
     for owner in owners:
         try:
             found.append(State(owner))
-        except Exception:  # somebody else's code, which nobody here asked for: it may need what is not there yet
+        except Exception:  # foreign code, which may depend on something that does not exist yet
             continue
     return found
 
@@ -220,7 +226,7 @@ def _copy(state: Any) -> Any:
 
 
 def _like(saved: Any, now: Any) -> Any:
-    """`saved` once more, with its tensors on the devices that they are on in `now`."""
+    """Return a copy of `saved`, with its tensors on the devices of their counterparts in `now`."""
     if isinstance(saved, Tensor):
         return saved.to(now.device if isinstance(now, Tensor) else "cpu", copy=True)
     if isinstance(saved, dict):
@@ -242,5 +248,5 @@ def _same(one: Any, other: Any) -> bool:
         return True
     try:
         return bool(one == other)
-    except Exception:  # no truth in it, as of arrays: then it is given back
+    except Exception:  # no truth value, as for arrays: counts as changed
         return False

@@ -1,10 +1,10 @@
-"""What a call changes that a replay would change once more: state that is neither a module's nor random numbers.
+"""Changes made by a call that a replay would repeat: state that is neither a module's nor an RNG's.
 
-A replay puts back what `surroundings.py` knows of. A running mean in an object of the user's own, a counter that is a
-global, an array, a tensor that is no buffer: these nobody puts back, and a call that changes one is not run again, not
-even on trial. So they are looked at when a call begins and when it is over.
+A replay restores the state that `call_context.py` covers. It does not restore a running mean in a user's object, a
+global counter, an array, or a tensor that is no buffer: a call that changes one of these is not run again, not even on
+trial. So such state is inspected when a call begins and when it is over.
 
-What an iterator has given can't be seen by looking at it: a call whose code can reach one is not run again either.
+Items consumed from an iterator can't be seen by inspection: a call whose code can reach one is not run again either.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ CHANGES = "it changes something outside of its modules, which a replay would cha
 ITERATES = "its code has an iterator, and what that has given can't be given back"
 
 LARGEST_BYTES = 2**22
-"""Of larger arrays, and tensors to which something writes without being counted, changes go unseen."""
+"""Uncounted writes to larger arrays and tensors go unseen."""
 
 
 class OwnState(ReachableState):
-    """What the code of `module` can reach, as it is now; but what `surroundings` puts back."""
+    """Present state that the code of `module` can reach, except for the state that `surroundings` restores."""
 
     def __init__(self, module: nn.Module, surroundings: CallContext) -> None:
         parts = tuple(module.modules())
@@ -45,7 +45,7 @@ class OwnState(ReachableState):
         self._put_back |= {id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())}
         hooks = [hook for part in parts for table in _HOOKS for hook in getattr(part, table).values()]
         self._bound: list[Cell | Variables] = []
-        """Variables of functions."""
+        """Variables that functions refer to."""
         kinds = {type(part) for part in parts if is_users(type(part))}
         super().__init__(*(part.forward for part in parts), *parts, *hooks, *kinds)
         self.iterates = any(hasattr(type(thing), "__next__") for thing in self.things)
@@ -58,7 +58,7 @@ class OwnState(ReachableState):
 
     def _look_at(self, thing: Any) -> Iterable[Any]:
         if (written := as_written(thing)) is not thing:
-            return (written,)  # what its compiler keeps to itself changes at any time
+            return (written,)  # private state of its compiler may change at any time
         is_private = type(thing).__module__.startswith("torch._") and not isinstance(thing, Tensor)
         return () if is_private else super()._look_at(thing)
 
@@ -68,20 +68,20 @@ class OwnState(ReachableState):
         return super()._function(function)
 
     def has_changed(self) -> bool:
-        """Whether anything is not as it was."""
+        """Return True if any of the state has changed."""
         if any(places.now()[0] is not places.held[0] for places in self._bound):
             return True
         return any(_now(thing) != before for thing, before in zip(self._watched, self._before, strict=True))
 
 
 _TORCHS = frozenset(vars(nn.Module()))
-"""Attributes that every module has. Hooks in them come and go, as transformers' for outputs that it collects."""
+"""Attributes that every module has. Hooks in them come and go, such as transformers' hooks that collect outputs."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def _now(thing: Any) -> Any:
-    """Something that is equal as long as a thing is unchanged. It holds what it speaks of: addresses come again."""
+    """Return an object that compares equal while `thing` is unchanged. It keeps its subjects alive: ids are reused."""
     if isinstance(thing, Tensor):
         return None if thing.is_inference() else thing._version, _digest_of(thing)
     if isinstance(thing, np.ndarray):
@@ -96,7 +96,7 @@ def _now(thing: Any) -> Any:
 
 
 class _Same:
-    """Things, which are to be the very same."""
+    """Objects that are compared by identity."""
 
     __slots__ = ("things",)
 
@@ -114,7 +114,7 @@ class _Same:
 
 
 def _digest_of(tensor: Tensor) -> int | None:
-    """Of a small tensor on the CPU that no graph has made: `.data` is written to without being counted."""
+    """Return a digest of a small CPU tensor without a graph: writes to its `.data` are not counted as versions."""
     if not is_leaf_tensor(tensor) or tensor.device.type != "cpu" or not is_plain(tensor):
         return None
     return None if tensor.untyped_storage().nbytes() > LARGEST_BYTES else _sum(bytes_of(tensor))

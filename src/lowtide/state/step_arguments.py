@@ -1,4 +1,4 @@
-"""Steps of several arguments, as `step(x, y)` for the batch `(x, y)`."""
+"""Steps of several arguments, such as `step(x, y)` for the batch `(x, y)`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowtide.errors import RehearsalError
 def of_one_argument(step: Callable[..., Any], batch: Any) -> Callable[[Any], Any]:
     """Return a step that takes `batch` as it is: a tuple or list is unpacked if `step` takes as many arguments.
 
-    Raises RehearsalError where it can be called neither with the batch nor with what is in it.
+    Raises RehearsalError if the step can be called neither with the batch nor with its items.
     """
     takes = _signature(step)
     if takes is None or _takes(takes, 1):
@@ -35,7 +35,7 @@ def _unpacked(step: Callable[..., Any], batch: Any) -> Any:
 def _signature(step: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(step)
-    except (TypeError, ValueError):  # it tells none, as what is not of Python, or is no function: refused elsewhere
+    except (TypeError, ValueError):  # not written in Python, or no function: refused elsewhere
         return None
 
 

@@ -1,4 +1,4 @@
-"""How a step ended: out of memory or not, and with which bits."""
+"""Outcome of a step: out of memory or not, and the bits of its results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PHRASES = ("out of memory", "can't allocate memory", "not enough memory", "allo
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out: CUDA and its kin, the CPU allocator, cuBLAS and cuDNN."""
+    """Return True if an exception reports exhausted memory: from CUDA and its kin, the CPU allocator, cuBLAS, cuDNN."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error).lower()
@@ -39,18 +39,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def unless_out_of_memory(run: Callable[[], T], refuse: Callable[[str], LowtideError]) -> T:
-    """What `run` gives; if memory runs out in it, the error that `refuse` makes of the first line of what was said."""
+    """Return the result of `run`; if memory runs out, raise what `refuse` makes of the message's first line."""
     try:
         return run()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         said = str(error).partition("\n")[0]
-    raise refuse(said)  # outside of `except`: the failed step's frames, and all they hold, are gone by now
+    raise refuse(said)  # outside `except`: the failed step's frames and their tensors are freed by now
 
 
 _PIECE = 1 << 22
-"""Elements that are digested at once."""
+"""Elements digested at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Outcome:
 
     digests: dict[str, dict[str, str]]
     copies: dict[str, dict[str, Tensor]]
-    """Where asked for, loss, gradients and parameters themselves, in host memory."""
+    """Copies of loss, gradients and parameters in host memory, if requested."""
 
     @classmethod
     def of(
@@ -71,9 +71,10 @@ class Outcome:
         copies: bool = False,
         counts: Callable[[], dict[str, str]] = dict,
     ) -> Outcome:
-        """Run the step. Gradients are those that the optimizer was about to use; without one, those at the end.
+        """Run the step and digest its results.
 
-        Where there are none by then, they are those that backward gave. `counts` are asked for afterwards.
+        Gradients are those that the optimizer was about to use; without an optimizer, those at the end. If none are
+        left by then, they are those that backward produced. `counts` is called afterwards.
         """
         gradients: dict[str, str] = {}
         came: dict[str, str] = {}
@@ -95,7 +96,7 @@ class Outcome:
             optimizers.append(optimizer)
 
         def comes(name: str, parameter: Tensor) -> None:
-            if parameter.grad is not None:  # a lever may have let go of it by now
+            if parameter.grad is not None:  # a lever may have freed it by now
                 came[f"{name} (0)"] = digest(parameter.grad)
 
         with contextlib.ExitStack() as hooks:
@@ -133,11 +134,11 @@ class Outcome:
         )
 
     def made(self, before: Outcome) -> set[str]:
-        """The kinds in which the step has left something that was not there `before`, or was another."""
+        """Return the kinds in which the step has left something that is new or changed since `before`."""
         return {kind for kind, names in before.differences(self).items() if any(n in self.digests[kind] for n in names)}
 
     def differences(self, other: Outcome) -> dict[str, tuple[str, ...]]:
-        """For each kind the names whose bits are not the same in `other`; empty where all are."""
+        """Return for each kind the names whose bits differ in `other`; an empty tuple if all are equal."""
         found = {}
         for kind, mine in self.digests.items():
             theirs = other.digests[kind]
@@ -145,9 +146,9 @@ class Outcome:
         return found
 
     def relative_differences(self, other: Outcome) -> dict[str, float]:
-        """How far `other` is from this one, for each kind that both have copies of: |other - this| / |this|.
+        """Return the relative distance of `other` from this outcome, for each kind that both have copies of.
 
-        All tensors of a kind are taken as one long vector; the norm is the Euclidean one.
+        It is |other - this| / |this| in the Euclidean norm, with all tensors of a kind taken as one long vector.
         """
         found = {}
         for kind, mine in self.copies.items():
@@ -160,13 +161,13 @@ class Outcome:
 
 
 def digest(tensor: Tensor) -> str:
-    """A digest of a tensor's dtype, shape and bits; of one that is distributed, of the part that is here."""
+    """Return a digest of a tensor's dtype, shape and bits; for a distributed tensor, of its local part."""
     content = hashlib.blake2b(digest_size=16)
     for dense in map(torch.Tensor.detach, _parts(tensor)):
         if dense.layout is not torch.strided:
             dense = dense.cpu().to_dense()
         if not dense.is_contiguous():
-            dense = dense.cpu()  # `flatten` would copy it where it is, and a device may have no room for that
+            dense = dense.cpu()  # `flatten` would copy it on its device, which may have no room
         content.update(f"{dense.dtype}{tuple(dense.shape)}".encode())
         for piece in torch.split(dense.flatten(), _PIECE):
             # A copy: a storage that NumPy has seen can't be told from a borrowed one.
@@ -175,7 +176,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def _parts(tensor: Tensor) -> Iterable[Tensor]:
-    """What a wrapper has inside, as a distributed tensor has its local part; else the tensor itself."""
+    """Return the inner tensors of a wrapper, such as the local part of a distributed tensor; else the tensor itself."""
     return parts_of(tensor) if hasattr(tensor, "__tensor_flatten__") else (tensor,)
 
 

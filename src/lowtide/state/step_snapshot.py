@@ -1,4 +1,4 @@
-"""A step can be run as often as needed and nothing remembers: everything it may change is put back as it was."""
+"""Snapshot of everything that a step may change, so that a step can be run any number of times without a trace."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ if TYPE_CHECKING:
 class StepSnapshot:
     """Parameters, gradients, buffers, optimizer state, batch and random numbers as they were at `with`.
 
-    And what the step reaches (`reachable_objects.py`): other modules, tensors, schedulers, gradient scalers, and
-    numbers, words and containers of its own. What else has changed is named in `changes`.
+    It also covers the objects that the step reaches (`reachable_objects.py`): other modules, tensors, schedulers,
+    gradient scalers, and numbers, strings and containers of its own. Other changes are described in `changes`.
 
-    Usable several times over inside the block with `restore()`; the end of the block restores too, whatever happened.
-    Copies live in host memory. Optimizers need not be named: one that steps inside the block is noticed before it does.
-    Identity is kept as well: parameters, their `.grad` and buffers are the same objects afterwards. No other process of
-    the training takes part meanwhile (`process_group.py`), and no plan of another model writes gradients in place.
+    `restore()` can be called any number of times inside the block; the end of the block restores too, whatever
+    happened. Copies live in host memory. Optimizers need not be named: one that steps inside the block is recorded
+    before it does. Identity is kept as well: parameters, their `.grad` and buffers are the same objects afterwards.
+    Until the block ends no other process of the training takes part (`process_group.py`), and no plan of another model
+    writes gradients in place.
     """
 
     def __init__(
@@ -58,9 +59,9 @@ class StepSnapshot:
         self._batch = batch
         self._stepped: dict[int, Optimizer] = {}
         self._optimizers: dict[int, list[_TensorContents]] = {}
-        """Of each optimizer that has stepped what was in its tensors before."""
+        """For each optimizer that has stepped, the earlier contents of its tensors."""
         self.changes: tuple[str, ...] = ()
-        """Once the block has ended, what has changed in it and was not put back, in words."""
+        """Descriptions of changes that were not put back; filled when the block ends."""
         self._named = optimizer
         self._step = step
 
@@ -77,7 +78,7 @@ class StepSnapshot:
         self._kept = kept = ReachableObjects(self._step, self._model, self._batch)
         modules = list({id(m): m for root in (self._model, *kept.modules) for m in root.modules()}.values())
         self.modules = tuple(modules)
-        """The model's and all others that the step's code refers to."""
+        """The model's modules, and all others that the step's code refers to."""
         self._hand_back = handing_back(self._batch)
         parameters = [p for m in modules for p in m._parameters.values() if p is not None and not p.is_meta]
         content = _unique([*parameters, *tensors_in(self._batch)])
@@ -107,15 +108,17 @@ class StepSnapshot:
         return self
 
     def _copied(self, parameters: list[nn.Parameter]) -> list[_TensorContents | _Storage]:
-        """Copies of tensors that no module owns, each storage once: those shaped as a parameter, as averages of weights
-        are, and others as long as they are not too many bytes. Of what is not copied changes are named.
+        """Return copies of tensors that no module owns, each storage once.
+
+        Copied are tensors shaped like a parameter, such as averages of weights, and others while the limit on copied
+        bytes allows. Changes of tensors that are not copied are reported by name.
         """
         states = {id(t) for o in self._kept.reached_optimizers for entry in o.state.values() for t in tensors_in(entry)}
         shapes = {parameter.shape for parameter in parameters} | {torch.Size([sum(p.numel() for p in parameters)])}
         copied: list[_TensorContents | _Storage] = []
         seen: set[int] = set()
         for tensor in self._kept.tensors:
-            if id(tensor) in self._known or id(tensor) in states:  # an optimizer's are copied when it steps
+            if id(tensor) in self._known or id(tensor) in states:  # an optimizer's tensors are copied when it steps
                 continue
             self._known.add(id(tensor))
             storage = tensor.untyped_storage()
@@ -130,22 +133,22 @@ class StepSnapshot:
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """Every optimizer that has stepped."""
+        """Return every optimizer that has stepped."""
         return tuple(self._stepped.values())
 
     @property
     def scales(self) -> bool:
-        """Whether there is a gradient scaler in use."""
+        """Return True if a gradient scaler is in use."""
         return any(state.scales for state in self._states)
 
     @property
     def overflows(self) -> bool:
-        """Whether there is a gradient scaler, and no optimizer has stepped so far."""
+        """Return True if a gradient scaler is in use and no optimizer has stepped so far."""
         return not self._n_updates and self.scales
 
     @whole
     def restore(self) -> None:
-        """Put everything back, for the next step."""
+        """Put everything back for the next step."""
         self._put_back()
         self._synchronize()
 
@@ -163,31 +166,31 @@ class StepSnapshot:
             for contents in self._optimizers.values():
                 for content in contents:
                     content.restore()
-        for state in self._states:  # last: what its tensors were has been put back by now
+        for state in self._states:  # last: its tensors have been put back by now
             state.restore()
         self._random.restore()
 
     def counts(self) -> dict[str, str]:
-        """Whole numbers and words that Python holds and that are other ones by now, each with its place."""
+        """Return whole numbers and strings held by Python that have changed, each with its place."""
         return self._kept.counts()
 
     def restore_for_rerun(self) -> None:
-        """Only the random numbers: the next step draws what the first one drew."""
+        """Put only the random numbers back: the next step draws the same numbers as the first one."""
         self._random.restore()
 
     def seed(self, seed: int | None) -> None:
-        """From now on steps begin with generators that are seeded so; None: as they were at `with`."""
+        """Start later steps from generators with this seed; None: from their state at `with`."""
         self._random = self._own_random if seed is None else self._own_random.seeded(seed, self._kept.generators)
 
     def put_back(self, tensors: set[int]) -> None:
-        """Only what was in these tensors, by their ids."""
+        """Put back only the contents of these tensors, given by id."""
         with torch.no_grad():
             for content in (*self._tensors, *(c for contents in self._optimizers.values() for c in contents)):
                 if id(content.tensor) in tensors:
                     content.restore()
 
     def run(self, batch: Any) -> Any:
-        """One step, after which the batch holds what it held."""
+        """Run one step, then restore the containers in the batch."""
         assert self._step is not None
         try:
             return self._step(batch)
@@ -219,13 +222,13 @@ class StepSnapshot:
         if id(optimizer) in self._stepped:
             return
         self._stepped[id(optimizer)] = optimizer
-        self._kept.note_late(optimizer)  # if nothing reached it: it has not stepped yet
+        self._kept.note_late(optimizer)  # in case nothing reached it; it has not stepped yet
         mine = tensors_in([*optimizer.param_groups, *optimizer.state.values()])
         self._optimizers[id(optimizer)] = [_TensorContents(t) for t in _unique(mine) if id(t) not in self._known]
 
 
 class _TensorContents:
-    """A tensor and what was in it. Written back only if it was written to: its version counts for graphs that hold it.
+    """A tensor and its contents. Written back only if they differ: a new version would invalidate graphs that hold it.
 
     The contents are compared, not the versions: batch norm writes its statistics without a new version.
     """
@@ -239,12 +242,12 @@ class _TensorContents:
     def restore(self) -> None:
         now = parts_of(self.tensor.detach().cpu())
         if not all(map(identical, now, parts_of(self.saved))):
-            # A sparse tensor is given other parts, which one that shares the old ones would not pass on.
+            # A sparse tensor gets new parts, which an alias that shares the old ones would not pass on.
             (self.tensor.detach() if self.tensor.layout is torch.strided else self.tensor).copy_(self.saved)
 
 
 class _Storage:
-    """A tensor that no module owns, and what was in its storage: other tensors may have that, too."""
+    """A tensor that no module owns, and the contents of its storage, which other tensors may share."""
 
     __slots__ = ("_alias", "_saved", "tensor")
 
@@ -266,18 +269,18 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """All random number generators that training code draws from."""
+    """State of all random number generators that training code draws from."""
 
     torch_cpu: Tensor
     torch_gpus: dict[int, Tensor]
     python: tuple[Any, ...]
     numpy: Any
     others: tuple[tuple[Callable[[Any], object], Any], ...] = ()
-    """Of generators that somebody has made: how a state is set, and the state."""
+    """For each user-made generator, the function that sets its state, and the state."""
 
     @classmethod
     def now(cls, others: Iterable[Any] = ()) -> RandomState:
-        """By now; `others` are generators of torch, NumPy or Python."""
+        """Return the present state; `others` are generators of torch, NumPy or Python."""
         gpus = range(torch.accelerator.device_count()) if accelerator_in_use() else ()
         return cls(
             torch_cpu=set_aside(torch.get_rng_state()),
@@ -288,7 +291,7 @@ class RandomState:
         )
 
     def seeded(self, seed: int, others: Iterable[Any] = ()) -> RandomState:
-        """States after seeding torch on the CPU, Python, NumPy's own kind of generator and `others`."""
+        """Return the state after seeding torch on the CPU, Python, NumPy's own kind of generator and `others`."""
         numpy = self.numpy
         if isinstance(np.random.get_bit_generator(), np.random.MT19937):  # type: ignore[attr-defined]
             numpy = np.random.RandomState(seed).get_state()
@@ -311,7 +314,7 @@ class RandomState:
 
 
 def state_of(generator: Any) -> tuple[Callable[[Any], object], Any]:
-    """How the state of a generator of torch, NumPy or Python is set, and what it is."""
+    """Return the function that sets the state of a generator of torch, NumPy or Python, and the state."""
     if isinstance(generator, random.Random):
         return generator.setstate, generator.getstate()
     if isinstance(generator, np.random.Generator):
@@ -321,7 +324,7 @@ def state_of(generator: Any) -> tuple[Callable[[Any], object], Any]:
 
 
 def seeded_state_of(seed: int, generator: Any) -> tuple[Callable[[Any], object], Any]:
-    """How the state of a generator is set, and the one after seeding."""
+    """Return the function that sets the state of a generator, and its state after seeding."""
     set_state, state = state_of(generator)
     if isinstance(generator, random.Random):
         state = random.Random(seed).getstate()

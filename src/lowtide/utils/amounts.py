@@ -1,6 +1,6 @@
-"""Amounts of memory read from text: "8GiB", "500 MB", "60%".
+"""Parse amounts of memory from text: "8GiB", "500 MB", "60%".
 
-Decimal and binary units are both read and never mixed up: 1 GB is 10^9 bytes, 1 GiB is 2^30. `units.py` writes them.
+Both decimal and binary units are read, and never mixed up: 1 GB is 10^9 bytes, 1 GiB is 2^30. `units.py` formats them.
 """
 
 import operator
@@ -28,16 +28,16 @@ _UNDERSTOOD = 'a number with a unit, as in "8GiB", "1.5 GB" or "500MB"; in Pytho
 
 
 def parse_bytes(amount: str | SupportsIndex) -> int:
-    """Bytes in `amount`: text with a unit ("8GiB", "500 MB", "1.5gb"), or an int, which is bytes already.
+    """Return the bytes in `amount`: text with a unit ("8GiB", "500 MB", "1.5gb"), or an int, which is bytes already.
 
-    Case does not matter, and a fraction of a byte is cut off. "8G" is refused, because some mean 8 GB by it and some
-    8 GiB. Raises BudgetError for whatever is not a positive amount: no unit, zero, negatives, floats, bools.
+    Case does not matter, and a fraction of a byte is cut off. "8G" is refused, because it can mean 8 GB or 8 GiB.
+    Raises BudgetError for anything but a positive amount: no unit, zero, negatives, floats, bools.
     """
     return _read(amount, _READ, _UNDERSTOOD)
 
 
 def parse_budget(budget: str | SupportsIndex, of: int | None = None) -> int:
-    """Bytes in `budget`: what `parse_bytes` reads, or "60%" of `of`, the plain step's peak in bytes (cut, not rounded).
+    """Return the bytes in `budget`: an amount for `parse_bytes`, or "60%" of `of`, the plain step's peak (cut off).
 
     Raises BudgetError as `parse_bytes` does, and for a percentage when `of` is None.
     """
@@ -46,13 +46,13 @@ def parse_budget(budget: str | SupportsIndex, of: int | None = None) -> int:
 
 
 AUTO = "auto"
-"""The budget of what is free on the GPU."""
+"""Budget that stands for all free GPU memory."""
 
 _OF_GPU = re.compile(r"\s*([0-9]{1,3}(?:\.[0-9]{1,20})?)\s*%\s*of\s+gpu\s*", re.IGNORECASE | re.ASCII)
 
 
 def share_of_gpu(budget: str) -> Fraction | None:
-    """Return 0.9 for "90% of gpu"; None for other budgets. Raises BudgetError for more than there is, or nothing."""
+    """Return 0.9 for "90% of gpu"; None for other budgets. Raises BudgetError for 0% and for more than 100%."""
     match = _OF_GPU.fullmatch(budget)
     if match is None:
         return None
@@ -63,7 +63,7 @@ def share_of_gpu(budget: str) -> Fraction | None:
 
 
 def check_budget(budget: str | SupportsIndex) -> None:
-    """Raise BudgetError for what is no budget, before the plain step's peak, or the device, is known."""
+    """Raise BudgetError for an invalid budget, before the plain step's peak, or the device, is known."""
     if isinstance(budget, str) and (budget.strip().lower() == AUTO or share_of_gpu(budget) is not None):
         return
     parse_budget(budget, of=2**40)

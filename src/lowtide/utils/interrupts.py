@@ -1,14 +1,14 @@
-"""Ctrl-C waits while code of this package runs, so that whatever it has begun to put on or back is put on or back.
+"""Delay Ctrl-C while code of this package runs, so that every change of state it has begun is completed.
 
 Python raises KeyboardInterrupt between any two instructions: also between the start of a profiler and the line that
-would remember to stop it, or in the middle of random numbers and buffers that are being put back. So while a claim is
-held (`hold_back`), a handler of ours stands before the process's own for SIGINT and looks where the interrupt has come:
-in the user's code, in a module's forward or where nothing but numbers is computed it is passed on at once, and anything
-that is open above is closed by its `finally`, during which another one waits. Elsewhere it is sent again, every few
-milliseconds, until it comes to such a place or the last claim is given back.
+would remember to stop it, or in the middle of restoring RNG state and buffers. So while a claim is held (`hold_back`),
+Lowtide's handler for SIGINT stands before the process's own and checks where the interrupt has arrived. In the user's
+code, in a module's forward or in pure computation the interrupt is passed on at once; anything open above is closed by
+its `finally`, during which a further interrupt waits. Elsewhere the interrupt is resent every few milliseconds, until
+it arrives at such a place or the last claim is released.
 
-Where another handler has been set since, ours is not there, as in the next cell of a notebook: `stand` puts it back.
-Threads but the main one get no signals, and change nothing.
+If another handler has been set since, as in the next cell of a notebook, Lowtide's is not installed: `stand` puts it
+back. Only the main thread gets signals; other threads change nothing.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 AGAIN_S: Final = 0.005
-"""Seconds after which an interrupt that waits is sent again."""
+"""Seconds after which a waiting interrupt is resent."""
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _CALCULATES: Final = tuple(
     os.path.join(_PACKAGE, *names, "")
     for names in (("cli", "demo"), ("diagnostics", "graph"), ("diagnostics", "oom"), ("planner",), ("report",))
 )
-"""Folders of this package whose code changes nothing outside of itself: seconds of it may pass in a plan."""
+"""Folders of this package whose code has no side effects: planning may spend seconds in them."""
 _PYTHONS: Final = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 _lock: Final = threading.RLock()
-"""Held while an interrupt is sent again, and where it is no longer to be."""
+"""Lock held while an interrupt is resent, and while resending is called off."""
 _claims: set[object] = set()
 _whole = 0
-"""Calls in progress, in the main thread, of what is not to be interrupted wherever it leads."""
+"""Number of calls in progress, in the main thread, that must not be interrupted wherever they lead."""
 _waits = False
-"""Whether an interrupt waits."""
+"""True while an interrupt waits."""
 _is_resent = False
-"""Whether one of ours is under way."""
+"""True while a resent interrupt is under way."""
 
 
 class _Handler:
-    """Stands before another handler of SIGINT."""
+    """SIGINT handler that stands before another one."""
 
     def __init__(self, before: Callable[[int, FrameType | None], Any]) -> None:
         self.before = before
@@ -62,7 +62,7 @@ class _Handler:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         global _waits, _is_resent
         is_resent, _is_resent = _is_resent, False
-        if is_resent and not _waits:  # it was passed on while it was under way
+        if is_resent and not _waits:  # passed on while the resent one was under way
             return
         if not _claims or (not _whole and _is_interruptible(frame)):
             with _lock:
@@ -74,7 +74,7 @@ class _Handler:
 
 
 def hold_back() -> Callable[[], None]:
-    """Let interrupts wait in code of this package until what this gives is called, which passes on one that waits."""
+    """Delay interrupts in code of this package until the returned function is called; that one passes them on."""
     claim = object()
     _claims.add(claim)
     stand()
@@ -82,7 +82,7 @@ def hold_back() -> Callable[[], None]:
 
 
 def stand() -> None:
-    """Stand before the process's handler, where another one was set since."""
+    """Install Lowtide's handler in front of the process's handler, if another one has been set since."""
     if threading.get_ident() == threading.main_thread().ident:
         found = signal.getsignal(signal.SIGINT)
         if callable(found) and not isinstance(found, _Handler):
@@ -96,7 +96,7 @@ def _give_back(claim: object) -> None:
         return
     with _lock:
         waited, _waits = _waits, False
-    for _ in range(1000):  # what is under way is for our handler, unless who calls has all signals blocked
+    for _ in range(1000):  # a resent interrupt is for our handler, unless the caller has all signals blocked
         if not _is_resent:
             break
         time.sleep(AGAIN_S / 10)
@@ -109,7 +109,7 @@ def _give_back(claim: object) -> None:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """A block in which interrupts wait in code of this package."""
+    """Delay interrupts in code of this package during the block."""
     give_back = hold_back()
     try:
         yield
@@ -119,15 +119,15 @@ def held_back() -> Iterator[None]:
 
 @contextlib.contextmanager
 def none_lost() -> Iterator[None]:
-    """A block in which an interrupt that Python drops comes again.
+    """Resend an interrupt that Python drops during the block.
 
-    One that arrives while C++ computes is raised where Python goes on. In backward under a plan, on the CPU, that is
-    most often the `__del__` of what was saved, and nothing that is raised there gets out.
+    Python raises an interrupt that arrives while C++ computes as soon as Python code runs again. In backward under a
+    plan, on the CPU, that is most often the `__del__` of a saved value, from which no exception gets out.
     """
     own = sys.unraisablehook
 
     def dropped(what: sys.UnraisableHookArgs) -> None:
-        if what.exc_type is KeyboardInterrupt:  # not here: this is such a place, too
+        if what.exc_type is KeyboardInterrupt:  # do not raise here: exceptions do not get out of this hook either
             threading.Thread(target=_interrupt_out_of, args=(dropped.__code__,), daemon=True).start()
         else:
             own(what)
@@ -141,7 +141,7 @@ def none_lost() -> Iterator[None]:
 
 
 def _interrupt_out_of(code: CodeType) -> None:
-    """Interrupt the main thread once it does not run `code` any longer."""
+    """Interrupt the main thread as soon as it no longer runs `code`."""
     main = threading.main_thread().ident
     assert main is not None
     while True:
@@ -155,7 +155,7 @@ def _interrupt_out_of(code: CodeType) -> None:
 
 
 def whole(function: Callable[P, T]) -> Callable[P, T]:
-    """Let `function` run to its end, whatever it calls: interrupts wait."""
+    """Let `function` run to its end, including all that it calls: interrupts wait."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -173,7 +173,7 @@ def whole(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def entering(enter: Callable[[T], U]) -> Callable[[T], U]:
-    """The same of an `__enter__`. Where an interrupt has waited, what was entered is left again, as no `with` does."""
+    """Let an `__enter__` run to its end. If an interrupt has waited, call `__exit__`, which `with` would not do."""
     run_whole = whole(enter)
 
     @functools.wraps(enter)
@@ -195,7 +195,7 @@ def entering(enter: Callable[[T], U]) -> Callable[[T], U]:
 
 
 def _is_interruptible(frame: FrameType | None) -> bool:
-    """Whether an exception may be raised in a frame: by who is the innermost that is not Python's or torch's."""
+    """Return True if an exception may be raised in `frame`, judged by its innermost caller outside Python and torch."""
     frame = _below_tracer(frame)
     torch = sys.modules.get("torch")
     torchs = os.path.dirname(torch.__file__ or "") + os.sep if torch is not None else _PACKAGE
@@ -212,7 +212,7 @@ def _is_interruptible(frame: FrameType | None) -> bool:
 
 
 def _below_tracer(frame: FrameType | None) -> FrameType | None:
-    """The frame that is being traced where the interrupt has come in what a debugger or a profiler does with it."""
+    """Return the traced frame if the interrupt arrived in a debugger's or profiler's trace function, else `frame`."""
     tracers = {getattr(tracer, "__code__", None) for tracer in (sys.gettrace(), sys.getprofile())}
     below = frame
     while below is not None:
@@ -225,7 +225,7 @@ def _below_tracer(frame: FrameType | None) -> FrameType | None:
 
 
 def _send_again() -> None:
-    """Send an interrupt that waits again until it waits no longer."""
+    """Resend an interrupt until it no longer waits."""
     global _is_resent
     main = threading.main_thread().ident
     assert main is not None
@@ -240,7 +240,7 @@ def _send_again() -> None:
 
 
 def send(main: int) -> None:
-    """Interrupt the main thread, also where it waits: a signal to another one would only be noticed after that."""
+    """Interrupt the main thread even while it blocks: it would notice a signal to another thread only afterwards."""
     if sys.platform == "win32":
         signal.raise_signal(signal.SIGINT)
     else:

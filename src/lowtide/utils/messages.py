@@ -1,4 +1,4 @@
-"""Lines of this package's own, on stderr or to the program's log, in the middle of what the program writes."""
+"""Write Lowtide's own lines to stderr or to the program's log, in the middle of the program's output."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LOG: Final = logging.getLogger("lowtide")
 
 
 def say(text: str) -> None:
-    """Write a line on stderr; a program whose stderr is full or closed goes on."""
+    """Write a line to stderr; a program whose stderr is full or closed goes on."""
     with contextlib.suppress(OSError, ValueError), beside_bars():
         print(f"{speaker()}: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def tell(text: str) -> None:
-    """Log a line under the name "lowtide", or write it on stderr where the program looks at no such log."""
+    """Log a line under the name "lowtide", or write it to stderr if the program does not show that log."""
     if LOG.isEnabledFor(logging.INFO) and LOG.hasHandlers():
         LOG.info(text)
     else:
@@ -27,21 +27,21 @@ def tell(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Log a line under the name "lowtide", and write it nowhere else."""
+    """Log a line under the name "lowtide" and write it nowhere else."""
     LOG.info(text)
 
 
 def speaker(name: str = "lowtide") -> str:
-    """Return the name, with the number of this process where it is one of several."""
+    """Return the name, with the rank of this process if it is one of several."""
     return name if rank() is None else f"{name}, rank {rank()}"
 
 
 def beside_bars() -> AbstractContextManager[None]:
-    """A block that writes to stderr. Progress bars of the program's, by tqdm, end no line: they make room meanwhile."""
+    """Make room for a line on stderr: the program's tqdm bars, which end no line, are cleared during the block."""
     bars = sys.modules.get("tqdm.std")
     return contextlib.nullcontext() if bars is None else bars.tqdm.external_write_mode(file=sys.stderr)
 
 
 def rank() -> int | None:
-    """The number of this process among several that train together, as torchrun tells it; None for a single one."""
+    """Return the rank of this process among those that train together (torchrun's RANK); None for a single process."""
     return int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None

@@ -1,4 +1,4 @@
-"""What objects have in slots."""
+"""Read the slots of objects."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 
 def slots_of(thing: Any) -> list[types.MemberDescriptorType]:
-    """The slots of an object, those of dataclasses included; built-in attributes are none."""
+    """Return the slot descriptors of an object, those of dataclasses included; built-in attributes do not count."""
     kinds = (vars(kind) for kind in type(thing).__mro__ if "__slots__" in vars(kind))
     return [slot for table in kinds for slot in table.values() if isinstance(slot, types.MemberDescriptorType)]
 
 
 def in_slots(thing: Any) -> Iterator[Any]:
-    """What an object has in slots."""
+    """Yield the values in an object's slots."""
     for slot in slots_of(thing):
         with contextlib.suppress(AttributeError):  # empty
             yield slot.__get__(thing)

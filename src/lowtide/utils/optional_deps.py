@@ -1,4 +1,4 @@
-"""What must be installed beside Lowtide, asked for where it is first needed."""
+"""Check for optional dependencies where they are first needed."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ def require_torch(asked_by: str) -> None:
     """Import torch, for `asked_by` (a public name or a command line); raise TorchMissing if it is absent or too old."""
     try:
         version = getattr(import_module("torch"), "__version__", None)
-    except (ImportError, OSError) as error:  # OSError: torch is there, but one of its shared libraries is not
+    except (ImportError, OSError) as error:  # OSError: torch is installed, but one of its shared libraries is not
         raise TorchMissing(_message(asked_by, f"`import torch` says {type(error).__name__}: {error}")) from error
     if version is None:
         # A folder called "torch" on sys.path imports as an empty namespace package.
@@ -24,7 +24,7 @@ def require_torch(asked_by: str) -> None:
 
 
 def require_pictures(asked_by: str) -> None:
-    """Import what draws, for `asked_by` (a command line); raise PackageMissing if any of it is absent."""
+    """Import the plotting packages for `asked_by` (a command line); raise PackageMissing if any of them is absent."""
     for package in ("matplotlib", "textalloc"):
         try:
             import_module(package)

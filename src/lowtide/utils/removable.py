@@ -1,4 +1,4 @@
-"""What is put on a model and taken off again."""
+"""Changes to a model that can be undone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Self
 
 
 class Removable(ABC):
-    """Taken off by `remove()`, or by the end of a `with` block."""
+    """Base class of changes that `remove()`, or the end of a `with` block, undoes."""
 
     @abstractmethod
     def remove(self) -> None:
-        """Leave everything as it was before. May be called again."""
+        """Restore the state from before. May be called again."""
 
     def __enter__(self) -> Self:
         return self

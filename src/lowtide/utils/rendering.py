@@ -1,4 +1,4 @@
-"""Find the function that writes a record as text, so that records import nothing of what shows them."""
+"""Find the function that renders a record as text, so that records need not import their renderers."""
 
 from collections.abc import Mapping
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Keeps lines off the user's terminal that libraries in C++ write whatever they are told."""
+"""Keep lines that C++ libraries print unconditionally off the user's terminal."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def without_noise(descriptor: int, *noise: bytes) -> Iterator[Callable[[], int]]:
-    """Hold back what is written to a file descriptor, 1 or 2, and let it out afterwards, less the lines with `noise`.
+    """Buffer the output to a file descriptor (1 or 2), and write it out afterwards without the lines that hold `noise`.
 
-    Gives a function that says how many bytes were held back so far. Where there is no such descriptor, or no place for
-    a temporary file, nothing is held back. For moments only: everything else in the process shares the descriptor.
+    Yields a function that returns the number of bytes buffered so far. Without such a descriptor, or without room for a
+    temporary file, nothing is buffered. For short blocks only: the rest of the process shares the descriptor.
     """
     stream = {1: sys.stdout, 2: sys.stderr}[descriptor]
     with contextlib.ExitStack() as cleanup:
@@ -31,19 +31,19 @@ def without_noise(descriptor: int, *noise: bytes) -> Iterator[Callable[[], int]]
         try:
             yield lambda: os.fstat(sink.fileno()).st_size
         finally:
-            with contextlib.suppress(Exception):  # whatever happens, the descriptor is given back
+            with contextlib.suppress(Exception):  # restore the descriptor in any case
                 _flush(stream)
             os.dup2(real, descriptor)
             sink.seek(0)
             lines = sink.read().splitlines(keepends=True)
             others = b"".join(line for line in lines if not any(part in line for part in noise))
             if others:
-                with contextlib.suppress(OSError):  # where that is full, C++ writes nothing either
+                with contextlib.suppress(OSError):  # if that is full, C++ writes nothing either
                     os.write(real, others)
 
 
 def _flush(stream: object) -> None:
-    """Write out what Python and C have buffered."""
+    """Flush the buffers of Python and C."""
     flush = getattr(stream, "flush", None)
     if flush is not None:
         flush()

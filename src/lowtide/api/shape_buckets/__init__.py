@@ -1,1 +1,1 @@
-"""Batches of many sizes: a plan for each bucket of sizes, and the choice between them at each forward."""
+"""Plans for batches of many sizes: one for each bucket of sizes, chosen at each forward."""

@@ -1,4 +1,4 @@
-"""Several plans in force on one model: each run of its forward takes that of the smallest bucket which holds it."""
+"""Several plans in force on one model: each run of its forward takes the plan of the smallest bucket that holds it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Switching(Engine):
-    """An engine with a plan for each of `buckets`, smallest first, and one for larger batches still."""
+    """An engine with a plan for each of `buckets`, smallest first, and one for batches larger than all of them."""
 
     def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
         plans = [bucket.plan for bucket in buckets]
@@ -31,17 +31,17 @@ class Switching(Engine):
         self._shapes = [bucket.shapes for bucket in buckets]
         first, last = self._shapes[0], self._shapes[-1]
         self._telling = frozenset(path for path in last if len(buckets) == 1 or first.get(path) != last[path])
-        """Paths of calls that tell how large a batch is."""
+        """Paths of calls whose shapes reveal the size of a batch."""
         self._largest = buckets[-1].size
         self._was_larger = False
 
     @property
     def does_anything(self) -> bool:
-        """Whether there is anything to do for a batch that was rehearsed."""
+        """Return True if the plans change anything for batches within the buckets."""
         return any(self.tables[: len(self._shapes)]) or any(self.in_place[: len(self._shapes)])
 
     def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """By the shapes of what the outermost call is given: a few comparisons."""
+        """Choose a plan by the shapes of the outermost call's arguments: a few comparisons."""
         chosen = len(self._shapes) - 1
         if seam.path in self._telling:
             found, last = shapes_of(args, kwargs), self._shapes[-1]
@@ -60,7 +60,7 @@ class Switching(Engine):
         return not self.tables[plan]
 
     def larger(self, seam: CallInterceptor, found: Shapes) -> None:
-        """Say, once, that a batch is beyond what is known."""
+        """Say, once, that a batch is larger than any bucket."""
         if not self._was_larger:
             self._was_larger = True
             shapes = [list(shape) for shape in found]
@@ -71,12 +71,12 @@ class Switching(Engine):
 
 
 class Switched(Removable):
-    """Plans in force on a model. Leaves it as it was on `remove()` or at the end of a `with` block."""
+    """Plans in force on a model. `remove()`, or the end of a `with` block, restores the model."""
 
     def __init__(self, engine: Switching) -> None:
         self._engine = engine
         self.holder: Removable = self
-        """Alive as long as the plans are in force; `lowtide.fitted` gives it."""
+        """The object that lives as long as the plans are in force; `lowtide.fitted` returns it."""
         self._front = OuterInterceptor(engine.model, pass_on, self)
         self._passed_by: RemovableHandle | None = None
         if engine.does_anything:
@@ -85,11 +85,11 @@ class Switched(Removable):
 
     @property
     def drifted(self) -> frozenset[str]:
-        """Addresses of slots that were not what the rehearsals saw, and were kept instead."""
+        """Addresses of slots that differed from the rehearsals, and were kept instead."""
         return frozenset(self._engine.drifted)
 
     def remove(self) -> None:
-        """Give the model back as it was. May be called again."""
+        """Restore the model. Repeated calls do nothing."""
         self._engine.remove()
         self._front.remove()
         if self._passed_by is not None:

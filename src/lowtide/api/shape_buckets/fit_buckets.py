@@ -1,13 +1,13 @@
-"""A plan for each bucket of sizes, so that small batches pay nothing and the largest keep to the budget.
+"""Make a plan for each bucket of sizes, so that small batches pay nothing and the largest keep to the budget.
 
 Sizes go from a small batch to the large one along one line. The first bucket ends with the largest batch that fits
 without any plan; the sizes beyond it are cut into BUCKETS parts of about the same width. Each has the plan of its
-largest size: a plan holds for all smaller ones, too. (Mimose, arXiv 2209.02478, plans for each input size in the same
+largest size: a plan holds for all smaller sizes, too. (Mimose, arXiv 2209.02478, plans for each input size in the same
 manner, from sizes that it has seen.)
 
-Cost: two rehearsals, and for each bucket a plan and its proof; a third rehearsal and more only where the two sizes do
-different work, or a plan's proof fails. Not yet: sizes that vary in several directions. A batch that is small in one
-of them only gets the plan for its size in the other.
+Cost: two rehearsals, and for each bucket a plan and its proof; a third rehearsal and more only if the two sizes do
+different work, or a plan's proof fails. Not yet: sizes that vary in several directions. A batch that is small in only
+one direction gets the plan for its size in the other.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from lowtide.api.verify import Verdict
 
 BUCKETS = 3
-"""Of sizes that do not fit without a plan."""
+"""Number of buckets for sizes that do not fit without a plan."""
 
 FitOne = Callable[[Any, int, Profile], tuple[Plan, "Verdict"]]
-"""Fits one batch into the budget: its plan and the proof. Raises Infeasible or OverBudget."""
+"""Fits one batch into the budget and returns its plan and the proof. Raises Infeasible or OverBudget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Sizes with one plan."""
+    """A range of sizes with one plan."""
 
     size: str
-    """Of the largest batch in it, in words."""
+    """The size of the bucket's largest batch, in words."""
     shapes: dict[str, Shapes]
-    """What calls of the model, by path, may be given at most to be in it."""
+    """Upper bounds of the shapes passed to calls of the model, by path."""
     profile: Profile
     plan: Plan
     verdict: Verdict
@@ -63,7 +63,7 @@ def buckets_for(
     optimizer: Optimizers = None,
     large: Profile,
 ) -> list[Bucket]:
-    """The buckets, smallest first. `large` is the profile of the largest batch.
+    """Return the buckets, smallest first. `large` is the profile of the largest batch.
 
     Raises Infeasible, OverBudget or RehearsalError as `fit` does.
     """
@@ -73,7 +73,7 @@ def buckets_for(
     few, many = (_calls(model, step, sizes.batch(share), optimizer) for share in (0.0, 1.0))
     same_work = alike(small, large)
     found: list[Bucket] = []
-    for end in reversed(_ends(sizes, small, large, budget_bytes)):  # what can't be done can't be for the largest
+    for end in reversed(_ends(sizes, small, large, budget_bytes)):  # largest first: its errors rule out the others
         share = sizes.share(end)
         batch = sizes.batch(share)
         known = large if share == 1 else small if share == 0 else None
@@ -98,7 +98,7 @@ def buckets_for(
 def _small(
     model: nn.Module, step: Callable[[Any], Any], sizes: Range, optimizer: Optimizers, in_place: bool
 ) -> Profile:
-    """The profile for the smallest batch. Raises RehearsalError where a step on a part of the large one fails."""
+    """Rehearse the smallest batch. Raises RehearsalError if a step on a part of the large batch fails."""
     try:
         return rehearse(model, step, sizes.batch(0.0), optimizer=optimizer, in_place=in_place)
     except Exception as error:
@@ -112,7 +112,10 @@ def _small(
 
 
 def _ends(sizes: Range, small: Profile, large: Profile, budget_bytes: int) -> list[int]:
-    """The largest size of each bucket. The plain peak lies below the straight line between the two that are known."""
+    """Return the largest size of each bucket.
+
+    The plain peak lies below the straight line between the two known sizes.
+    """
     least, most = plain_peak_bytes(small), plain_peak_bytes(large)
     if most <= budget_bytes:
         return [sizes.steps]
@@ -122,7 +125,7 @@ def _ends(sizes: Range, small: Profile, large: Profile, budget_bytes: int) -> li
 
 
 def _calls(model: nn.Module, step: Callable[[Any], Any], batch: Any, optimizer: Optimizers) -> dict[str, Shapes]:
-    """How the step calls the model."""
+    """Record the shapes of the step's calls of the model."""
     calls = Calls(model)
     with StepSnapshot(model, batch, optimizer, step):
         calls.install()

@@ -1,9 +1,9 @@
-"""The profile of a size between two that were rehearsed.
+"""Interpolate the profile of a size between two that were rehearsed.
 
 Two steps that do the same work on tensors of other sizes have the same slots, values, calls and positions; only bytes
-and costs differ. In a size they are convex: constant, linear, and for attention quadratic parts, all of them positive.
-So what lies on the straight line between the two is never less than the truth, and a plan made from it keeps to its
-budget. The line is exact for what grows linearly.
+and costs differ. Both are convex in the size: constant, linear, and for attention quadratic parts, all of them
+positive. So a point on the straight line between the two is never less than the truth, and a plan made from it keeps to
+its budget. The line is exact for linear growth.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ if TYPE_CHECKING:
 
 
 PREDICTED = "predicted from two rehearsed sizes"
-"""What such a profile has among its notes."""
+"""The note of an interpolated profile."""
 
 
 def alike(one: Profile, other: Profile) -> bool:
-    """Whether two profiles are of the same work: the same in everything but bytes and costs."""
+    """Return True if two profiles describe the same work: equal in everything but bytes and costs."""
     return _skeleton(one) == _skeleton(other)
 
 
 def between(small: Profile, large: Profile, share: float, fingerprint: Fingerprint) -> Profile:
-    """The profile at a share of the way from one to the other, which must be `alike`; rounded up."""
+    """Interpolate between two profiles, which must be `alike`, at `share` of the way from `small` to `large`.
+
+    Bytes are rounded up.
+    """
 
     def line(a: float, b: float) -> float:
         return a + share * (b - a)

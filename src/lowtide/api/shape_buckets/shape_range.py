@@ -1,4 +1,4 @@
-"""Batches of many sizes: which dimensions vary, and the leading part of a batch."""
+"""Batches of many sizes: the dimensions that vary, and the leading part of a batch."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
     from lowtide.runtime.call_interceptor import CallInterceptor
 
 LEAST_SHARE = 4
-"""Unless told, sizes are looked at down to the largest one divided by this."""
+"""The default smallest size is the largest one divided by this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Varying:
-    """A dimension of a tensor of the batch that is not of the same size in every batch."""
+    """A dimension of a tensor of the batch whose size varies between batches."""
 
     tensor: int
-    """Its number in the batch."""
+    """The tensor's number in the batch."""
     dim: int
     small: int
     large: int
 
     def at(self, share: float) -> int:
-        """Its size at a share of the way from the small batch to the large one, rounded down."""
+        """Return the size at a share of the way from the small batch to the large one, rounded down."""
         return _at(share, self.small, self.large)
 
 
 class Range:
-    """The batches between a small one and a large one, of which they are leading parts."""
+    """The batches between a small one and a large one: leading parts of the large one."""
 
     def __init__(self, large: Any, small: Any = None) -> None:
-        """Without a `small` batch the length of token sequences varies; the number of rows where there are none.
+        """Compare the two batches; without `small` the length of token sequences varies, or else the number of rows.
 
         Raises RehearsalError if the two differ in more than sizes, or in nothing.
         """
@@ -53,25 +53,25 @@ class Range:
                 "no dimension of the batch varies: give the largest batch, and as `shapes` a smaller one of its form."
             )
         self.steps = max(v.large - v.small for v in self.varying)
-        """How many sizes there are, less one."""
+        """The number of sizes, less one."""
 
     def share(self, step: int) -> float:
-        """How far on the way a size is; the largest is at 1."""
+        """Return the position of a size between the smallest and the largest, which is at 1."""
         return step / self.steps
 
     def batch(self, share: float) -> Any:
-        """The leading part of the large batch; at 1 that itself, which is in memory once."""
+        """Return the leading part of the large batch; at 1 the large batch itself, which is in memory once."""
         if share == 1:
             return self.large
         tensors = list(self._tensors)
         for v in self.varying:
             tensors[v.tensor] = tensors[v.tensor].narrow(v.dim, 0, v.at(share))
-        # Copies, as large as they are: a view would hold all of the large batch.
+        # Compact copies: a view would hold all of the large batch.
         cut = {id(self._tensors[v.tensor]): tensors[v.tensor].clone() for v in self.varying}
         return with_tensors(self.large, lambda tensor: cut.get(id(tensor), tensor))
 
     def say(self, share: float) -> str:
-        """The sizes in words: `[8, 128]`, of the first tensor that varies."""
+        """Format the sizes of the first tensor that varies: `[8, 128]`."""
         first = self.varying[0].tensor
         shape = list(self._tensors[first].shape)
         for v in self.varying:
@@ -102,9 +102,9 @@ def _between(large: Any, small: Any) -> Iterator[Varying]:
 
 
 def _by_itself(found: list[Tensor]) -> Iterator[Varying]:
-    """The second dimension of tokens and of what is as long; else the first of everything.
+    """Yield the second dimension of tokens and of equally long tensors; without tokens the first dimension of all.
 
-    Tables of whole numbers are tokens unless there is something beside them that is not as long, as images are.
+    Integer tables are tokens unless another tensor beside them, such as images, has another length.
     """
     tensors = {n: tensor for n, tensor in enumerate(found) if tensor.dim()}
     tokens = max((t.shape[1] for t in tensors.values() if t.dim() == 2 and not t.is_floating_point()), default=0)
@@ -118,7 +118,7 @@ def _by_itself(found: list[Tensor]) -> Iterator[Varying]:
 
 
 def shapes_between(small: dict[str, Shapes], large: dict[str, Shapes], share: float) -> dict[str, Shapes]:
-    """Of the same calls for a batch in between: they grow as the batch does. Without those that are of other forms."""
+    """Interpolate the shapes of calls that both sizes make; calls of different forms are left out."""
     found = {}
     for path in small.keys() & large.keys():
         one, other = small[path], large[path]
@@ -129,12 +129,12 @@ def shapes_between(small: dict[str, Shapes], large: dict[str, Shapes], share: fl
 
 
 class Calls(Engine):
-    """Notes with what shapes the model, or a part of it by itself, is called; does nothing else."""
+    """An engine that only records the shapes of calls of the model, or of a part of it called by itself."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, {})
         self.shapes: dict[str, Shapes] = {}
-        """By the module's path, of its largest call."""
+        """Shapes of the largest call, by the module's path."""
 
     def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         found = shapes_of(args, kwargs)

@@ -1,11 +1,11 @@
-"""What `lowtide demo` trains: four real models on data that comes with Python and with installed packages.
+"""The models that `lowtide demo` trains: four real ones, on data from Python and from installed packages.
 
-packages.py   the packages it needs, asked for in words; nothing reaches for a network
-text.py       Python's own reference as training text: tokens, windows, masked windows
-models.py     GPT-2, BERT, Llama and ResNet from transformers, each with its batches and its loss
-workloads.py  `workload("gpt2")`: one of them as a training step that can be set back to its first bit
-training.py   `train(work, steps)`: the loop, and digests that say whether two runs were the same bit by bit
-contest.py    `compare(work, plain, budgets)`: the loop within each budget, beside the plain one and checkpointing
-comparison.py what that found, as records
-table.py      those records for people
+demo_packages.py  the packages that the demo needs, with helpful errors; no network access
+text_batches.py   Python's own reference as training text: tokens, windows, masked windows
+models.py         GPT-2, BERT, Llama and ResNet from transformers, each with its batches and its loss
+workloads.py      `workload("gpt2")`: one of the models as a training step that can be reset to its first bit
+training.py       the loop, and digests that reveal any bit that differs between two runs
+compare.py        `compare(work, plain, budgets)`: the loop within each budget, beside the plain one and checkpointing
+results.py        the findings, as records
+results_table.py  a table of the records for people
 """

@@ -1,4 +1,4 @@
-"""`lowtide demo`: a real model on real text, its memory before and after, and the proof."""
+"""`lowtide demo`: train a real model on real text, and compare memory before and after, with the proof."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def demo(
 
 
 def _progress(*, quiet: bool) -> Progress:
-    """A bar on stderr, gone at the end; nothing where no person watches."""
+    """Return a bar on stderr, removed at the end; disabled without a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 

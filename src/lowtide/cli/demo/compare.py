@@ -1,8 +1,8 @@
 """`compare(work, ["70%"])`: the plain loop, the same loop within each budget, and checkpointing every block.
 
-Each run trains from the same first bit for the same number of steps, and all that it leaves behind is compared with
-what the plain loop leaves. The two take turns, step by step, on two copies of the model: the speed of a machine drifts,
-and so both see the same weather. Times are taken without a recorder; a peak is recorded over one more step.
+Each run trains from the same first bit for the same number of steps, and all its results are compared with those of the
+plain loop. The two take turns, step by step, on two copies of the model: a machine's speed drifts, and so affects both
+equally. Times are taken without a recorder; a peak is recorded over one more step.
 """
 
 import platform
@@ -32,13 +32,13 @@ from lowtide.units import format_bytes, format_time
 STEPS = 5
 """Steps of a run. They keep the demo below three minutes on two cores."""
 FEW_STEPS = 3
-"""Steps of a run where a plain step takes more than SLOW_MS."""
+"""Steps of a run if a plain step takes more than SLOW_MS."""
 SLOW_MS = 2000.0
 
-_REHEARSING, _FITTING = 5, 5  # how many plain steps they take, about
+_REHEARSING, _FITTING = 5, 5  # approximate numbers of plain steps
 
 Watch = Callable[[str, int, int], None]
-"""Told what is being done now, how many steps are through, and about how many there will be."""
+"""Called with the current activity, the number of finished steps, and an estimate of all steps."""
 
 
 def compare(
@@ -53,10 +53,10 @@ def compare(
 
     Both are the same workload, built twice. One rehearsal serves all budgets. `steps` are those of each run: by default
     STEPS, or FEW_STEPS on a slow machine. A budget that is not reached becomes a run with a `refusal`, and then the
-    smallest one that is reached is run too. Raises BudgetError for one that is not an amount of memory, and
-    RehearsalError if the step can't be rehearsed or is not the same twice.
+    smallest reachable budget is run too. Raises BudgetError for a budget that is not an amount of memory, and
+    RehearsalError if the step can't be rehearsed or differs between two runs.
     """
-    work.set_aside()  # neither of the two is memory beside the other
+    work.set_aside()  # exclude each of the two from the memory of the other
     plain.set_aside()
     pace = _Pace(work, watch, runs=len(budgets) + 1, steps=STEPS if steps is None else steps)
     with pace.stage("rehearsing", _REHEARSING):
@@ -135,7 +135,7 @@ def _checkpointed(duel: "_Duel") -> Run:
 
 
 class _Duel:
-    """Trains one copy of the workload plainly, and another one as each run asks."""
+    """Two copies of the workload: one is trained plainly, the other as each run requires."""
 
     def __init__(self, work: Workload, plain: Workload, pace: "_Pace") -> None:
         self.work, self.pace = work, pace
@@ -159,7 +159,7 @@ class _Duel:
         )
 
     def run(self, run: Run, doing: str) -> Run:
-        """`run`, with the peak, the times and the bits of the loop under whatever is in force on `work`."""
+        """Return `run` with the peak, times and bits of the loop under the plan or switch in force on `work`."""
         plain, loop = Loop(self._plain), Loop(self.work)
         with self.pace.stage(doing, self._steps_of_a_run):
             for pair in range(self.pace.steps):
@@ -185,12 +185,12 @@ class _Duel:
         )
 
     def set_aside(self) -> None:
-        """Leave each copy, by now with gradients and optimizer state, out of what is measured of the other."""
+        """Exclude each copy, which now has gradients and optimizer state, from measurements of the other."""
         self.work.set_aside()
         self._plain.set_aside()
 
     def skip(self) -> None:
-        """One run will not be made."""
+        """Skip one run."""
         self.pace.skip(self._steps_of_a_run)
 
     @property
@@ -199,7 +199,7 @@ class _Duel:
 
 
 def _peak_of_next(loop: Loop) -> int:
-    """The peak of the step that the loop would do next, static memory included, bytes. It is not part of the loop."""
+    """Measure the peak of a step after the loop, static memory included, in bytes. The step is not part of the loop."""
     work, batch = loop.work, loop.batch
     static, addresses = static_bytes(work.model, batch, (work.optimizer,))
     with recorder_for(place_of(work.model)) as recorder:
@@ -208,26 +208,26 @@ def _peak_of_next(loop: Loop) -> int:
 
 
 class _Pace:
-    """Counts steps, and tells how far it all is."""
+    """A counter of steps that reports progress."""
 
     def __init__(self, work: Workload, watch: Watch, *, runs: int, steps: int) -> None:
         self.work, self.watch = work, watch
         self.steps = steps
-        """Of each run."""
+        """Steps of each run."""
         self.runs = runs
-        """Beside the plain one."""
+        """Runs beside the plain one."""
         self._skipped = 0
         self._doing = ""
         self._done, self._stop = 0, 0
 
     def step(self, batch: Any) -> Tensor:
-        """A step of the workload that counts."""
+        """Run and count a step of the workload."""
         loss = self.work.step(batch)
         self.through()
         return loss
 
     def through(self, *_: object) -> None:
-        """A step is through. Never more than the stage was to take, so that the whole stays true."""
+        """Count a step, up to the stage's number of steps, so that the total stays true."""
         self._done = min(self._done + 1, self._stop)
         self._tell()
 
@@ -237,7 +237,7 @@ class _Pace:
 
     @contextmanager
     def stage(self, doing: str, steps: int) -> Iterator[None]:
-        """What happens inside takes about `steps` steps."""
+        """Report progress for a stage of about `steps` steps."""
         self._doing, self._stop = doing, self._done + steps
         self._tell()
         try:

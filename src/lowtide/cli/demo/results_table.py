@@ -1,4 +1,4 @@
-"""A `Comparison` for people: a table, the peaks as bars, what each plan does, and what is proven."""
+"""Show a `Comparison` to people: a table, the peaks as bars, each plan's decisions, and the proof."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ _BAR_CELLS = 40
 
 
 def show(found: Comparison, console: Console) -> None:
-    """Print all of it; 80 columns are enough."""
+    """Print the whole comparison; 80 columns are enough."""
     blocks = console.encoding.lower().startswith("utf")
     about = f"AdamW, {found.items_per_step:,} {found.items} a step, {found.steps} steps a run"
     console.print(Text(f"{found.description}; {about}."), "", sep="\n")
@@ -27,7 +27,7 @@ def show(found: Comparison, console: Console) -> None:
 def _table(found: Comparison) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("", no_wrap=True)
-    for heading in ("budget", "predicted", "measured", "time", "recomputed", "run again"):
+    for heading in ("budget", "predicted", "measured", "time", "recompute", "replay"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("bits", no_wrap=True)
     for run in found.runs:
@@ -51,7 +51,7 @@ def _cells(run: Run) -> Iterator[str | Text]:
 
 
 def _bars(found: Comparison, cells: str) -> Table:
-    """The measured peaks to scale, each with its budget marked."""
+    """Draw the measured peaks to scale, each with its budget marked."""
     static_cell, other_cell, mark = tuple(cells)
     plain = found.plain.measured_peak_bytes or 1
     largest = max(run.measured_peak_bytes or 0 for run in found.runs)

@@ -1,4 +1,4 @@
-"""Real text that every Python brings along, as batches for language models.
+"""Batches for language models, of real text that is part of every Python.
 
 Everything is on the CPU and drawn from the generator that is passed in, so equal calls give equal tensors.
 """
@@ -15,16 +15,19 @@ from lowtide.cli.demo.demo_packages import need
 Batch = dict[str, Tensor]
 
 END = "<|endoftext|>"
-"""Stands between two topics; token 0."""
+"""The token between two topics; token 0."""
 
 
 def python_reference() -> tuple[str, ...]:
-    """The topics of Python's reference, as `help("NAME")` prints them: 79 topics, 465,048 characters in Python 3.11."""
+    """Return the topics of Python's reference, as `help("NAME")` prints them.
+
+    Python 3.11 has 79 topics, 465,048 characters.
+    """
     return tuple(topics.values())
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
-    """A byte-level BPE (a `tokenizers.Tokenizer`) trained on `texts`: lossless, and the same at every call.
+    """Train a byte-level BPE (a `tokenizers.Tokenizer`) on `texts`: lossless, and the same at every call.
 
     It has `vocab_size` tokens unless the text holds fewer pairs to merge. Takes about 0.2 s on the reference.
     """
@@ -41,7 +44,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def token_ids(tokenizer: Any, texts: Iterable[str], between: tuple[int, ...] = ()) -> Tensor:
-    """All tokens of `texts` in a row, [tokens] int64, with the tokens `between` after each text."""
+    """Return all tokens of `texts` in a row, [tokens] int64, with the tokens `between` after each text."""
     ids: list[int] = []
     for text in texts:
         ids += tokenizer.encode(text, add_special_tokens=False).ids
@@ -50,17 +53,17 @@ def token_ids(tokenizer: Any, texts: Iterable[str], between: tuple[int, ...] = (
 
 
 def windows(ids: Tensor, length: int, random: Generator) -> Tensor:
-    """`ids` cut into rows of `length`, in random order; the rest is left out. [rows, length] int64."""
+    """Cut `ids` into rows of `length`, in random order; the rest is left out. [rows, length] int64."""
     rows = ids[: len(ids) // length * length].view(-1, length)
     return rows[torch.randperm(len(rows), generator=random)]
 
 
 def grouped(batch_size: int, **columns: Tensor) -> tuple[Batch, ...]:
-    """Batches of `batch_size` consecutive rows of each column; an incomplete last one is left out."""
+    """Return batches of `batch_size` consecutive rows of each column; an incomplete last one is left out."""
     rows = min(map(len, columns.values()))
     if rows < batch_size:
         raise ValueError(f"a batch of {batch_size} rows was asked for, and the data has {rows}: take a smaller batch")
-    # Cloned, for a view would hold the bytes of all rows.
+    # Cloned, because a view would hold the bytes of all rows.
     return tuple(
         {name: column[i : i + batch_size].clone() for name, column in columns.items()}
         for i in range(0, rows - batch_size + 1, batch_size)
@@ -78,10 +81,10 @@ def masked_batches(
     vocab_size: int,
     share: float = 0.15,
 ) -> tuple[Batch, ...]:
-    """Batches for BERT's objective: a share of the tokens is to be guessed.
+    """Make batches for BERT's objective: guess a share of the tokens.
 
     Each row is framed as `first` row `last` ([CLS] and [SEP]). In each, the same number of tokens is chosen; 80 % of
-    those read `mask`, 10 % any token, 10 % what they are (Devlin et al. 2019, appendix A.1). `input_ids` is
+    those read `mask`, 10 % any token, 10 % the original (Devlin et al. 2019, appendix A.1). `input_ids` is
     [batch, length + 2]; `positions` are the chosen places in the flattened batch and `labels` their tokens, [chosen].
     """
     count, length = rows.shape

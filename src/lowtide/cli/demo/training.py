@@ -1,4 +1,4 @@
-"""The training loop, and digests that say whether two runs of it were the same bit by bit."""
+"""The training loop, and digests that reveal any bit that differs between two runs of it."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +16,7 @@ from lowtide.state.step_snapshot import RandomState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A run of the loop: the loss, a digest of all gradients and the time of each step, and digests of what is left.
+    """A run of the loop: each step's loss, digest of all gradients and time, and digests of the final state.
 
     `state` has one digest each for the parameters, the buffers, the optimizer and torch's random numbers.
     """
@@ -28,11 +28,14 @@ class Training:
 
     @property
     def fastest_ms(self) -> float:
-        """The fastest step's time: of all steps the one that other load on the machine disturbed least."""
+        """Time of the fastest step: the one least disturbed by other load on the machine."""
         return min(self.step_ms)
 
     def differences(self, other: "Training") -> tuple[str, ...]:
-        """Where two runs differ in any bit, one line each; times aside. Empty: losses, gradients, state are equal."""
+        """Describe the bits that differ between two runs, one line each; times are ignored.
+
+        Empty if losses, gradients and state are equal.
+        """
         found = []
         if len(self.losses) != len(other.losses):
             found.append(f"{len(self.losses)} steps, not {len(other.losses)}")
@@ -49,9 +52,9 @@ class Training:
 class Loop:
     """The loop over a workload, from its first bit and a step at a time. Several can take turns in one process.
 
-    It is the plain loop: what a plan or a checkpointing switch does to the model is in force in it. Each loop goes on
-    with the random numbers that its last step left. Gradients are digested between backward and update, off the clock,
-    on the CPU without allocating tensors. Batches that are used up start over.
+    It is the plain loop, with any plan or checkpointing switch on the model in force. Each loop continues with the
+    random numbers of its last step. Gradients are digested between backward and update, excluded from the time, on the
+    CPU without allocating tensors. Batches repeat after the last.
     """
 
     def __init__(self, work: Workload) -> None:
@@ -61,10 +64,10 @@ class Loop:
         self._losses: list[float] = []
         self._gradients: list[str] = []
         self._step_ms: list[float] = []
-        self._off_clock_ms = 0.0  # of the step under way
+        self._off_clock_ms = 0.0  # of the current step
 
     def step(self) -> float:
-        """One step; its loss."""
+        """Run one step; return its loss."""
         work = self.work
         self._random.restore()
         hook = work.optimizer.register_step_pre_hook(self._digest_gradients)
@@ -80,11 +83,11 @@ class Loop:
 
     @property
     def batch(self) -> Batch:
-        """The next step's."""
+        """The next step's batch."""
         return self.work.batches[len(self._losses) % len(self.work.batches)]
 
     def result(self) -> Training:
-        """The steps so far."""
+        """Return a record of the steps so far."""
         self._random.restore()
         return Training(
             losses=tuple(self._losses),
@@ -101,7 +104,7 @@ class Loop:
 
 
 def train(work: Workload, steps: int, *, on_step: Callable[[int, float], None] | None = None) -> Training:
-    """Train `work` from its first bit for `steps` steps; after each, `on_step(steps done, loss)` is called."""
+    """Train `work` from its first bit for `steps` steps; call `on_step(steps done, loss)` after each."""
     loop = Loop(work)
     for done in range(1, steps + 1):
         loss = loop.step()
@@ -111,7 +114,7 @@ def train(work: Workload, steps: int, *, on_step: Callable[[int, float], None] |
 
 
 def state_digests(work: Workload) -> dict[str, str]:
-    """One digest each of the parameters, the buffers, the optimizer's state and the states of torch's generators."""
+    """Return one digest each of parameters, buffers, optimizer state and the states of torch's generators."""
     moments = work.optimizer.state_dict()["state"]
     generators = [("cpu", torch.get_rng_state())]
     if (device := _device(work)).type == "cuda":
@@ -125,7 +128,10 @@ def state_digests(work: Workload) -> dict[str, str]:
 
 
 def digest(named: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over the names, dtypes, shapes and bytes of tensors, in hexadecimal. Equal digests: equal bit by bit."""
+    """Return the SHA-256 over names, dtypes, shapes and bytes of tensors, in hexadecimal.
+
+    Equal digests mean equality bit by bit.
+    """
     sha = hashlib.sha256()
     for name, tensor in named:
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

@@ -1,4 +1,4 @@
-"""`workload("gpt2")`: model, data and optimizer as one training step that can be set back to its first bit."""
+"""`workload("gpt2")`: model, data and optimizer as one training step that can be reset to its first bit."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from lowtide.cli.demo.text_batches import Batch
 from lowtide.memory.entry_storages import set_aside
 
 MODELS = tuple(BUILDERS)
-"""The names that `workload` knows."""
+"""The names of workloads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,11 +43,11 @@ class Workload:
         object.__setattr__(self, "_first_optimizer", copy.deepcopy(self.optimizer.state_dict()))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The model's parameters and buffers by name, also the buffers that its `state_dict` leaves out."""
+        """Return the model's parameters and buffers by name, including the buffers that its `state_dict` leaves out."""
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     def step(self, batch: Batch) -> Tensor:
-        """One plain step: forward, backward, update, gradients dropped. Returns the loss, detached."""
+        """Run one plain step: forward, backward, update, gradients dropped. Returns the loss, detached."""
         loss = self.loss(self.model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
@@ -55,7 +55,7 @@ class Workload:
         return loss.detach()
 
     def reset(self) -> None:
-        """Set everything back, bit by bit: parameters and buffers (in place), gradients, optimizer, random numbers."""
+        """Reset everything, bit by bit: parameters and buffers (in place), gradients, optimizer, random numbers."""
         with torch.no_grad():
             for name, tensor in self.tensors().items():
                 tensor.copy_(self._first[name])
@@ -66,7 +66,7 @@ class Workload:
         torch.manual_seed(self.seed)
 
     def set_aside(self) -> None:
-        """Leave this workload out of what recordings of another one count as memory beside it."""
+        """Exclude this workload from the memory of others in recordings of another workload."""
         parameters = [*self.model.parameters()]
         state = (value for entry in self.optimizer.state.values() for value in entry.values())
         gradients = (parameter.grad for parameter in parameters)
@@ -76,22 +76,22 @@ class Workload:
 
     @property
     def checkpoint_refused(self) -> str | None:
-        """Why there is no `checkpoint_every_block` for this model, or None."""
+        """The reason why this model has no `checkpoint_every_block`, or None."""
         model = self._of_transformers()
         if getattr(model, "supports_gradient_checkpointing", False):
             return None
         return f"transformers does not support checkpointing for {type(model).__name__}"
 
     def _of_transformers(self) -> nn.Module:
-        """The outermost module that transformers made, which has its switches; `model` may wrap it."""
+        """Return the outermost module of a transformers class, which has its switches; `model` may wrap it."""
         return next(m for m in self.model.modules() if hasattr(m, "supports_gradient_checkpointing"))
 
     @contextmanager
     def checkpoint_every_block(self) -> Iterator[None]:
-        """Inside, transformers' own switch is on: each block is a non-reentrant `torch.utils.checkpoint`.
+        """Turn on transformers' own switch within this block: each block is a non-reentrant `torch.utils.checkpoint`.
 
-        The switch turned off leaves attributes on the modules and a hook on the embedding; here they are gone too.
-        Raises ValueError where `checkpoint_refused`.
+        Turning the switch off leaves attributes on the modules and a hook on the embedding; these are removed here,
+        too. Raises ValueError if `checkpoint_refused`.
         """
         if self.checkpoint_refused is not None:
             raise ValueError(self.checkpoint_refused)
@@ -113,7 +113,7 @@ class Workload:
                 attributes.update(values)
 
 
-# What the switch sets on the model and its blocks.
+# Attributes that the switch sets on the model and its blocks.
 _SWITCHED = (
     "gradient_checkpointing",
     "_gradient_checkpointing_func",
@@ -134,7 +134,7 @@ def workload(
     """Build one of MODELS: "gpt2", "bert", "llama" or "resnet". Two builds with equal arguments are equal bit by bit.
 
     The sizes are those of the demo unless given: rows of a batch, tokens a row (or pixels a side), and layers (ResNet:
-    a stage). torch's generators are left as they were. Needs the packages of `lowtide[demo]` (else PackageMissing).
+    a stage). torch's generators are restored. Needs the packages of `lowtide[demo]` (else raises PackageMissing).
     """
     if name not in BUILDERS:
         raise ValueError(f"there is no workload {name!r}: take one of {', '.join(MODELS)}")

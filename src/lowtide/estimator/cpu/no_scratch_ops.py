@@ -1,4 +1,4 @@
-"""Operators that allocate their results on the CPU, and nothing besides (torch 2.13)."""
+"""Operators that allocate only their results on the CPU (torch 2.13)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def takes_nothing(func: Any, tensors: list[Tensor], made: list[Tensor]) -> bool:
-    """Whether it takes nothing inside that is worth to be counted, given these tensors."""
+    """Return True if an operator allocates no scratch memory worth counting, given these tensors."""
     if not tensors or _never_takes(func):
         return True
     if any(tensor.layout is not torch.strided for tensor in tensors):
@@ -37,17 +37,17 @@ def _never_takes(func: Any) -> bool:
 
 @cache
 def _is_pointwise(func: Any) -> bool:
-    """Whether one loop goes over the elements, which casts them only where they are of several dtypes."""
+    """Return True if an operator is a single loop over the elements, with casts only for mixed dtypes."""
     return torch.Tag.pointwise in func.tags and func not in COMPOSED
 
 
 def _numbers(tensors: list[Tensor]) -> set[torch.dtype]:
-    """The dtypes of those that are cast: not masks, nor tensors without dimensions."""
+    """Return the dtypes of tensors that may be cast: neither masks nor tensors without dimensions."""
     return {tensor.dtype for tensor in tensors if tensor.dtype is not torch.bool and tensor.dim()}
 
 
 def _has_channels_last(tensor: Tensor) -> bool:
-    """Whether torch would say so too where some dimensions have one element."""
+    """Return True if torch also reports channels-last when some dimensions have size 1."""
     if tensor.dim() != 4:
         return False
     _, channels, height, width = tensor.shape
@@ -60,11 +60,11 @@ COMPOSED = frozenset(
         *(aten.isclose.default, aten.gelu_backward.default),
     }
 )
-"""Operators that torch calls pointwise, and that make tensors on their way."""
+"""Operators tagged as pointwise that nevertheless allocate intermediate tensors."""
 
 NEVER = frozenset(
     {
-        # copies, and what is made like others
+        # copies, and tensors like others
         *(aten.clone.default, aten.copy_.default, aten._to_copy.default, aten.cat.default, aten.stack.default),
         *(aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten._unsafe_view.default, aten.set_.source_Tensor),
         *(aten.lift_fresh.default, aten.alias.default, aten.contiguous.default, aten.constant_pad_nd.default),
@@ -117,7 +117,7 @@ WHERE_CONTIGUOUS = frozenset(
         *(aten.avg_pool3d.default, aten.avg_pool3d_backward.default),
     }
 )
-"""Operators that copy arguments whose elements do not lie one after the other, and nothing else."""
+"""Operators whose only scratch is copies of non-contiguous arguments."""
 
 POOLING = frozenset(
     {
@@ -126,4 +126,4 @@ POOLING = frozenset(
         *(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d_backward.default),
     }
 )
-"""Operators that copy arguments which are in neither of both formats of images, and nothing else."""
+"""Operators whose only scratch is copies of arguments that are neither contiguous nor channels-last."""

@@ -1,9 +1,9 @@
-"""What operators allocate and free inside, on the CPU: rules read off the kernels, checked against the CPU recorder.
+"""Scratch memory of CPU operators: rules read off the kernels, checked against the CPU recorder.
 
-Each rule names bytes beyond the results, as the kernels of torch 2.13 take them. Operators that are known to take
-nothing are in `no_scratch_ops.py`. All others are tried out, see `scratch_trials.py`: those that are composed of others
-inside, and those that torch hands to oneDNN, whose blocked formats and scratch depend on the processor and on the
-threads.
+Each rule returns bytes beyond the results, as the kernels of torch 2.13 allocate them. Operators known to allocate no
+scratch are in `no_scratch_ops.py`. All others are tried out (`scratch_trials.py`): operators composed of others
+internally, and operators that torch hands to oneDNN, whose blocked formats and scratch depend on the processor and on
+the number of threads.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 Rule = Callable[[Any, Any, list["Tensor"]], list[int] | None]
-"""(args, kwargs, results) -> bytes of each block that is alive at the operator's peak and is no result.
+"""(args, kwargs, results) -> bytes of each block, other than results, that is alive at the operator's peak.
 
-None says that it depends on more than that, and is to be tried out.
+None if the bytes depend on more than these, so that the operator is to be tried out.
 """
 
 
 _BY_CONTENTS = (aten.linalg_matrix_exp.default,)
-"""Operators that take as much as the numbers make them: the larger a matrix, the more of its powers."""
+"""Operators whose scratch depends on contents: the larger a matrix's values, the more of its powers."""
 
 
 class Scratch:
-    """What operators on `device` allocate inside. `unknown` says of which ones nothing is known."""
+    """Scratch memory of operators on `device`. `unknown` lists the operators without known scratch."""
 
     def __init__(self, device: str, trials: Trials) -> None:
         self._device = device
@@ -47,7 +47,7 @@ class Scratch:
     def of(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]
     ) -> tuple[dict[int, int], list[int]]:
-        """Sizes of results that differ from what their fake storages say, by number, and the extra bytes."""
+        """Return sizes of results that differ from their fake storages' sizes, by number, and the scratch bytes."""
         if func is aten._efficientzerotensor.default:
             return {0: 0}, []
         if self._device != "cpu":
@@ -55,9 +55,9 @@ class Scratch:
         if func in REDUCED_LATE and not made[0].dim():
             return {0: args[0].numel() * args[0].element_size()}, []
         if func in _BY_CONTENTS:
-            self._trials.leave(func, args, kwargs)  # and counted as on trial, where it is tried
+            self._trials.leave(func, args, kwargs)  # counted as in the trial, if it is tried
         if func.namespace not in OWN_OPERATORS:
-            self._trials.leave(func, args, kwargs)  # who knows what it does besides
+            self._trials.leave(func, args, kwargs)  # a custom operator may allocate more
             return {}, []
         rule = RULES.get(func)
         if rule is None and takes_nothing(func, tensors, made):
@@ -67,7 +67,7 @@ class Scratch:
 
 
 def _copied(*places: int) -> Callable[[Any, Any, list[Tensor]], list[int]]:
-    """The kernel makes these arguments contiguous."""
+    """Return a rule for kernels that make these arguments contiguous."""
 
     def rule(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
         given = (args[place] for place in places if args[place] is not None)
@@ -77,7 +77,7 @@ def _copied(*places: int) -> Callable[[Any, Any, list[Tensor]], list[int]]:
 
 
 def _promoted(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """TensorIterator casts each tensor that is not of the common dtype, but for those of no dimension."""
+    """Count the casts of TensorIterator: tensors not of the common dtype, except those without dimensions."""
     one, other = args[:2]
     dtype = torch.result_type(one, other)
     if made[0].dtype.is_floating_point and not dtype.is_floating_point:  # a quotient of integers
@@ -94,14 +94,14 @@ def _cast_input(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
 
 
 def _safe_softmax(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Which elements are -inf, and in which rows all are; or a copy, which is gone by then."""
+    """Count masks of the elements that are -inf and of all-inf rows; or a copy, which is freed before the masks."""
     numel = args[0].numel()
     masks = [numel, numel // max(args[0].shape[args[1]], 1)]
     return max(masks, _copied(0)(args, kwargs, made), key=sum)
 
 
 def _roll(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
-    """One dimension after the other, and all results so far. Without dimensions it is made flat."""
+    """Count intermediate results, one for each dimension rolled. Without dimensions the tensor is flattened."""
     dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
     return [_bytes(made[0])] * (len(dims) - 1) if dims else None
 
@@ -111,25 +111,25 @@ def _batch_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int
 
 
 def _layer_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Copies, and for each thread the sums that the gradients of weight and bias are made of."""
+    """Count copies, and for each thread the partial sums of the gradients of weight and bias."""
     normed = math.prod(args[2])
     sums = 2 * torch.get_num_threads() * normed * args[1].element_size() if any(args[-1][1:]) else 0
     return [*_copied(0, 1)(args, kwargs, made), sums]
 
 
 def _group_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Two sums for each channel of each example, of their own dtype."""
+    """Count two sums for each channel of each example, in their own dtype."""
     examples, channels = args[5:7]
     return [2 * examples * channels * made[0].element_size()]
 
 
 def _logsumexp(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """What was raised, and the largest of it."""
+    """Count the exponentials, and the maxima."""
     return [args[0].numel() * made[0].element_size(), _bytes(made[0])]
 
 
 def _upsample(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Both in the channels-last format, in which small images are enlarged (UpSampleKernel.cpp)."""
+    """Count input and result in channels-last, the format in which small images are enlarged (UpSampleKernel.cpp)."""
     is_small = sum(made[0].shape[-2:]) <= _SMALL_IMAGE
     if not is_small or args[0].is_contiguous(memory_format=torch.channels_last):
         return []
@@ -137,16 +137,16 @@ def _upsample(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
 
 
 _SMALL_IMAGE = 128
-"""Rows and columns together."""
+"""Largest sum of rows and columns of a small image."""
 
 
 def _upsample_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """The gradient, if its elements lie in neither format."""
+    """Count a copy of the gradient, unless it is contiguous or channels-last."""
     return [] if args[0].is_contiguous(memory_format=torch.channels_last) else _copied(0)(args, kwargs, made)
 
 
 def _flash(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """For each thread a tile of scores, its rows' maxima and sums, a tile of the result (FlashAttentionKernel.cpp)."""
+    """Count for each thread tiles of scores and of the result, maxima and sums of rows (FlashAttentionKernel.cpp)."""
     query, key, value = args[:3]
     rows, columns = _tile(query, key)
     floats = rows * (columns + 2 + value.shape[-1]) * torch.get_num_threads()
@@ -155,7 +155,7 @@ def _flash(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
 
 
 def _flash_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Two tiles for each thread, and one row of sums."""
+    """Count two tiles for each thread, and one row of sums."""
     query, key = args[1:3]
     rows, columns = _tile(query, key)
     tiles = 2 * rows * columns * torch.get_num_threads()
@@ -170,10 +170,10 @@ def _tile(query: Tensor, key: Tensor) -> tuple[int, int]:
 
 
 def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
-    """BLAS multiplies with what has its rows or its columns one after the other; of all else copies are made.
+    """Count copies of factors that BLAS can't read: neither their rows nor their columns are contiguous.
 
-    Those are of whole matrices, and of one of a batch at a time (LinearAlgebra.cpp: addmm_impl_cpu_). BLAS has no part
-    in products of a batch of small ones (bmm_out_or_baddbmm_).
+    Copies are of whole matrices, one of a batch at a time (LinearAlgebra.cpp: addmm_impl_cpu_). Batched products of
+    small matrices do not use BLAS (bmm_out_or_baddbmm_).
     """
     factors, result = args[-2:], made[0]
     is_reduced = any(factor.dtype in (torch.bfloat16, torch.float16) for factor in factors)
@@ -186,17 +186,17 @@ def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
 
 
 _SMALLEST_OF_BLAS = 400
-"""Multiplications in each product of a batch."""
+"""Fewest multiplications in each product of a batch for which BLAS is used."""
 
 
 def blas_reads(factor: Tensor) -> bool:
-    """Whether the rows, or the columns, of a matrix or a batch of them lie one after the other and apart."""
+    """Return True if the rows, or the columns, of a matrix or of a batch's matrices are contiguous and disjoint."""
     (down, across), (rows, columns) = factor.stride()[-2:], factor.shape[-2:]
     return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
 
 
 def _sorted_indices(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """One number for each element, sorted, with their places and what they are sorted in (SparseTensor.cpp)."""
+    """Count one number for each element, sorted, with positions and the sort's buffers (SparseTensor.cpp)."""
     indices, _ = parts_of(args[0])
     n_bytes = indices.shape[1] * indices.element_size()
     return [n_bytes] * (3 if indices.shape[0] == 1 else 4)
@@ -212,7 +212,7 @@ REDUCED_LATE = frozenset(
         *(aten.binary_cross_entropy.default, aten.soft_margin_loss.default),
     }
 )
-"""Losses whose kernels write all elements to the result and then make it one number, in the memory of all."""
+"""Losses whose kernels write all elements to the result, then reduce it to one number in memory for all elements."""
 
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(

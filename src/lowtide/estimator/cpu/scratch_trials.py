@@ -1,8 +1,8 @@
-"""Scratch memory that is learned: an operator is run once by itself, on real tensors, and recorded.
+"""Learn scratch memory by trials: run an operator once on its own, on real tensors, and record its allocations.
 
-Each is run as it is if its tensors have at most LARGEST_TRIAL bytes. A larger convolution is run on a few rows of its
-batch and on twice as many, for its memory grows linearly with them; anything else that is larger stays unknown. What
-was learned is kept as long as the process lives.
+An operator is run as it is if its tensors have at most LARGEST_TRIAL bytes. A larger convolution is run on a few rows
+of its batch and on twice as many, because its memory grows linearly with them; any other larger operator stays unknown.
+Results of trials are kept until the process ends.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 LARGEST_TRIAL = 2**26
-"""Bytes of arguments up to which an operator is run as it is."""
+"""Largest bytes of arguments with which an operator is run as it is."""
 
 FEW_ROWS = 8
 
 
 _BATCHED = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
-"""Operators whose first so many arguments have a batch as their first dimension."""
+"""Operators with a batch as the first dimension of this many leading arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Script:
-    """What one run allocated (+bytes) and freed (-bytes), in order, and the bytes of each result, 0 for an argument."""
+    """Allocations (+bytes) and frees (-bytes) of one run, in order, and the bytes of each result, 0 for an argument."""
 
     events: tuple[int, ...]
     results: tuple[int, ...]
 
     def stretched(self, other: _Script, times: float) -> _Script:
-        """`self` plus so many times what `other`, of the same length, has more."""
+        """Return `self` plus `times` its difference to `other`, which has the same length."""
         events, results = (
             tuple(round(a + (b - a) * times) for a, b in zip(mine, theirs, strict=True))
             for mine, theirs in ((self.events, other.events), (self.results, other.results))
@@ -52,7 +52,7 @@ class _Script:
         return _Script(events, results)
 
     def beyond_results(self) -> int:
-        """Bytes at the peak that are no result."""
+        """Return the bytes at the peak that are not results."""
         level = peak = 0
         for n_bytes in self.events:
             level += n_bytes
@@ -62,7 +62,7 @@ class _Script:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One operator, with the geometry of its arguments in the place of tensors: what the scratch memory depends on."""
+    """An operator call with geometries in place of tensors: the inputs on which scratch memory depends."""
 
     func: Any
     args: Any
@@ -78,7 +78,7 @@ class _Call:
 
     @property
     def rows(self) -> int:
-        """Of the batch; 0 where there is none."""
+        """Rows of the batch; 0 where there is none."""
         return int(self.args[0].shape[0]) if self.func in _BATCHED else 0
 
     @property
@@ -89,7 +89,7 @@ class _Call:
         return (self.func, torch.get_num_threads(), *tree_leaves((self.args, self.kwargs)))
 
     def trials(self) -> list[Callable[[Callable[[str], None]], tuple[int, ...]]]:
-        """What is to be run: once as it is, twice on some of the rows, or nothing."""
+        """Return the trials to run: one of the whole call, two on some of the rows, or none."""
         if not all(geometry.whole for geometry in self.geometries):
             return []
         if self.n_bytes <= LARGEST_TRIAL:
@@ -99,7 +99,7 @@ class _Call:
         return [partial(self._run, rows) for rows in (FEW_ROWS, 2 * FEW_ROWS)]
 
     def learned(self, scripts: list[_Script]) -> _Script | None:
-        """The script of this call from those of its trials."""
+        """Return the script of this call, derived from the scripts of its trials."""
         if len(scripts) < 2:
             return scripts[0] if scripts else None
         few, more = scripts
@@ -130,7 +130,7 @@ class _Call:
 
 
 def _memory(*values: Any) -> Iterator[Any]:
-    """The tensors that have the memory of those in a structure."""
+    """Return the tensors that hold the memory of those in a structure."""
     return (part for leaf in tree_leaves(values) if _is_tensor(leaf) for part in parts_of(leaf))
 
 
@@ -138,14 +138,14 @@ _table: dict[Hashable, _Script | None] = {}
 
 
 class Trials:
-    """Looks up what was learned, and collects what is to be learned next."""
+    """Lookup of learned scratch memory, and collector of the trials to run next."""
 
     def __init__(self) -> None:
         self._wanted: dict[Hashable, _Call] = {}
         self._untried: dict[str, int] = {}
 
     def of(self, func: Any, args: Any, kwargs: Any) -> tuple[dict[int, int], list[int]]:
-        """Sizes of results that are no arguments, by number, and bytes beyond them at the peak; none before `learn`."""
+        """Return sizes of new results, by number, and bytes beyond them at the peak; nothing before `learn`."""
         call = _Call.of(func, args, kwargs)
         key = call.key()
         if key not in _table:
@@ -155,12 +155,12 @@ class Trials:
         if script is None:
             self._leave(call)
             return {}, []
-        by_contents = torch.Tag.dynamic_output_shape in func.tags  # which the trial has not: all of a mask is taken
+        by_contents = torch.Tag.dynamic_output_shape in func.tags  # the trial selects all of a mask
         sizes = {} if by_contents else {number: n_bytes for number, n_bytes in enumerate(script.results) if n_bytes}
         return sizes, [script.beyond_results()]
 
     def leave(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Of this operator nothing will be known."""
+        """Record that this operator stays unknown."""
         self._leave(_Call.of(func, args, kwargs))
 
     def _leave(self, call: _Call) -> None:
@@ -169,14 +169,14 @@ class Trials:
 
     @property
     def unknown(self) -> dict[str, int]:
-        """Operators of which nothing is known, and the bytes of the largest one's arguments."""
+        """Operators with unknown scratch memory, and the bytes of the arguments in their largest call."""
         found = dict(self._untried)
         for call in self._wanted.values():
             found[str(call.func)] = max(call.n_bytes, found.get(str(call.func), 0))
         return found
 
     def learn(self) -> None:
-        """Try what was wanted so far. Not inside a backward pass, and not while anything else records."""
+        """Run the collected trials. Not inside a backward pass, and not while another recorder is active."""
         wanted, self._wanted = self._wanted, {}
         if not wanted:
             return
@@ -210,7 +210,7 @@ def _between_marks(stream: EventStream) -> list[tuple[int, ...]]:
 
 
 def _real(leaf: Any, rows: int = 0) -> Any:
-    """A tensor for a geometry; and a generator that nobody else draws from."""
+    """Return a tensor for a geometry, and a private clone of a generator."""
     if isinstance(leaf, torch.Generator):
         return leaf.clone_state()
     return leaf.real(rows) if isinstance(leaf, Geometry) else leaf
@@ -220,7 +220,7 @@ _WORKSPACE = 22
 
 
 def _workspace(args: list[Any]) -> Any:
-    """What the forward pass of a recurrent layer leaves for this backward pass: with another one that would crash."""
+    """Return the workspace that a recurrent layer's forward saves for backward, which crashes with any other."""
     reverse, mode, hidden_size, layers, biases, _, bidirectional, batch_sizes, batch_first = args[13:_WORKSPACE]
     settings = (reverse, batch_sizes, mode, hidden_size, layers, biases, bidirectional, batch_first, True)
     return torch.ops.aten.mkldnn_rnn_layer(*args[:7], *settings)[3]

@@ -1,1 +1,1 @@
-"""A GPU that is not there: a device of torch's that has tensors and no memory, and how CUDA behaves on it."""
+"""An absent GPU: a torch device whose tensors have no memory, and that behaves like CUDA."""

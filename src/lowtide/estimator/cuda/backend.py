@@ -1,9 +1,10 @@
-"""The device that stands for a GPU: torch's one place for devices of other makers, filled in Python.
+"""Stand-in device for a GPU: torch's PrivateUse1 backend, implemented in Python.
 
-Fake tensors of "cuda" itself can't be had where torch is built without CUDA: the first that needs a gradient ends the
-process. A device of one's own is a full device to autograd, and composite operators choose on it as they do on CUDA.
-Torch has one such place in each process and its name can be given once, so that it stays taken until the process ends;
-between rehearsals it says that it is not available. It stays what `torch.accelerator.current_accelerator()` names.
+Fake "cuda" tensors are impossible where torch is built without CUDA: the first that needs a gradient ends the process.
+A custom backend is a full device to autograd, and composite operators choose kernels on it as they do on CUDA.
+
+Torch has one such backend in each process, and its name can be set only once, so it stays taken until the process ends;
+between rehearsals it reports that it is not available. `torch.accelerator.current_accelerator()` keeps naming it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from lowtide.memory.gpu_specs import GpuSpec
 
 
 class _Module(DeviceModule):
-    """What torch asks of `torch.cudalike`."""
+    """Module that torch queries as `torch.cudalike`."""
 
     def is_available(self) -> bool:
-        return False  # fake tensors then initialize nothing
+        return False  # then fake tensors initialize no device
 
     def get_rng_state(self, device: object = None) -> torch.Tensor:
         return torch.zeros(16, dtype=torch.uint8, device="cpu")
@@ -44,7 +45,7 @@ class _Module(DeviceModule):
 
 
 class _Hook(DeviceHook):
-    """What torch's C++ code asks: an accelerator only as long as a rehearsal runs."""
+    """Hook for torch's C++ code: an accelerator only while a rehearsal runs."""
 
     def is_available(self) -> bool:
         return bool(in_use)
@@ -58,14 +59,14 @@ class _Hook(DeviceHook):
 
 @contextlib.contextmanager
 def gpu_in_use(gpu: GpuSpec) -> Iterator[None]:
-    """`NAME` is a device like `gpu` in this block, which is entered in one thread at a time, after `take_place`."""
+    """Make `NAME` a device like `gpu` in this block, which one thread enters at a time, after `take_place`."""
     if in_use:
         raise RehearsalError("one rehearsal of a GPU runs inside of another. Let the first one end.")
     in_use.append(gpu)
     unbounded.clear()
     measured.clear()
     try:
-        # the engine's threads don't know of devices that came after them
+        # threads of autograd's engine don't know devices registered after their start
         engine = torch.autograd.set_multithreading_enabled(False)
         with engine, constants_made_on_cpu(), foreach_for_fakes():
             yield
@@ -75,11 +76,10 @@ def gpu_in_use(gpu: GpuSpec) -> Iterator[None]:
 
 
 def take_place(*, alone: bool = False) -> None:
-    """Make `NAME` a device, for the rest of the process.
+    """Register `NAME` as a device for the rest of the process.
 
-    Raises RehearsalError where somebody else has taken torch's place for such devices, and where there is a GPU
-    to train on, unless the process is there for the rehearsal alone: torch knows one accelerator, and from then on
-    that is this device.
+    Raises RehearsalError if another package has taken torch's one custom backend, and if a GPU is available, unless the
+    process runs only the rehearsal: torch knows one accelerator, and from then on that is this device.
     """
     if torch.cuda.is_available() and not alone:
         raise RehearsalError(

@@ -1,4 +1,4 @@
-"""The GPU that is being rehearsed, for those who behave by it."""
+"""State of the GPU rehearsal in progress, shared by the code that behaves like that GPU."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from torch import Tensor
 from lowtide.memory.gpu_specs import GpuSpec
 
 NAME = "cudalike"
-"""Type of the device that tensors on the GPU have."""
+"""Device type of tensors on the rehearsed GPU."""
 
 CUDA = torch.device("cuda", 0)
-"""The device that they show to Python code."""
+"""Device that tensors on the rehearsed GPU show to Python code."""
 
 CAPABILITY_ASSUMED = (8, 0)
-"""Of a GPU of which only the memory was given."""
+"""Compute capability assumed for a GPU given only by its memory."""
 
 in_use: list[GpuSpec] = []
-"""At most one."""
+"""The GPU being rehearsed; at most one."""
 
 
 taking: list[Callable[[Tensor], Tensor]] = []
-"""At most one: how a tensor on the CPU that meets others on the GPU is taken to be there."""
+"""Function that moves a CPU tensor to the rehearsed GPU where it meets tensors there; at most one."""
 
 
 def there(tensor: Tensor) -> Tensor:
-    """A tensor that a script without a GPU has on the CPU, put on the GPU; any other as it is."""
+    """Return a CPU tensor of a script without a GPU moved to the rehearsed GPU; any other unchanged."""
     is_away = tensor.device.type == "cpu" and not tensor.requires_grad
     return taking[0](tensor) if is_away and taking else tensor
 
 
 unbounded: dict[str, str] = {}
-"""What only a library knows of the memory that it takes, in words, by operator; of the GPU in use, or the last one."""
+"""Memory that only a library knows, in words, by operator; for the GPU in use, or the last one."""
 
 measured: dict[str, str] = {}
-"""What a library takes by a measurement on one GPU, in words, by operator; likewise."""
+"""Memory of a library as measured on one GPU, in words, by operator; for the GPU in use, or the last one."""
 
 lasting: dict[str, Tensor] = {}
-"""What a library takes once and keeps as long as the process runs, by a name of it."""
+"""Memory that a library allocates once and keeps until the process ends, by name."""
 
 standing_in: list[str] = []
-"""The operators that other ones stand in for, now: what these make is the last one's."""
+"""Stack of operators that others currently stand in for; allocations are attributed to the last one."""
 
 
 @contextlib.contextmanager
 def stands_in_for(op: str) -> Iterator[None]:
-    """What is made in this block is made by the operator of this name."""
+    """Attribute allocations in this block to the operator of this name."""
     standing_in.append(op)
     try:
         yield
@@ -57,5 +57,5 @@ def stands_in_for(op: str) -> Iterator[None]:
 
 
 def capability() -> tuple[int, int]:
-    """The compute capability to behave by. Only while a GPU is in use."""
+    """Return the compute capability to emulate. Only while a GPU is in use."""
     return in_use[0].capability or CAPABILITY_ASSUMED

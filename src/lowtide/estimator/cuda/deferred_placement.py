@@ -1,6 +1,7 @@
-"""What a script has asked for on CUDA before there is a GPU: it stays on the CPU, and says that it is on CUDA.
+"""Track tensors that a script requests on CUDA before a GPU is rehearsed: they stay on the CPU, but report CUDA.
 
-A tensor was asked for there, or was computed from one that was. When the GPU comes, those at hand are put on it.
+A tensor counts if it was requested on CUDA, or computed from one that was. When the rehearsal starts, the tensors in
+use are put on its GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class DeferredCudaModule(CudaRedirect):
-    """In this block, as long as there is no GPU, "cuda" is the CPU, and it is remembered what was asked for there."""
+    """Context in which, until a GPU is rehearsed, "cuda" means the CPU, and tensors requested there are remembered."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -54,14 +55,14 @@ class DeferredCudaModule(CudaRedirect):
         self._undo.close()
 
     def _made(self, make: Callable[..., Tensor], kind: type, data: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-        """A parameter, which torch makes past function modes, is where its data are."""
+        """Create a parameter, which bypasses function modes, on the device of its data."""
         made = make(kind, data, *args, **kwargs)
         if self._holds(data):
             self._there[made] = True
         return made
 
     def has(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is on CUDA, or was asked for there."""
+        """Return True if a tensor is on CUDA, or was requested there."""
         return super().has(tensor) or tensor in self._there
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,7 +72,7 @@ class DeferredCudaModule(CudaRedirect):
         given = [*args, *kwargs.values()]
         is_there = bool(self._there) and any(map(self._holds, given))
         if is_there and func in _ANSWERS:
-            is_torch = is_own(_asking(sys._getframe(1)))  # checkpoints compare these
+            is_torch = is_own(_asking(sys._getframe(1)))  # checkpointing compares devices
             return func(*args) if is_torch else _ANSWERS[func]
         place = _place(func, args, kwargs)
         goes_there = is_there if place is None else self._holds(place) or place == "cuda"
@@ -79,7 +80,7 @@ class DeferredCudaModule(CudaRedirect):
         if func == SET_DATA and self._holds(args[1]):
             self._there[args[0]] = True
         if place is not None and args and out is args[0] and goes_there != self._holds(args[0]):
-            # What was given stays where it was. A piece of something larger comes alone.
+            # The argument keeps its device. A slice of a larger tensor is copied on its own.
             out = alias(out) if _is_whole(out) else out.clone()
         if goes_there:
             for made in out if isinstance(out, tuple | list) else (out,):
@@ -89,18 +90,18 @@ class DeferredCudaModule(CudaRedirect):
 
     @property
     def version(self) -> object:
-        """Another one each time: `since` gives what is there now."""
+        """A new version at each access, since `since` lists the tensors alive now."""
         return object()
 
     def since(self, position: int) -> Iterator[Event]:
-        """Each storage of tensors that were asked for, allocated."""
+        """Return each storage of tensors requested on CUDA as an allocation."""
         with without_function_modes():
             parts = (part for tensor in list(self._there) for part in parts_of(tensor))
             sizes = {storage_id(part): part.untyped_storage().nbytes() for part in parts}
         return (Allocate(block, n_bytes, 0, "") for block, n_bytes in enumerate(sizes.values()) if block >= position)
 
     def mark(self, label: str, data: object = None) -> None:
-        """Nothing is remembered of what is asked now."""
+        """Ignore marks."""
 
     def _holds(self, thing: Any) -> bool:
         if isinstance(thing, torch.Tensor):
@@ -109,12 +110,12 @@ class DeferredCudaModule(CudaRedirect):
 
 
 def _variable(kind: type, data: Any = None, requires_grad: bool = False, volatile: bool = False) -> Tensor:
-    """As `torch.autograd.Variable` makes one, without a mark where it was asked for."""
+    """Create a tensor as `torch.autograd.Variable` does, without marking it."""
     return (torch.empty(0) if data is None else data.detach()).requires_grad_(requires_grad)
 
 
 def _asking(frame: FrameType) -> FrameType:
-    """Frame that asks, behind function modes, as that of a default device, which ask in turn."""
+    """Return the frame that asks, behind function modes that ask in turn, such as that of a default device."""
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame
@@ -125,7 +126,7 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _place(func: Any, args: Any, kwargs: Any) -> Literal["cuda", "cpu"] | Tensor | None:
-    """Where the result is asked for: there, or where a tensor is; None if nothing was said."""
+    """Return the device requested for a result, or the tensor whose device is requested; None if neither was given."""
     if func is torch.Tensor.cuda:
         return "cuda"
     if func is torch.Tensor.cpu:

@@ -1,4 +1,4 @@
-"""Puts kernels where torch looks for them: for the device of rehearsals only, once for each process."""
+"""Register kernels for the rehearsal device, once in each process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from lowtide.estimator.cuda.ops import autocast
 from lowtide.estimator.cuda.ops.op_table import KERNELS
 
 _libraries: list[torch.library.Library] = []
-"""Registrations last as long as these live."""
+"""Libraries whose lifetime keeps the registrations."""
 
 
 def register() -> None:
-    """Put all of them in their places."""
+    """Register all kernels."""
     _libraries.append(register_kernels("aten", KERNELS, AUTOGRAD_KEY))
     _libraries.append(register_kernels("aten", dict(autocast.kernels()), AUTOCAST_KEY))
     _libraries.append(pass_through(AUTOCAST_KEY))

@@ -1,4 +1,4 @@
-"""The ledger of a step on a GPU that is not there."""
+"""Allocation tracker for a step on an absent GPU."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ _CPU = torch.device("cpu")
 
 
 class _AtHome(FakeTensors):
-    """Twins where their tensors are, but for those on a GPU of this machine: they are on the rehearsed one."""
+    """Fake twins on their tensor's device, except that tensors on a real GPU have twins on the rehearsed one."""
 
     def _place(self, tensor: Tensor) -> torch.device | str:
         return NAME if tensor.device.type == "cuda" else tensor.device
 
 
 class GpuAllocationTracker(AllocationTracker):
-    """A ledger that knows of a second device, the CPU, whose memory it does not count.
+    """An allocation tracker that also knows the CPU, whose memory it does not count.
 
-    A script that was begun on a machine without a GPU has put its tensors on the CPU. Where one of them meets tensors
-    on the GPU it is taken to be there as well, as long as it lives.
+    A script written for a machine without a GPU has put its tensors on the CPU. A CPU tensor that meets tensors on the
+    GPU is assumed to be there as well, as long as it lives.
     """
 
     def __init__(self, fakes: FakeTensorMode, answers: ValueOracle, takes: OpWorkspaces) -> None:
@@ -62,23 +62,23 @@ class GpuAllocationTracker(AllocationTracker):
         self._takes, self._twins = takes, _AtHome(fakes)
         self._moved = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
         self.bounds: dict[int, ScratchBlock] = {}
-        """Blocks of which only bounds are known, by number."""
+        """Blocks known only within bounds, by number."""
         self.unbounded: dict[str, str] = {}
-        """Operators of which nothing is known inside, in words, by name."""
+        """Operators with unknown scratch memory, in words, by name."""
         self._n_corrected = 0
-        """How often events were changed that had been recorded."""
+        """Number of corrections to recorded events."""
         self.is_inside = False
-        """Whether an operator is just being run."""
+        """True while an operator runs."""
         self.lengths: tuple[int, int] | None = None
-        """What is as long as the first is to count as if it were as long as the second."""
+        """Lengths (old, new): tensors of the old length count as if they had the new one."""
 
     @property
     def version(self) -> object:
-        """Changes where `since` would give other events than before: at entry, or among those that were given."""
+        """Version that changes when events at entry, or events that `since` has already returned, change."""
         return len(self._entered), self._n_corrected
 
     def since(self, position: int) -> Iterator[Event]:
-        """Events of the whole recording so far, from this position on."""
+        """Return the events of the whole recording so far, from this position on."""
         for part in (self._entered, self._earlier, self._events):
             yield from part[position:]
             position = max(position - len(part), 0)
@@ -106,7 +106,7 @@ class GpuAllocationTracker(AllocationTracker):
             self._n_blocks += 1
 
     def _take(self, found: list[ScratchBlock], op: str) -> None:
-        """Blocks that an operator takes inside, each given back when its time is over."""
+        """Record an operator's scratch blocks, each freed at the end of its lifetime."""
         held: list[tuple[int, int, ScratchBlock]] = []
         for place, inside in enumerate(found):
             for ended in [one for one in held if one[2].through is not None and one[0] + one[2].through < place]:
@@ -116,7 +116,7 @@ class GpuAllocationTracker(AllocationTracker):
         self._events += [Free(block, inside.bytes) for _, block, inside in reversed(held)]
 
     def _open(self, inside: ScratchBlock, op: str) -> int:
-        """Take one of them. Its number."""
+        """Allocate a scratch block; return its number."""
         block = self._n_blocks
         self._n_blocks += 1
         self._events.append(Allocate(block, inside.bytes, 0, op))
@@ -138,9 +138,9 @@ class GpuAllocationTracker(AllocationTracker):
 
     @contextlib.contextmanager
     def corrected(self) -> Iterator[None]:
-        """The tensor that is made in this block was there from the beginning, and not the one that ends in it.
+        """Replace the tensor that ends in this block by the one created in it, from the beginning of the recording.
 
-        Nothing is corrected where it is not one each.
+        Has no effect unless exactly one ends and one is created.
         """
         n_before = len(self._events)
         yield
@@ -157,14 +157,14 @@ class GpuAllocationTracker(AllocationTracker):
                     return
 
     def put_on_gpu(self, tensor: Tensor) -> None:
-        """Have a tensor that the step made on the CPU, and is no result of a graph, on the GPU from here on."""
+        """Move a leaf tensor that the step created on the CPU to the GPU from here on."""
         if tensor.is_leaf and is_fake(tensor) and (there := self.on_gpu(tensor)) is not tensor:
             del self._moved[tensor]
             there.requires_grad_(tensor.requires_grad)
             swap(tensor, there)
 
     def on_gpu(self, leaf: Any) -> Any:
-        """A tensor on the CPU, as it is on the GPU as long as it lives; all else as it is."""
+        """Return a CPU tensor's stand-in on the GPU, which lives as long as the tensor; any other leaf unchanged."""
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.device.type != "cpu":
             return leaf
         found = self._moved.get(leaf)  # type: ignore[no-untyped-call]
@@ -176,7 +176,7 @@ class GpuAllocationTracker(AllocationTracker):
             for part in sparse.parts([found]):
                 self._follow(part, "aten::_to_copy")
         if is_strided(leaf):
-            self._answers.pass_on(leaf, found)  # each time: it may have been written to since
+            self._answers.pass_on(leaf, found)  # each time, because the tensor may have been written to since
         return found
 
     def _empty(self, tensor: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class GpuAllocationTracker(AllocationTracker):
             self.is_inside = before
 
     def _run_on_cpu(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operator without a kernel for fake tensors: on the CPU, on zeros, to see the shapes of its results."""
+        """Run an operator without a fake kernel on the CPU, on zeros, for the shapes of its results."""
         back: dict[int, Tensor] = {}
 
         def there(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a step needs on a GPU: requested, allocated and reserved, and whether that is there."""
+"""Memory that a step needs on a GPU: requested, allocated and reserved, and the verdict on whether it fits."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ Verdict: TypeAlias = Literal["fits", "does not fit", "unknown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemoryEstimate(MemoryEstimate):
-    """A `MemoryEstimate` for a GPU, over both steps and what is there before them. `print` it for a table.
+    """A `MemoryEstimate` for a GPU, over both steps and the memory before them. `print` it for a table.
 
-    What is known only within bounds is counted as expected, unless a name says otherwise.
+    Memory known only within bounds is counted as expected, unless a name says otherwise.
     """
 
     gpu: GpuSpec
     whole: EventStream
-    """Both steps, what exists at entry being allocated first: all that the allocator sees."""
+    """Events of both steps, with storages at entry allocated first: all that the allocator sees."""
     bounds: Mapping[int, ScratchBlock]
-    """Blocks of `whole` of which only bounds are known, by number."""
+    """Blocks of `whole` known only within bounds, by number."""
     measured: tuple[str, ...]
-    """Lines of `unknown` for what is counted as measured on one GPU. No bounds are known."""
+    """Lines of `unknown` for memory counted as measured on one GPU, without known bounds."""
     n_passes: int
-    """Forward and backward passes that were rehearsed where no optimizer stepped; 0 where one did."""
+    """Number of forward and backward passes rehearsed if no optimizer stepped; 0 if one did."""
     config: AllocatorConfig
     needs: Reserved
-    """The peaks, on a GPU without end."""
+    """The peaks, on a GPU of unlimited memory."""
     interval: tuple[int, int]
-    """Bytes reserved at the peak, at least and at most: with other addresses of segments, and with all bounds."""
+    """Bytes reserved at the peak, at least and at most: with other segment addresses, and with all bounds."""
     verdict: Verdict
-    """Whether it fits on `gpu` beside a CUDA context; "unknown" where what is not known could matter."""
+    """Verdict on whether the step fits on `gpu` next to a CUDA context; "unknown" if unknown memory could matter."""
     smallest_gpu: GpuSpec | None
-    """The smallest GPU of the table, of its generation of kernels, on which `fits` would be true."""
+    """The smallest GPU of the table, of the same kernel generation, on which `fits` would be true."""
 
     def to_snapshot(self, path: str | Path) -> None:
         """Write a memory snapshot, as `Timeline.to_snapshot`, of all that the allocator sees."""
@@ -55,36 +55,36 @@ class GpuMemoryEstimate(MemoryEstimate):
 
     @property
     def peak_requested_bytes(self) -> int:
-        """The most bytes of tensors and workspaces at a time."""
+        """Peak bytes of tensors and workspaces together."""
         return self.needs.peak_requested_bytes
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """The same in the allocator's blocks: `torch.cuda.max_memory_allocated`."""
+        """Peak bytes in the allocator's blocks: `torch.cuda.max_memory_allocated`."""
         return self.needs.peak_allocated_bytes
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """What the allocator takes from the GPU: `torch.cuda.max_memory_reserved`."""
+        """Peak bytes that the allocator reserves on the GPU: `torch.cuda.max_memory_reserved`."""
         return self.needs.peak_reserved_bytes
 
     @property
     def fits(self) -> bool:
-        """Return True if it fits, with what is `measured` counted so."""
+        """Return True if the step fits, counting `measured` memory as measured."""
         return self.verdict == "fits"
 
     @property
     def is_sure(self) -> bool:
-        """Return True if it fits and nothing is counted as one GPU took it."""
+        """Return True if the step fits and no memory is counted as measured on one GPU."""
         return self.fits and not self.measured
 
     @property
     def left_bytes(self) -> int:
-        """Bytes of the GPU that neither the allocator takes, at most, nor a context: for what is not known."""
+        """Bytes of the GPU beyond the most that the allocator reserves and a context: room for unknown memory."""
         return max(self.gpu.total_bytes - context_bytes(self.gpu)[1] - self.interval[1], 0)
 
     def more(self) -> Iterator[str]:
-        """The allocator, and the answer."""
+        """Return lines on the allocator, and the verdict."""
         least, most = (format_bytes(n) for n in self.interval)
         within = "" if least == most else f", within {least} and {most}"
         answer = _IN_WORDS[self.verdict]
@@ -104,7 +104,7 @@ class GpuMemoryEstimate(MemoryEstimate):
         yield f"smallest GPU on which {sure}: {smallest}"
 
     def _peak_in_words(self) -> str:
-        """Why it is not the peak of the step that was recorded last, which is shown."""
+        """Describe the peak, which may differ from that of the last recorded step, which is shown."""
         events, peak = self.whole.events, Timeline(self.whole).peak_index
         before = (event for event in events[: peak + 1] if type(event) is Allocate)
         workspaces = sum(event.bytes for event in before if event.op in (WORKSPACE, LT_WORKSPACE))
@@ -126,10 +126,10 @@ _IN_WORDS: dict[Verdict, str] = {
 
 
 class Outcome:
-    """A recorded run on any GPU: one stream for what is expected and one for each bound, each with several addresses.
+    """A recorded run on any GPU: a stream of expected sizes and one for each bound, each with several address orders.
 
-    Where the driver puts segments decides between free blocks of equal size, and with that whether one more tensor has
-    room. Expected is what recorded snapshots show, `DriverAddresses`; other orders count as what may be.
+    The driver's segment addresses decide between free blocks of equal size, and so whether one more tensor has room.
+    The expected order is that of recorded snapshots, `DriverAddresses`; other orders count as possible.
     """
 
     def __init__(
@@ -144,26 +144,26 @@ class Outcome:
         self._endless: dict[tuple[str, int, int | None], Reserved] = {}
 
     def needs(self) -> tuple[Reserved, tuple[int, int]]:
-        """The peaks expected, and the bounds of the reserved one, on a GPU without end."""
+        """Return the expected peaks, and the bounds of the reserved one, on a GPU of unlimited memory."""
         expected = self._without_end("expected", 0)
-        # every stream with the expected addresses, and what is expected with the others; also of the bounds that are
-        # expected themselves, as best fit does not promise that less needs less
+        # every stream with the expected addresses, and the expected stream with the others; also of bounds that are
+        # expected themselves, because with best fit smaller blocks may need more memory
         runs = [(name, 0) for name in self._streams] + [("expected", order) for order in range(len(self._orders))]
         peaks = [self._without_end(*run).peak_reserved_bytes for run in runs]
         return expected, (min(peaks), max(peaks))
 
     def on(self, gpu: GpuSpec) -> Verdict:
-        """Whether it fits there, whatever its context, what is not known, and the driver's addresses take."""
+        """Return the verdict for a GPU, over all contexts, unknown memory and driver addresses."""
         least, most = context_bytes(gpu)
         orders = range(len(self._orders))
-        # all of them, as best fit does not promise that less needs less
+        # all streams, because with best fit smaller blocks may need more memory
         if self._is_bounded and all(self._runs(name, order, gpu, most) for name in self._streams for order in orders):
             return "fits"
         possible = any(self._runs(name, order, gpu, least) for name in self._streams for order in orders)
         return "unknown" if possible else "does not fit"
 
     def smallest(self, like: GpuSpec) -> GpuSpec | None:
-        """The smallest GPU of the table on which it is sure to fit, of those whose kernels are those of `like`."""
+        """Return the smallest GPU of the table with kernels like those of `like` on which the step surely fits."""
         return next((gpu for gpu in GPUS if _newer(gpu) == _newer(like) and self.on(gpu) == "fits"), None)
 
     def _runs(self, name: str, order: int, gpu: GpuSpec, context: int) -> bool:
@@ -171,7 +171,7 @@ class Outcome:
         if not self._config.expandable_segments and self._config.per_process_memory_fraction == 1:
             endless = self._without_end(name, order, workspace)
             if endless.peak_reserved_bytes <= capacity:
-                return True  # the GPU never refuses, so that it goes as on one without end
+                return True  # no allocation fails, so the run equals that with unlimited memory
             if endless.peak_requested_bytes > capacity:
                 return False
         stream = self._on_gpu(name, workspace)
@@ -190,14 +190,14 @@ class Outcome:
 
 
 _ORDERS: tuple[Order, ...] = (DriverAddresses, *OTHERS)
-"""The expected one first."""
+"""Address orders, the expected one first."""
 
 _EXPANDABLE: tuple[Order, ...] = (DriverAddresses,)
-"""Each pool is one segment: there is nothing to put in order."""
+"""Address orders with expandable segments: each pool is one segment, so there is nothing to order."""
 
 
 def _newer(gpu: GpuSpec) -> bool:
-    """Whether it has the kernels and the data types that torch takes from compute capability 8.0 on."""
+    """Return True if a GPU has the kernels and dtypes that torch uses from compute capability 8.0 on."""
     return (gpu.capability or CAPABILITY_ASSUMED) >= (8, 0)
 
 
@@ -209,7 +209,7 @@ def _workspaces(stream: EventStream, n_bytes: int) -> dict[int, int]:
 
 
 def _resized(stream: EventStream, sizes: Mapping[int, int]) -> EventStream:
-    """The same with blocks of other sizes."""
+    """Return the stream with some blocks resized."""
     if not sizes:
         return stream
 
@@ -222,7 +222,7 @@ def _resized(stream: EventStream, sizes: Mapping[int, int]) -> EventStream:
 
 
 def known_within(whole: EventStream, bounds: Mapping[int, ScratchBlock]) -> tuple[str, ...]:
-    """A line for each operator of which only bounds are known, with its largest block."""
+    """Return a line for each operator known only within bounds, with its largest block."""
     largest: dict[str, ScratchBlock] = {}
     for event in whole:
         if isinstance(event, Allocate) and event.block in bounds:

@@ -1,4 +1,4 @@
-"""Numbers of the simulated allocator while a script runs: what `torch.cuda.memory_stats` says on a GPU."""
+"""Statistics of the simulated allocator while a script runs, as `torch.cuda.memory_stats` returns them on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowtide.memory.memory_timeline import Timeline
 from lowtide.memory.snapshots.write import snapshot_of
 
 RESET_PEAKS, RESET_SUMS = "reset peaks", "reset sums"
-"""Data of marks ALLOCATOR: calls of the script that change what is counted, and nothing that is allocated."""
+"""Data of marks ALLOCATOR: calls of the script that change statistics, but no allocation."""
 
 _BYTES = ("allocated_bytes", "active_bytes", "requested_bytes")
 _KINDS = (*_BYTES, "reserved_bytes", "allocation", "active", "segment", "inactive_split", "inactive_split_bytes")
@@ -30,24 +30,24 @@ class Source(Protocol):
 
     @property
     def version(self) -> object:
-        """A number that changes when events change that were given before."""
+        """A version that changes when events that were already returned change."""
 
     def since(self, position: int) -> Iterable[Event]:
-        """Events from this position on; what existed at entry is allocated first."""
+        """Return the events from this position on; storages at entry are allocated first."""
 
     def mark(self, label: str, data: object = None) -> None:
-        """Put a mark behind the last event."""
+        """Append a mark to the events."""
 
 
 class Usage:
-    """Statistics of the allocator after the last event of `source`, on a GPU without end."""
+    """Statistics of the allocator after the last event of `source`, on a GPU of unlimited memory."""
 
     def __init__(self, source: Source, config: AllocatorConfig) -> None:
         self._source, self._config = source, config
         self._version: object = None
 
     def stats(self) -> Counter[str]:
-        """Everything by torch's names; 0 for all that is not simulated."""
+        """Return all statistics by torch's names; 0 for those that are not simulated."""
         if self._version is None or self._version != self._source.version:
             self._begin()
         for event in self._source.since(self._position):
@@ -61,15 +61,15 @@ class Usage:
         return found
 
     def level(self, name: str) -> int:
-        """One of them."""
+        """Return one statistic."""
         return self.stats()[name]
 
     def mark(self, what: str) -> None:
-        """Note a call of the script where it is made."""
+        """Mark a call of the script at its place among the events."""
         self._source.mark(ALLOCATOR, what)
 
     def snapshot(self) -> dict[str, Any]:
-        """All that happened so far, as `torch.cuda.memory._snapshot` gives it."""
+        """Return all events so far in the format of `torch.cuda.memory._snapshot`."""
         events = tuple(self._source.since(0))
         return snapshot_of(Timeline(EventStream(events, "cuda")), self._config)
 
@@ -111,7 +111,7 @@ class Usage:
         self._add({"reserved_bytes": n_bytes, "segment": 1}, sign, is_small=n_bytes <= SMALL_SEGMENT)
 
     def _look_for_gaps(self) -> None:
-        """Count the free parts of segments, of which the peak is the most that was found when it was looked."""
+        """Count the free parts of segments; their peak is the most found at any query."""
         gaps = {(kind, pool): 0 for kind in ("inactive_split", "inactive_split_bytes") for pool in _POOLS}
         for block in self._allocator.idle():
             for pool in ("all", "small_pool" if block.free.is_small else "large_pool"):

@@ -1,4 +1,4 @@
-"""What CUDA's kernels and libraries take from the allocator inside of operators."""
+"""Workspaces that CUDA's kernels and libraries allocate inside operators."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 class OpWorkspaces:
-    """Answers for a GPU what `Scratch` answers for the machine at hand."""
+    """Workspaces of operators on a GPU, as `Scratch` is for the CPU."""
 
     def __init__(self, gpu: GpuSpec) -> None:
         self._bytes = {WORKSPACE: workspace_bytes(gpu), LT_WORKSPACE: lt_workspace_bytes()}
         self._taken: set[tuple[str, bool]] = set()
 
     def inside(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-        """The blocks that an operator on the GPU takes and gives back."""
+        """Return the scratch blocks of an operator on the GPU."""
         rule = INSIDE.get(func)
         return [] if rule is None or not _on_gpu(made) else rule(args, kwargs, made)
 
     def lasting(self, func: Any, args: Any, made: list[Tensor]) -> Iterator[tuple[str, int]]:
-        """The workspaces that a thread's first products take, by library.
+        """Return the workspaces allocated by a thread's first matrix products, by library.
 
         Backward runs in a thread of its own on CUDA.
         """

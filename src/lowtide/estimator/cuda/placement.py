@@ -1,4 +1,4 @@
-"""What a step reaches, put on the GPU and back: the same Python objects all the time."""
+"""Move the tensors that a step reaches to the GPU and back; each Python object keeps its identity."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class GpuPlacement:
-    """Tensors that `put` has put on the device of `twins` are fake ones there until this block ends.
+    """Context that makes the tensors given to `put` fake ones on the device of `twins`.
 
-    `is_there`: whether a real tensor is on a GPU already. Of others, pieces of larger memory come alone. With
-    `let_go` one that nobody else refers to any longer is on the GPU no longer.
+    `is_there` returns True if a real tensor is on a GPU already. A slice of larger memory on another device is moved on
+    its own. With `let_go`, a tensor leaves the GPU when its last other reference is gone.
     """
 
     def __init__(
@@ -39,12 +39,13 @@ class GpuPlacement:
         self._done: list[tuple[Callable[[], Tensor | None], Tensor]] = []
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether it was put there."""
+        """Return True if `put` has moved this tensor."""
         return any(tensor is placed() for placed, _ in self._done)
 
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
-        """Exchange tensors that are given for fake leaves, gradients included. Raises RehearsalError for those that
-        torch can't.
+        """Exchange given tensors for fake leaves, gradients included.
+
+        Raises RehearsalError for those that torch can't exchange.
         """
         done = {id(placed()) for placed, _ in self._done}
         for tensor in {id(t): t for t in tensors}.values():
@@ -66,7 +67,7 @@ class GpuPlacement:
             if tensor.is_leaf and tensor.grad is not None:
                 fake.grad = self._twins.of(tensor.grad)
             swap(tensor, fake)
-            real = fake if shown is tensor else shown  # they have changed places
+            real = fake if shown is tensor else shown  # the two were exchanged
             self._done.append((self._reference(tensor, real), fake))
 
     def _reference(self, tensor: Tensor, real: Tensor) -> Callable[[], Tensor | None]:
@@ -94,9 +95,9 @@ class GpuPlacement:
 
 
 def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Tensor]:
-    """What is on the GPU when a step begins, in the order in which a script puts it there.
+    """Return the tensors on the GPU when a step begins, in the order in which a script puts them there.
 
-    The model, other modules, parameters and state of optimizers that the step reaches, others that it trains by itself,
+    Order: the model; other modules, parameters and optimizer state that the step reaches; other tensors that it trains;
     the batch.
     """
     found: list[Tensor] = []
@@ -115,8 +116,9 @@ def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Ten
 
 
 def is_given(tensor: Tensor) -> bool:
-    """Whether a step may take it as it is: a leaf, or computed from leaves alone that are no parameters, as points in
-    space are that derivatives are asked for.
+    """Return True if a step may use a tensor as given: a leaf, or computed only from leaves other than parameters.
+
+    Points in space at which derivatives are taken are an example of the latter.
     """
     return tensor.is_leaf or not any(
         isinstance(getattr(node, "variable", None), nn.Parameter) for node in nodes_behind([tensor])
@@ -124,14 +126,14 @@ def is_given(tensor: Tensor) -> bool:
 
 
 def _module(module: nn.Module, found: list[Tensor]) -> None:
-    """As `module.cuda()` goes about it: a module's children before what is its own."""
+    """Collect a module's tensors in the order of `module.cuda()`: children before its own tensors."""
     for child in module.children():
         _module(child, found)
     found += [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Counters of steps stay on the CPU, unless the optimizer is fused or capturable."""
+    """Return the optimizer's state on the GPU: step counters stay on the CPU, unless it is fused or capturable."""
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for entry in optimizer.state.values():
         for name, tensor in entry.items() if isinstance(entry, dict) else ():

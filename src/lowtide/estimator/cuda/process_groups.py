@@ -1,4 +1,4 @@
-"""Process groups of a script for CUDA, where there is no NCCL: gloo, and what is on the GPU is not sent."""
+"""Process groups of a script for CUDA where NCCL is missing: gloo, with nothing sent for tensors on the GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "s
 
 
 class _Done:
-    """Handle of a collective operation that is over."""
+    """Handle of a finished collective operation."""
 
     def wait(self, *args: Any) -> bool:
         return True
@@ -30,7 +30,7 @@ class _Done:
 
 
 def stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """What stands where in torch: (owner, name, function)."""
+    """Return the replacements in torch: (owner, name, function)."""
     yield DistributedDataParallel, "__init__", _anywhere(DistributedDataParallel.__init__)
     if not torch.distributed.is_available():
         return
@@ -41,7 +41,7 @@ def stand_ins() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _anywhere(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a module wherever its parameters are: before the first forward they are on the CPU."""
+    """Allow wrapping a module on any device: before the first forward its parameters are on the CPU."""
 
     @functools.wraps(init)
     def wrap(

@@ -1,7 +1,7 @@
-"""`torch.cuda`, as long as a GPU is rehearsed: the GPU is there, and "cuda" means it.
+"""Redirect `torch.cuda` while a GPU is rehearsed: the GPU is available, and "cuda" means it.
 
-Functions that ask are answered for the GPU (`torch_cuda_api.py`). Graphs of CUDA are not there: a step that records
-one is refused by torch itself.
+Queries are answered for the GPU (`torch_cuda_api.py`). CUDA graphs are not available: torch itself refuses a step that
+records one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 
 
 class CudaRedirect(TorchFunctionMode):
-    """In this block "cuda" in arguments is another device, and tensors there say that they are on CUDA.
+    """Function mode in which "cuda" in arguments is another device, whose tensors report to be on CUDA.
 
-    `ledger` puts what is on the CPU on the GPU before it asks for gradients: autograd sends none across.
+    `ledger` moves CPU tensors to the GPU before they require gradients, because autograd sends no gradients across
+    devices.
     """
 
     def __init__(self, device: str, ledger: GpuAllocationTracker | None = None) -> None:
@@ -62,11 +63,11 @@ class CudaRedirect(TorchFunctionMode):
             kwargs = {**kwargs, "pin_memory": False}
         if func is PARSE_TO:
             args = tuple(CUDA if type(arg) is int else arg for arg in args)
-        elif on_default_device(func, kwargs):  # its mode comes after this one
+        elif on_default_device(func, kwargs):  # the default device's mode runs after this one
             kwargs = {**kwargs, "device": default_device()}
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self._translate(kwargs["device"])}
-        if func in _CELLS and self._ledger is not None:  # which choose their kernel by where the input is
+        if func in _CELLS and self._ledger is not None:  # cells choose their kernel by the input's device
             args = tree_map(self._ledger.on_gpu, args)
         if func is torch.Tensor.to:
             args = tuple(self._translate(arg) for arg in args)
@@ -85,7 +86,7 @@ class CudaRedirect(TorchFunctionMode):
         return tensor.device.type in (NAME, "cuda")
 
     def _is_written_to(self, func: Any, args: Any) -> bool:
-        """Whether something on the GPU is written to a tensor on the CPU: autograd sends no gradients across."""
+        """Return True if GPU data is written to a CPU tensor: autograd sends no gradients across devices."""
         name = getattr(func, "__name__", "")
         if not (name in _WRITING or (name.endswith("_") and not name.endswith("__"))) or len(args) < 2:
             return False
@@ -109,7 +110,7 @@ class CudaRedirect(TorchFunctionMode):
 _WRITING = frozenset(
     {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__"}
 )
-"""Methods that write to what they are called of, besides those whose names end so."""
+"""Methods that write to their first argument, besides those whose names end in "_"."""
 
 CHECKPOINT = "torch.utils.checkpoint"
 
@@ -121,7 +122,7 @@ _ASKING_FOR_GRADIENTS = (torch.Tensor.requires_grad_, SET_REQUIRES_GRAD)
 
 
 class _Generator(torch.Generator):
-    """One for the GPU draws on the CPU, where the contents are that are known."""
+    """Generator that draws on the CPU for the GPU too, because known contents are on the CPU."""
 
     def __new__(cls, device: Any = "cpu") -> Self:
         return super().__new__(cls, "cpu")  # type: ignore[call-arg]
@@ -135,8 +136,8 @@ def cuda_is_there(
     ledger: GpuAllocationTracker | None = None,
     answers: ValueOracle | None = None,
 ) -> Iterator[None]:
-    """In this block `torch.cuda` is that of the GPU, and so is `torch.autocast` with `answers`."""
-    importlib.import_module("torch._dynamo")  # it makes tables of these functions, as it is imported by optimizers
+    """Make `torch.cuda` that of the GPU in this block, and with `answers` also `torch.autocast`."""
+    importlib.import_module("torch._dynamo")  # dynamo, imported by optimizers, builds tables of these functions
     with contextlib.ExitStack() as stack:
         for owner, name, thing in (*about.answers(gpu, usage), *refused.stand_ins(), *tensor_types.stand_ins()):
             stack.enter_context(patch.object(owner, name, thing))
@@ -152,21 +153,21 @@ def cuda_is_there(
 
 @contextlib.contextmanager
 def _autocast_on_gpu(answers: ValueOracle) -> Iterator[None]:
-    """Autocast for CUDA is one for the GPU; one for the CPU as well, as a script without a GPU would ask for it."""
+    """Redirect autocast for CUDA to the GPU; also autocast for the CPU, which a script without a GPU would request."""
     entered: dict[int, str] = {}
     asked: list[str] = []
-    """For which device each was asked that is in force."""
+    """Devices requested by the autocasts in force."""
     is_on, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     enter, leave, clear = torch.autocast.__enter__, torch.autocast.__exit__, torch.clear_autocast_cache
 
     def follow(device: str) -> None:
-        """Autocast is on the GPU as it is on `device`."""
+        """Set autocast on the GPU as it is on `device`."""
         torch.set_autocast_enabled(NAME, is_on(device))
         torch.set_autocast_dtype(NAME, dtype(device))
 
     def on_enter(self: Any) -> Any:
         entered[id(self)] = self.device
-        # Off for the CPU changes nothing if it is on for CUDA. Checkpoints enter both again, each as it was.
+        # CPU autocast turned off changes nothing while CUDA's is on. Checkpoints reenter both, each as it was.
         is_off = self.device == "cpu" and not self._enabled
         if is_off and (asked[-1:] == ["cuda"] or sys._getframe(1).f_globals.get("__name__") == CHECKPOINT):
             return enter(self)  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """Tensor types such as `torch.cuda.FloatTensor`: one name for the GPU and a dtype.
 
-Torch's own are refused by C++ code where it is built without CUDA.
+C++ code refuses torch's own types where torch is built without CUDA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OWN = type(torch.FloatTensor)
 
 
 class TensorType(type):
-    """Class of the types. Calling one makes a tensor; tensors of its dtype on the GPU are its instances."""
+    """Metaclass of the types. Calling one creates a tensor; tensors of its dtype on the GPU are its instances."""
 
     dtype: torch.dtype
     is_cuda, is_sparse = True, False
@@ -35,7 +35,7 @@ class TensorType(type):
 
 
 class SparseType(TensorType):
-    """Class of those that are sparse."""
+    """Metaclass of the sparse types."""
 
     is_sparse = True
 
@@ -60,7 +60,7 @@ _BY_NAME = {_name(kind): kind for kind in DENSE.values()}
 
 
 def place_and_dtype(kind: Any) -> tuple[torch.device, torch.dtype] | None:
-    """Device and dtype of a tensor type or its name; None for a dtype and for what is no dense tensor type."""
+    """Return device and dtype of a tensor type or its name; None for a dtype, or if it is no dense tensor type."""
     if found := kind if isinstance(kind, TensorType) else _BY_NAME.get(kind) if isinstance(kind, str) else None:
         return CUDA, found.dtype
     if isinstance(kind, _OWN) and not kind.is_cuda:
@@ -72,7 +72,7 @@ def place_and_dtype(kind: Any) -> tuple[torch.device, torch.dtype] | None:
 
 
 def as_move(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """`tensor.type(kind)` as the `tensor.to(device, dtype)` that it is; any other call as it is."""
+    """Convert `tensor.type(kind)` to the equivalent `tensor.to(device, dtype)`; return any other call unchanged."""
     if func is not torch.Tensor.type:
         return func, args, kwargs
     if (found := place_and_dtype(args[1] if len(args) > 1 else kwargs.get("dtype"))) is None:
@@ -81,12 +81,12 @@ def as_move(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 
 
 def type_name(name: str) -> str:
-    """The name of the type of a tensor on the GPU, by the one that torch gives."""
+    """Return the type name of a tensor on the GPU, from the name that torch gives."""
     return name.replace("torch.", "torch.cuda.", 1).replace(f"cuda.{NAME}.", "cuda.", 1)
 
 
 def stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """What stands where in torch: (owner, name, object)."""
+    """Return the replacements in torch: (owner, name, object)."""
     for owner, kinds in ((torch.cuda, DENSE), (torch.cuda.sparse, SPARSE)):
         yield from ((owner, name, kind) for name, kind in kinds.items() if hasattr(owner, name))
     yield torch, "set_default_tensor_type", _by_default(torch.set_default_tensor_type)

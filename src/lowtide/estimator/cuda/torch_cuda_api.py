@@ -1,7 +1,7 @@
-"""What `torch.cuda` and its like answer about a GPU that is not there, and do: nothing.
+"""Replacements for `torch.cuda` and similar modules on an absent GPU: queries are answered, actions do nothing.
 
-Functions that wait, seed, empty the cache or mark ranges do nothing, nor do streams and events. What is not known of a
-GPU is taken to be: nothing of it changes what a step takes.
+Functions that wait, seed, empty the cache or mark ranges do nothing, nor do streams and events. Unknown properties of a
+GPU are assumed: none of them changes the memory that a step needs.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lowtide.memory.allocator.simulation import EMPTY_CACHE
 from lowtide.memory.gpu_specs import GpuSpec, context_bytes
 
 MULTIPROCESSORS_ASSUMED, THREADS_ASSUMED, SHARED_BYTES_ASSUMED = 100, 1536, 100 * 2**10
-"""Of any GPU, and of each multiprocessor: nothing here depends on them."""
+"""Properties assumed for any GPU and each of its multiprocessors: no estimate depends on them."""
 
 CUDA_ASSUMED, CUDNN_ASSUMED, NCCL_ASSUMED = "13.0", 91900, (2, 27, 0)
-"""Versions that wheels of torch for CUDA come with."""
+"""Versions that torch's CUDA wheels come with."""
 
 
 class NullStream:
@@ -45,11 +45,11 @@ class NullStream:
         pass
 
     def elapsed_time(self, end: object) -> float:
-        """One millisecond, whatever happened: rates are divided by it."""
+        """Return one millisecond in any case, because rates are divided by it."""
         return 1.0
 
     def query(self) -> bool:
-        """All is done."""
+        """Return True: all work is done."""
         return True
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
@@ -59,10 +59,10 @@ class NullStream:
 
 
 def properties(gpu: GpuSpec) -> SimpleNamespace:
-    """As `torch.cuda.get_device_properties` gives them.
+    """Return properties as `torch.cuda.get_device_properties` does.
 
-    Known are name, memory and capability. What code may divide by is assumed; clocks, caches, buses and the identity of
-    the GPU are 0.
+    Name, memory and capability are known. Numbers that code may divide by are assumed; clocks, caches, buses and the
+    identity of the GPU are 0.
     """
     major, minor = gpu.capability or CAPABILITY_ASSUMED
     return SimpleNamespace(
@@ -88,7 +88,7 @@ def properties(gpu: GpuSpec) -> SimpleNamespace:
 
 
 def answers(gpu: GpuSpec, usage: Usage) -> Iterator[tuple[Any, str, Any]]:
-    """What stands where, as long as the GPU is rehearsed: (owner, name, function)."""
+    """Return the replacements while the GPU is rehearsed: (owner, name, function)."""
     functions = {
         **_asked(gpu, usage),
         **_memory(gpu, usage),
@@ -127,7 +127,7 @@ def answers(gpu: GpuSpec, usage: Usage) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _asked(gpu: GpuSpec, usage: Usage) -> dict[str, Any]:
-    """What there is to ask of a GPU."""
+    """Return the replacements of queries about a GPU."""
     known = properties(gpu)
     capability = known.major, known.minor
     state = torch.zeros(16, dtype=torch.uint8, device="cpu")  # seed and offset
@@ -161,7 +161,7 @@ def _asked(gpu: GpuSpec, usage: Usage) -> dict[str, Any]:
 
 
 class _Runtime:
-    """`torch.cuda.cudart()`: every call of the CUDA runtime succeeds, and does nothing."""
+    """`torch.cuda.cudart()`: every call of the CUDA runtime succeeds and does nothing."""
 
     def __init__(self, gpu: GpuSpec, usage: Usage) -> None:
         self.cudaMemGetInfo = lambda device=0: _memory(gpu, usage)["mem_get_info"](device)
@@ -193,10 +193,10 @@ _MARKS = {
 
 
 def _memory(gpu: GpuSpec, usage: Usage) -> dict[str, Callable[..., Any]]:
-    """Functions that `torch.cuda` and `torch.accelerator` have about the allocator."""
+    """Return the functions of `torch.cuda` and `torch.accelerator` about the allocator."""
 
     def taken() -> int:
-        """Bytes of the GPU that are not free, with those of the largest context."""
+        """Return the bytes of the GPU in use, including the largest context."""
         return min(usage.level("reserved_bytes.all.current") + context_bytes(gpu)[1], gpu.total_bytes)
 
     return {
@@ -247,7 +247,7 @@ def _nested(stats: Counter[str]) -> dict[str, Any]:
 
 
 def _without_gpu(profile: Callable[..., None]) -> Callable[..., None]:
-    """Profile what the CPU does, as there are no kernels on the GPU."""
+    """Profile the CPU alone, because no kernels run on the GPU."""
 
     def init(
         self: Any, enabled: bool = True, *, use_cuda: Any = False, use_device: Any = None, **settings: Any
@@ -260,7 +260,7 @@ def _without_gpu(profile: Callable[..., None]) -> Callable[..., None]:
 
 
 def _restored(restore: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    """What `torch.load` finds in a file for CUDA, or is to put there, is loaded on the CPU."""
+    """Make `torch.load` load onto the CPU where a file or the caller asks for CUDA."""
 
     def restored(storage: Any, location: str) -> Any:
         return restore(storage, "cpu" if str(location).startswith("cuda") else location)
@@ -269,7 +269,7 @@ def _restored(restore: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
 
 
 def _alone(self: torch.nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
-    """With one GPU the module itself is called, with its inputs there."""
+    """Call the wrapped module itself, with its inputs on the one GPU."""
 
     def there(leaf: Any) -> Any:
         return leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf
@@ -294,7 +294,7 @@ def _of_accelerator(gpu: GpuSpec, usage: Usage) -> dict[str, Callable[..., Any]]
 
 
 def _unless_torch_asks(true: Callable[..., Any], told: Callable[..., Any]) -> Callable[..., Any]:
-    """Torch itself goes on to pin memory and to set up threads for what it is told."""
+    """Return the true answer to torch's own code, which would pin memory and set up threads for a GPU."""
 
     def ask(*args: Any, **kwargs: Any) -> Any:
         return (true if is_own(sys._getframe(1)) else told)(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Two steps on a GPU that is not there: what has to be so meanwhile, and what is known afterwards."""
+"""Two steps on an absent GPU: the patches in force during them, and the estimate after them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def estimate_on(
     optimizer: Optimizer | None = None,
     allocator: AllocatorConfig | None = None,
 ) -> GpuMemoryEstimate:
-    """As `lowtide.estimate` says. The allocator is set as the environment says, unless `allocator` is given."""
+    """Estimate as `lowtide.estimate` does. Without `allocator`, the allocator has the environment's settings."""
     on_gpu = TwoStepGpuRun(gpu, model, batch, (step, optimizer), plan=plan, allocator=allocator)
     with of_plan(plan, model, optimizer), on_gpu as rehearsal:
         hand_back = handing_back(batch)
@@ -64,11 +64,11 @@ def estimate_on(
 
 
 class TwoStepGpuRun:
-    """In this block the model, the batch, and what else `reached` leads to are on `gpu`, and every operator is fake.
+    """Context in which the model, the batch and objects reached from `reached` are on `gpu`, with fake operators.
 
-    Take one step, say `second`, take another one, say `finish`. At the end of the block everything is as it was.
-    `alone`: the process is there for nothing else, and a batch on the GPU only as long as the script has it.
-    `is_there`: whether a real tensor is on CUDA already.
+    Take one step, call `second`, take another one, call `finish`. At the end of the block everything is restored.
+    `alone`: the process runs only this rehearsal, and the batch is on the GPU only while the script holds it.
+    `is_there` returns True if a real tensor is on CUDA already.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class TwoStepGpuRun:
         self._stack.__exit__(kind, error, trace)
 
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor]) -> None:
-        """Put more tensors on the GPU, of the sizes that `resized` gives them; fake ones stay where they are."""
+        """Put more tensors on the GPU, in the sizes that `resized` gives; fake ones keep their device."""
         fakes: list[Tensor] = []
         real: list[Tensor] = []
         for tensor in {id(t): t for t in tensors}.values():
@@ -147,18 +147,19 @@ class TwoStepGpuRun:
             adopt(self._ledger, real)
 
     def take_for(self, lengths: tuple[int, int] | None) -> None:
-        """From here on tensors that are as long as the first of `lengths` count as if they were as long as the second:
-        a batch that is yet to be `put` so.
+        """Count tensors as long as the first of `lengths` as if they had the second length, from here on.
+
+        For a batch that is yet to be `put` with that length.
         """
         self._ledger.lengths = lengths
 
     @property
     def has_updated(self) -> bool:
-        """Whether any optimizer has stepped."""
+        """Return True if any optimizer has stepped."""
         return bool(self._kept.optimizers)
 
     def turn_to(self, model: nn.Module) -> None:
-        """It is another model that is trained, which may be new to all of this. A `second` has to come after this."""
+        """Switch to training another, possibly new, model. A call of `second` has to follow."""
         self._running.close()
         self._kept.note(model)
         real = [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_fake(tensor)]
@@ -166,7 +167,7 @@ class TwoStepGpuRun:
         self._model, self._engine = model, planned(model, self._batch, None)
 
     def second(self, batch: Any = None) -> None:
-        """A step is over; the one that counts begins, with another batch if one is given."""
+        """End a step and begin the step that counts, with another batch if one is given."""
         self._running.close()
         with without_function_modes():
             batch = self._batch if batch is None else batch
@@ -176,14 +177,14 @@ class TwoStepGpuRun:
         self._running.enter_context(self._names.running())
 
     def finish(self) -> None:
-        """It is over as well."""
+        """End the step that counts."""
         self._running.close()
         self._ledger.unbounded |= unbounded
         self._measured = tuple(measured.values())
         self._names.state(self._kept.optimizers)
 
     def estimate(self, n_passes: int = 0) -> GpuMemoryEstimate:
-        """What is known then. Only after the block has ended. `n_passes`: see `GpuMemoryEstimate`."""
+        """Return the estimate, after the block has ended. `n_passes`: see `GpuMemoryEstimate`."""
         stream, bounds = self._ledger.stream, self._ledger.bounds
         outcome = Outcome(self._ledger.whole, bounds, self._config, is_bounded=not self._ledger.unbounded)
         needs, interval = outcome.needs()
@@ -207,7 +208,7 @@ class TwoStepGpuRun:
 
 
 def _exchange(tensor: Tensor, other: Tensor) -> None:
-    """What `tensor` was ends with this call."""
+    """Exchange two tensors; the former content of `tensor` is freed with this call."""
     if other is not tensor:
         swap(tensor, other)
 

@@ -1,4 +1,4 @@
-"""What of `torch.cuda` a GPU that is not there can't do: refused by name, with the way out."""
+"""Parts of `torch.cuda` that an absent GPU does not support: refused by name, with the way out."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _REFUSED: tuple[tuple[tuple[Any, ...], tuple[str, ...], str], ...] = (
     ((torch.cuda.comm, torch.nn.parallel.comm), _MOVING, _GPUS),
     ((torch.cuda,), tuple(name for name in dir(torch.cuda) if name.endswith("Storage")), _STORAGES),
 )
-"""Modules, names in them, and why."""
+"""Modules, names in them, and the reason for the refusal."""
 
 
 def stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """What stands where in torch: (owner, name, function or class)."""
+    """Return the replacements in torch: (owner, name, function or class)."""
     for owners, names, why in _REFUSED:
         for owner in owners:
             for name in names:

@@ -1,1 +1,1 @@
-"""Values in fake tensors: what is known, and what is assumed where a step asks for more."""
+"""Contents of fake tensors: known values, and assumptions where a step asks for more."""

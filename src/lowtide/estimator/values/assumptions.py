@@ -1,10 +1,10 @@
-"""What is known of the contents of fake tensors.
+"""Known and assumed contents of fake tensors.
 
-A model decides things by contents: whether a mask is all ones, which positions are padding, how many steps the
-optimizer took. What comes from the batch, from buffers and from constants alone is **known**: small operators on known
-tensors run on real ones beside. Two kinds of answers are **assumed**, and noted with the line that asked: nothing is
-NaN or infinite, a gradient scaler finds no overflow, checks pass and training goes on (`branch_rules.py`), as in every
-step worth rehearsing; and a router sends equally many tokens to each expert. Anything else is refused with its line.
+A model branches on contents: whether a mask is all ones, which positions are padding, how many steps the optimizer
+took. Contents that come from the batch, from buffers and from constants alone are **known**: small operators on known
+tensors also run on real ones. Two kinds of answers are **assumed**, and noted with the line that asked: nothing is NaN
+or infinite, a gradient scaler finds no overflow, checks pass and training goes on (`branch_rules.py`), as in every step
+worth rehearsing; and a router sends equally many tokens to each expert. Any other query is refused with its line.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ aten = torch.ops.aten
 _CPU = torch.device("cpu")
 
 LARGEST_KNOWN = 2**20
-"""Elements of integers and booleans up to which contents are known: a batch of tokens, a mask."""
+"""Largest number of elements of an integer or boolean tensor with known contents: a batch of tokens, a mask."""
 LARGEST_KNOWN_FLOAT = 2**17
 
 LARGEST_ASKED = 2**26
-"""Elements of a batch up to which it is looked through for NaN and infinity."""
+"""Largest number of elements of a batch that is searched for NaN and infinity."""
 
 MOST_ASKED = 10_000
-"""Times in a row that one line is told that a loop goes on."""
+"""Largest number of times in a row that one line gets the answer that a loop goes on."""
 
 _AS_NUMBER = (aten._local_scalar_dense.default, aten.item.default)
-"""The second is only seen of tensors that were made in inference mode: else it is composed of the first."""
+"""Operators behind `.item()`; the second is seen only for inference-mode tensors, else it is composed of the first."""
 
 HEALTH = "no NaN or infinity"
 DRAWN = "random numbers are as they were drawn"
@@ -82,38 +82,38 @@ _LEFT_REAL = "_lowtide_left_real"
 
 
 class ValueOracle:
-    """Knows what can be known of fake tensors. `notes` are the answers that were assumed, each with its line."""
+    """Answers to queries for the contents of fake tensors. `notes` are the assumed answers, each with its line."""
 
     def __init__(self, fakes: FakeTensorMode) -> None:
         self._fakes = fakes
         self.notes: dict[str, None] = {}
         self.refused: DataDependentStepError | None = None
-        """The first question without an answer: who cleans up after it may ask more."""
+        """The first query that was refused; cleanup code may make more."""
         self._generators: dict[torch.Generator, torch.Generator] = {}
         self.arrays: WeakValueDictionary[int, UnknownArray] = WeakValueDictionary()
-        """Those of unknown numbers, by id."""
+        """Arrays of unknown numbers, by id."""
         self.written: set[int] = set()
-        """Storages that operators wrote to, until somebody empties it."""
+        """Storages that operators wrote to, until a caller clears the set."""
         self._asked_at, self._n_asked = "", 0
-        """The line that was answered last without anybody knowing, and how often in a row."""
+        """The line that last got an assumed answer, and how often in a row."""
         self._n_searched = 0
-        """Losses that LBFGS was told."""
+        """Number of losses given to LBFGS."""
 
     # --- what is known
 
     def introduce(self, twin: Tensor, real: Tensor) -> None:
-        """A twin's contents are those of the real tensor, but a parameter's: the step changes these."""
+        """Set a twin's contents to the real tensor's, except for a parameter, which the step changes."""
         if real.requires_grad or real.device.type == "meta" or contents.is_met(twin):
             return
         if self.arrays and real.data_ptr() in {array.ctypes.data for array in self.arrays.values()}:
             return  # `torch.from_numpy`, which no mode sees
         if not is_strided(real) or real.untyped_storage().nbytes() == twin.untyped_storage().nbytes():
             contents.borrow(twin, real)
-        elif _is_small(real):  # a piece of something larger, of which only the piece is on the GPU
+        elif _is_small(real):  # a slice of a larger tensor; only the slice is on the GPU
             self.learn(twin, real.detach().cpu())
 
     def array(self, tensor: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
-        """The contents of a fake tensor as an array, which Python code may write to."""
+        """Return a fake tensor's contents as an array, which Python code may write to."""
         with on_real_tensors():
             value = contents.writable(tensor)
             if value is None and not contents.is_known(tensor):
@@ -123,18 +123,18 @@ class ValueOracle:
                 is_small = ones.numel() * ones.itemsize <= contents.LARGEST_COPIED
                 array = func(ones.clone() if is_small else ones, *args, **kwargs)
                 if not is_small:
-                    array.setflags(write=False)  # it takes no memory: all its numbers are the same one
+                    array.setflags(write=False)  # an expanded array: one number for all elements
                 return unknown_array(array, self)
             self._note_assumed(tensor)
             if value is not None:
                 return func(value, *args, **kwargs)
             value = contents.value(tensor)
             array = func(value, *args, **kwargs)
-            array.setflags(write=False)  # it is a real tensor's memory, too large for a copy
+            array.setflags(write=False)  # a real tensor's memory, too large for a copy
             return array
 
     def numbers(self, tensor: Tensor) -> Any:
-        """The contents of a fake tensor as numbers in lists."""
+        """Return a fake tensor's contents as nested lists."""
         value = self.value(tensor)
         if value is None:
             return _nested(tuple(tensor.shape), Unknown(self))
@@ -143,34 +143,34 @@ class ValueOracle:
             return value.tolist()
 
     def is_score(self, tensor: Tensor) -> bool:
-        """Whether it is a number that says how good choices are, and no count of what was chosen: an accuracy."""
+        """Return True for an accuracy: a number that rates choices, rather than a count of chosen elements."""
         return contents.assumed(tensor) == EVENLY and (tensor.dtype.is_floating_point or is_counted())
 
     def pass_on(self, tensor: Tensor, copy: Tensor) -> None:
-        """A copy's contents are those of its tensor."""
+        """Give a copy the contents of its tensor."""
         with on_real_tensors():
             contents.share(tensor, copy)
 
     def forget(self, found: Any) -> None:
-        """Nothing is known of these tensors: numbers went into them that nobody knows."""
+        """Forget the contents of these tensors, after unknown numbers were written to them."""
         for tensor in tree_leaves(found):
             if is_fake(tensor):
                 contents.forget(tensor)
 
     def value(self, tensor: Tensor) -> Tensor | None:
-        """The contents of a fake tensor, if they are known. Not to be written to."""
+        """Return a fake tensor's contents if known. Not to be written to."""
         with on_real_tensors():
             return contents.value(tensor)
 
     def learn(self, tensor: Tensor, value: Tensor, assumed: str = "") -> None:
-        """A fake tensor has these contents."""
+        """Set a fake tensor's contents."""
         with on_real_tensors():
             contents.learn(tensor, value, assumed)
 
     # --- operators
 
     def before(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[bool, Any]:
-        """Whether an operator is answered without running it, and with what."""
+        """Return True and the result if an operator is answered without running it."""
         if func in _AS_NUMBER:
             return True, self._number(args[0])
         if func in COMPARING:
@@ -209,9 +209,9 @@ class ValueOracle:
         return bool(self._run(func, args, kwargs))
 
     def places_of_masks(self, func: Any, args: Any) -> list[int]:
-        """Bytes of the numbers that an operator makes of each mask by which it indexes, where the mask is known.
+        """Return the bytes of the index that an operator computes from each known mask by which it indexes.
 
-        aten/src/ATen/native/IndexingUtils.h: expandTensors; one number that is written everywhere is filled in instead
+        aten/src/ATen/native/IndexingUtils.h: expandTensors; a single number written everywhere is filled in instead
         (TensorAdvancedIndexing.cpp: _index_put_impl_). torch 2.13.
         """
         if func not in INDEXING and func not in PUTTING:
@@ -224,7 +224,7 @@ class ValueOracle:
             return [int(mask.count_nonzero()) * mask.dim() * torch.long.itemsize for mask in masks if mask is not None]
 
     def _index(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-        """Indexing by a mask gives as many rows as the mask has: as an index by numbers, if these are known."""
+        """Replace known masks by the equivalent integer indices, so that the number of rows is known."""
         if not _has_mask(args[1]):
             return False, None
         indices: list[Tensor | None] = []
@@ -246,7 +246,7 @@ class ValueOracle:
         return False, None
 
     def _select(self, tensor: Tensor, mask: Tensor) -> tuple[bool, Any]:
-        """As many elements as the mask has, whatever they are."""
+        """Return as many elements as the mask selects, with unknown contents."""
         chosen = self.value(mask)
         if chosen is None:
             raise self.refusal("how many elements it takes depends on a mask")
@@ -257,11 +257,11 @@ class ValueOracle:
             return True, torch.empty(count, dtype=tensor.dtype, device=tensor.device)
 
     def after(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
-        """An operator has run: note what is known of its results, and of what it has written to."""
+        """Record the known contents of an operator's results, and of tensors that it wrote to."""
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             for gradient in args[0]:
                 contents.forget(gradient)
-            return  # what it found stays as it was: nothing
+            return  # its `found_inf` stays as it was, 0
         targets = _targets(written_by(func), args, kwargs)
         self.written.update(map(storage_id, targets))
         changes = targets or not all(map(contents.is_known, made))
@@ -282,8 +282,8 @@ class ValueOracle:
                 contents.learn(made[-1], _assume_balanced(made[-1], count), EVENLY)
 
     def _is_worth(self, func: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
-        """Whether an operator can be run on contents, which are small and have no tangents."""
-        if in_forward_mode() or func is aten._efficientzerotensor.default:  # which is none to copy
+        """Return True if an operator can be run on contents: they are known and small, and have no tangents."""
+        if in_forward_mode() or func is aten._efficientzerotensor.default:  # can't be copied
             return False
         if func in NOT_IN_HEALTH and contents.is_known(tensors[0]):
             return tensors[0].numel() <= LARGEST_ASKED  # a batch may well have some
@@ -294,10 +294,10 @@ class ValueOracle:
         return all(_is_small(t) and contents.is_known(t) for t in tensors) and all(map(_is_small, made))
 
     def _compute(self, func: Any, args: Any, kwargs: Any, targets: list[Tensor], made: list[Tensor]) -> bool:
-        """Run an operator on contents, and learn what it gives. False if it can't be: it has done nothing then.
+        """Run an operator on contents and record its results. Return False, with no effect, if it can't run.
 
-        Where something was assumed it may not be what the operator takes, such as an index that is too large. And some
-        operators are for GPUs alone.
+        Assumed contents may be invalid for the operator, such as an index that is too large; and some operators exist
+        only on GPUs.
         """
         given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         assumed = DRAWN if draws(func) else next(filter(None, map(contents.assumed, given)), "")
@@ -326,7 +326,7 @@ class ValueOracle:
             return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
 
     def _healthy(self, func: Any, args: Any, tensors: list[Tensor]) -> bool | None:
-        """What a step without NaN and infinity would answer; None for no such question."""
+        """Return the answer of a step without NaN and infinity; None for any other operator."""
         if func in NOT_IN_HEALTH:
             return False
         if func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[-1]:
@@ -338,13 +338,13 @@ class ValueOracle:
         return None
 
     def _run(self, func: Any, args: Any, kwargs: Any, written: dict[int, Tensor | None] | None = None) -> Any:
-        """Run an operator on contents. `written`: the contents of what it writes to, by the id of the fake tensor."""
+        """Run an operator on contents. `written`: contents of its write targets, by id of the fake tensor."""
         targets = written or {}
         borrowed: set[int] = set()
 
         def real(leaf: Any) -> Any:
             if isinstance(leaf, torch.device):
-                return _CPU  # where all contents are
+                return _CPU  # all contents are on the CPU
             if isinstance(leaf, torch.Generator):
                 return self._generator(leaf)
             if not isinstance(leaf, torch.Tensor):
@@ -366,7 +366,7 @@ class ValueOracle:
             return out if targets else tree_map(own, out)
 
     def _generator(self, generator: torch.Generator) -> torch.Generator:
-        """One that draws the same numbers, without drawing from the script's."""
+        """Return a generator that draws the same numbers without advancing the script's."""
         found = self._generators.get(generator)
         if found is None:
             found = self._generators[generator] = (
@@ -377,9 +377,9 @@ class ValueOracle:
     # --- questions
 
     def truth(self, why: str) -> bool:
-        """The answer to a question for yes or no that nothing is known of. `why` as for `refusal`.
+        """Return the assumed answer to a yes-or-no query of unknown contents. `why` as for `refusal`.
 
-        Adafactor bounds its step by the size of a parameter: that changes numbers, no memory.
+        Adafactor bounds its step by the size of a parameter: that changes numbers, not memory.
         """
         if in_optimizer():
             self.note("a number that an optimizer compares is taken as small")
@@ -396,7 +396,7 @@ class ValueOracle:
         return found.answer
 
     def falling(self) -> float:
-        """A loss for LBFGS, smaller than the one before."""
+        """Return a loss for LBFGS, smaller than the one before."""
         self.note(SEARCHING)
         self._n_searched += 1
         return 1 / self._n_searched
@@ -416,15 +416,15 @@ class ValueOracle:
 
     def _note_assumed(self, tensor: Tensor) -> None:
         assumed = contents.assumed(tensor)
-        if assumed and not (assumed == DRAWN and asked_by_loader()):  # which rows a batch has is chance in any step
+        if assumed and not (assumed == DRAWN and asked_by_loader()):  # the rows of a batch are random in any step
             self.note(assumed)
 
     def note(self, what: str) -> None:
-        """Something was assumed here."""
+        """Note an assumption, with the line that asked."""
         self.notes[f"{where()}: {what}"] = None
 
     def refusal(self, why: str) -> DataDependentStepError:
-        """The error for a question without an answer, with the line that asked."""
+        """Return the error for a query without an answer, with the line that asked."""
         error = DataDependentStepError(
             f"{where()}: {why}, which a rehearsal without memory can't know.\n"
             "  Measure this step instead (lowtide.timeline), or decide there by something that the batch tells."
@@ -437,27 +437,27 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def _targets(writes: tuple[int | str, ...], args: Any, kwargs: Any) -> list[Tensor]:
-    """What an operator writes to."""
+    """Return the tensors that an operator writes to."""
     places = (kwargs.get(p) if isinstance(p, str) else args[p] if p < len(args) else None for p in writes)
     return [leaf for place in places for leaf in tree_leaves(place) if isinstance(leaf, torch.Tensor)]
 
 
 def _candidates(func: Any, args: Any) -> int:
-    """Among how many the largest are chosen; 0 if among all elements of a tensor."""
+    """Return the number of candidates among which the largest are chosen; 0 if all elements of a tensor."""
     place = 2 if func is aten.topk.default else 1
     dim = args[place] if len(args) > place else -1 if func is aten.topk.default else None
     return 0 if dim is None or not args[0].dim() else int(args[0].shape[dim])
 
 
 def _assume_balanced(choices: Tensor, count: int) -> Tensor:
-    """Each of `count` equally often: the first tensor of choices of this shape that comes to mind."""
+    """Return a balanced assignment of `count` choices in this shape."""
     return (torch.arange(choices.numel()) % count).view(choices.shape)
 
 
 def _assume_continues(func: Any, args: Any) -> bool | None:
-    """What a comparison of LBFGS gives where its search goes on: steps and gradients are far from nothing.
+    """Return the result of an LBFGS comparison with which its search goes on: steps and gradients are far from 0.
 
-    A tensor is compared with bounds above and below it, and with another tensor where a point is good enough.
+    A tensor is compared with bounds above and below it, and with another tensor to test if a point is good enough.
     """
     if (func not in LESS and func not in MORE) or not is_searching():
         return None
@@ -471,18 +471,18 @@ def _has_mask(indices: Any) -> bool:
 
 
 def _nested(shape: tuple[int, ...], number: Any) -> Any:
-    """Lists in lists with one number everywhere."""
+    """Return nested lists with one number everywhere."""
     return [_nested(shape[1:], number) for _ in range(shape[0])] if shape else number
 
 
 def left_real(tensor: Tensor) -> Tensor:
-    """Have a tensor, and detached ones of it, stay the real one that it is where others would be exchanged."""
+    """Mark a tensor, and tensors detached from it, to stay real instead of being replaced by a twin."""
     setattr(tensor, _LEFT_REAL, True)
     return tensor
 
 
 def detached_real(func: Any, args: Any) -> Tensor | None:
-    """The result of `detach` of such a tensor; None for all else."""
+    """Return the result of `detach` on a tensor marked by `left_real`; None for any other call."""
     if func is not aten.detach.default or not hasattr(args[0], _LEFT_REAL):
         return None
     with on_real_tensors():

@@ -1,14 +1,16 @@
-"""Which way of a branch a rehearsal may take that can't know its condition: the rules, on the source alone.
+"""Rules for choosing a branch whose condition a rehearsal can't know, from the source alone.
 
-1. One way ends with an error, ends the program or only tells something: it is a check, and is taken to pass.
-2. One way leaves the loop, the function or this turn of the loop: training is taken to go on, as with
-   `if loss != loss: break`, `if loss > 1e4: continue`, `if accuracy > 0.9: break`. Not inside of a module's forward,
-   where what is left out has memory of its own.
-3. Both ways only tell, count, note numbers, and save or copy a state, as where the best model is kept: the way that has
-   more to keep is taken. What is noted must not be a size: `n = 64` that is read but in comparisons and texts decides.
-4. A conditional expression in what is only told, of which neither way calls anything: either way is only told.
+1. One branch raises, exits the program or only reports: the condition is a check, and is assumed to pass.
+2. One branch leaves the loop, the function or this iteration: training is assumed to go on, as with
+   `if loss != loss: break`, `if loss > 1e4: continue`, `if accuracy > 0.9: break`. Not inside a module's forward,
+   where the skipped code has memory of its own.
+3. Both branches only report, count, note numbers, and save or copy a state, such as the best model so far: the branch
+   that keeps more is taken. A noted number must not be a size: `n = 64` that is read outside comparisons and texts
+   may decide about memory.
+4. A conditional expression within reported text, neither branch of which calls a function: either branch is only
+   reported.
 
-In all else the condition decides about memory, for all that can be seen, and is refused with its line.
+Any other condition may decide about memory, and is refused with its line.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ TELLING = frozenset(
         *("add_scalar", "set_postfix", "set_postfix_str", "set_description"),
     }
 )
-"""Functions, and methods of loggers and progress bars, that change nothing."""
+"""Functions, and methods of loggers and progress bars, that only report."""
 
 _SAVING = frozenset({"save"})
 _COPYING = frozenset({"deepcopy", "copy", "clone", "state_dict", "detach", "cpu", "items", "parameters", "dict"})
@@ -39,16 +41,16 @@ _TOLD = "either way is only told"
 
 
 class Taken(NamedTuple):
-    """What a condition is taken to be, and why."""
+    """The value assumed for a condition, and the reason."""
 
     answer: bool
     why: str
     outside: bool = False
-    """Whether that holds only outside of a module's forward."""
+    """True if the assumption holds only outside a module's forward."""
 
 
 class Source:
-    """A file, or what there is of one."""
+    """The syntax tree of a file, or of the available part of one."""
 
     def __init__(self, tree: ast.Module) -> None:
         self._tree = tree
@@ -56,7 +58,7 @@ class Source:
         self._read: dict[tuple[ast.AST, bool], set[str]] = {}
 
     def branch(self, node: ast.If) -> Taken | None:
-        """The way that is taken where nobody knows the condition; None if it decides about memory."""
+        """Return the branch taken if the condition is unknown; None if it decides about memory."""
         if _ends(node.body):
             return Taken(False, _CHECK)
         if _ends(node.orelse):
@@ -73,7 +75,7 @@ class Source:
         return Taken(keeps[0] or not keeps[1], _MORE if any(keeps) else _SAME)
 
     def choice(self, node: ast.IfExp) -> Taken | None:
-        """The same of a conditional expression."""
+        """Return the value assumed for an unknown condition in an expression; None if it decides about memory."""
         if not (_calls_only(node.body, _NUMBERS) and _calls_only(node.orelse, _NUMBERS)):
             return None
         place: ast.AST = node
@@ -84,7 +86,7 @@ class Source:
         return None
 
     def _sizes(self, branch: ast.If) -> bool:
-        """Whether something that this branch assigns may be a size, or decide about one."""
+        """Return True if a name that this branch assigns may be a size, or decide about one."""
         scope: ast.AST = branch
         while not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module):
             scope = self._parents[scope]
@@ -100,9 +102,9 @@ class Source:
         return False
 
     def _deciding(self, scope: ast.AST, returned: bool) -> set[str]:
-        """Names that are read elsewhere than in conditions of branches as these, in texts, or on the way to such names.
+        """Return the names that are read elsewhere than in harmless conditions, in texts, or on the way to such names.
 
-        `returned`: also those that are only given back.
+        `returned`: include names that are only returned.
         """
         if (scope, returned) in self._read:
             return self._read[scope, returned]
@@ -121,13 +123,13 @@ class Source:
         return found
 
     def _read_into(self, node: ast.AST, returned: bool) -> set[str] | None:
-        """The names that what is read goes into; none if it is only told, compared or saved; None if it may decide."""
+        """Return the names that a value flows into: none if only reported, compared or saved; None if it may decide."""
         parent, compared = self._parents[node], False
         while isinstance(parent, _PASSING) or (isinstance(parent, ast.Call) and _name(parent) in _NUMBERS):
             if isinstance(parent, ast.IfExp) and node is parent.test and self.choice(parent) is None:
                 return None
             if isinstance(parent, ast.Call) and node is parent.func and not isinstance(node, ast.Attribute):
-                return set()  # the name of the function
+                return set()  # the function's name
             compared |= isinstance(parent, ast.Compare)
             node, parent = parent, self._parents[parent]
         if isinstance(parent, ast.JoinedStr | ast.FormattedValue):
@@ -148,7 +150,7 @@ class Source:
 
 
 def makes_text(node: ast.AST) -> bool:
-    """Whether it is a text with values in it, or the call of a function that tells them."""
+    """Return True for a text that embeds values, or a call of a function that reports them."""
     if isinstance(node, ast.BinOp):
         return isinstance(node.op, ast.Mod) and isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _name(node) in {*TELLING, "format"})
@@ -158,16 +160,16 @@ _PASSING = (
     *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp),
     *(ast.Dict, ast.List, ast.Tuple, ast.keyword),
 )
-"""What values go through on their way to where they are read."""
+"""Nodes that values pass through on the way to where they are read."""
 
 
 def _ends(way: list[ast.stmt]) -> bool:
-    """Whether a way ends in an error, or ends the program."""
+    """Return True if a branch ends in an error, or exits the program."""
     return bool(way) and (isinstance(way[-1], ast.Raise) or _called(way[-1]) in _ENDING)
 
 
 def _leaves(way: list[ast.stmt]) -> bool:
-    """Whether a way leaves the loop; or the function or this turn of the loop, having done nothing."""
+    """Return True if a branch leaves the loop; or, having done nothing else, the function or this iteration."""
     if not way:
         return False
     *before, last = way
@@ -182,7 +184,7 @@ def _leaves(way: list[ast.stmt]) -> bool:
 
 
 def _is_harmless(statement: ast.stmt) -> bool:
-    """Whether it needs no memory but that of what it saves or copies, and no one a size that it assigns."""
+    """Return True if a statement needs only memory that it saves or copies, and assigns only plain values."""
     if isinstance(statement, ast.If):
         return all(map(_is_harmless, [*statement.body, *statement.orelse]))
     if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
@@ -195,7 +197,7 @@ def _is_harmless(statement: ast.stmt) -> bool:
 
 
 def _keeps(statement: ast.stmt) -> bool:
-    """Whether it saves or copies something."""
+    """Return True if a statement saves or copies a value."""
     if isinstance(statement, ast.If):
         return any(map(_keeps, [*statement.body, *statement.orelse]))
     value = getattr(statement, "value", None)
@@ -216,20 +218,20 @@ def _tells(statement: ast.stmt) -> bool:
 
 
 def _called(statement: ast.stmt) -> str:
-    """The function that a statement calls, and nothing else."""
+    """Return the name of the function if the statement is just its call."""
     expression = statement.value if isinstance(statement, ast.Expr) else None
     return _name(expression) if isinstance(expression, ast.Call) else ""
 
 
 def _name(call: ast.Call) -> str:
-    """Of the function that is called, without where it is from."""
+    """Return the called function's name, without its module or object."""
     found = getattr(call.func, "attr", "") or getattr(call.func, "id", "")
     assert isinstance(found, str)
     return found
 
 
 def _targets(node: ast.AST) -> list[str]:
-    """What a statement assigns to; nothing if there is something among it that is no name."""
+    """Return the names that a statement assigns to; none if any target is not a name."""
     if isinstance(node, ast.Assign):
         found = [inside for target in node.targets for inside in _unpacked(target)]
     elif isinstance(node, ast.AnnAssign | ast.AugAssign):
@@ -248,7 +250,7 @@ def _unpacked(target: ast.expr) -> Iterator[ast.expr]:
 
 
 def _key(target: ast.expr) -> str:
-    """`best`, or `.best` of anything; of an entry that of the whole."""
+    """Return `best`, or `.best` for an attribute of any object; for an entry the key of its container."""
     if isinstance(target, ast.Subscript):
         return _key(target.value)
     if isinstance(target, ast.Attribute):
@@ -257,6 +259,6 @@ def _key(target: ast.expr) -> str:
 
 
 def _is_global(scope: ast.AST, name: str) -> bool:
-    """Whether others than this function read the name."""
+    """Return True if other functions can read the name."""
     declared = (node.names for node in ast.walk(scope) if isinstance(node, ast.Global | ast.Nonlocal))
     return name.startswith(".") or any(name in names for names in declared)

@@ -1,8 +1,8 @@
-"""The contents of fake tensors, where they are known: real memory behind fake storages.
+"""Known contents of fake tensors: real memory behind fake storages.
 
-A storage has contents or has none; a tensor's contents are the same piece of the real memory that the tensor is of the
-fake one, so that views need nothing of their own, and what is written through one view is seen through all. Memory that
-came from outside, or that another storage has too, is copied before anything is written to it.
+Contents belong to a storage; a tensor's contents are the same part of the real memory as the tensor is of the fake
+storage, so views need no bookkeeping, and a write through one view is seen through all. Memory that comes from outside,
+or that another storage shares, is copied before it is written to.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ATTRIBUTE = "_lowtide_contents"
-"""Of a fake storage's Python object, which lives as long as the storage."""
+"""Attribute of a fake storage's Python object, which lives as long as the storage."""
 
 _CPU = torch.device("cpu")
 
 LARGEST_COPIED = 2**26
-"""Bytes of memory up to which it is copied to be written to."""
+"""Largest memory, in bytes, that is copied in order to be written to."""
 
 
 class _Contents:
-    """Of one storage: its bytes, or the one number that is everywhere in it; and what they assume."""
+    """Contents of one storage: its bytes, or one number repeated everywhere; and the assumption behind them."""
 
     __slots__ = ("alike", "assumed", "memory", "owned")
 
@@ -36,21 +36,21 @@ class _Contents:
         self.memory, self.alike = memory, alike
         self.assumed = assumed
         self.owned = owned
-        """Whether nobody else has the memory."""
+        """True if the memory is not shared."""
 
 
 def is_met(tensor: Tensor) -> bool:
-    """Whether anything was ever said of the storage's contents, if only that nobody knows them any longer."""
+    """Return True if the storage's contents were ever set, even if they are unknown by now."""
     return is_strided(tensor) and hasattr(tensor.untyped_storage(), _ATTRIBUTE)
 
 
 def is_known(tensor: Tensor) -> bool:
-    """Whether `value` would give something."""
+    """Return True if `value` returns contents."""
     return _of(tensor) is not None
 
 
 def value(tensor: Tensor) -> Tensor | None:
-    """The contents of a fake tensor in the CPU's memory, if they are known. Not to be written to."""
+    """Return a fake tensor's contents in CPU memory, if known. Not to be written to."""
     contents = _of(tensor)
     if contents is None:
         return None
@@ -62,7 +62,7 @@ def value(tensor: Tensor) -> Tensor | None:
 
 
 def alike(tensor: Tensor, assumed: str) -> bool | None:
-    """What is everywhere in a tensor of booleans, if that was assumed; None otherwise."""
+    """Return the value of every element of a boolean tensor, if made under this assumption; None otherwise."""
     contents = _of(tensor)
     if contents is None or contents.alike is None or contents.assumed != assumed:
         return None
@@ -70,13 +70,13 @@ def alike(tensor: Tensor, assumed: str) -> bool | None:
 
 
 def assumed(tensor: Tensor) -> str:
-    """What the contents assume, in words; nothing if they are not known or need no assumption."""
+    """Return the assumption behind the contents, in words; empty if they are unknown or need no assumption."""
     contents = _of(tensor)
     return "" if contents is None else contents.assumed
 
 
 def writable(tensor: Tensor, assumed: str = "") -> Tensor | None:
-    """The contents of a fake tensor, to be written to with what assumes that; None if they can't be."""
+    """Return a fake tensor's contents for writing under `assumed`; None if they can't be written to."""
     contents = _of(tensor)
     if contents is None:
         return None
@@ -91,13 +91,13 @@ def writable(tensor: Tensor, assumed: str = "") -> Tensor | None:
 
 
 def borrow(fake: Tensor, real: Tensor) -> None:
-    """A fake tensor's storage has the contents of the real one's, which is of the same size."""
+    """Let a fake tensor's storage borrow the contents of the real one's, which has the same size."""
     if is_strided(fake) and is_strided(real):
         _put(fake, _Contents(real.untyped_storage(), ""))
 
 
 def learn(fake: Tensor, contents: Tensor, assumed: str = "") -> None:
-    """A fake tensor that covers its storage has these contents."""
+    """Set the contents of a fake tensor that covers its storage."""
     if not is_strided(fake) or _overlaps(fake):
         return
     memory, size = contents.untyped_storage(), fake.untyped_storage().nbytes()
@@ -109,13 +109,13 @@ def learn(fake: Tensor, contents: Tensor, assumed: str = "") -> None:
 
 
 def learn_alike(fake: Tensor, number: Tensor, assumed: str) -> None:
-    """A fake tensor has a storage of its own, with this number everywhere."""
+    """Set every element of a fake tensor, which has a storage of its own, to this number."""
     if is_strided(fake):
         _put(fake, _Contents(None, assumed, alike=number))
 
 
 def share(fake: Tensor, copy: Tensor) -> None:
-    """A copy, of the same shape, has the contents of its tensor: none if that has none."""
+    """Give a copy, of the same shape, the contents of its tensor, or none if the tensor has none."""
     contents = _of(fake)
     if contents is None:
         forget(copy)
@@ -129,7 +129,7 @@ def share(fake: Tensor, copy: Tensor) -> None:
 
 
 def forget(fake: Tensor) -> None:
-    """Something was written to this tensor's storage that nobody knows."""
+    """Forget the contents of this tensor's storage, after an unknown write."""
     if is_strided(fake):
         _put(fake, None)
 
@@ -140,7 +140,7 @@ def _of(tensor: Tensor) -> _Contents | None:
     storage = tensor.untyped_storage()
     contents: _Contents | None = getattr(storage, _ATTRIBUTE, None)
     if contents is None or (contents.memory is not None and contents.memory.nbytes() != storage.nbytes()):
-        return None  # or it was resized
+        return None  # or the storage was resized
     return contents
 
 
@@ -153,14 +153,14 @@ def _of_size(size: int) -> torch.UntypedStorage:
 
 
 def _copied(memory: torch.UntypedStorage) -> torch.UntypedStorage:
-    """The same bytes in memory of the CPU that nobody else has."""
+    """Return a copy of the bytes in CPU memory."""
     copy = _of_size(memory.nbytes())
     copy.copy_(memory)
     return copy
 
 
 def _filled(size: int, number: Tensor | None) -> torch.UntypedStorage:
-    """Memory of so many bytes with one number everywhere."""
+    """Return memory of `size` bytes with one number everywhere."""
     assert number is not None
     return number.expand(size // number.element_size()).contiguous().untyped_storage()
 
@@ -170,6 +170,6 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def _piece(memory: torch.UntypedStorage, tensor: Tensor) -> Tensor:
-    """The piece of real memory that a fake tensor is of its storage."""
+    """Return the part of the real memory that corresponds to a fake tensor."""
     empty = torch.empty(0, dtype=tensor.dtype, device=memory.device)
     return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())

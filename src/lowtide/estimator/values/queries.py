@@ -1,7 +1,7 @@
-"""Where Python asks for the contents of tensors: `.item()`, `if`, `float`, `tolist`.
+"""Intercept Python queries for contents of tensors: `.item()`, `if`, `float`, `tolist`.
 
-What nobody knows is given as `Unknown` numbers and arrays (`unknown_values.py`): where it is asked for only to be told,
-as `loss.item()` is, it does no harm.
+Unknown contents are returned as `Unknown` numbers and arrays (`unknown_values.py`): they do no harm where they are only
+reported, as `loss.item()` is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PythonQueries(TorchFunctionMode):
-    """Stands between the step and the contents of tensors, where Python asks for them."""
+    """Function mode that answers Python queries for contents of tensors."""
 
     def __init__(self, answers: ValueOracle, ledger: AllocationTracker) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class PythonQueries(TorchFunctionMode):
                 self._answers.forget(args[0] if out is None else out)
             return out
         tensor = args[0] if is_fake(args[0]) else self._twin(args[0])
-        if asked == "array":  # that of a fake tensor would point nowhere
+        if asked == "array":  # an array of a fake tensor would have no memory
             return self._answers.array(tensor, func, args[1:], kwargs or {})
         if asked == "list":
             return self._answers.numbers(tensor)
@@ -53,7 +53,7 @@ class PythonQueries(TorchFunctionMode):
             return func(tensor, *args[1:]) if tensor.dim() else self._shown(tensor).__format__(*args[1:])
         value = self._answers.value(tensor)
         if value is not None and not (asked in ("item", "float") and self._answers.is_score(tensor)):
-            return func(tensor)  # what it assumes is noted there
+            return func(tensor)  # its assumption is noted there
         if asked == "item":
             return Unknown(self._answers)
         if asked == "float":
@@ -65,7 +65,7 @@ class PythonQueries(TorchFunctionMode):
         raise self._answers.refusal("it decides by the contents of a tensor")
 
     def _of_numbers(self, data: Any, **kwargs: Any) -> Tensor:
-        """A tensor of numbers, among which there are tensors."""
+        """Return a tensor from nested data that contains tensors."""
         is_known = True
 
         def real(leaf: Any) -> Any:
@@ -77,7 +77,7 @@ class PythonQueries(TorchFunctionMode):
             is_known &= value is not None
             return torch.ones(leaf.shape, dtype=leaf.dtype) if value is None else value
 
-        with on_real_tensors():  # which have their dtypes
+        with on_real_tensors():  # real tensors have their dtypes
             numbers = torch.tensor(tree_map(real, data))
         made = torch.tensor(numbers.tolist(), **{"dtype": numbers.dtype, **kwargs})
         if not is_known:
@@ -85,7 +85,7 @@ class PythonQueries(TorchFunctionMode):
         return made
 
     def _shown(self, tensor: Tensor) -> Any:
-        """A number as it is put into a text."""
+        """Return a number to be formatted into text."""
         value = self._answers.value(tensor)
         if value is not None:
             with on_real_tensors():
@@ -93,7 +93,7 @@ class PythonQueries(TorchFunctionMode):
         return 1.0 if tensor.dtype.is_floating_point else 1
 
     def _exchange(self, tensor: Tensor, data: Tensor) -> None:
-        """`tensor.data = data` for a real tensor: its twin has the data from here on, and it stays what it is."""
+        """Apply `tensor.data = data` to the twin of a real tensor, which itself stays unchanged."""
         twin = self._twin(tensor)
         self._ledger.let_go(tensor)
         twin.data = data if is_fake(data) else self._twin(data)
@@ -120,5 +120,5 @@ _QUESTIONS = {
     torch.Tensor.tolist: "list",
     torch.Tensor.__format__: "text",
     torch.Tensor.numpy: "array",
-    torch.Tensor.__array__: "array",  # NumPy asks for it itself
+    torch.Tensor.__array__: "array",  # called by NumPy itself
 }

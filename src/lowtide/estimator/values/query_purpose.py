@@ -1,10 +1,10 @@
-"""What the code that asks for contents wants them for, looked up in its source.
+"""Find the purpose of a query for contents, in the source of the code that asks.
 
-A condition may be part of a check: `assert` and `if ...: raise` ask of tensors whether all is well. Arguments of
-distributions are looked through, boxes have to be boxes, a loss is not to explode. A rehearsal can't know; but where
-the other answer would end the step, or only warn, this one is that of every step worth rehearsing. Which other
-branches are answered is said in `branch_rules.py`. Optimizers compare numbers to bound their steps, and of numbers the
-largest may be kept. And what is only printed or counted may be any.
+A condition may be part of a check: `assert` and `if ...: raise` test tensors for validity. Arguments of distributions
+are validated, boxes have to be boxes, a loss is not to explode. A rehearsal can't know; but where the other answer
+would end the step, or only warn, the answer is that of every step worth rehearsing. Rules for other branches are in
+`branch_rules.py`. Optimizers compare numbers to bound their steps, and the largest of several numbers may be kept. A
+number that is only printed or counted may have any value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowtide._torch.modules import CALL_CODE
 from lowtide.estimator.values.branch_rules import Source, Taken, makes_text
 
 _CONSTRAINTS = "torch.distributions.constraints"
-"""Its code looks whether arguments of distributions are what they have to be."""
+"""Module that validates arguments of distributions."""
 
 _OPTIMIZERS = ("torch.optim", "transformers.optimization")
 
@@ -43,28 +43,28 @@ _Span = tuple[int, int, int, int]
 
 
 class _Check(NamedTuple):
-    """A condition, and what it is taken to be; None if it decides about memory."""
+    """A condition, and its assumed value; None if it decides about memory."""
 
     test: ast.expr
     taken: Taken | None
 
 
 class _Found(NamedTuple):
-    """What is looked for in a source."""
+    """Places found in a source."""
 
     checks: list[_Check]
     asserts: set[_Span]
-    """Whole statements: pytest puts other code in their place."""
+    """Whole statements: pytest replaces their code."""
     telling: list[_Span]
-    """What is made into text, or added to a count."""
+    """Expressions that become text, or are added to a count."""
     divided: list[_Span]
-    """What is divided by something, and not made a whole number again."""
+    """Dividends of divisions whose result is not rounded to an integer."""
     choices: dict[_Span, str]
-    """Where `max` and `min` are called."""
+    """Calls of `max` and `min`."""
 
 
 def passing() -> Taken | None:
-    """What the condition that is being asked for is taken to be as a whole; None if it is none, or decides."""
+    """Return the value assumed for the whole condition being evaluated; None if there is none, or if it decides."""
     frame = _asking()
     if frame is None:
         return None
@@ -84,7 +84,7 @@ def passing() -> Taken | None:
 
 
 def is_telling() -> bool:
-    """Whether what is asked for is only told or counted."""
+    """Return True if the queried value is only reported or counted."""
     frame = _asking()
     span = None if frame is None else _span(frame)
     if frame is None or span is None:
@@ -93,7 +93,7 @@ def is_telling() -> bool:
 
 
 def is_counted() -> bool:
-    """Whether what is asked for is only told, or becomes part of a sum or a share."""
+    """Return True if the queried value is only reported, or becomes part of a sum or a fraction."""
     frame = _asking()
     span = None if frame is None else _span(frame)
     if frame is None or span is None:
@@ -103,7 +103,7 @@ def is_counted() -> bool:
 
 
 def is_scoring() -> bool:
-    """Whether scikit-learn asks, to say how good predictions are."""
+    """Return True if scikit-learn asks, to rate predictions."""
     frame = _asking()
     while frame is not None and not frame.f_globals.get("__name__", "").startswith(_SCORES):
         frame = frame.f_back
@@ -111,26 +111,26 @@ def is_scoring() -> bool:
 
 
 def in_optimizer() -> bool:
-    """Whether an optimizer asks."""
+    """Return True if an optimizer asks."""
     frame = _asking()
     return frame is not None and frame.f_globals.get("__name__", "").startswith(_OPTIMIZERS)
 
 
 def is_searching() -> bool:
-    """Whether an optimizer asks that runs its closure until it has found what it looks for."""
+    """Return True if an optimizer asks that reruns its closure until its search ends."""
     frame = _asking()
     return frame is not None and frame.f_globals.get("__name__", "") == _SEARCHING
 
 
 def choosing() -> str:
-    """Which of `max` and `min` is called just now, if any; an optimizer's are comparisons as any other."""
+    """Return "max" or "min" if one of them is being called, else ""; in an optimizer they are ordinary comparisons."""
     frame = _asking()
     span = None if frame is None or in_optimizer() else _span(frame)
     return "" if frame is None or span is None else _found(frame).choices.get(span, "")
 
 
 def _in_module() -> bool:
-    """Whether a module's forward asks."""
+    """Return True if a module's forward asks."""
     frame = _asking()
     while frame is not None and frame.f_code is not CALL_CODE:
         frame = frame.f_back
@@ -138,7 +138,7 @@ def _in_module() -> bool:
 
 
 def _asking() -> FrameType | None:
-    """The innermost code outside of this package, and of what torch does before it asks."""
+    """Return the innermost frame outside this package and outside torch's own code for queries."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
         frame = frame.f_back
@@ -146,10 +146,10 @@ def _asking() -> FrameType | None:
 
 
 def _span(frame: FrameType) -> _Span | None:
-    """Where in the source that is which a frame runs just now, or what it made just before it jumps or not."""
+    """Return the source span of the value that a frame is computing, or has just computed before a jump."""
     place = frame.f_lasti // 2
     if "JUMP" in dis.opname[frame.f_code.co_code[frame.f_lasti]]:
-        place -= 1  # the jump itself has the place of the whole statement, or any
+        place -= 1  # the jump itself has the whole statement's place, or any
     found = next(itertools.islice(frame.f_code.co_positions(), place, None))
     return None if None in found else found  # type: ignore[return-value]
 
@@ -162,11 +162,11 @@ def _found(frame: FrameType) -> _Found:
 
 @functools.lru_cache(maxsize=64)
 def _searched(source: str) -> _Found:
-    """What there is in a whole file."""
+    """Return the places found in a whole file."""
     found = _Found([], set(), [], [], {})
     try:
         tree = ast.parse(source)
-    except SyntaxError:  # what was typed into a notebook, say
+    except SyntaxError:  # for example code typed into a notebook
         return found
     branches = Source(tree)
     whole: list[_Span] = []
@@ -193,11 +193,11 @@ def _searched(source: str) -> _Found:
 
 
 def _asked(test: ast.expr, passes: bool, span: _Span) -> bool | None:
-    """What the part of a condition at `span` has to be. None where more than `not`, `and` and `or` is made of it."""
+    """Return the value for a condition's part at `span`; None if it is combined by more than `not`, `and`, `or`."""
     while True:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             test, passes = test.operand, not passes
-            if not _is_within(span, _of(test)):  # asked by the `not` itself
+            if not _is_within(span, _of(test)):  # the query is the `not` itself
                 return passes
         elif isinstance(test, ast.BoolOp):
             parts = [part for part in test.values if _is_within(span, _of(part))]

@@ -1,4 +1,4 @@
-"""Which line of the step asked for something that can't be known."""
+"""Find the line of the step that made a query."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OF_ARRAYS = ("numpy.", "scipy.", "sklearn.")
 
 
 def where() -> str:
-    """`file:line` of the innermost Python code that is neither torch's nor this package's, nor that of arrays."""
+    """Return `file:line` of the innermost Python code outside torch, this package and array libraries."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not is_own(frame) and not frame.f_globals.get("__name__", "").startswith(_OF_ARRAYS):
@@ -21,7 +21,7 @@ def where() -> str:
 
 
 def asked_by_loader() -> bool:
-    """Whether torch's data loaders and samplers ask, for which rows to take."""
+    """Return True if torch's data loaders and samplers ask, to choose rows."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("torch.utils.data"):

@@ -1,8 +1,8 @@
-"""Numbers and arrays that nobody knows: what Python code gets where it asks for what a fake tensor does not have.
+"""Unknown numbers and arrays: results of Python queries for contents that a fake tensor does not have.
 
-They may be printed, averaged and passed on, and what is computed from them is unknown, too. What is decided by them is
-refused, unless it is only checked (`query_purpose.py`). Each is taken as something where only a plain number or array
-will do; then, or when it is made, that is noted.
+They may be printed, averaged and passed on, and any result computed from them is unknown, too. Decisions by them are
+refused, except in checks (`query_purpose.py`). Each is given a value only where a plain number or array is required;
+that is noted then, or when the number or array is created.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _BY_NUMBER = "it decides by a number from a tensor"
 
 
 class Unknown(float):
-    """A number that nobody knows, taken as 1. It may be printed, averaged, passed on, and compared in checks."""
+    """An unknown number, taken as 1: fit to be printed, averaged, passed on, and compared in checks."""
 
     _answers: ValueOracle
     _last: ClassVar[ValueOracle]
 
     def __new__(cls, given: ValueOracle | float) -> Unknown:
-        """A number that `given` knows nothing of, or one of this kind made from `given`, as by `statistics.mean`."""
+        """Create a number unknown to `given`, or convert `given` to this type, as `statistics.mean` does."""
         self = super().__new__(cls, 1.0)
         if isinstance(given, numbers.Number):
             self._answers = cls._last
@@ -40,7 +40,7 @@ class Unknown(float):
         raise self._answers.refusal(_BY_NUMBER)
 
     def __gt__(self, other: object) -> bool:
-        """`max` and `min` give what nobody knows: this. What else is compared is asked for where it is decided by."""
+        """Let `max` and `min` return the unknown number. Any other comparison is queried where its result decides."""
         return choice == "max" if (choice := choosing()) else self._computed()  # type: ignore[return-value]
 
     def __lt__(self, other: object) -> bool:
@@ -79,7 +79,7 @@ class Unknown(float):
     __round__ = _computed  # type: ignore[assignment]
 
     def item(self) -> Unknown:
-        """As NumPy's numbers have it."""
+        """Return itself, like NumPy's numbers."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -90,7 +90,7 @@ class Unknown(float):
 
 
 def whole_number(answers: ValueOracle) -> int:
-    """What `int` gives of a number that nobody knows: refused, but where it is only counted or told."""
+    """Return the `int` of an unknown number; refuse unless it is only counted or reported."""
     if not is_telling():
         raise answers.refusal(_BY_NUMBER)
     answers.note("a number from a tensor is taken as 1")
@@ -98,7 +98,7 @@ def whole_number(answers: ValueOracle) -> int:
 
 
 class UnknownArray(np.ndarray[Any, Any]):
-    """An array of numbers that nobody knows, taken as 1. Code that wants a plain array gets that of ones."""
+    """An array of unknown numbers, taken as 1. Code that wants a plain array gets an array of ones."""
 
     _answers: ValueOracle
 
@@ -123,7 +123,7 @@ class UnknownArray(np.ndarray[Any, Any]):
         return Unknown(self._answers) if func in _COMPARING else self._unknown(found)
 
     def _unknown(self, found: Any) -> Any:
-        """What was computed from this."""
+        """Mark results computed from this array as unknown."""
         if isinstance(found, tuple | list):
             return type(found)(map(self._unknown, found))
         if isinstance(found, np.ndarray):
@@ -152,17 +152,17 @@ class UnknownArray(np.ndarray[Any, Any]):
         raise self._answers.refusal(_BY_NUMBER)
 
     def item(self, *place: Any) -> Any:
-        """One of its numbers."""
+        """Return one element."""
         return self._unknown(np.asarray(_plain(self).item(*place))[()])
 
     def tolist(self) -> Any:
-        """Its numbers in lists."""
+        """Return the elements as nested lists."""
         return (
             [part.tolist() if isinstance(part, UnknownArray) else part for part in self] if self.ndim else self.item()
         )
 
     def _choice(self, *args: Any, **kwargs: Any) -> Any:
-        """The place of its largest or smallest number."""
+        """Return the index of the largest or smallest element."""
         return self._unknown(_plain(self).argmax(*map(_plain, args), **kwargs))
 
     argmax = argmin = _choice
@@ -171,7 +171,7 @@ class UnknownArray(np.ndarray[Any, Any]):
         return np.nonzero(self)
 
     def _sizes(self, why: str) -> None:
-        """Sizes are asked for: refused, but for a score, which is a number in any case."""
+        """Refuse a query for sizes, except for a score, which is a number in any case."""
         if not is_scoring():
             raise self._answers.refusal(why)
 
@@ -180,7 +180,7 @@ class UnknownArray(np.ndarray[Any, Any]):
 
 
 def unknown_array(array: np.ndarray[Any, Any], answers: ValueOracle) -> UnknownArray:
-    """The same array, whose numbers nobody knows."""
+    """Return the same array with its numbers marked as unknown."""
     found = array.view(UnknownArray)
     found._answers = answers
     answers.arrays[id(found)] = found
@@ -188,14 +188,14 @@ def unknown_array(array: np.ndarray[Any, Any], answers: ValueOracle) -> UnknownA
 
 
 def is_unknown(thing: Any, depth: int = 3) -> bool:
-    """Whether nobody knows it, or something inside: C++ code would read that for what it seems to be."""
+    """Return True if `thing` is unknown or contains an unknown; C++ code would read its placeholder values."""
     if type(thing) in (Unknown, UnknownArray):
         return True
     return depth > 0 and type(thing) in (list, tuple) and any(is_unknown(item, depth - 1) for item in thing)
 
 
 def _plain(thing: Any) -> Any:
-    """As NumPy's own code is to see it."""
+    """Return the plain value for NumPy's own code."""
     if isinstance(thing, UnknownArray):
         return thing.view(np.ndarray)
     if isinstance(thing, Unknown):
@@ -209,7 +209,7 @@ _SIZED = frozenset(
         *(np.union1d, np.intersect1d, np.setdiff1d, np.setxor1d, np.bincount, np.repeat, np.delete),
     }
 )
-"""Functions that give arrays of a size that depends on contents."""
+"""Functions that return arrays whose size depends on contents."""
 
 _COMPARING = frozenset({np.allclose, np.array_equal, np.array_equiv})
-"""Functions that give yes or no."""
+"""Functions that return True or False."""

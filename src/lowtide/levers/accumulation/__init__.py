@@ -1,1 +1,1 @@
-"""A large batch in small pieces, with the gradients of the whole."""
+"""Gradients of a large batch, computed in micro-batches."""

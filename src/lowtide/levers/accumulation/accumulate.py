@@ -1,23 +1,23 @@
-"""`lowtide.accumulate`: the gradients of a large batch from small pieces of it.
+"""`lowtide.accumulate`: compute the gradients of a large batch from micro-batches.
 
 A loss over a whole batch is a sum over pieces only if each piece gets its share of the whole's average:
 
     mean over all  =  sum over pieces of  (terms in the piece / terms in all) * mean over the piece
 
 Where padding and ignored labels differ from row to row, pieces have different numbers of terms, and dividing by the
-number of pieces, as hand-written loops do, gives other gradients without a word. So shares must be known, and before
-the first backward: scaling gradients afterwards would come too late for hooks that look at them, and would scale what
-was in them before.
+number of pieces, as hand-written loops do, silently gives other gradients. So the shares must be known before the first
+backward: scaling gradients afterwards would come too late for gradient hooks, and would also scale gradients
+accumulated earlier.
 
-How a loss averages is written in its own autograd node: `NllLossBackward0` knows the targets, the ignored label, the
-class weights and the kind of reduction; `MeanBackward0` and the like know how many terms they had. With label smoothing
-a second sum is added, which has to be divided by what the first one is. After the first piece's forward the node is
-compared with the batch: the targets must be one of the batch's tensors, as it is or shifted by one as language models
-do, or the terms must be a multiple of the rows. That gives every piece's share from the batch alone, and each further
-piece is checked against its own node before its backward. What can't be told that way (a sum of several losses, a
-division by hand, a compiled loss) is asked for with `weight`, and never guessed.
+A loss's autograd node records its reduction: `NllLossBackward0` has the targets, the ignored label, the class weights
+and the kind of reduction; `MeanBackward0` and similar nodes have the number of terms. Label smoothing adds a second
+sum, which must be divided by the same number as the first. After the first piece's forward the node is compared with
+the batch: the targets must be one of the batch's tensors, unchanged or shifted by one as in language models, or the
+terms must be a multiple of the rows. Every piece's share then follows from the batch alone, and each further piece is
+checked against its own node before its backward. A reduction that the node does not reveal (a sum of several losses, a
+division by hand, a compiled loss) needs `weight`, and is never guessed.
 
-Debts: batch statistics inside reentrant checkpoints and compiled models are not seen.
+Debts: batch statistics inside reentrant checkpoints and compiled models are not detected.
 """
 
 from __future__ import annotations
@@ -51,29 +51,38 @@ def accumulate(
     batch_norm: bool = False,
     backward: Callable[[Tensor], object] = torch.Tensor.backward,
 ) -> Tensor:
-    """Add the gradients of the loss over all of `batch` to `.grad`, by `n` micro-batches; returns that loss, detached.
+    """Add the gradients of the loss over all of `batch` to `.grad`, by `n` micro-batches; return that loss, detached.
 
         loss = lowtide.accumulate(lambda part: model(**part).loss, batch, 4)
         optimizer.step()
         optimizer.zero_grad()
 
-    `loss_of(part)` runs forward and returns the loss; it calls no backward, since each loss has to be scaled before.
-    With a GradScaler say `backward=lambda loss: scaler.scale(loss).backward()`. `micro_batches` makes the pieces, and
-    `shared` is for it. The gradients are equal to the whole batch's but for rounding, as far as rows do not depend
-    on each other and the model draws no random numbers: with dropout, other masks are drawn.
+    The gradients are equal to the whole batch's but for rounding, as long as rows do not depend on each other and the
+    model draws no random numbers: with dropout, other masks are drawn.
 
-    `weight` says how the loss averages where that can't be told from the loss: "rows" (a mean over rows), "sum" (no
-    average), or a function that gives for a piece what its mean was divided by, for example
-    `lambda part: (part["labels"][:, 1:] != -100).sum()` for a language model.
+    A stated `weight` is checked once for each `loss_of`: the loss of some rows is compared with the losses of their
+    halves, without gradients. A loss whose rows depend on each other, such as one with in-batch negatives, is rejected.
 
-    A stated `weight` is tried out once for each `loss_of`: the loss of some rows against those of their halves, without
-    gradients. A loss whose rows see each other, such as one with in-batch negatives, is refused.
+    Args:
+        loss_of: Runs forward on one piece and returns the loss, one number. It calls no backward, since each loss has
+            to be scaled before.
+        batch: The batch, as `micro_batches` takes it: rows are dimension 0.
+        n: Number of micro-batches.
+        weight: How the loss averages, needed if its autograd node does not reveal it: "rows" (a mean over rows), "sum"
+            (no average), or a function that returns for a piece the number that its mean was divided by, for example
+            `lambda part: (part["labels"][:, 1:] != -100).sum()` for a language model.
+        shared: Keys of entries that every piece gets whole, as in `micro_batches`.
+        batch_norm: Accept batch normalization. It sees one piece at a time, so its statistics and the gradients differ
+            from the whole batch's; without this flag it is rejected.
+        backward: Runs backward from a scaled loss. With a GradScaler pass
+            `backward=lambda loss: scaler.scale(loss).backward()`.
 
-    Batch normalization sees only a piece at a time, so its statistics and the gradients are others than the whole
-    batch's: it is refused unless `batch_norm=True` accepts that.
+    Returns:
+        The loss over the whole batch, detached.
 
-    Raises LowtideError before the first backward if a loss or batch can't be handled, and before a later one if its
-    piece was averaged in another way than estimated; `.grad` has then only the pieces before it: zero it.
+    Raises:
+        LowtideError: Before the first backward if a loss or batch is not supported, and before a later one if its piece
+            was averaged in another way than estimated; `.grad` then holds only the pieces before it: zero it.
     """
     if not (weight is None or weight in ("rows", "sum") or callable(weight)):
         raise LowtideError(f'weight is "rows", "sum" or a function that counts what is in a piece; found {weight!r}.')
@@ -89,7 +98,7 @@ def accumulated(
     batch_norm: bool = False,
     backward: Callable[[Tensor], object] = torch.Tensor.backward,
 ) -> Tensor:
-    """`accumulate`, which also knows the weight SumOver."""
+    """Run `accumulate`, also accepting a SumOver as `weight`."""
     parts = micro_batches(batch, n, shared=shared)
     is_stated = not (weight is None or isinstance(weight, SumOver)) and not batch_norm
     if is_stated and len(parts) > 1:
@@ -109,11 +118,11 @@ def accumulated(
         elif weight is None or isinstance(weight, SumOver):
             shares.check(number, average_of(loss, weight))
         share = shares.of(number)
-        if share:  # else all labels are ignored: nothing to learn, and a mean over nothing is not a number
+        if share:  # all labels are ignored otherwise: no gradient, and a mean over no terms is NaN
             loss = loss if share == 1 else loss * share
             backward(loss)
             total = loss.detach() if total is None else total + loss.detach()
-        del loss  # and with it a graph, before the next forward
+        del loss  # and its graph, before the next forward
     assert total is not None
     return total
 

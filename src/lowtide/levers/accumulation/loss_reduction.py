@@ -1,4 +1,4 @@
-"""How a loss averages, read from its own autograd node, and what share of a whole batch each piece of it has.
+"""The average that a loss takes, read from its autograd node, and each piece's share of the whole batch.
 
 The reasoning is in `accumulate.py`.
 """
@@ -39,57 +39,57 @@ _SUMS = frozenset({"SumBackward0", "SumBackward1"})
 _SAME_NUMBER = frozenset(
     {"ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "CloneBackward0"}
 )
-"""What changes a loss's dtype or shape, and not how it averages."""
+"""Nodes that change a loss's dtype or shape, but not its average."""
 
 _MEAN, _SUM = 1, 2  # at::Reduction
 
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """How one loss was reduced to a number."""
+    """Reduction of a loss to one number."""
 
     kind: Literal["mean", "sum"]
     terms: float
-    """What a mean was divided by; for a sum the number of its terms."""
+    """The divisor of a mean; for a sum the number of its terms."""
     target: Tensor | None = None
-    """The labels of a negative log-likelihood."""
+    """Labels of a negative log-likelihood."""
     ignored: int = -100
     class_weight: Tensor | None = None
     smoothing: float = 0.0
-    """How much of it is the same for all classes (`label_smoothing`)."""
+    """The part of the loss that is the same for all classes (`label_smoothing`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SumOver:
-    """A weight: the loss of a piece may be a sum, divided by what a mean over the whole batch is divided by.
+    """A weight: the loss of a piece may be a sum, divided by the divisor of a mean over the whole batch.
 
-    So transformers' models do it that look at the `num_items_in_batch` that they are given. Others do not look at it.
+    Models of transformers that use the `num_items_in_batch` passed to them divide this way; other models ignore it.
     """
 
     terms: float
 
 
 Weight = Literal["rows", "sum"] | SumOver | Callable[[Any], float | Tensor] | None
-"""How a loss averages; None or a SumOver where its node is to tell."""
+"""The average that a loss takes; None or a SumOver if it is read from the loss's node."""
 
-_NOTED = "lowtide.average"  # key in the metadata of nodes that do not tell themselves
+_NOTED = "lowtide.average"  # key in the metadata of nodes that do not reveal their average
 
 
 def note_average(loss: Tensor, average: Callable[[], Average]) -> None:
-    """Say how `loss` averages, on its node, for one whose node does not tell; found out when it is asked for."""
+    """Note `average` on the node of `loss`, which does not reveal it. `average` is called when it is first needed."""
     if loss.grad_fn is not None:
         node_metadata(loss.grad_fn)[_NOTED] = average
 
 
 def average_of(loss: Tensor, weight: Weight = None) -> Average | None:
-    """How `loss` averages; None where its node does not tell."""
+    """Return the average that `loss` takes; None if its node does not reveal it."""
     node, divided = _reducing(loss, weight)
     average = None if node is None else _average_by(node)
     return None if divided and average is not None and average.kind != "sum" else average
 
 
 def _reducing(loss: Tensor, weight: Weight) -> tuple[Node | None, bool]:
-    """The node that reduced `loss` to a number, and whether that was divided by what `weight` says."""
+    """Return the node that reduced `loss` to a number, and True if the result was divided by the terms of `weight`."""
     node, divided = loss.grad_fn, False
     while node is not None and _NOTED not in node_metadata(node):
         divides = not divided and isinstance(weight, SumOver) and _divides_by(node, weight.terms)
@@ -136,7 +136,7 @@ def _likelihood(node: Node) -> Average | None:
     if target is None or total is None or reduction not in (_MEAN, _SUM):
         return None
     ignored = int(getattr(node, SAVED + "ignore_index", -100))
-    ignored = ignored - (1 << 64) if ignored >= 1 << 63 else ignored  # torch gives it as unsigned
+    ignored = ignored - (1 << 64) if ignored >= 1 << 63 else ignored  # torch returns it as unsigned
     kind: Literal["mean", "sum"] = "mean" if reduction == _MEAN else "sum"
     terms = float(total) if kind == "mean" else float(target.numel())
     return Average(kind, terms, target, ignored, weight)
@@ -146,13 +146,13 @@ def _likelihood(node: Node) -> Average | None:
 class _Smoothed:
     """The parts of `cross_entropy(..., label_smoothing=smoothing)`: a likelihood, and a sum over the same labels.
 
-    (1 - s) nll + s / classes * sum / terms, which averages as the likelihood alone if both are divided by the same.
+    (1 - s) nll + s / classes * sum / terms, which averages like the likelihood alone if both have the same divisor.
     """
 
     likelihood: Node
     total: Node
     divisor: Tensor | None
-    """What the sum was divided by; None for a sum that was not."""
+    """The divisor of the sum; None if it was not divided."""
     smoothing: float
 
     def average(self) -> Average | None:
@@ -165,7 +165,7 @@ class _Smoothed:
 
 
 def _smoothed(node: Node) -> _Smoothed | None:
-    """The parts, of a node that adds them; None of any other one."""
+    """Return the parts that `node` adds; None for any other node."""
     if node.name() != "AddBackward0" or getattr(node, SAVED + "alpha", 1) != 1:
         return None
     scaled = [upstream for upstream, _ in node.next_functions]
@@ -190,7 +190,7 @@ def _smoothed(node: Node) -> _Smoothed | None:
 
 
 def _saved(node: Node, name: str) -> Tensor | None:
-    """A saved tensor, also where a plan of Lowtide holds it; None where somebody else's hooks do."""
+    """Return a saved tensor, also if a plan of Lowtide holds it; None if other saved-tensor hooks do."""
     found = peek(node, SAVED + name)
     if isinstance(found, Handle):
         return found.get() if found.value.kept else None
@@ -198,7 +198,7 @@ def _saved(node: Node, name: str) -> Tensor | None:
 
 
 def _terms(node: Node) -> int | None:
-    """Elements of the tensor that `node` reduced."""
+    """Count the elements of the tensor that `node` reduced."""
     producer, output = node.next_functions[0]
     if producer is None:
         return None
@@ -208,13 +208,13 @@ def _terms(node: Node) -> int | None:
 
 
 def reduces_before(loss: Tensor, weight: Weight = None) -> bool:
-    """Whether something else in the graph behind `loss` was reduced to one number: then its node tells only a part."""
+    """Return True if `loss` depends on another reduction to one number: its node then reveals a part of the average."""
     node, _ = _reducing(loss, weight)
     assert node is not None
     smoothed = _smoothed(node)
     pending = [node] if smoothed is None else [smoothed.likelihood, smoothed.total]
     seen = {*pending}
-    for current in pending:  # grows while it is walked
+    for current in pending:  # grows during the loop
         for upstream, output in current.next_functions:
             if upstream is None or is_leaf(upstream):
                 continue
@@ -231,7 +231,7 @@ def _terms_or_one(node: Node) -> int:
 
 
 class Shares:
-    """The share of each piece in the whole batch's loss, and how many terms each is expected to have."""
+    """The share of each piece in the whole batch's loss, and the expected number of terms of each."""
 
     def __init__(
         self, shares: Sequence[float], kind: str = "", expected: Sequence[float] = (), smoothing: float = 0.0
@@ -269,7 +269,7 @@ def shares_for(
     rows: Sequence[int],
     weight: Weight,
 ) -> Shares:
-    """The shares of `parts`, the first of which gave `loss`. Raises LowtideError if they can't be told."""
+    """Return the shares of `parts`, the first of which gave `loss`. Raises LowtideError if they are unknown."""
     if weight == "sum":
         return Shares([1.0] * len(parts))
     if weight == "rows":
@@ -304,10 +304,10 @@ def _normalized(counts: Sequence[float]) -> list[float]:
 
 
 def _counted(average: Average, target: Tensor, parts: Sequence[Any]) -> list[float] | None:
-    """For each part what its mean is divided by, from the tensor in the batch that the labels were taken from.
+    """Return for each part the divisor of its mean, from the tensor in the batch that the labels were taken from.
 
-    Several may be equal to them in the first part, as a language model's tokens are where nothing is padded. They are
-    told apart by the rest of the batch: only labels have some that are ignored.
+    Several tensors may equal the labels in the first part, such as a language model's tokens without padding. The rest
+    of the batch distinguishes them: only labels contain ignored ones.
     """
     found: set[tuple[float, ...]] = set()
     ignoring: set[tuple[float, ...]] = set()
@@ -324,7 +324,10 @@ def _counted(average: Average, target: Tensor, parts: Sequence[Any]) -> list[flo
 
 
 def _as_labels(labels: Tensor, ignored: int) -> Iterator[Callable[[Tensor], Tensor]]:
-    """How a batch's tensor becomes labels: as it is, or shifted by one with the last place cut off or ignored."""
+    """Yield functions that turn a batch's tensor into labels: unchanged, or shifted by one.
+
+    The last place of shifted labels is cut off or ignored.
+    """
     if labels.is_floating_point() or labels.is_complex() or not labels.dim():
         return
     yield lambda each: each

@@ -1,9 +1,9 @@
-"""Check that rows of a batch do not see each other in a loss: else pieces of it give other gradients.
+"""Check that the rows of a batch do not depend on each other in a loss: if they do, pieces give other gradients.
 
-In-batch negatives, for example, compare every row with all others: a piece has fewer of them. A stated `weight` says
-how the loss averages, not that its rows are independent, so that is tried out once for each loss function: the loss of
-some rows against those of their halves, without gradients. Where random numbers are drawn (dropout) the losses cannot
-be compared; then a product of all rows with all rows in the graph is looked for.
+In-batch negatives, for example, compare every row with all others, and a piece has fewer of them. A stated `weight`
+says how the loss averages, not that its rows are independent, so their independence is checked once for each loss
+function: the loss of some rows is compared with the losses of their halves, without gradients. Where random numbers are
+drawn (dropout) the losses cannot be compared; the graph is then searched for a product of all rows with all rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_rows_are_independent(
 ) -> None:
     """Compare the loss of some rows with the losses of their halves, once for each function.
 
-    Raises LowtideError if they differ. Random numbers are as before.
+    Raises LowtideError if they differ. The state of the random number generators is restored.
     """
     code = getattr(loss_of, "__code__", None)
     if code is None or code in _compared:
@@ -46,7 +46,7 @@ def check_rows_are_independent(
     with _random_state_kept() as has_drawn, torch.no_grad():
         try:
             losses: list[Any] = [loss_of(part) for part in (rows, *halves)]
-        except RuntimeError:  # a loss that takes gradients itself
+        except RuntimeError:  # a loss that computes gradients itself
             return
         shares = [_share(half, rows, weight, shared) for half in halves]
         is_random = has_drawn()
@@ -96,7 +96,7 @@ def _refusal(found: str) -> LowtideError:
 
 @contextmanager
 def _random_state_kept() -> Iterator[Callable[[], bool]]:
-    """Restore torch's random numbers afterwards; the result tells if some were drawn."""
+    """Restore torch's random number generators afterwards; yield a function that returns True if numbers were drawn."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
         before = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]

@@ -1,4 +1,4 @@
-"""`lowtide.micro_batches`: a batch in pieces along its rows, whatever it is nested in."""
+"""`lowtide.micro_batches`: split a batch along its rows, in any nesting of containers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,27 @@ from lowtide.errors import LowtideError
 Batch = TypeVar("Batch")
 
 Span = tuple[int, int]
-"""First row and the row after the last."""
+"""First row, and the row after the last."""
 
 
 def micro_batches(batch: Batch, n: int, *, shared: Collection[str] = ()) -> list[Batch]:
-    """`batch` as `n` batches of the same type, whose rows are views of its rows: sizes differ by one at most.
+    """Split `batch` into `n` batches of the same type, whose rows are views of its rows: sizes differ by one at most.
 
-    A batch of fewer than `n` rows gives one piece a row. Rows are dimension 0, and there are as many as the first
-    tensor has. Dicts (`BatchEncoding` included), lists, tuples, named tuples and dataclasses may be nested in any way;
-    lists of other things than tensors and NumPy arrays are cut where they have one entry a row. Numbers, text, tensors
-    without dimensions and tensors of one row go to every piece as they are, as does what `shared` names by its key.
+    A batch of fewer than `n` rows gives one piece per row. Dicts (`BatchEncoding` included), lists, tuples, named
+    tuples and dataclasses may be nested in any way; lists of things other than tensors and NumPy arrays are split if
+    they have one entry per row. Numbers, text, tensors without dimensions and tensors of one row go to every piece
+    whole.
 
-    Raises LowtideError for a tensor with another number of rows and for containers that can't be cut.
+    Args:
+        batch: The batch. Rows are dimension 0, and the first tensor determines their number.
+        n: Number of pieces, at least 1.
+        shared: Keys of entries that go to every piece whole.
+
+    Returns:
+        The pieces in the order of their rows, the longer ones first.
+
+    Raises:
+        LowtideError: If `n` is below 1, a tensor has another number of rows, or a container can't be split.
     """
     if n < 1:
         raise LowtideError(f"micro_batches was asked for {n} pieces; give 1 or more.")
@@ -38,7 +47,7 @@ def micro_batches(batch: Batch, n: int, *, shared: Collection[str] = ()) -> list
 
 
 def spans(rows: int, n: int) -> list[Span]:
-    """`n` ranges, or as many as there are rows, that cover `rows` rows: the longer ones first."""
+    """Return `n` ranges, or as many as there are rows, that cover `rows` rows: the longer ones first."""
     n = min(n, rows)
     size, longer = divmod(rows, n)
     ends = [size * (i + 1) + min(i + 1, longer) for i in range(n)]
@@ -46,7 +55,7 @@ def spans(rows: int, n: int) -> list[Span]:
 
 
 def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
-    """Rows of the first tensor in `batch` that has any. Raises LowtideError if there is none."""
+    """Return the number of rows of the first tensor in `batch` that has any. Raises LowtideError if none has."""
     for name, tensor in tensors_by_name(batch):
         if tensor.dim() and not set(name.split(".")) & set(shared):
             if not tensor.shape[0]:
@@ -59,7 +68,7 @@ def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
 
 
 def tensors_by_name(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a batch, with where they are: `labels`, `0.boxes`."""
+    """Yield the tensors in a batch with their paths: `labels`, `0.boxes`."""
     if isinstance(batch, Tensor):
         yield name, batch
         return
@@ -82,7 +91,7 @@ class _Cut:
         self._shared = shared
 
     def part(self, batch: Any, span: Span, name: str) -> Any:
-        """The rows `span` of `batch`, which is at `name` in the whole."""
+        """Return the rows `span` of `batch`, which is at path `name` in the whole."""
         if name.rpartition(".")[2] in self._shared:
             return batch
         if isinstance(batch, Tensor):
@@ -94,15 +103,15 @@ class _Cut:
             return self._mapping(batch, children, span)
         if isinstance(batch, list | tuple):
             if len(batch) == self._rows and not any(True for _ in tensors_by_name(batch)):
-                return batch[slice(*span)]  # texts, file names, numbers: one a row
+                return batch[slice(*span)]  # texts, file names, numbers: one per row
             parts = list(children.values())
-            if hasattr(batch, "_fields"):  # a named tuple takes them one by one
+            if hasattr(batch, "_fields"):  # the constructor of a named tuple takes items one by one
                 return type(batch)(*parts)
             return type(batch)(parts)
         if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
             changed = copy.copy(batch)
             for key, child in children.items():
-                object.__setattr__(changed, key, child)  # also where it is frozen
+                object.__setattr__(changed, key, child)  # bypasses frozen dataclasses
             return changed
         return self._other(batch, span, name)
 
@@ -124,7 +133,7 @@ class _Cut:
         changed = copy.copy(batch)
         for key, child in zip(keys, children.values(), strict=True):
             changed[key] = child  # type: ignore[index]
-        encodings = getattr(batch, "_encodings", None)  # of a BatchEncoding: one a row, for word_ids() and the like
+        encodings = getattr(batch, "_encodings", None)  # of a BatchEncoding, for word_ids() and such: one per row
         if encodings is not None and len(encodings) == self._rows:
             changed._encodings = encodings[slice(*span)]  # type: ignore[attr-defined]
         return changed
@@ -134,7 +143,7 @@ class _Cut:
             return thing
         if isinstance(thing, torch.dtype | torch.device | torch.Generator):
             return thing
-        shape = getattr(thing, "shape", None)  # NumPy and its kin
+        shape = getattr(thing, "shape", None)  # NumPy arrays and similar types
         if isinstance(shape, tuple) and hasattr(thing, "__getitem__"):
             return thing[slice(*span)] if shape and shape[0] == self._rows else thing
         raise self._refused(

@@ -1,13 +1,12 @@
-"""The CUDA caching allocator of torch, simulated byte for byte in pure Python.
+"""Simulate torch's CUDA caching allocator byte for byte in pure Python.
 
-| file | what is in it |
+| file | contents |
 |---|---|
 | `config.py` | the settings, from the text in `PYTORCH_ALLOC_CONF` |
-| `block_sizes.py` | what a request is rounded to, and the segment it is cut from |
-| `blocks.py` | blocks, and the free ones in the order in which they are looked for |
+| `block_sizes.py` | rounded sizes of requests, and the segments they are cut from |
+| `blocks.py` | blocks, and the free ones in search order |
 | `caching.py` | the allocator: best fit, splitting, merging, retry |
-| `segment_addresses.py` | where the driver puts segments |
-| `expandable_segments.py` | the same with expandable segments |
-| `simulation.py` | an event stream through it: the peaks, and whether it fits |
-| `traces.py` | what a real allocator did, and the same requests replayed |
+| `segment_addresses.py` | addresses that the driver gives to segments |
+| `expandable_segments.py` | the allocator with expandable segments |
+| `simulation.py` | the peaks of an event stream in the allocator, and whether it fits |
 """

@@ -1,24 +1,24 @@
-"""How large a block and a segment become for a request. Constants as in c10/core/AllocatorConfig.h of torch 2.13."""
+"""Sizes of blocks and segments for a request. Constants as in c10/core/AllocatorConfig.h of torch 2.13."""
 
 from __future__ import annotations
 
 from lowtide.memory.allocator.config import MIB, MIN_LARGE_ALLOC, AllocatorConfig
 
 MIN_BLOCK_SIZE = 512
-"""Sizes are multiples of it (kMinBlockSize)."""
+"""Unit of block sizes (kMinBlockSize)."""
 
 SMALL_SIZE = MIB
 """The largest size that is cut from a small segment (kSmallSize)."""
 
 SMALL_SEGMENT = 2 * MIB
-"""Small segments have this size (kSmallBuffer)."""
+"""Size of small segments (kSmallBuffer)."""
 
 ROUND_LARGE = 2 * MIB
-"""Segments for one large request are multiples of it (kRoundLarge)."""
+"""Unit of the sizes of segments for one large request (kRoundLarge)."""
 
 
 def round_size(n_bytes: int, config: AllocatorConfig) -> int:
-    """What a request is rounded up to (round_size, roundup_power2_next_division)."""
+    """Return the size that a request is rounded up to (round_size, roundup_power2_next_division)."""
     if n_bytes < MIN_BLOCK_SIZE:
         return MIN_BLOCK_SIZE
     divisions = config.divisions_for(n_bytes)
@@ -31,7 +31,7 @@ def round_size(n_bytes: int, config: AllocatorConfig) -> int:
 
 
 def segment_size(size: int, config: AllocatorConfig) -> int:
-    """What the device is asked for when no free block has room for `size` (get_allocation_size)."""
+    """Return the segment size to request when no free block has room for `size` (get_allocation_size)."""
     if size <= SMALL_SIZE:
         return SMALL_SEGMENT
     if size < MIN_LARGE_ALLOC:

@@ -1,4 +1,4 @@
-"""Pieces of device memory, and the free ones in the order in which they are looked for."""
+"""Blocks of device memory, and the free ones in search order."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from bisect import bisect_left, insort
 from operator import attrgetter
 
 ADDRESS_BITS = 64
-"""A key is a size, and behind it so many bits of an address."""
+"""Bits for the address in a key, below the size."""
 
 
 class Block:
-    """A piece of one segment; `previous` and `next` are its neighbours in it. Sizes and addresses are bytes.
+    """A part of one segment; `previous` and `next` are its neighbours in it. Sizes and addresses are bytes.
 
-    `requested` is what the tensor asked for, `size` what it got. Only virtual memory can be not `mapped`.
+    `requested` is the tensor's own size, `size` the allocated one. Only virtual memory can have `mapped` False.
     """
 
     __slots__ = ("address", "free", "idle_since", "is_used", "key", "mapped", "next", "previous", "requested", "size")
@@ -31,7 +31,7 @@ class Block:
 
     @property
     def is_split(self) -> bool:
-        """Whether its segment holds other blocks too."""
+        """Return True if the segment holds other blocks too."""
         return self.previous is not None or self.next is not None
 
     def insert_before(self, other: Block) -> None:
@@ -44,11 +44,11 @@ class Block:
 
 
 class FreeBlocks:
-    """The free blocks of one stream and one pool, by size and then by address (BlockComparatorSize).
+    """Free blocks of one stream and one pool, by size and then by address (BlockComparatorSize).
 
-    So the first block from some size on is the best fit, and among equals the one at the lowest address.
-    `smallest_rest` is the least that is cut off a block which is larger than needed. `unmapped` are pieces of virtual
-    memory without pages behind them, by address.
+    So the first block of at least a given size is the best fit, and among equals the one at the lowest address.
+    `smallest_rest` is the least size that is split off a block larger than needed. `unmapped` are ranges of virtual
+    memory without pages, by address.
     """
 
     __slots__ = ("blocks", "is_small", "keys", "smallest_rest", "stream", "unmapped")
@@ -58,11 +58,11 @@ class FreeBlocks:
         self.is_small = is_small
         self.smallest_rest = smallest_rest
         self.blocks: list[Block] = []
-        self.keys: list[int] = []  # of the blocks, in the same order: bisecting over numbers is what makes this fast
+        self.keys: list[int] = []  # of the blocks, in the same order: bisecting over numbers is fast
         self.unmapped: list[Block] = []
 
     def first(self, size: int) -> int:
-        """Where the blocks of at least `size` bytes begin in `blocks`."""
+        """Return the index in `blocks` from which blocks have at least `size` bytes."""
         return bisect_left(self.keys, size << ADDRESS_BITS)
 
     def add(self, block: Block) -> None:

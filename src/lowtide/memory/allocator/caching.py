@@ -1,6 +1,6 @@
-"""The CUDA caching allocator of torch, without CUDA: which block each request gets and when the device is asked.
+"""Simulate torch's CUDA caching allocator without CUDA: the block of each request, and the requests to the device.
 
-It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.12 and 2.13 (native backend); the names in brackets are
+The code follows c10/cuda/CUDACachingAllocator.cpp of torch 2.12 and 2.13 (native backend); the names in brackets are
 functions there.
 
 Left out: memory pools and graph capture, blocks used by several streams (call `free` when the last stream is done with
@@ -20,18 +20,18 @@ from lowtide.memory.allocator.config import UNLIMITED, AllocatorConfig
 from lowtide.units import format_bytes
 
 _FIRST_ADDRESS = 0x7F00_0000_0000
-"""Somewhere in the part of the address space where CUDA puts its own."""
+"""An address in the range that CUDA uses."""
 
 Addresses = Iterator[int] | Callable[[int], int]
 
 SegmentEvent = Callable[[str, int, int, int], None]
-"""Told "segment_alloc", "segment_free", "segment_map" or "segment_unmap", an address, bytes and a stream."""
+"""Callback with "segment_alloc", "segment_free", "segment_map" or "segment_unmap", an address, bytes and a stream."""
 
 
 class OutOfMemory(LowtideError, RuntimeError):
-    """The simulated device has no room, also not after the cache was emptied. Amounts are bytes.
+    """Error of a simulated device that has no room even after the cache was emptied. Amounts are bytes.
 
-    `asked` is what the allocator wanted from the device, for a request of `requested`.
+    `asked` is the allocator's request to the device, for a request of `requested`.
     """
 
     exit_code = 1
@@ -47,14 +47,15 @@ class OutOfMemory(LowtideError, RuntimeError):
 
 
 class CachingAllocator:
-    """One device's memory under an AllocatorConfig; `allocator_for` also knows expandable segments.
+    """One device's memory under an AllocatorConfig; `allocator_for` also handles expandable segments.
 
-    `capacity` is what the device can give to the allocator: its memory less the CUDA context and other processes; None
-    for no end. `total` is all of its memory, to which `per_process_memory_fraction` applies; by default the same.
-    `on_segment` is told what is taken from the device and given back. `addresses` of new segments are invented,
-    ascending, unless an iterator or a function of bytes gives them; they decide only between free blocks of equal size.
+    `capacity` is the memory that the device can give to the allocator: its memory less the CUDA context and other
+    processes; None for no limit. `total` is all of its memory, to which `per_process_memory_fraction` applies; by
+    default `capacity`. `on_segment` is called when memory is taken from the device or given back. `addresses` of new
+    segments are invented, ascending, unless an iterator or a function of bytes gives them; they decide only between
+    free blocks of equal size.
 
-    The levels `requested`, `allocated` and `reserved` are those of `torch.cuda.memory_stats`, and `peak_*` theirs.
+    The levels `requested`, `allocated` and `reserved` are those of `torch.cuda.memory_stats`, and `peak_*` their peaks.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class CachingAllocator:
         self.allocated = self.peak_allocated = 0
         self.reserved = self.peak_reserved = 0
         self.n_retries = 0
-        """How often the device refused and the cache was emptied."""
+        """Number of times that the device refused and the cache was emptied."""
         fraction, device = self.config.per_process_memory_fraction, capacity if total is None else total
         self._allowed = None if device is None or fraction == 1 else int(fraction * device)
         self._on_segment = on_segment
@@ -84,10 +85,10 @@ class CachingAllocator:
         self._max_split = self.config.max_split_size
         threshold = self.config.garbage_collection_threshold
         self._garbage_from = None if self._allowed is None or not threshold else int(threshold * self._allowed)
-        self._n_searches = 0  # in the large pool: the clock by which garbage is old
+        self._n_searches = 0  # in the large pool: the clock that measures idle time
 
     def malloc(self, n_bytes: int, stream: int = 0) -> Block:
-        """The block for a request of `n_bytes` on `stream` (malloc, alloc_found_block). Raises OutOfMemory."""
+        """Return the block for a request of `n_bytes` on `stream` (malloc, alloc_found_block). Raises OutOfMemory."""
         size = (n_bytes + 511 & -512 or 512) if self._rounds_to_512 else round_size(n_bytes, self.config)
         free = (self._small if size <= SMALL_SIZE else self._large).get(stream) or self._new_pool(size, stream)
         if self._garbage_from is not None and not free.is_small:
@@ -113,7 +114,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back and join it with its free neighbours (free, free_block, try_merge_blocks)."""
+        """Free a block and join it with its free neighbours (free, free_block, try_merge_blocks)."""
         assert block.is_used, "freed twice"
         block.is_used = False
         self.requested -= block.requested
@@ -123,17 +124,17 @@ class CachingAllocator:
         block.free.add(block)
 
     def empty_cache(self) -> None:
-        """Give every segment back that nothing is in (release_cached_blocks)."""
+        """Give every unused segment back (release_cached_blocks)."""
         for free in (*self._large.values(), *self._small.values()):
             for block in tuple(free.blocks):
                 self._give_back(block)
 
     def idle(self) -> Iterator[Block]:
-        """Every free block."""
+        """Return every free block."""
         return (block for pool in self._pools.values() for free in pool.values() for block in free.blocks)
 
     def segments(self, used: Iterable[Block]) -> list[list[Block]]:
-        """Each stretch of memory held from the device as its blocks, by address; `used` are all blocks in use."""
+        """Return each contiguous range held from the device as its blocks, by address; `used` are all blocks in use."""
         segments: list[list[Block]] = []
         for block in sorted((*used, *self.idle()), key=lambda block: block.address):
             if block.previous is not None and block.previous.mapped:
@@ -145,9 +146,9 @@ class CachingAllocator:
     def adopt(
         self, address: int, n_bytes: int, used: Sequence[tuple[int, int, int]], *, stream: int, is_small: bool
     ) -> list[Block]:
-        """Begin with a segment that is there already; gives the blocks in it that are `used`, in that order.
+        """Begin with an existing segment; return the blocks in it that are `used`, in that order.
 
-        Each is an offset, a size and the bytes requested of it, by offset; what lies between them is free.
+        Each entry of `used` is an offset, a size and the bytes requested of it, by offset; memory in between is free.
         """
         free = self._pools[is_small].get(stream) or self._new_pool(SMALL_SIZE if is_small else n_bytes, stream)
         blocks: list[Block] = []
@@ -180,20 +181,20 @@ class CachingAllocator:
         return self._pools[is_small].setdefault(stream, free)
 
     def _best_fit(self, free: FreeBlocks, size: int) -> int:
-        """The position of the block to take, -1 for none (get_free_block)."""
-        at = bisect_left(free.keys, size << ADDRESS_BITS)  # free.first(size), without a call in the hottest place
+        """Return the index of the best fit, -1 for none (get_free_block)."""
+        at = bisect_left(free.keys, size << ADDRESS_BITS)  # free.first(size), inlined in the hottest place
         if at == len(free.keys):
             return -1
         return at if self._max_split == UNLIMITED or self._may_have(free.blocks[at], size) else -1
 
     def _may_have(self, block: Block, size: int) -> bool:
-        """Whether a request may have a block in view of `max_split_size`: neither waste a huge one nor split it."""
+        """Return True if `max_split_size` allows the block for the request, to neither waste nor split huge blocks."""
         if size < self.config.max_split_size:
             return block.size < self.config.max_split_size
         return block.size < size + self.config.max_non_split_rounding
 
     def _join(self, block: Block) -> None:
-        """Merge a block that is in no list with the free neighbours that are mapped or not as it is."""
+        """Merge an unlisted block with its free neighbours of the same `mapped` state."""
         before, after = block.previous, block.next
         if before is not None and not before.is_used and before.mapped is block.mapped:
             self._forget(before)
@@ -216,7 +217,7 @@ class CachingAllocator:
             block.free.unmapped.remove(block)
 
     def _grow(self, free: FreeBlocks, size: int, n_bytes: int) -> Block:
-        """A free block of at least `size` bytes from the device, in no list; what malloc does when none is there."""
+        """Return an unlisted free block of at least `size` bytes from the device; malloc found none in the cache."""
         self._collect_garbage()
         block = self._from_device(free, size)
         if block is None and self._release_oversize(free, size):
@@ -228,7 +229,7 @@ class CachingAllocator:
         return block
 
     def _from_device(self, free: FreeBlocks, size: int) -> Block | None:
-        """A new segment, None if the device or the memory fraction has no room for it (alloc_block)."""
+        """Return a new segment, None if the device or the memory fraction has no room for it (alloc_block)."""
         n_bytes = segment_size(size, self.config)
         if not self._is_allowed(n_bytes) or not self._has_room(n_bytes):
             return None
@@ -248,7 +249,7 @@ class CachingAllocator:
         if self._addresses is not None:
             return self._addresses(n_bytes)
         address = self._next_address
-        self._next_address += -(-n_bytes // ROUND_LARGE) * ROUND_LARGE  # cudaMalloc's own steps
+        self._next_address += -(-n_bytes // ROUND_LARGE) * ROUND_LARGE  # granularity of cudaMalloc
         return address
 
     def _reserve(self, event: str, address: int, n_bytes: int, stream: int) -> None:
@@ -264,7 +265,7 @@ class CachingAllocator:
             self._reserve("segment_free", block.address, block.size, block.free.stream)
 
     def _release_oversize(self, free: FreeBlocks, size: int) -> bool:
-        """Give back just enough of the blocks that are not split for their size (release_available_cached_blocks)."""
+        """Release just enough blocks that are too large to be split (release_available_cached_blocks)."""
         max_split = self.config.max_split_size
         if max_split == UNLIMITED:
             return False
@@ -282,7 +283,7 @@ class CachingAllocator:
         return released >= wanted
 
     def _collect_garbage(self) -> None:
-        """Above the threshold, give long idle large segments back (garbage_collect_cached_blocks)."""
+        """Release large segments that have long been idle, above the threshold (garbage_collect_cached_blocks)."""
         if self._garbage_from is None or self.reserved <= self._garbage_from:
             return
         surplus = self.reserved - self._garbage_from

@@ -1,8 +1,8 @@
-"""The settings of torch's CUDA caching allocator, read from the text that torch reads.
+"""Parse the settings of torch's CUDA caching allocator from the text that torch reads.
 
 `PYTORCH_ALLOC_CONF` (or `PYTORCH_CUDA_ALLOC_CONF`, its older name) holds `key:value` pairs, as in
 "expandable_segments:True,roundup_power2_divisions:[256:1,512:2,>:4]". Read in c10/core/AllocatorConfig.{h,cpp} and
-c10/cuda/CUDAAllocatorConfig.{h,cpp} of torch 2.13. Where torch lets nonsense pass ("64.5", "-1"), it is refused here.
+c10/cuda/CUDAAllocatorConfig.{h,cpp} of torch 2.13. Nonsense that torch lets pass ("64.5", "-1") is refused here.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ UNLIMITED = 2**64 - 1
 """torch's value for "no limit": the largest size_t."""
 
 INTERVALS = 16
-"""Sizes that can be rounded differently: up to 2 MiB, up to 4 MiB, ..., from 32 GiB."""
+"""Number of size classes with a rounding of their own: up to 2 MiB, up to 4 MiB, ..., from 32 GiB."""
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables that torch reads, the first that is set."""
+"""Environment variables that torch reads; the first one set wins."""
 
 MIN_LARGE_ALLOC = 10 * MIB
-"""Requests from here on get a segment of their own (kMinLargeAlloc)."""
+"""Least size of a request that gets a segment of its own (kMinLargeAlloc)."""
 
 _NO_EFFECT = (
     "release_lock_on_cudamalloc",
@@ -41,15 +41,15 @@ _NO_EFFECT = (
     "graph_capture_record_stream_reuse",
     "throw_on_cudamalloc_oom",
 )
-"""Keys that change speed, host memory, graph capture or the wording of an error, not how device memory is given out."""
+"""Keys that change speed, host memory, graph capture or the wording of an error, but no placement of device memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorConfig:
-    """How the allocator is set; the defaults are torch's. Sizes are bytes.
+    """Settings of the allocator; the defaults are torch's. Sizes are bytes.
 
-    `roundup_power2_divisions` has one entry for each of INTERVALS: into how many steps the way from one power of two to
-    the next is cut, 0 or 1 for rounding to 512 bytes.
+    `roundup_power2_divisions` has one entry for each of INTERVALS: the number of steps between one power of two and the
+    next, 0 or 1 for rounding to 512 bytes.
     """
 
     expandable_segments: bool = False
@@ -62,7 +62,7 @@ class AllocatorConfig:
 
     @classmethod
     def parse(cls, text: str) -> AllocatorConfig:
-        """The settings in `text`. Raises LowtideError for what torch does not know, naming the nearest key."""
+        """Parse the settings in `text`. Raises LowtideError for keys unknown to torch, naming the nearest key."""
         config = cls()
         for key, value in _pairs(text):
             if key in _READERS:
@@ -73,16 +73,16 @@ class AllocatorConfig:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> AllocatorConfig:
-        """The settings that torch would start with in this environment. Raises LowtideError as `parse` does."""
+        """Return torch's initial settings in this environment. Raises LowtideError as `parse` does."""
         return cls.parse(next((environment[name] for name in VARIABLES if name in environment), ""))
 
     def __str__(self) -> str:
-        """As text that `parse` and torch read; "" for the defaults."""
+        """Return text that `parse` and torch read; "" for the defaults."""
         changed = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
         return ",".join(f"{_KEYS.get(name, name)}:{_written(name, getattr(self, name))}" for name in changed)
 
     def divisions_for(self, n_bytes: int) -> int:
-        """The entry of `roundup_power2_divisions` for a request of `n_bytes`, at least 1."""
+        """Return the entry of `roundup_power2_divisions` for a request of `n_bytes`, at least 1."""
         return self.roundup_power2_divisions[min(max(n_bytes.bit_length() - MIB.bit_length(), 0), INTERVALS - 1)]
 
 
@@ -97,7 +97,7 @@ _Reader = Callable[[AllocatorConfig, str, str], AllocatorConfig]
 
 def _pairs(text: str) -> list[tuple[str, str]]:
     bare = re.sub(r"\s", "", text)
-    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\]?|\])+", bare)  # at commas, but not at those in brackets
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\]?|\])+", bare)  # at commas outside brackets
     pairs = []
     for part in parts:
         key, colon, value = part.partition(":")
@@ -111,7 +111,7 @@ def _written(name: str, value: Any) -> str:
     if name in _KEYS:
         return str(value // MIB)
     if name == "roundup_power2_divisions":
-        # One number for all is written so, unless it is 0: torch takes 0 in a list only.
+        # A common number for all is written bare, unless it is 0: torch takes 0 in a list only.
         if len(set(value)) == 1:
             return str(value[0])
         return "[" + ",".join(f"{2**i}:{divisions}" for i, divisions in enumerate(value)) + "]"
@@ -203,7 +203,7 @@ def _roundup(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
         if not colon:
             _refuse(key, value, f"{pair!r} is not of the form MiB:divisions")
         n_divisions = 0 if steps == "0" else _power_of_two(key, value, steps)
-        if start == ">":  # all larger ones than the last that was named
+        if start == ">":  # all sizes above the last one named
             divisions[last + 1 :] = [n_divisions] * (INTERVALS - last - 1)
             continue
         last = min(_power_of_two(key, value, start).bit_length() - 1, INTERVALS - 1)

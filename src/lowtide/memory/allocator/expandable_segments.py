@@ -1,7 +1,7 @@
-"""Expandable segments: one stretch of virtual memory a stream and pool, whose pages are mapped as they are needed.
+"""Expandable segments: one range of virtual memory per stream and pool, whose pages are mapped on demand.
 
-After Note [Expandable Segments] and what it describes in c10/cuda/CUDACachingAllocator.cpp of torch 2.12 and 2.13. No
-public recording shows this mode, so it is tested against sequences worked out by hand and against its invariants.
+After Note [Expandable Segments] and the code it describes in c10/cuda/CUDACachingAllocator.cpp of torch 2.12 and 2.13.
+No public recording uses this mode, so it is tested against sequences worked out by hand and against its invariants.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from lowtide.memory.allocator.caching import Addresses, CachingAllocator, Segmen
 from lowtide.memory.allocator.config import UNLIMITED, AllocatorConfig
 
 _ENDLESS = 2**44
-"""Virtual bytes of a segment where nobody said how much memory the device has."""
+"""Virtual bytes of a segment if the device's memory is not known."""
 
 
 class ExpandableAllocator(CachingAllocator):
@@ -29,7 +29,7 @@ class ExpandableAllocator(CachingAllocator):
     ) -> None:
         super().__init__(config, capacity, total=total, on_segment=on_segment, addresses=addresses)
         device = capacity if total is None else total
-        # An eighth more than there is, so that pages can move from holes in the front to the end.
+        # An eighth more than the device has, so that pages can move from holes in the front to the end.
         self._span = _ENDLESS if device is None else device + device // 8
         self._max_split = UNLIMITED  # a block of an expandable segment is always split
 
@@ -39,7 +39,7 @@ class ExpandableAllocator(CachingAllocator):
         return free
 
     def _best_fit(self, free: FreeBlocks, size: int) -> int:
-        """As ever, but a block counts with the unmapped memory behind it, so that what can grow is left for last."""
+        """Find the best fit, with unmapped memory behind a block added to its size: growable blocks come last."""
         at = free.first(size)
         if at == len(free.blocks):
             return -1
@@ -48,7 +48,7 @@ class ExpandableAllocator(CachingAllocator):
         return at if self._may_have(free.blocks[at], size) else -1
 
     def _from_device(self, free: FreeBlocks, size: int) -> Block | None:
-        """Map pages at the lowest address where `size` bytes can be had (try_allocate_expandable_block)."""
+        """Map pages at the lowest address where `size` bytes are available (try_allocate_expandable_block)."""
         if not self._is_allowed(segment_size(size, self.config)):
             return None
         block = self._place(free, size)
@@ -59,12 +59,12 @@ class ExpandableAllocator(CachingAllocator):
             assert unmapped is not None, "the place that was found has room"
             if not self._map(unmapped, min(size - block.size, unmapped.size)):
                 return None
-            block = unmapped  # it has swallowed the free block in front of it
+            block = unmapped  # includes the free block in front of it
         free.remove(block)
         return block
 
     def _place(self, free: FreeBlocks, size: int) -> Block:
-        """Where free and unmapped blocks in a row have `size` bytes, or a new segment (find_expandable_block)."""
+        """Return the first of free and unmapped blocks with `size` bytes, or a new segment (find_expandable_block)."""
         for unmapped in free.unmapped:
             start = unmapped
             if start.previous is not None and not start.previous.is_used:
@@ -84,7 +84,7 @@ class ExpandableAllocator(CachingAllocator):
         return segment
 
     def _map(self, block: Block, n_bytes: int) -> bool:
-        """Put pages behind the first `n_bytes` of an unmapped block; False if the device has none left (map_block)."""
+        """Map pages for the first `n_bytes` of an unmapped block; False if the device has none left (map_block)."""
         free = block.free
         page = self._page(free)
         n_bytes = -(-n_bytes // page) * page
@@ -103,7 +103,7 @@ class ExpandableAllocator(CachingAllocator):
         return True
 
     def _give_back(self, block: Block) -> None:
-        """Unmap the whole pages within a free block, and let go of a segment without any (unmap_block)."""
+        """Unmap the whole pages within a free block, and release a segment without any (unmap_block)."""
         free = block.free
         page = self._page(free)
         base = _first(block).address
@@ -127,10 +127,10 @@ class ExpandableAllocator(CachingAllocator):
             free.add_unmapped(block)
 
     def _release_oversize(self, free: FreeBlocks, size: int) -> bool:
-        return False  # it passes over expandable segments
+        return False  # expandable segments are ignored here
 
     def _collect_garbage(self) -> None:
-        pass  # likewise
+        pass  # ignored here too
 
     def _page(self, free: FreeBlocks) -> int:
         return SMALL_SEGMENT if free.is_small else self.config.large_segment_size
@@ -144,14 +144,14 @@ def allocator_for(
     on_segment: SegmentEvent | None = None,
     addresses: Addresses | None = None,
 ) -> CachingAllocator:
-    """The allocator that torch would be under `config`; see CachingAllocator for the other arguments."""
+    """Return the allocator that torch uses under `config`; see CachingAllocator for the other arguments."""
     config = config or AllocatorConfig()
     kind = ExpandableAllocator if config.expandable_segments else CachingAllocator
     return kind(config, capacity, total=total, on_segment=on_segment, addresses=addresses)
 
 
 def _reach(block: Block) -> int:
-    """How large a block could get: its size and that of the unmapped memory behind it."""
+    """Return the size that a block can grow to: its own and that of the unmapped memory behind it."""
     after = block.next
     return block.size + (after.size if after is not None and not after.mapped else 0)
 

@@ -1,6 +1,6 @@
-"""Where the driver puts new segments: it decides between free blocks of equal size.
+"""Addresses that the driver gives to new segments: they decide between free blocks of equal size.
 
-The driver does not say so anywhere; what is here was read off recorded memory snapshots of other programs.
+The driver does not document its choice; the rules here were derived from recorded memory snapshots of other programs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import count
 from lowtide.memory.allocator.caching import Addresses
 
 Order = Callable[[], Addresses]
-"""Makes the addresses of one run of the allocator."""
+"""Function that returns the addresses for one run of the allocator."""
 
 CHUNK = 32 * 2**20
 """Bytes of address space that the driver takes at a time."""
@@ -24,10 +24,10 @@ _MANY = 2**28
 
 
 class DriverAddresses:
-    """Address space is taken from the top downwards in whole chunks; what is left of one is used first.
+    """Addresses from the top downwards in whole chunks; the rests of earlier chunks are used first.
 
-    Of the rests the one that was left last is tried first, from its low end. Share of pairs of new segments, up to the
-    first release, that this puts into their recorded order, and how many simply descending addresses do:
+    The most recent rest is tried first, from its low end. Share of pairs of new segments, up to the first release, that
+    these rules put into their recorded order, and the share for simply descending addresses:
 
     | snapshot | segments | this | descending |
     |---|---:|---:|---:|
@@ -40,7 +40,7 @@ class DriverAddresses:
     | JasperSolt/EoR_NN (trace `t8`) | 7 | 33 % | 38 % |
     | own, on an H200 with driver 580 (22 traces `h200`) | 3 to 11 | 56 % | 32 % |
 
-    The short ones begin with holes that a process has from its start, of which nothing can be known.
+    The short recordings begin with holes that a process has from its start, which cannot be known.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class DriverAddresses:
         self._rests: list[tuple[int, int]] = []
 
     def __call__(self, n_bytes: int) -> int:
-        """The address of a new segment."""
+        """Return the address of a new segment."""
         size = -(-n_bytes // _PAGE) * _PAGE
         for place, (address, rest) in enumerate(self._rests):
             if rest >= size:
@@ -62,17 +62,17 @@ class DriverAddresses:
 
 
 def ascending() -> Addresses:
-    """Each segment above the last one."""
+    """Return addresses that put each segment above the previous one."""
     return (number * _APART for number in count(1))
 
 
 def descending() -> Addresses:
-    """Each segment below the last one."""
+    """Return addresses that put each segment below the previous one."""
     return ((_MANY - number) * _APART for number in count(1))
 
 
 def shuffled(seed: int) -> Order:
-    """Segments anywhere, always in the same way."""
+    """Return an order of pseudo-random addresses, the same for each seed."""
     return lambda: _anywhere(random.Random(seed))
 
 
@@ -86,4 +86,4 @@ def _anywhere(draw: random.Random) -> Iterator[int]:
 
 
 OTHERS: Sequence[Order] = (ascending, descending, shuffled(0), shuffled(1), shuffled(2))
-"""What the driver may do as well: extremes, and anything in between."""
+"""Other orders that the driver may follow: extremes, and random ones in between."""

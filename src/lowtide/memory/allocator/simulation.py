@@ -1,4 +1,4 @@
-"""An event stream through the allocator: what its blocks would make a GPU reserve."""
+"""Run an event stream through the allocator: the memory that its blocks would make a GPU reserve."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lowtide.memory.allocator.expandable_segments import allocator_for
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
 
 ALLOCATOR = "allocator"
-"""Label of marks for what the program asks of the allocator, besides memory; their data is what."""
+"""Label of marks for other requests of the program to the allocator; their data names the request."""
 
 EMPTY_CACHE = "empty cache"
-"""Segments that nothing is in go back to the device."""
+"""Request to give unused segments back to the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The request that the device refused: event number `index` of the stream, -1 for what was there at entry."""
+    """The request that the device refused: event number `index` of the stream, -1 for memory that existed at entry."""
 
     index: int
     requested_bytes: int
@@ -29,21 +29,21 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
-    """What a stream needs on a GPU, entry included: the peaks of `torch.cuda.memory_stats`, each in its own moment.
+    """GPU memory that a stream needs, entry included: the peaks of `torch.cuda.memory_stats`, each at its own moment.
 
-    After a failure they are those up to there.
+    After a failure they are the peaks up to the failure.
     """
 
     peak_requested_bytes: int
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     n_retries: int
-    """How often the cache had to be emptied to make room; each time the device waits."""
+    """Number of times that the cache had to be emptied to make room; each time the device waits."""
     failure: Failure | None
 
     @property
     def fits(self) -> bool:
-        """Whether every request was met."""
+        """Return True if every request was met."""
         return self.failure is None
 
 
@@ -56,11 +56,11 @@ def simulate(
     at_entry: Iterable[int] = (),
     addresses: Addresses | None = None,
 ) -> Reserved:
-    """What `stream` makes the caching allocator reserve, on one CUDA stream.
+    """Return the memory that `stream` makes the caching allocator reserve, on one CUDA stream.
 
-    `capacity` is the bytes that the device can give, None for no end, and `total` those to which a memory fraction
-    applies. `at_entry` are the sizes of the blocks that are there when the stream begins and stay; blocks from entry
-    that the stream frees are put beside them, as their sizes are known from it. `addresses` are those of new segments.
+    `capacity` is the bytes that the device can give, None for no limit, and `total` those to which a memory fraction
+    applies. `at_entry` are the sizes of the blocks that exist when the stream begins and stay; blocks from entry that
+    the stream frees are added to them, with their sizes from the stream. `addresses` are those of new segments.
     """
     allocator = allocator_for(config, capacity, total=total, addresses=addresses)
     alive = {}
@@ -68,7 +68,7 @@ def simulate(
     failure = None
     try:
         for n_bytes in at_entry:
-            if n_bytes:  # for nothing torch takes nothing
+            if n_bytes:  # torch allocates nothing for 0 bytes
                 allocator.malloc(n_bytes)
         for freed in freed_from_entry(stream):
             if freed.bytes:
@@ -98,6 +98,6 @@ def simulate(
 
 
 def freed_from_entry(stream: EventStream) -> tuple[Free, ...]:
-    """The frees of blocks that the stream did not allocate."""
+    """Return the frees of blocks that the stream did not allocate."""
     allocated = {event.block for event in stream.events if type(event) is Allocate}
     return tuple(event for event in stream.events if type(event) is Free and event.block not in allocated)

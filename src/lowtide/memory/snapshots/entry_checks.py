@@ -1,4 +1,4 @@
-"""What a snapshot from a stranger holds, looked at once: all that is read later is there and of its kind."""
+"""Check an untrusted snapshot once: every field that is read later exists and has its type."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lowtide.memory.allocator.config import VARIABLES
 from lowtide.memory.untrusted_files import in_one_line
 
 MOST_DEVICES = 128
-"""PyTorch numbers devices in 8 bits."""
+"""Limit of devices: PyTorch numbers them in 8 bits."""
 MOST_BYTES = 2**48
-"""More than any device has."""
+"""Limit of bytes, more than any device has."""
 MOST_NUMBER = 2**64
-"""Addresses, streams and times are less."""
+"""Limit of addresses, streams and times."""
 ENTRY_BYTES = 16
-"""Each segment, block and action takes more in a file. One that is there in many places would be counted in each."""
+"""Least bytes of a segment, block or action in a file. An entry referenced many times would be counted each time."""
 LONGEST_SETTINGS = 10_000
 
 _NUMBERS = {
@@ -28,7 +28,7 @@ _TEXTS = ("action", "state", "segment_type", "stage", "name", "filename", "categ
 
 
 def check(record: Mapping[str, Any], n_bytes: int | None = None) -> None:
-    """Raise LowtideError unless all entries of `record` have what they are read for; `n_bytes` are its file's."""
+    """Raise LowtideError unless all entries of `record` have the fields that are read; its file has `n_bytes`."""
     traces = _list(record.get("device_traces", []), "device_traces")
     if len(traces) > MOST_DEVICES:
         raise _other(f"it has {len(traces)} devices, of at most {MOST_DEVICES}")
@@ -58,7 +58,7 @@ def check(record: Mapping[str, Any], n_bytes: int | None = None) -> None:
 
 
 def _check_all(entries: Iterable[Any], kind: str, known: set[int]) -> None:
-    """`known` are the stacks that have been looked at: many entries may have the same one."""
+    """Check entries; `known` are the stacks checked already, which many entries may share."""
     for entry in entries:
         _check_fields(entry, kind)
         frames = entry.get("frames") or ()

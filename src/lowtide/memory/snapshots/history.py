@@ -1,6 +1,6 @@
-"""What happened on a device, rebuilt from the state at the end of a snapshot and the history that led there.
+"""Rebuild the events on a device from the state at the end of a snapshot and the history before it.
 
-Going back from the end through the history gives what was there at its start; from there it goes forward again.
+The history is undone from the end to find the blocks at its start; then it is replayed forwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WRITTEN_BY = "lowtide"
 """Key of the snapshots that Lowtide writes: in them labels and phases are known."""
 
 GROWTH = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-"""The actions of a history that change what is held from the device, and which way."""
+"""Actions of a history that change the memory reserved from the device, and their signs."""
 
 Entry = Mapping[str, Any]
 """One action of a history, or one block of a segment."""
@@ -30,9 +30,10 @@ Entry = Mapping[str, Any]
 class History:
     """One device's memory from the start of the recording to the snapshot.
 
-    The first `n_entry` events of the stream are the allocations of what was there when the recording began, so levels
-    are all that the device holds, in bytes requested. `places` says where in the user's program a block was asked for,
-    as far as stacks were recorded. `reserved` has the bytes held from the device after each event of the stream.
+    The first `n_entry` events of the stream are the allocations of blocks that existed when the recording began, so
+    levels are all that the device holds, in bytes requested. `places` gives the line of the user's program that
+    requested a block, as far as stacks were recorded. `reserved` has the bytes held from the device after each event
+    of the stream.
     """
 
     device: int
@@ -45,12 +46,12 @@ class History:
 
     @property
     def over_entry(self) -> EventStream:
-        """The recorded events alone, as a recorder on the spot would have seen them."""
+        """The recorded events alone, as a live recorder would have recorded them."""
         return self.stream.between(self.n_entry, len(self.stream))
 
 
 class Held(NamedTuple):
-    """A block in use: the bytes requested, and the entry that says the most about it."""
+    """A block in use: the bytes requested, and the most informative entry about it."""
 
     bytes: int
     source: Entry
@@ -59,7 +60,7 @@ class Held(NamedTuple):
 def rebuild(
     device: int, segments: Sequence[Entry], actions: Sequence[Entry], annotations: Iterable[Entry], *, is_ours: bool
 ) -> History:
-    """The history of one device. Raises LowtideError where the actions do not lead to the segments."""
+    """Return the history of one device. Raises LowtideError if the actions do not lead to the segments."""
     builder = _Builder(sum(segment["total_size"] for segment in segments), actions, is_ours)
     for address, held in sorted(held_at_start(segments, actions).items()):
         builder.allocate(address, held.bytes, held.source)
@@ -84,11 +85,11 @@ def rebuild(
 
 
 def held_at_start(segments: Sequence[Entry], actions: Sequence[Entry]) -> dict[int, Held]:
-    """The blocks in use before the first action, by address: those at the end, undone action by action."""
+    """Return the blocks in use before the first action, by address: those at the end, undone action by action."""
     held = _held_at_end(segments)
     for action in reversed(actions):
         if action["action"] == "free_completed":
-            held[action["addr"]] = Held(action["size"], {})  # its stack is that of the free, and says nothing here
+            held[action["addr"]] = Held(action["size"], {})  # its stack is that of the free, and not informative here
         elif action["action"] == "alloc" and held.pop(action["addr"], None) is None:
             raise LowtideError(
                 f"this history does not lead to its snapshot: a block of {action['size']} bytes at "
@@ -105,12 +106,12 @@ def _held_at_end(segments: Sequence[Entry]) -> dict[int, Held]:
         for block in segment["blocks"]:
             if str(block["state"]).startswith("active"):  # allocated, or freed and still used by a stream
                 held[address] = Held(block.get("requested_size", block["size"]), block)
-            address += block["size"]  # older files do not give each block's own
+            address += block["size"]  # older files do not give each block's own address
     return held
 
 
 class _Builder:
-    """Collects events, with the bytes held from the device after each."""
+    """Collector of events, with the bytes held from the device after each."""
 
     def __init__(self, reserved_at_end: int, actions: Sequence[Entry], is_ours: bool) -> None:
         self.events: list[Event] = []
@@ -120,7 +121,7 @@ class _Builder:
         self._alive: dict[int, Allocate] = {}
         self._n_blocks = 0
         self._told: dict[int, tuple[str, str]] = {}
-        """What each stack says, which many blocks may have."""
+        """Operator and place of each stack, which many blocks may share."""
         self._is_ours = is_ours
         grown = sum(GROWTH[action["action"]] * action["size"] for action in actions if action["action"] in GROWTH)
         self._reserved = self.peak_reserved_bytes = reserved_at_end - grown
@@ -161,7 +162,7 @@ class _Builder:
 
 
 def _marks(annotations: Iterable[Entry], device: int, is_ours: bool) -> list[tuple[int, Mark]]:
-    """When each annotation of the device began, the last first."""
+    """Return the time of each annotation of the device with its mark, the last first."""
     label = PHASE if is_ours else ANNOTATION
     begun = [
         (entry["time_us"], Mark(label, entry["name"]))

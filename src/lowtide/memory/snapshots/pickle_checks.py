@@ -1,9 +1,9 @@
-"""What a pickle would make, told from its opcodes before any of it is made.
+"""Estimate a pickle's memory from its opcodes before anything is loaded.
 
-Python's unpickler believes what a file says of itself: an index in nine bytes makes it take gigabytes, a length as
-many, and tuples in tuples end the process once one of them is a key. So a pickle is looked through first, with an
-expression that runs over the opcodes that take a fixed number of bytes. What is then left to load needs a small
-multiple of the file. The opcodes are those of Lib/pickletools.py in Python 3.14.
+Python's unpickler trusts a file: an index in nine bytes makes it allocate gigabytes, a length just as many, and nested
+tuples end the process once one of them is a key. So a pickle is scanned first, with a regular expression that matches
+the opcodes of a fixed number of bytes. Loading the rest then needs a small multiple of the file. The opcodes are those
+of Lib/pickletools.py in Python 3.14.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ _SIMPLE = re.compile(
     % {b"n": _NUMBER},
     re.DOTALL,
 )
-"""Numbers, tuples of numbers, and what puts values in their places. Of a list or a dict that is made there is none."""
+"""Opcodes of numbers, tuples of numbers, and stores of values. None of them creates a list or a dict."""
 _MAKES = frozenset(b"]}ld")
-"""Lists and dicts: of all that one byte can make they take most memory."""
+"""Opcodes of lists and dicts, which take the most memory of all one-byte opcodes."""
 _LENGTH_BYTES = {
     **dict.fromkeys(b"\x8cUC\x8a", 1),
     **dict.fromkeys(b"XTB\x8b", 4),
     **dict.fromkeys(b"\x8d\x8e\x95", 8),
 }
-"""Text, bytes, long numbers and frames, which say first how long they are."""
+"""Opcodes of text, bytes, long numbers and frames, and the size of the length that follows them."""
 _LINES = frozenset(b"FILSVg")
-"""What ends with its line: numbers and text of the first protocol."""
+"""Opcodes that end with their line: numbers and text of the first protocol."""
 _REFUSED = frozenset(b"c\x93iobR\x81\x92PQ")
-"""What names a class, calls one or points elsewhere: the reader refuses it with its name."""
+"""Opcodes that name a class, call one or refer elsewhere: the reader refuses them by name."""
 _TUPLES = frozenset(b"t\x85\x86\x87")
 _APART = 4
-"""Bytes for each list and dict, at least, beyond the first ones."""
+"""Least bytes per list or dict, beyond the first ones."""
 _FIRST = 1000
 _BYTES_FOR_INDEX = 3
-"""A value and its index in the memo take as many, at least."""
+"""Least bytes of a value and its index in the memo."""
 
 
 def check(pickle: bytes | mmap) -> None:
-    """Raise ValueError for a pickle that would take more memory than a small multiple of its bytes, or is none."""
+    """Raise ValueError for a pickle that would take more memory than a small multiple of its bytes, or is invalid."""
     at, n_made, size = 0, 0, len(pickle)
     while True:
         simple = _SIMPLE.match(pickle, at)

@@ -1,4 +1,4 @@
-"""A pickle reader that makes plain data and nothing else, so that a file from a stranger can do no harm."""
+"""Read pickles of plain data and nothing else, so that an untrusted file can do no harm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowtide.memory.untrusted_files import in_one_line
 
 
 class _Plain(pickle.Unpickler):
-    """Builds dicts, lists, tuples, text, numbers, booleans and None; refuses whatever names a class or function."""
+    """Unpickler of dicts, lists, tuples, text, numbers, booleans and None; refuses names of classes and functions."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
@@ -24,7 +24,7 @@ class _Plain(pickle.Unpickler):
 
 
 def load_plain(path: str | Path) -> Any:
-    """The plain data pickled in a file. Raises LowtideError for other files, and for a pickle that holds more."""
+    """Return the plain data pickled in a file. Raises LowtideError for other files and for other contents."""
     try:
         with Path(path).open("rb") as file:
             _check(file)
@@ -39,7 +39,7 @@ def load_plain(path: str | Path) -> Any:
 
 
 def _check(file: io.BufferedReader) -> None:
-    """Look through a pickle without reading it into memory of this process's own."""
+    """Scan a pickle without reading it into this process's own memory."""
     if not file.seekable():
         raise ValueError("it is no file that can be read twice")
     if not file.seek(0, io.SEEK_END):

@@ -1,4 +1,4 @@
-"""A memory snapshot of PyTorch: its devices, its settings and the history of each device.
+"""Read a memory snapshot of PyTorch: its devices, its settings and the history of each device.
 
 Field names were read in torch/csrc/cuda/Module.cpp of torch 2.13; files of torch 2.1 and later have them too.
 """
@@ -19,11 +19,11 @@ from lowtide.memory.untrusted_files import in_one_line
 
 
 class Snapshot:
-    """The data of a snapshot: what `torch.cuda.memory._snapshot()` returns. Raises LowtideError if it is none."""
+    """Data that `torch.cuda.memory._snapshot()` returns. Raises LowtideError for anything else."""
 
     def __init__(self, record: object, n_bytes: int | None = None) -> None:
-        """`n_bytes` are those of the file that the record comes from."""
-        if isinstance(record, list):  # what torch 1 wrote: segments alone
+        """Check `record`; `n_bytes` is the size of the file that it comes from."""
+        if isinstance(record, list):  # format of torch 1: segments alone
             record = {"segments": record}
         if not isinstance(record, dict) or not isinstance(record.get("segments"), list):
             raise LowtideError("this is not a memory snapshot: a dict with a list of segments was expected.")
@@ -32,7 +32,7 @@ class Snapshot:
 
     @classmethod
     def read(cls, path: str | Path) -> Snapshot:
-        """The snapshot in a file, which may come from anywhere: only plain data is read. Raises LowtideError."""
+        """Return the snapshot in a file, which may be untrusted: only plain data is read. Raises LowtideError."""
         record = load_plain(path)
         return cls(record, Path(path).stat().st_size)
 
@@ -45,7 +45,7 @@ class Snapshot:
 
     @property
     def settings(self) -> AllocatorConfig | None:
-        """How the allocator was set; None where the file does not say. Raises LowtideError for unknown settings."""
+        """Settings of the allocator; None if the file lacks them. Raises LowtideError for unknown settings."""
         settings = self.record.get("allocator_settings") or {}
         text = next((settings[name] for name in VARIABLES if name in settings), None)
         try:
@@ -54,11 +54,11 @@ class Snapshot:
             raise LowtideError(f"this snapshot has settings that are not known: {in_one_line(str(error))}") from error
 
     def segments(self, device: int) -> list[Mapping[str, Any]]:
-        """The segments of a device at the time of the snapshot."""
+        """Return the segments of a device at the time of the snapshot."""
         return [segment for segment in self.record["segments"] if segment.get("device", 0) == device]
 
     def history(self, device: int | None = None) -> History:
-        """What happened on a device, by default the only one that the snapshot knows. Raises LowtideError."""
+        """Return the history of a device, by default the only one in the snapshot. Raises LowtideError."""
         device = self._device(device)
         traces = self.record.get("device_traces", [])
         try:

@@ -1,4 +1,4 @@
-"""What a recorded stack says: which operator asked for memory, and which line of the user's program called it."""
+"""Extract from a recorded stack the operator that requested memory, and the line of the user's program."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-_OPERATOR = re.compile(r"^at::_ops::(\w+?)(?:_[A-Z]\w*)?::(?:call|redispatch)\b")  # less the overload: div_Tensor
+_OPERATOR = re.compile(r"^at::_ops::(\w+?)(?:_[A-Z]\w*)?::(?:call|redispatch)\b")  # without the overload: div_Tensor
 _NOT_TOLD = re.compile(r"(?:site|dist)-packages[/\\](?:torch|torchvision|einops)[/\\]")
 
 Frames = Sequence[Mapping[str, Any]]
 
 
 def operator(frames: Frames) -> str:
-    """The innermost operator, "aten::mm"; the innermost Python function where C++ frames were not recorded; or ""."""
+    """Return the innermost operator, "aten::mm"; the innermost Python function if C++ was not recorded; or ""."""
     for frame in frames:
         match = _OPERATOR.match(str(frame.get("name", "")))
         if match:
@@ -24,7 +24,7 @@ def operator(frames: Frames) -> str:
 
 
 def place(frames: Frames) -> str:
-    """The innermost line outside of torch and einops, "model.py:42 forward"; else any Python line; or ""."""
+    """Return the innermost line outside torch and einops, "model.py:42 forward"; else any Python line; or ""."""
     python = list(_python(frames))
     own = [frame for frame in python if not _NOT_TOLD.search(str(frame["filename"]))]
     if not python:

@@ -1,9 +1,9 @@
-"""A timeline as a memory snapshot, which PyTorch's own viewers open.
+"""Write a timeline as a memory snapshot, which PyTorch's own viewers open.
 
     python -m torch.cuda._memory_viz trace_plot snapshot.pickle -o plot.html     or drop it on pytorch.org/memory_viz
 
-Where each block lies, and which segments there are, is what the simulated allocator says: the file shows what a CUDA
-GPU would hold, also for a stream that was recorded on CPU or rehearsed. Form and limits were read in torch 2.13:
+The simulated allocator decides the address of each block and the segments: the file shows the memory of a CUDA GPU,
+also for a stream that was recorded on CPU or rehearsed. Form and limits were read in torch 2.13:
 torch/csrc/cuda/Module.cpp, torch/cuda/_memory_viz.py and torch/utils/viz/MemoryViz.js, whose pickle reader knows few
 opcodes and no protocol above 4.
 """
@@ -41,11 +41,11 @@ def write_snapshot(
 def snapshot_of(
     timeline: Timeline, config: AllocatorConfig | None = None, *, at_entry: Iterable[int] = ()
 ) -> dict[str, Any]:
-    """`timeline` in the form of `torch.cuda.memory._snapshot()`, for device 0 under an allocator set as `config` says.
+    """Return `timeline` in the form of `torch.cuda.memory._snapshot()`, for device 0 with allocator `config`.
 
-    `at_entry` are the sizes of blocks that are there all the time; those from entry that the timeline frees are put
-    beside them. Sizes and order are kept, so reading it back gives the same curve. Phases become annotations; other
-    marks and blocks of no bytes are left out, since the format has no place for them. Times are event numbers.
+    `at_entry` are the sizes of blocks that exist all the time; blocks from entry that the timeline frees are added to
+    them. Sizes and order are kept, so reading it back gives the same curve. Phases become annotations; other marks and
+    blocks of no bytes are left out, since the format has no place for them. Times are event numbers.
     """
     writer = _Writer(config or AllocatorConfig())
     for n_bytes in at_entry:
@@ -77,8 +77,8 @@ class _Writer:
         self._numbered: dict[int, Block] = {}
 
     def begin(self) -> None:
-        """What came before is there when the history begins, and is not in it."""
-        # MemoryViz.js stumbles (`categores`) unless "unknown" is among the categories that it finds.
+        """Start the history: blocks allocated before exist at its beginning, and are not in it."""
+        # MemoryViz.js fails (`categores`) unless "unknown" is among the categories that it finds.
         self._trace = [{**self._action("snapshot", 0, 0), "frames": [], "category": "unknown"}]
 
     def allocate(self, number: int | None, n_bytes: int, op: str, label: Label | None) -> None:
@@ -156,7 +156,7 @@ class _Writer:
 
 
 def _frames(op: str, label: Label | None) -> list[dict[str, Any]]:
-    """A stack for viewers to show: the operator, and above it the module. `history.py` reads it back."""
+    """Return a stack for viewers to show: the operator, and above it the module. `history.py` reads it back."""
     frames = [{"name": op, "filename": "op", "line": 0}]
     if label is not None:
         frames.append({"name": label.op, "filename": label.module, "line": 0})

@@ -1,1 +1,1 @@
-"""Predicts the memory and time of a step under given decisions."""
+"""Predict the memory and time of a step under given decisions."""

@@ -1,27 +1,27 @@
-"""What becomes of each value under a choice: it is kept, made again in one of three ways, or only passed through.
+"""Assign a state to each value under a choice: kept, recomputed in one of three ways, offloaded or passed through.
 
-**Recomputed.** A slot is recomputed if its address is chosen and a recipe can.
+**Recomputed.** A slot is recomputed if its address is chosen and a recipe exists.
 
-**Replayed.** Else the innermost replayed call around it brings it back. A replay holds its inputs, which are slots of
-the call around it: a replayed call inside another one leaves its inputs to the outer replay, which brings them back
-and leaves what the inner call saved to the inner one's own. Its state, random numbers and buffers, every replayed call
-keeps from its forward on. A tensor that is an input of several replayed calls around it shares what happens to it as an
-input of the outermost. What one replayed call saves and another around that one saves or gives on is brought back by
-the outer.
+**Replayed.** Otherwise the innermost replayed call around it restores it. A replay holds its inputs, which are slots of
+the enclosing call. A replayed call inside another one leaves its inputs to the outer replay, which restores them and
+leaves the tensors saved in the inner call to the inner replay. Its state, RNG state and buffers, every replayed call
+keeps from its forward on. A tensor that is an input of several enclosing replayed calls is treated as an input of the
+outermost one. A tensor that one replayed call saves, and that an enclosing one saves or passes on, is restored by the
+outer one.
 
-**Advanced.** A call that is advanced runs forward once more for its result, from its inputs, and saves nothing: the
-result is held by nobody, whoever saves it or is given it. Except where a slot in the call itself keeps or recomputes
-it; and only where no replayed call is around it. So of a chain of replayed blocks only every n-th needs to keep its
-input, and the others are made from it one after the other, once (two-level checkpointing; "advance" is what Griewank
-and Walther 2000, doi 10.1145/347837.347846, call this action).
+**Advanced.** An advanced call runs forward once more for its result, from its inputs, and saves nothing: no slot that
+saves the result, or is given it, holds it. Exceptions: a slot in the call itself keeps or recomputes the result, or a
+replayed call encloses the advanced one. So in a chain of replayed blocks only every n-th needs to keep its input; the
+other inputs are computed from it in turn, once (two-level checkpointing; "advance" is the name that Griewank
+and Walther 2000, doi 10.1145/347837.347846, give this action).
 
-**Offloaded.** What would be kept, and whose address is chosen, is copied to the host, from where it comes back.
+**Offloaded.** A value that would be kept, and whose address is chosen, is copied to the host, and back when needed.
 
-**Kept** otherwise. One kept slot keeps its value; else the first slot that saves a value decides and later ones share,
-but for replays: what somebody else offloads needs none.
+**Kept** otherwise. One kept slot keeps its value; else the first slot that saves a value decides and later ones share
+that state, except that a value which another slot offloads needs no replay.
 
-A value without such a slot passes: it exists only while a recompute runs. Where several recomputes need it, it is made
-once and waits for them, as if it were saved.
+A value without such a slot passes: it exists only while a recompute runs. If several recomputes need it, it is computed
+once and held for them, as if it were saved.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import numpy as np
 from lowtide.planner.simulate.profile_index import Flags, Index, Ints
 
 KEPT, PASSED, RECOMPUTED, REPLAYED, ADVANCED, OFFLOADED = range(6)
-"""From RECOMPUTED on: made again when somebody asks."""
+"""States from RECOMPUTED on: the value is produced again on demand."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,33 +51,34 @@ class DecisionVector:
 
     @property
     def key(self) -> bytes:
-        """Equal for equal choices about one profile."""
+        """Return a key that is equal for equal choices about one profile."""
         return b"".join(f.tobytes() for f in (self.recompute, self.replay, self.advance, self.offload))
 
 
 class Assignment(NamedTuple):
-    """What becomes of the nodes, values and then calls, one row each."""
+    """State of each node under a choice: values first, then calls."""
 
     state: Ints
-    """KEPT, PASSED, RECOMPUTED, REPLAYED, ADVANCED or OFFLOADED; of calls KEPT or REPLAYED."""
+    """KEPT, PASSED, RECOMPUTED, REPLAYED, ADVANCED or OFFLOADED; for calls KEPT or REPLAYED."""
     by_call: Ints
     """The call that is replayed or advanced for a value, or -1."""
     elsewhere: list[tuple[int, int]]
-    """Values that are saved in a replayed call but born elsewhere, and not as an input, and these calls: somebody else
-    holds them, so they cost no memory, but reading them runs the replay, which is held as long as they are."""
+    """Pairs of a value and a replayed call that saves it, where the value is produced outside and is not an input.
+    Other holders keep the value, so it costs no memory, but reading it runs the replay, which is held
+    as long as the value."""
     given: Ints
-    """The inputs, as rows of slots, that calls hold at least while they run: replayed and advanced ones, of those in a
-    replayed one only the state."""
+    """Rows of the input slots that calls hold at least while they run: all inputs of replayed and advanced calls, only
+    the state for calls inside a replayed one."""
     trips: list[int]
-    """The storages of offloaded values, in the order in which they set out."""
+    """Storages of offloaded values, in the order in which their copies to the host start."""
     out: list[int]
-    """For each of them the position by which it has set out."""
+    """Position by which each of `trips` has started."""
 
 
 def assign(index: Index, choice: DecisionVector) -> Assignment:
-    """The fates under `choice`."""
+    """Return the state of each node under `choice`."""
     is_replayed = index.replayable & choice.replay[index.call_id]
-    owner = np.full(len(index.parent) + 1, -1, np.int64)  # the last stands for what is around the model
+    owner = np.full(len(index.parent) + 1, -1, np.int64)  # the last entry stands for code outside the model
     for calls in index.by_depth:
         owner[calls] = np.where(is_replayed[calls], calls, owner[index.parent[calls]])
     advanced = [
@@ -96,7 +97,7 @@ def assign(index: Index, choice: DecisionVector) -> Assignment:
     replay = (around >= 0) & ~recompute & ~index.slot_is_state
     follows = is_replayed[index.followed_in]
     follower, followed = index.follower[follows], index.followed[follows]
-    # The outermost call comes last for each row, and the last is what stays.
+    # The outermost call comes last for each row, and the last write wins.
     recompute[follower], replay[follower], around[follower] = recompute[followed], replay[followed], around[followed]
     offload = np.zeros_like(active)
     if index.can_offload:

@@ -1,4 +1,4 @@
-"""What a module call allocates when it runs again: for a replay, which leaves what is waited for, or an advance."""
+"""Memory of a module call that runs again, for a replay (which keeps the wanted storages) or an advance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lowtide.planner.simulate.profile_index import Index, Ints
 
 
 class Forwards:
-    """The memory of further runs of each call's forward, from the trace of the first one."""
+    """Memory of repeated forwards of each call, derived from the trace of the first one."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
@@ -16,7 +16,7 @@ class Forwards:
         self._windows: dict[int, Ints] = {}
 
     def peak(self, call: int, left: tuple[int, ...]) -> int:
-        """The most bytes that one more forward of `call` allocates at once, if it leaves the storages in `left`."""
+        """Return the peak bytes of one more forward of `call`, if it leaves the storages in `left`."""
         if (call, left) not in self._peaks:
             enter, exit_ = int(self.index.enter[call]), int(self.index.exit[call])
             if enter == exit_:
@@ -29,11 +29,11 @@ class Forwards:
         return self._peaks[call, left]
 
     def _window(self, call: int) -> Ints:
-        """What the forward of `call` allocates, position by position, when nothing in it is kept."""
+        """Return the bytes that the forward of `call` allocates at each position, when nothing in it is kept."""
         if call not in self._windows:
             index, enter, exit_ = self.index, int(self.index.enter[call]), int(self.index.exit[call])
             level = index.profile.calls[call].begins_at
-            if level is None:  # it is no higher than the positions around it
+            if level is None:  # not recorded: it is no higher than the positions around it
                 level = index.base[max(enter - 1, 0) : exit_].min() if enter else min(0, index.base[:exit_].min())
             inside = (index.allocated_at >= enter) & (index.allocated_at < exit_)
             changes = np.zeros(exit_ - enter + 1, np.int64)

@@ -1,37 +1,39 @@
-"""The step under a choice, position by position: what is there when, and what it costs.
+"""Sweep over the step under a choice, position by position: memory in use, and the cost.
 
 A profile holds one traced step on its axis of positions, so any plan's memory is a sum over intervals:
 
-    usage[i] = base[i] + storages alive at i + what was made again and is still waited for at i + scratch memory at i
+    usage[i] = base[i] + storages alive at i + recomputed values still wanted at i + scratch memory at i
 
-What becomes of each value is told by `assignment.py`, and when it is there by this file. Backward asks for a value
-where it reads a slot of it, a recompute asks for its operands, a replay for its inputs. Values and calls are the nodes
-of one graph, visited dependents first; each tells those that it asks:
+`assignment.py` gives each value its state; this file computes when each value exists. Backward demands a value where it
+reads a slot of it, a recompute demands its operands, a replay its inputs. Values and calls are the nodes of one graph,
+visited dependents first; each passes demands to the nodes that it needs:
 
-    made     the first position at which anybody asks: it is made then, once
-    wanted   until the last reader has let go of it and all that asked for it have been made
-    held     until the last reader of it, and of all that is made from it, has let go: it could be asked for again
-    later    bytes that are made from it, one from the other, at that same position: not there yet when it is made
-    kept     a storage is there from `allocated_at` to `freed_at`, and longer while the kept values in it are held, or a
-             call to be run again that was given one is still running
+    made     first position of a demand: the node is recomputed then, once
+    wanted   until the last reader has released it and all nodes that demanded it have been recomputed
+    held     until the last reader of it, and of all values computed from it, has released them: it could be demanded
+             again
+    later    bytes that are computed from it, directly or not, at that same position: they do not exist yet when it is
+             recomputed
+    kept     a storage exists from `allocated_at` to `freed_at`, and longer while the kept values in it are held, or
+             while a call to be replayed that was given one is still running
 
-What is there in a part of a position counts in all of it, so the sum is an upper bound; but for what runs:
+Memory in use during part of a position counts for all of it, so the sum is an upper bound; running nodes count less:
 
-    usage[i] = results[i] + max(base[i], base at the beginning of i + memory of what runs at i)
+    usage[i] = results[i] + max(base[i], base at the beginning of i + memory of the node that runs at i)
 
-Recomputes and replays run when backward reads a value, which is what a position begins with: before anything is
-allocated in it. They run one after the other, each before what is made from it: of their scratch memory only the
-largest counts, less what is made later, on top of what waits for the others. What a recompute passes through is made on
-the way, one after the other (`recompute_cost.py`); what of that is there when an operand has still to be made waits for
-it. A replay allocates again what its whole forward did (`call_allocations.py`); the engine stops it early and may need
-less. So does an advance, which leaves only its result.
+Recomputes and replays run when backward reads a value, which is how a position begins: before anything is allocated in
+it. They run one after the other, each before those that depend on it: only the largest scratch memory counts, less the
+bytes computed later, on top of the values that wait for the others. Values that a recompute passes through are computed
+on the way, one after the other (`recompute_cost.py`); those that exist while an operand has still to be recomputed wait
+for it. A replay allocates again as much as its whole forward did (`call_allocations.py`); the engine stops it early and
+may need less. The same holds for an advance, which leaves only its result.
 
-What is offloaded is there until the next such tensor has left, or forward has ended; and again from the moment at which
-the one that left after it is asked for, while that is waited for. Copies are counted in full, both ways, although they
-run beside other work: an upper bound.
+An offloaded storage stays in GPU memory until the next one has left, or forward has ended. It is back from the moment
+at which the storage that left after it is demanded, for as long as it is wanted. Copies are counted in full, both ways,
+although they overlap with other work: an upper bound.
 
-Cost: array operations over slots and positions and a loop over what is not kept, about 6 ms for 1000 slots; 1 ms where
-little has changed since another sweep (`recompute_segments.py`).
+Cost: array operations over slots and positions and a loop over nodes that are not kept, about 6 ms for 1000 slots; 1 ms
+if little has changed since another sweep (`recompute_segments.py`).
 """
 
 from __future__ import annotations
@@ -49,11 +51,11 @@ from lowtide.planner.simulate.profile_index import Index, Ints
 from lowtide.planner.simulate.recompute_segments import Segments
 
 REMEMBERED = 2**20
-"""Positions and values of sweeps that are remembered: some 20 MB."""
+"""Positions and values of the sweeps that are cached: about 20 MB."""
 
 
 class Copies(NamedTuple):
-    """Memory that recomputes, replays and advances allocate, as columns: there in positions [start, end)."""
+    """Memory that recomputes, replays and advances allocate, as columns: in use in positions [start, end)."""
 
     start: Ints
     end: Ints
@@ -62,7 +64,7 @@ class Copies(NamedTuple):
     """The value that is recomputed or advanced to, or `n_values` plus the call that is replayed."""
 
     def at(self, position: int) -> Copies:
-        """Those that are there at `position`."""
+        """Return the copies in use at `position`."""
         there = (self.start <= position) & (position < self.end)
         return Copies(*(column[there] for column in self))
 
@@ -74,17 +76,17 @@ class Sweep:
     usage: Ints
     """Bytes beyond `static`, for each position."""
     peak: int
-    """The most of `usage`."""
+    """Maximum of `usage`."""
     extra_ms: float
     extra_flops: int
     state: Ints
-    """For each node KEPT, PASSED, RECOMPUTED, REPLAYED, ADVANCED or OFFLOADED."""
+    """KEPT, PASSED, RECOMPUTED, REPLAYED, ADVANCED or OFFLOADED, for each node."""
     ends: Ints
-    """For each storage the first position at which it is gone."""
+    """First position at which each storage is freed."""
     copies: Copies
-    """What is made again, and one for each position where something runs: what it needs beyond what is there later."""
+    """Recomputed memory, and one entry per position at which a node runs: its scratch memory beyond later results."""
     host_bytes: int
-    """Memory of the host that offloaded tensors are in."""
+    """Host memory that offloaded tensors occupy."""
 
 
 class Sweeper:
@@ -93,7 +95,7 @@ class Sweeper:
     def __init__(self, index: Index, backward: int) -> None:
         self.index = index
         self._backward = backward
-        """The position at which forward has ended."""
+        """Position at which forward has ended."""
         self._recent: dict[bytes, Sweep] = {}
         self._most_recent = max(REMEMBERED // (index.end + index.n_values + 1), 16)
         births = np.zeros(index.end + 1, np.int64)
@@ -101,11 +103,11 @@ class Sweeper:
         self._births = births
         before = np.concatenate((index.base[:1], index.base[:-1]))
         self._rise = np.maximum(index.base - before, 0)
-        """How far `base` rises in each position, at least: at the beginning it is no higher than in the one before."""
+        """Least rise of `base` within each position: at its beginning it is no higher than in the position before."""
         self._stretches = Segments(index)
 
     def sweep(self, choice: DecisionVector) -> Sweep:
-        """The step under `choice`. Searches come back to the same choices: the last ones are remembered."""
+        """Return the step under `choice`. Searches return to the same choices, so the latest sweeps are cached."""
         key = choice.key
         found = self._recent.pop(key, None) or self._swept(choice)
         self._recent[key] = found
@@ -134,7 +136,7 @@ class Sweeper:
         return Sweep(
             usage=usage,
             peak=int(usage.max()),
-            # exact, so that equal work in another order takes the same time
+            # Exact sum, so that equal work in another order takes the same time.
             extra_ms=math.fsum(chain(index.offload_ms[fates.trips].tolist(), *(visit.times for visit in visits))),
             extra_flops=sum(visit.flops for visit in visits),
             state=fates.state,
@@ -144,7 +146,7 @@ class Sweeper:
         )
 
     def _running(self, runs: Ints, waits: Ints) -> Ints:
-        """Copies for what runs: in each position for the node that needs most, beyond what is there later."""
+        """Return copies for running nodes: at each position the largest need, beyond the bytes computed later."""
         runs = runs[:, np.argsort(-runs[2], kind="stable")]
         _, first = np.unique(runs[0], return_index=True)
         when, node, need = runs[:, first]
@@ -153,7 +155,7 @@ class Sweeper:
         return np.array((when, when + 1, np.maximum(need + waiting[when] - self._rise[when], 0), node))
 
     def _away(self, fates: Assignment, returns: Ints) -> tuple[Ints, Ints]:
-        """When each of the offloaded storages leaves, and copies for when they are back."""
+        """Return the position at which each offloaded storage leaves, and copies for the time after its return."""
         index, copies = self.index, []
         back: dict[int, tuple[int, int, int]] = {}
         for storage, when, until, value in returns.T.tolist():
@@ -168,7 +170,7 @@ class Sweeper:
         return np.array(leave, np.int64), np.array(copies, np.int64).reshape(-1, 4).T
 
     def _usage(self, ends: Ints, copies: Copies) -> Ints:
-        """Bytes beyond `static` at each position, when storages last to `ends` and `copies` come in addition."""
+        """Return bytes beyond `static` at each position, if storages last to `ends` and `copies` are added."""
         changes = self._births.copy()
         np.subtract.at(changes, ends, self.index.storage_bytes)
         np.add.at(changes, copies.start, copies.bytes)
@@ -178,6 +180,6 @@ class Sweeper:
 
 
 def _joined(columns: Iterable[Ints], n: int) -> Ints:
-    """`n` columns, one part of them after the other."""
+    """Return `n` columns with their parts concatenated."""
     parts = [part for part in columns if part.shape[1]]
     return np.concatenate(parts, axis=1) if parts else np.zeros((n, 0), np.int64)

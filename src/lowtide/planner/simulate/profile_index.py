@@ -1,4 +1,4 @@
-"""A profile as arrays, checked: what the simulator and the solvers look things up in. No decision is taken here."""
+"""Index a profile as checked arrays, for lookups by the simulator and the solvers. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 class Index:
-    """What a profile says independently of any decision.
+    """Facts of a profile that are independent of any decision.
 
     `slot_*` arrays have a row for each slot that holds memory of its own (`storage` is not None), in the order in which
     they are saved. Positions are cut off at the end of the step, `end`, which also stands for "never". Values and calls
@@ -50,20 +50,20 @@ class Index:
         self.slot_is_input = np.array([slot.is_input for slot in slots], np.bool_)
         self.slot_is_state = np.array([slot.is_state for slot in slots], np.bool_)
         self.slot_order = self._order_of_slots()
-        """Goes up with the moment at which a slot is filled. Inputs are taken when their call begins."""
+        """Rank of each slot by the moment at which it is filled. Inputs are filled when their call begins."""
         self.can_offload = profile.offload_bytes_per_ms is not None
         self.offload_ms = 2 * self.storage_bytes / (profile.offload_bytes_per_ms or np.inf)
-        """For each storage what copying it to the host and back takes."""
+        """Time to copy each storage to the host and back."""
 
         self._index_calls(profile)
         self.slot_within = np.where(self.slot_is_input, self.parent[self.slot_call], self.slot_call)
-        """For each slot the call whose replay would bring it back: of an input the one around its own, or -1."""
+        """For each slot the call whose replay would restore it: for an input the call around its own, or -1."""
         self.slot_filled = np.where(self.slot_is_input, self.enter[self.slot_call] + 1, self.exit[self.slot_call])
         """For each slot a position by which it is filled."""
         self._index_values(profile, slots)
         self._index_inputs(slots)
         self.order = self._dependents_first()
-        """Nodes, each after all that could ask for it."""
+        """Nodes, each after all nodes that could demand it."""
 
     def _order_of_slots(self) -> Ints:
         saved = ~self.slot_is_input
@@ -85,14 +85,14 @@ class Index:
         self.call_id = np.array([self.id_index[call.id] for call in calls], np.int64)
         self.replayable = np.array([call.refused is None for call in calls], np.bool_)
         self.around: list[tuple[int, ...]] = []
-        """For each call itself and the calls around it, innermost first."""
+        """For each call the call itself and the calls around it, innermost first."""
         for index, call in enumerate(calls):
             if call.refused is None:
                 self.calls_of_id[self.id_index[call.id]].append(index)
             self.around.append((index, *(() if call.parent is None else self.around[call.parent])))
         depth = np.array([len(around) for around in self.around], np.int64)
         self.by_depth = [np.flatnonzero(depth == at) for at in range(1, int(depth.max(initial=0)) + 1)]
-        """The calls around which there are no others, those around which there is one, and so on."""
+        """Calls by depth: those without an enclosing call, those with one, and so on."""
 
     def _index_values(self, profile: Profile, slots: list[Slot]) -> None:
         values = profile.values
@@ -105,7 +105,7 @@ class Index:
         self.storage_of: list[int] = self.value_storage.tolist()
         self.value_bytes = [value.bytes for value in values]
         self.operands: list[tuple[int, ...]] = []
-        """As in the profile, less what is there anyway."""
+        """Operands as in the profile, without tensors that exist anyway."""
         self.recomputable = np.zeros(self.n_values, np.bool_)
         for index, value in enumerate(values):
             operands = tuple(need for need in value.operands if need not in fixed)
@@ -124,25 +124,25 @@ class Index:
         """For each value the first position at which backward reads a saved tensor of it."""
         np.minimum.at(self.read, self.slot_value, np.where(self.slot_is_input, self.end, read))
         self.released = np.zeros(self.n_values, np.int64)
-        """For each value the position at which the last saved tensor of it is let go."""
+        """For each value the position at which its last saved tensor is released."""
         np.maximum.at(self.released, self.slot_value, self.slot_release)
 
         unsaved = np.array([index not in saved for index in range(self.n_values)], np.bool_)
         only_input = saved - fixed - {slot.value for slot in slots if not slot.is_input}
         self.may_pass = unsaved.copy()
-        """Values that nobody holds, or nobody but replays: recomputes go through them."""
+        """Values that no slot holds, or only inputs of replays: recomputes go through them."""
         self.may_pass[list(only_input)] = True
         self.shared = self._shared(saved - only_input)
         """Values with bytes of their own that no slot is sure to hold and that several recomputes need."""
         self.recipes = [self.recipe(value, unsaved) for value in range(self.n_values)]
-        """How each value is recomputed when every value that some slot holds is there."""
+        """Recipe of each value when every value with a slot exists."""
         self.passing = [
             {need for need in recipe.operands if self.shared[need] and self.value_storage[need] < 0}
             for recipe in self.recipes
         ]
-        """Of its operands those that no slot holds and that others need too: made once for all of them."""
+        """Operands of each recipe that no slot holds and that others need too: computed once for all of them."""
         self.optional = [tuple(set(recipe.operands) & only_input) for recipe in self.recipes]
-        """Operands that nobody holds unless some replay has them as its input: else `recipes` is not the last word."""
+        """Operands that are held only as inputs of replays: without such a replay, `recipes` is incomplete."""
 
     def _index_inputs(self, slots: list[Slot]) -> None:
         calls = self.profile.calls
@@ -157,9 +157,9 @@ class Index:
         both = list(zip(self.inputs, calls, strict=True))
         self.replays = [Recipe(inputs, call.cost_ms, call.flops) for inputs, call in both]
         self.advances = [Recipe(inputs, call.advance_ms, call.advance_flops) for inputs, call in both]
-        """What running each call once more takes, but for its memory."""
+        """Cost of running each call once more, except its memory."""
         self.caught: list[set[int]] = [set() for _ in calls]
-        """For each call the values that a replay of it can bring back: saved or given on in it, and born in it."""
+        """For each call the values that a replay of it can restore: saved or passed on in it, and produced in it."""
         follows = []
         for row, slot in enumerate(slots):
             for call in self.around[slot.call][1:] if slot.is_input else self.around[slot.call]:
@@ -171,19 +171,19 @@ class Index:
                 ):
                     self.caught[call].add(slot.value)
         self.follower, self.followed, self.followed_in = np.array(follows, np.int64).reshape(-1, 3).T
-        """Tensors that are also an input of a call around them: row of the slot, row of the input, the call. For each
-        row the innermost call first."""
+        """Tensors that are also an input of an enclosing call: row of the slot, row of the input, the call. For a row
+        the innermost call first."""
         self.result_value: list[int] = [self._given(call) for call in range(len(calls))]
         """For each call the value that it can be run forward again for, or -1."""
         self._given_by: dict[int, list[int]] = {}
-        """For each such value the calls."""
+        """Calls by the value that they can be run forward again for."""
         for call, value in enumerate(self.result_value):
             self._given_by.setdefault(value, []).append(call)
         self.rows_within: list[list[int]] = [
             [] if value < 0 else [r for r in np.flatnonzero(self.slot_value == value).tolist() if self._is_in(call, r)]
             for call, value in enumerate(self.result_value)
         ]
-        """For each such call the slots of that value in it."""
+        """For each call the slots inside it that hold its result value."""
         self.advances_of_id: list[list[int]] = [[] for _ in self.ids]
         """Calls by id that may be run forward again."""
         for call, value in enumerate(self.result_value):
@@ -200,7 +200,7 @@ class Index:
         return call in self.around[int(self.slot_call[row])]
 
     def recipe(self, value: int, passed: Flags) -> Recipe:
-        """What it takes to recompute `value` when nobody holds the values in `passed`: they are made on the way."""
+        """Return the recipe for `value` if the values in `passed` are not held: they are computed on the way."""
         on_the_way = passed & self.recomputable & ~self.shared
         try:
             return recipe_of(value, self.profile.values, self.operands, on_the_way)
@@ -208,18 +208,18 @@ class Index:
             raise contradiction(f"value {value} is made through more others than can be followed") from error
 
     def could_need(self, node: int) -> set[int]:
-        """The nodes on which it depends what making `node` takes."""
+        """Return the nodes that the cost of making `node` can depend on."""
         if node >= self.n_values:
             return set(self.inputs[node - self.n_values])
         found = {value for call in self._given_by.get(node, ()) for value in self.inputs[call]}
         through = [node]
-        for value in through:  # grows while it runs
+        for value in through:  # grows during the loop
             found.update(self.operands[value])
             through += [need for need in self.operands[value] if self.may_pass[need] and need not in through]
         return found
 
     def _shared(self, saved: set[int]) -> Flags:
-        """Recomputable values outside of `saved` that several recomputes need, also through unsaved views."""
+        """Flag recomputable values outside `saved` that several recomputes need, also through unsaved views."""
         needed_by = [0] * self.n_values
         for value in reversed(range(self.n_values)):
             is_view = value not in saved and not self.value_bytes[value]

@@ -1,10 +1,10 @@
-"""What one recompute takes: values that nobody holds are made on the way, and each is gone when the next one is there.
+"""Compute the cost of one recompute: unheld values are computed on the way, each freed once its successor exists.
 
-Or it has become the next one: what is made for nothing else may be written over.
+A value with no other reader may also be overwritten by its successor.
 
-They are made in the engine's order (`materialize` in `runtime/saved_values.py`): of what is missing the last operand
-comes first, and before it whatever that needs. So it is known how much of them is there at any moment, and how much
-already when an operand is asked for, which may have to be made again itself.
+Values are computed in the engine's order (`materialize` in `runtime/saved_values.py`): of the missing operands the last
+one comes first, after the values that it needs in turn. So the bytes in use are known at every moment, and also when an
+operand is demanded that may itself have to be recomputed.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from lowtide.planner.records import Value
 
 
 class Recipe(NamedTuple):
-    """What one recompute takes, together with the values that exist only while it runs; or a replay, or an advance."""
+    """Cost of one recompute, including values that exist only while it runs; or of a replay, or an advance."""
 
     operands: tuple[int, ...]
-    """Values that have to be there first."""
+    """Values that have to exist first."""
     ms: float
     flops: int
     ahead_bytes: tuple[int, ...] = ()
-    """For each operand of a recompute what has been made on the way when it is asked for."""
+    """For each operand of a recompute the bytes computed on the way before it is demanded."""
     scratch_bytes: int = 0
-    """The most that is allocated while it runs, beyond its result; not told for replays and advances."""
+    """Most bytes allocated while it runs, beyond its result; not given for replays and advances."""
     expensive: bool = False
 
 
 def recipe_of(
     value: int, values: Sequence[Value], operands: Sequence[Sequence[int]], passes: npt.NDArray[np.bool_]
 ) -> Recipe:
-    """What recomputing `value` takes, where the values that `passes` flags are made on the way."""
+    """Return the recipe for `value`, with the values that `passes` flags computed on the way."""
     ahead: dict[int, int] = {}
     made: dict[int, int] = {}
     there = most = 0
@@ -50,9 +50,9 @@ def recipe_of(
                 make(need)
         is_over = values[current].overwrites in made
         result = 0 if current == value else values[current].bytes
-        room = 0 if current == value and not is_over else values[value].bytes  # the result's own, not there yet
+        room = 0 if current == value and not is_over else values[value].bytes  # the result's own, not allocated yet
         most = max(most, there + (0 if is_over else result) + values[current].transient_bytes - room)
-        there = before + result if result else there  # a view holds what it was made from
+        there = before + result if result else there  # a view holds its base
         made[current] = there - before
 
     make(value)

@@ -1,10 +1,10 @@
-"""What is made again, a stretch of the graph's nodes at a time, and remembered.
+"""Simulate recomputes, one segment of the graph's nodes at a time, with a cache.
 
-Nodes are visited dependents first. What happens in a stretch of that order depends on what becomes of its nodes and of
-what they could need, on what the stretches before it ask of them, and on nothing else. A search changes one decision
-and looks again: nearly every stretch has been visited in just this way before.
+Nodes are visited dependents first. The outcome in a segment of that order depends only on the states of its nodes and
+of the nodes that they could need, and on the demands of earlier segments. A search changes one decision at a time:
+nearly every segment has been visited with the same inputs before.
 
-The words are those of `memory_sweep.py`.
+`memory_sweep.py` defines the terms.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowtide.planner.simulate.profile_index import Index, Ints
 from lowtide.planner.simulate.recompute_cost import Recipe
 
 REMEMBERED = 128
-"""Visits to one stretch that are remembered."""
+"""Cached visits per segment."""
 
 
 Wanted = tuple[int, int, int, int]
@@ -30,42 +30,42 @@ Wanted = tuple[int, int, int, int]
 
 
 def both(one: Wanted, other: Wanted) -> Wanted:
-    """What is asked of a node that is asked twice."""
+    """Return the combined demand of two demands on a node."""
     later = one[3] if one[0] < other[0] else other[3] if other[0] < one[0] else max(one[3], other[3])
     return min(one[0], other[0]), max(one[1], other[1]), max(one[2], other[2]), later
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentResult:
-    """What happens in a stretch, as columns, and what it asks of later ones."""
+    """Outcome of one segment, as columns, and its demands on later segments."""
 
     asks: list[tuple[int, Wanted]]
     brings_back: list[tuple[int, tuple[int, int]]]
-    """A call; a storage that its replay brings back, and until when that is wanted."""
+    """Pairs of a call and (storage that its replay restores, position until which that is wanted)."""
     times: list[float]
     flops: int
     copies: Ints
-    """Starts, ends, bytes and nodes: memory that is there in positions [start, end)."""
+    """Starts, ends, bytes and nodes: memory in use in positions [start, end)."""
     runs: Ints
-    """Positions, nodes that run there, and bytes that each needs beyond what is made later."""
+    """Positions, nodes that run there, and the bytes that each needs beyond those computed later."""
     waits: Ints
-    """Positions, and bytes that are there until all has run."""
+    """Positions, and bytes in use until all nodes there have run."""
     holds: Ints
-    """Kept values, and until when what is made from them holds them."""
+    """Kept values, and the position until which the values computed from them hold them."""
     returns: Ints
-    """Offloaded storages, by when they are to be back, until when they are wanted, and values in them."""
+    """Offloaded storages, when they must be back, until when they are wanted, and values in them."""
 
 
 class Demand:
-    """What backward and the stretches so far ask for."""
+    """Demands of backward and of the segments visited so far."""
 
     def __init__(self, by_node: list[Wanted]) -> None:
         self.by_node = by_node
         self.brings_back: dict[int, list[tuple[int, int]]] = {}
-        """By call the storages that its replay brings back, and until when each is wanted."""
+        """For each call the storages that its replay restores, and until when each is wanted."""
 
     def take(self, visit: SegmentResult) -> None:
-        """Ask for what `visit` asks for."""
+        """Add the demands of `visit`."""
         for node, wanted in visit.asks:
             self.by_node[node] = both(self.by_node[node], wanted)
         for call, wanted_back in visit.brings_back:
@@ -73,7 +73,7 @@ class Demand:
 
 
 class Segment:
-    """Nodes that follow each other in the order."""
+    """A run of nodes that are consecutive in the order."""
 
     def __init__(self, index: Index, forwards: Forwards, nodes: list[int]) -> None:
         self.index, self.forwards, self.nodes = index, forwards, nodes
@@ -84,7 +84,7 @@ class Segment:
         self._visits: dict[object, SegmentResult] = {}
 
     def visit(self, fates: Assignment, asked: Demand) -> SegmentResult:
-        """What happens in here under `fates`, for what is `asked`."""
+        """Return the outcome of this segment under `fates`, for the demands `asked`."""
         brings_back = {call: tuple(asked.brings_back[call]) for call in self.calls if call in asked.brings_back}
         key = (
             fates.state[self._near].tobytes(),
@@ -101,7 +101,7 @@ class Segment:
 
 
 class Segments:
-    """All nodes in their order, in stretches so long that to look all up takes about as long as to visit one."""
+    """All nodes in their order, in segments just long enough that looking all up takes about as long as one visit."""
 
     def __init__(self, index: Index) -> None:
         order, forwards, calls = index.order.tolist(), Forwards(index), len(index.profile.calls)
@@ -117,10 +117,10 @@ class Segments:
         ]
 
     def visits(self, fates: Assignment) -> list[SegmentResult]:
-        """One visit to each stretch under `fates` in which something is made again.
+        """Return one visit to each segment under `fates` in which something is recomputed.
 
-        A replay that saves a value of somebody else's is held as long as that is, and may itself hold what tells how
-        long that is: stretches are visited until nothing is held longer than before.
+        A replay that saves a value held elsewhere is held as long as that value, and may itself hold values that decide
+        how long that is: segments are visited until nothing is held longer than before.
         """
         by_node, n_values = self._by_backward.copy(), self.index.n_values
         elsewhere = [(value, n_values + call) for value, call in fates.elsewhere]
@@ -149,7 +149,7 @@ class Segments:
 
 
 class _SegmentWalk:
-    """A visit to one stretch, node by node."""
+    """A visit to one segment, node by node."""
 
     def __init__(self, stretch: Segment, fates: Assignment, asked: Demand) -> None:
         self._index, self._forwards, self._fates = stretch.index, stretch.forwards, fates
@@ -201,7 +201,7 @@ class _SegmentWalk:
         for operand in recipe.operands:
             if self._state[operand] >= RECOMPUTED:
                 self._ask(operand, (when, when + 1 if is_made else until, held, after))
-            else:  # kept; or nobody's and without a recipe, then it is held like what is kept
+            else:  # kept; or without a recipe and a holder, and then held like a kept one
                 self._holds.append((operand, held))
 
     def _ask(self, node: int, wanted: Wanted) -> None:
@@ -209,7 +209,7 @@ class _SegmentWalk:
         self._asked[node] = wanted if known is None else both(known, wanted)
 
     def _recipe(self, node: int) -> Recipe:
-        """What it takes to make `node`, but for what a forward allocates."""
+        """Return the recipe for `node`, without the memory of a forward."""
         index = self._index
         if node >= index.n_values:
             return index.replays[node - index.n_values]
@@ -221,7 +221,7 @@ class _SegmentWalk:
         return index.recipes[node]
 
     def _made(self, node: int, recipe: Recipe) -> int:
-        """Note what making `node` takes. Returns the bytes that are there when it has been made."""
+        """Record the cost of making `node`. Return the bytes in use when it has been made."""
         index, (when, until, _, after) = self._index, self._asked[node]
         scratch = recipe.scratch_bytes
         if node >= index.n_values:
@@ -241,9 +241,9 @@ class _SegmentWalk:
             else:
                 ahead_of = zip(recipe.operands, recipe.ahead_bytes, strict=True)
                 ahead = max((ahead for operand, ahead in ahead_of if self._state[operand] >= RECOMPUTED), default=0)
-                self._waits.append((when, ahead))  # until the operand has been made
+                self._waits.append((when, ahead))  # until the operand has been recomputed
                 scratch = max(0, scratch - ahead)
-            stays = until > when + 1 or index.read[node] == when  # else it is gone when the others have run
+            stays = until > when + 1 or index.read[node] == when  # otherwise it is freed when the others have run
             self._copies.append((when, until, size if stays else 0, node))
             if not stays:
                 self._waits.append((when, size))

@@ -1,6 +1,6 @@
 """Decisions -> peak and extra time: the one simulator that solvers, reports and tests all use.
 
-What happens to memory in the step is told by `memory_sweep.py`; here decisions get their names, and peaks their parts.
+`memory_sweep.py` computes the memory of the step; here decisions get their names, and peaks their parts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowtide.planner.simulate.profile_index import Index
 
 
 def predict(profile: Profile, decisions: Decisions) -> Prediction:
-    """Peak, extra time and extra FLOPs of the step under `decisions`.
+    """Return peak, extra time and extra FLOPs of the step under `decisions`.
 
     Raises ValueError for decisions that the profile does not know or cannot carry out, LowtideError for a profile that
     contradicts itself. For many predictions of one profile, hold a `Simulator`.
@@ -26,7 +26,7 @@ def predict(profile: Profile, decisions: Decisions) -> Prediction:
 
 
 class Simulator:
-    """Predicts what a step needs under any decisions about one profile."""
+    """Predictor of the needs of a step under any decisions about one profile."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -36,7 +36,7 @@ class Simulator:
         self._with_in_place: dict[int, Simulator] = {}
 
     def predict(self, decisions: Decisions) -> Prediction:
-        """As `predict`, for this profile."""
+        """Return the same as the function `predict`, for this profile."""
         if decisions.in_place:
             n = number_of(self.profile, decisions.in_place)
             found = self._in_place(n).predict(replace(decisions, in_place=frozenset()))
@@ -54,13 +54,13 @@ class Simulator:
         )
 
     def _in_place(self, n: int) -> Simulator:
-        """One of the step with gradients in place."""
+        """Return the simulator of the step with the first `n` gradients in place."""
         if n not in self._with_in_place:
             self._with_in_place[n] = Simulator(with_in_place(self.profile, n))
         return self._with_in_place[n]
 
     def choice(self, decisions: Decisions) -> DecisionVector:
-        """`decisions` as flags. Raises ValueError for what the profile does not know or cannot do."""
+        """Return `decisions` as flags. Raises ValueError for those that the profile does not know or support."""
         index, choice = self.index, self.nothing()
         for address in decisions.recompute:
             if address not in index.address_index:
@@ -89,16 +89,16 @@ class Simulator:
         return choice
 
     def nothing(self) -> DecisionVector:
-        """The choice to keep everything."""
+        """Return the choice to keep everything."""
         addresses, ids = len(self.index.addresses), len(self.index.ids)
         return DecisionVector(*(np.zeros(size, np.bool_) for size in (addresses, ids, ids, addresses)))
 
     def sweep(self, choice: DecisionVector) -> Sweep:
-        """The step under `choice`."""
+        """Return the step under `choice`."""
         return self._sweeper.sweep(choice)
 
     def decisions(self, choice: DecisionVector) -> Decisions:
-        """`choice` by name."""
+        """Return `choice` by name."""
         return Decisions(
             recompute=frozenset(self.index.addresses[address] for address in np.flatnonzero(choice.recompute)),
             replay=frozenset(self.index.ids[id_] for id_ in np.flatnonzero(choice.replay)),
@@ -107,7 +107,7 @@ class Simulator:
         )
 
     def _storages_at(self, sweep: Sweep, position: int) -> dict[str, int]:
-        """Bytes by category of the storages that are there at `position`."""
+        """Return the bytes by category of the storages that exist at `position`."""
         there = np.flatnonzero((self.index.allocated_at <= position) & (position < sweep.ends))
         found = {"activations": 0, "loss head": 0}
         for storage in there.tolist():
@@ -118,7 +118,7 @@ class Simulator:
     def _parts(self, sweep: Sweep, position: int) -> dict[str, int]:
         static, gradients = self.profile.static, self.profile.gradient_bytes[position]
         temporaries = self.profile.base_bytes[position] - gradients
-        freed = max(0, -temporaries)  # of what was there at entry
+        freed = max(0, -temporaries)  # part of the memory that existed at entry
         return {
             "parameters": static.parameters,
             "gradients": static.gradients + gradients - freed,

@@ -1,1 +1,1 @@
-"""Finds decisions: exact and greedy solvers, and the bound that no plan beats."""
+"""Find decisions: exact and greedy solvers, and a lower bound on the cost of any plan."""

@@ -1,8 +1,8 @@
-"""What a solver can decide one by one: groups of recomputes, replays and advances, each with what it frees and costs.
+"""The single decisions of a solver: groups of recomputes, replays and advances, each with its savings and cost.
 
 A storage is freed only when every value in it is dropped, and an address stands for the slots of every call of the
 model in the step. So recomputes come in groups: storages that share an address go together. A replay or an advance is
-one call id; recomputes inside a replay overlap with it, because what it brings back needs none.
+one call id; recomputes inside a replay overlap with it, because values that it restores need no recompute.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from lowtide.planner.simulate.profile_index import Index, Ints
 
 MS_PER_FLOP = 1e-15
-"""FLOPs decide between what takes the same time, and where no time was measured."""
+"""Weight of FLOPs, so small that they only break ties between equal times, or decide if no time was measured."""
 _Node = tuple[str, int]
 
 
@@ -29,7 +29,7 @@ class Group:
     cost: float
     expensive: bool
     inside: frozenset[int]
-    """Ids of the calls whose replay would bring all of it back."""
+    """Ids of the calls whose replay would restore all of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +40,7 @@ class Replay:
     start: int
     """First position of its forward."""
     storages: frozenset[int]
-    """What it can bring back."""
+    """Storages that it can restore."""
     cost: float
     around: frozenset[int]
     """Ids of the replayable calls around it."""
@@ -56,12 +56,12 @@ class Advance:
     start: int
     """First position of its forward."""
     storages: frozenset[int]
-    """What its results are in."""
+    """Storages of its results."""
     cost: float
 
 
 def replays_of(index: Index) -> dict[int, Replay]:
-    """The calls whose replay brings something back, by id."""
+    """Return the calls whose replay restores something, by id."""
     profile = index.profile
     brings_back = {
         id_: frozenset(int(index.value_storage[value]) for call in calls for value in index.caught[call])
@@ -85,7 +85,7 @@ def replays_of(index: Index) -> dict[int, Replay]:
 
 
 def groups_of(index: Index, replays: dict[int, Replay]) -> list[Group]:
-    """What can be recomputed, joined where it shares an address or a storage."""
+    """Return the groups that can be recomputed, joined where they share an address or a storage."""
     joined = _joined(index, np.flatnonzero(index.slot_recomputable).tolist())
     around = [set(index.around[call]) for call in index.slot_call.tolist()]
     for row in np.flatnonzero(index.slot_is_input).tolist():
@@ -116,7 +116,7 @@ def groups_of(index: Index, replays: dict[int, Replay]) -> list[Group]:
 
 
 def advances_of(index: Index) -> list[Advance]:
-    """The calls that can be run forward for their results, in the order of the forward pass."""
+    """Return the calls that can be run forward for their results, in the order of the forward pass."""
     calls = index.profile.calls
     found = [
         Advance(
@@ -132,7 +132,7 @@ def advances_of(index: Index) -> list[Advance]:
 
 
 def offloads_of(index: Index, n_groups: int) -> list[Group]:
-    """What can be offloaded, joined as recomputes are; numbered after those, of which there are `n_groups`."""
+    """Return the groups that can be offloaded, joined like recomputes; numbered after the `n_groups` of those."""
     rows = np.flatnonzero(~index.slot_is_state).tolist() if index.can_offload else ()
     found: list[Group] = []
     for members in _joined(index, rows).sets():
@@ -151,7 +151,7 @@ def offloads_of(index: Index, n_groups: int) -> list[Group]:
 
 
 def _joined(index: Index, rows: Iterable[int]) -> _Joined:
-    """The addresses and storages of some slots, together where they are in one slot."""
+    """Return the addresses and storages of some slots, joined where one slot has both."""
     joined = _Joined()
     for row in rows:
         joined.join(("address", int(index.slot_address[row])), ("storage", int(index.slot_storage[row])))
@@ -159,7 +159,7 @@ def _joined(index: Index, rows: Iterable[int]) -> _Joined:
 
 
 class _Joined:
-    """Disjoint sets, in the order in which their first members came."""
+    """Disjoint sets, in the order in which their first members were added."""
 
     def __init__(self) -> None:
         self._leader: dict[_Node, _Node] = {}

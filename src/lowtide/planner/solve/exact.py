@@ -1,13 +1,13 @@
-"""Decisions from branch and bound: the covering problem in whole numbers, until the simulator agrees.
+"""Find decisions by branch and bound: the covering problem in integers, until the simulator agrees.
 
-HiGHS gives the cheapest decisions for the rows of `linear_program.py`. Those rows leave out what depends on everything
-else (scratch memory, copies made for others), so the decisions are simulated; where they are over the limit, what was
-left out there is taken off the room of that position and the programme is solved again. What is still a little over is
-mended by greedy moves.
+HiGHS finds the cheapest decisions for the rows of `linear_program.py`. Those rows leave out memory that depends on all
+other decisions (scratch memory, copies made for others), so the decisions are simulated; at positions over the limit
+the omitted memory is subtracted from the capacity and the program is solved again. Decisions that are still a little
+over the limit are mended by greedy moves.
 
-Optimal for the rows; what the rows leave out is all that lies between a choice and the bound (`lower_bound.py`).
-Deterministic: stopped by numbers of nodes and rounds. Not yet: memory left out is charged to a position whatever else
-is decided there, which is too careful at the smallest budgets.
+Optimal for the rows; the omitted memory is the only gap between a choice and the bound (`lower_bound.py`).
+Deterministic: stopped by numbers of nodes and rounds. Not yet: omitted memory is charged to a position regardless of
+the other decisions there, which is too careful at the smallest budgets.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from lowtide.planner.solve.pareto_pool import Candidate, CostRange
 Bytes = dict[int, float]
 """Bytes by position."""
 ROUNDS = 3
-"""Programmes in whole numbers that are solved for one limit."""
+"""Integer programs that are solved for one limit."""
 ROUGH = 0.1
-"""Where the rows leave out more than this share of the limit, what they allow is no guide to what fits."""
+"""Share of the limit: if the rows leave out more, their solutions are no guide to choices that fit."""
 TIGHT = 0.97
-"""Positions that come this close to the limit are looked at from the start for the next one."""
+"""Share of the limit from which on a position is included from the start for the next limit."""
 TIE = 0.01
-"""Times are not measured better than to this share: FLOPs decide between what is closer."""
+"""Relative accuracy of measured times: FLOPs decide between times that are closer."""
 
 
 class Exact:
@@ -47,14 +47,14 @@ class Exact:
         self.cost: Floats = covering.ms + self.tie * covering.flops
         self._call_ids = [(v, index.id_index[simulator.profile.calls[call].id]) for call, v in covering.runs.items()]
         self._groups = [[covering.n_storages + storage for storage in sorted(g.storages)] for g in moves.groups]
-        """The variables that say that a group is recomputed."""
+        """Variables that say that a group is recomputed."""
         self._advance_ids = [(v, index.id_index[simulator.profile.calls[c].id]) for c, v in covering.advances.items()]
         calls = [[covering.runs[call] for call in calls if call in covering.runs] for calls in index.calls_of_id]
         calls += [[covering.advances[call] for call in calls] for calls in index.advances_of_id]
         self._trips = [[covering.offloads[storage] for storage in sorted(g.storages)] for g in moves.offloads]
-        """The variables that say that a group is offloaded."""
+        """Variables that say that a group is offloaded."""
         self._together: list[Row] = []
-        """A group is recomputed as a whole, and a call runs again in every call of the model."""
+        """Rows that keep groups whole, and make a call run again in every call of the model."""
         for first, *others in filter(None, [*self._groups, *self._trips, *calls]):
             for other in others:
                 self._together += [({first: 1.0, other: -1.0}, 0.0), ({other: 1.0, first: -1.0}, 0.0)]
@@ -62,11 +62,11 @@ class Exact:
     def search(
         self, search: Search, limit: int, span: CostRange, left_out: Bytes, until: float | None = None
     ) -> tuple[float, Bytes]:
-        """Look for choices that fit `limit` and cost what `span` allows; they are then in the pool of `search`.
+        """Add choices that fit `limit`, at costs within `span`, to the pool of `search`.
 
-        `left_out` are the positions that mattered for a limit like this one, and what the rows left out there. Returns
-        the same for this limit; and the least that any choice costs which fits, FLOPs included, if as much is left out
-        as then: infinite if none does, 0 where that is too much to tell. Ends early at `until`.
+        `left_out` has the positions that mattered for a limit like this one, and the memory that the rows left out
+        there. Returns a lower bound on the cost of any choice that fits, FLOPs included, if as much is left out then:
+        infinite if none fits, 0 if too much is left out to tell; and `left_out` for this limit. Ends early at `until`.
         """
         if is_rough(left_out, limit):
             return 0.0, left_out
@@ -82,7 +82,7 @@ class Exact:
         for _ in range(ROUNDS):
             if is_over(until):
                 break
-            # What is taken off the room is no more than a guess: then any decisions will do that are found quickly.
+            # Capacities with omitted memory subtracted are guesses: then accept any decisions that are found quickly.
             answer = programme.decisions(any_will_do=any(programme.more.values()))
             if answer.variables is None and programme.more and not fits:
                 programme.more = {}
@@ -114,15 +114,15 @@ class Exact:
         if not fits:
             choice = search.reduced(choice, limit)
         if search.fits(choice, limit) and (not fits or any(programme.more.values())):
-            search.pruned(choice, limit)  # more than was needed may have been taken off the room
+            search.pruned(choice, limit)  # more than needed may have been subtracted from the capacity
         return relaxed.bound, left_out
 
     def cost_of(self, found: Candidate) -> float:
-        """What is minimised, for a choice that was simulated."""
+        """Return the objective of a simulated choice."""
         return found.extra_ms + self.tie * found.extra_flops
 
     def choice(self, variables: Floats) -> DecisionVector:
-        """The decisions that the variables stand for."""
+        """Return the decisions that the variables stand for."""
         choice = self.simulator.nothing()
         for group, of_storages in zip(self.moves.groups, self._groups, strict=True):
             if variables[of_storages].max() > 0.5:
@@ -139,7 +139,7 @@ class Exact:
         return choice
 
     def _within(self, span: CostRange) -> list[Row]:
-        """Rows that keep to the times in `span`, in parts of the most that there can be."""
+        """Return rows that keep times within `span`, scaled by the largest possible time."""
         ms = self.covering.ms
         total = float(ms.sum())
         if not total:
@@ -150,5 +150,5 @@ class Exact:
 
 
 def is_rough(left_out: Bytes, limit: int) -> bool:
-    """Whether the rows leave out so much that solving them is in vain."""
+    """Return True if the rows leave out so much that solving them is useless."""
     return max(left_out.values(), default=0.0) > ROUGH * limit

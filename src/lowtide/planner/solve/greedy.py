@@ -1,13 +1,13 @@
-"""Greedy searches: take what is worth most, then take back what turned out to be unnecessary.
+"""Greedy searches: take the most valuable moves, then undo those that turned out to be unnecessary.
 
-The problem is a covering problem with one row for each position: take enough bytes off every position that is over the
-limit. The greedy rule for it takes the move with the most covered bytes for its cost, and counts at no position more
-than is still missing there (Dobson 1982, doi 10.1287/moor.7.4.515). A move that only shifts the peak covers little by
-that measure, and what a move covers is always simulated, never guessed. Then what turned out to be unnecessary is taken
-back, most costly first. The same is done from other starts.
+The problem is a covering problem with one row per position: take enough bytes off every position that is over the
+limit. The greedy rule takes the move with the most covered bytes for its cost, and counts at no position more bytes
+than are still missing there (Dobson 1982, doi 10.1287/moor.7.4.515). By that measure a move that only shifts the peak
+covers little; coverage is always simulated, never guessed. Then unnecessary decisions are undone, most costly first.
+The search is repeated from other starts.
 
-Deterministic. Not optimal: `exact.py` is better wherever its rows say nearly all; this one finds the smallest peaks,
-where they do not, mends what is a little over, and needs no solver.
+Deterministic. Not optimal: `exact.py` is better wherever its rows describe nearly all memory. Elsewhere the greedy
+search finds the smallest peaks, mends choices that are a little over the limit, and needs no solver.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from lowtide.planner.solve.moves import Move, Moves
 from lowtide.planner.solve.pareto_pool import ParetoPool
 
 GOOD_ENOUGH = 0.9
-"""A move is made that is worth this share of the most that any other can be worth."""
+"""Share of the best possible worth at which a move is taken."""
 MOST_TRIED = 6
 """Moves that are simulated for one choice, unless none of them helps."""
 MANY = 600
-"""With more moves than this the smallest peak is looked for from one start only."""
+"""Number of moves beyond which the smallest peak is searched for from one start only."""
 
 
 MANY_DETOURS, SOME = 64, 16
-"""With more detours than the first not all are simulated, but about as many as the second, a few times over."""
+"""Beyond MANY_DETOURS detours only about SOME of them are simulated, in several rounds."""
 
 
 class Search:
@@ -45,9 +45,9 @@ class Search:
         self.simulator: Simulator = moves.simulator
         self.moves = moves
         self.seen = ParetoPool()
-        """The best of all choices that were looked at, also on the way to others."""
+        """The best of all choices simulated, including intermediate ones."""
         self._known: set[bytes] = set()
-        """The keys of these choices."""
+        """Keys of the simulated choices."""
 
     def sweep(self, choice: DecisionVector) -> Sweep:
         sweep = self.simulator.sweep(choice)
@@ -69,14 +69,14 @@ class Search:
             if self.fits(choice := self.reduced(start, limit), limit):
                 yield choice
         for level in self.moves.levels():
-            # The early calls, because what they hold is held longest. The peak falls with each, but for small bumps.
+            # Early calls first, as they hold their tensors longest. The peak falls with each, except for small bumps.
             prefixes = range(1, len(level) + 1)
             count = bisect.bisect_left(prefixes, True, key=lambda n: self.fits(_replayed(cheap, level[:n]), limit))
             if count < len(level):
                 yield _replayed(cheap, level[: count + 1])
 
     def reduced(self, choice: DecisionVector, limit: int) -> DecisionVector:
-        """`choice`, with moves made until it fits or no move helps."""
+        """Return `choice` with moves made until it fits or no move helps."""
         in_vain: set[Move] = set()
         sweep = self.sweep(choice)
         while sweep.peak > limit:
@@ -97,7 +97,7 @@ class Search:
     def _best(
         self, choice: DecisionVector, sweep: Sweep, limit: int, moves: list[tuple[float, Move]], in_vain: set[Move]
     ) -> Move | None:
-        """Of `moves`, given with the most that each can be worth and the best first, one that is worth most."""
+        """Return one of the best of `moves`, which are given with upper bounds of their worth, best first."""
         missing, cost = _missing(sweep, limit), self.moves.cost(sweep)
         best, most = None, 0.0
         for tried, (bound, move) in enumerate(moves):
@@ -114,9 +114,9 @@ class Search:
         return best
 
     def _best_detour(self, choice: DecisionVector, sweep: Sweep, limit: int, moves: list[Move]) -> Move | None:
-        """Of `moves` one that is worth most; of very many the best of some, and then of those around it, and so on.
+        """Return one of the best of `moves`; if they are many, the best of a sample, refined around it repeatedly.
 
-        What is kept again of a long chain takes the more off its peak the closer it is to the middle.
+        In a long chain, keeping a value again lowers the peak the more the closer the value is to the middle.
         """
 
         def best(numbers: Iterable[int]) -> Move | None:
@@ -132,9 +132,9 @@ class Search:
         return found
 
     def pruned(self, choice: DecisionVector, limit: int) -> DecisionVector:
-        """`choice` without what it does not need to fit: costly decisions go first, and of equal ones the late ones.
+        """Return `choice` without decisions that are not needed to fit: costly ones go first, of equal ones the later.
 
-        Several at once as long as that works, which takes fewer simulations.
+        Several decisions are removed at once as long as the choice still fits, which takes fewer simulations.
         """
         sweep = self.sweep(choice)
         full = self._unkeepable(sweep, limit)
@@ -158,14 +158,14 @@ class Search:
 
     @staticmethod
     def _is_in_vain(move: Move, choice: DecisionVector, full: Flags) -> bool:
-        """Whether something that `move` keeps again has no room, as no simulation needs to tell."""
+        """Return True if a storage that `move` keeps again has no room, which is known without a simulation."""
         kept = [group for group in move.keep if not choice.replay[list(group.inside)].any()]
         return any(full[list(piece.storages)].any() for piece in (*kept, *move.unoffload)) or any(
             full[list(advance.storages)].any() for advance in move.unadvance
         )
 
     def _unkeepable(self, sweep: Sweep, limit: int) -> Flags:
-        """Storages for which there is no room between the end of forward and their recompute: no simulation needed."""
+        """Return flags of storages without room between the end of forward and their recompute; simulates nothing."""
         index = self.simulator.index
         node, start = sweep.copies.node, sweep.copies.start
         stored = node < index.n_values
@@ -173,14 +173,14 @@ class Search:
         back = np.full(len(index.freed_at), index.end, np.int64)
         np.minimum.at(back, index.value_storage[node[stored]], start[stored])
         back[back == index.end] = 0
-        # The most between two positions, where the second is the larger one; what is after every other one is not used.
+        # Maximum between two positions, if the second is the larger one; every other result is unused.
         spans = np.column_stack((index.freed_at, back)).ravel()
         most = np.maximum.reduceat(np.append(sweep.usage, 0), spans)[::2] if len(spans) else spans
         full: Flags = index.storage_bytes > limit - np.where(index.freed_at < back, most, 0)
         return full
 
     def tidied(self, choice: DecisionVector) -> DecisionVector:
-        """`choice` without decisions that change nothing."""
+        """Return `choice` without decisions that change nothing."""
         index, sweep = self.simulator.index, self.sweep(choice)
         calls = [call for id_ in np.flatnonzero(choice.replay) for call in index.calls_of_id[id_]]
         calls += [call for id_ in np.flatnonzero(choice.advance) for call in index.advances_of_id[id_]]
@@ -195,7 +195,7 @@ class Search:
         return tidy if (same.peak, same.extra_ms) == (sweep.peak, sweep.extra_ms) else choice
 
     def smallest(self) -> list[DecisionVector]:
-        """Choices with the smallest peak: of everything done at once, and of greedy searches for less and less."""
+        """Return choices with the smallest peak: everything at once, and greedy searches for ever lower limits."""
         moves = self.moves
         starts = [self.simulator.nothing(), moves.recomputed(expensive=False), moves.recomputed(expensive=True)]
         starts += [
@@ -219,7 +219,7 @@ class Search:
         return [best, *([other] if self.fits(other, self.sweep(best).peak) else [])]
 
     def _floor(self) -> int:
-        """A peak that no choice can beat: nothing held, nothing recomputed."""
+        """Return a peak that no choice can beat: nothing held, nothing recomputed."""
         index = self.simulator.index
         changes = np.zeros(index.end + 1, np.int64)
         np.add.at(changes, index.allocated_at, index.storage_bytes)
@@ -228,7 +228,7 @@ class Search:
 
 
 def _missing(sweep: Sweep, limit: int) -> int:
-    """Bytes over the limit, added up over all positions."""
+    """Return the bytes over the limit, added up over all positions."""
     return int(np.maximum(sweep.usage - limit, 0).sum())
 
 

@@ -1,23 +1,23 @@
-"""Decisions that keep a step's peak within a budget, and never cost more where the budget is larger.
+"""Find decisions that keep a step's peak within a budget, and never cost more for a larger budget.
 
-Branch and bound (`exact.py`) and, where it leaves a gap or is not asked for, greedy searches (`greedy.py`); the
-cheapest of all that was simulated on the way wins.
+Branch and bound (`exact.py`) and, where that leaves a gap or is turned off, greedy searches (`greedy.py`); the cheapest
+of all simulated choices wins.
 
 **More budget never costs more** time, nor more FLOPs for the same time. A search alone may have bad luck with the
-larger of two budgets. So it is run on the rungs of a ladder that the asked budget has no part in: the smallest peak,
-the plain peak, and the middles between them, halved again and again towards the asked budget for as long as the costs
+larger of two budgets. So it is run on the rungs of a ladder that is independent of the asked budget: the smallest peak,
+the plain peak, and the midpoints between them, halved again and again towards the asked budget for as long as the costs
 on both sides of it differ. A rung is solved once the rungs on both sides of it are, and takes the cheapest choice seen
 that fits it and costs no less than the rung above and no more than the rung below. That choice is the plan of every
 budget from its own peak to the rung, and halving goes on below it. By induction costs fall from rung to rung, and a
-rung's plan is the same whichever budget led to it. A budget between two rungs is given a step of the staircase between
-them: choices seen on the way to those two rungs, each with a larger peak and lower costs than the last. That is the
-same staircase for every budget between the two. FLOPs by themselves may rise: the smallest peaks take replays that are
-slow and count few, and whoever was held to as few would be as slow with much more memory.
+rung's plan is the same whichever budget led to it. A budget between two rungs gets a step of the staircase between
+them: choices seen on the way to those two rungs, each with a larger peak and lower costs than the last. That staircase
+is the same for every budget between the two. FLOPs alone may rise: the smallest peaks take replays that are slow and
+count few FLOPs, and a plan held to as few would be as slow with much more memory.
 
-Greedy searches begin where the rung above ended, with what a little more room needs; elsewhere only if that is near.
+Greedy searches start from the result of the rung above, within a little more room; from elsewhere only if that is near.
 
-Deterministic. What is given up for the order: `NEAR` of the cost or one of `2 ** HALVINGS` parts of the budget's range,
-and now and then a lucky find. Not yet: fewer rungs are solved for very deep models, so that planning stays quick.
+Deterministic. The order costs `NEAR` of the cost or one of `2 ** HALVINGS` parts of the budget's range, and now and
+then a lucky find. Not yet: fewer rungs are solved for very deep models, so that planning stays quick.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ Solver = Callable[[Simulator, int], Decisions]
 """From a simulator and a budget in bytes to decisions whose predicted peak is within it. Raises Infeasible."""
 
 HALVINGS = 12
-"""Rungs that are solved on the way to one budget, at most."""
+"""Upper limit of the rungs that are solved on the way to one budget."""
 NEAR = 0.01
-"""Between two rungs whose costs are this close no further ones are solved."""
+"""Share of the cost: between two rungs that are this close no further ones are solved."""
 DEPTH = 400
-"""With more storages than this it is one less, and one less again each time that there are twice as many."""
+"""Number of storages above which HALVINGS is one less, and one less again with each doubling."""
 GOOD = 1.05
-"""Branch and bound that comes this close to its bound is not compared with greedy searches."""
+"""Ratio to the bound up to which branch and bound is not compared with greedy searches."""
 POOR = 1.2
-"""The same where greedy searches take long: they begin only where the rung above ended."""
+"""The ratio if greedy searches are slow: they start only from the result of the rung above."""
 NEAR_PLAIN = 0.5
-"""Above this share of the plain peak greedy searches also begin with nothing, from where few steps lead to it."""
+"""Share of the plain peak above which greedy searches also start from an empty choice, a few moves away."""
 NOTHING_NEW = 1e-3
-"""A rung that costs less than the one below by no more than this share of it tells nothing new ..."""
+"""Share of the cost: a rung that costs less than the one below by no more than this tells nothing new ..."""
 STUCK = 0.05
 """... and if costs differ by no more than this share, no more rungs are solved above it."""
 
 
 NOTHING_SAVED = 0.97
-"""Of the plain step's peak: where plans save less than the rest it is said."""
+"""Share of the plain step's peak: the error for an infeasible budget says so where plans save less than the rest."""
 
 
 _TEMPORARIES = {
@@ -71,17 +71,17 @@ _TEMPORARIES = {
 
 
 def solve(simulator: Simulator, budget_bytes: int, *, until: float | None = None) -> Decisions:
-    """Decisions whose peak is at most `budget_bytes`, at an extra time that never grows with the budget.
+    """Return decisions whose peak is at most `budget_bytes`, at an extra time that never grows with the budget.
 
-    What was found stays with the simulator: further budgets take less long. With `until` (by `time.monotonic()`) the
-    search ends there with the best that was found by then; the smallest peak is looked for in any case. Raises
-    Infeasible, with the smallest peak that was found.
+    Results stay with the simulator: further budgets take less time. With `until` (by `time.monotonic()`) the search
+    ends there with the best result so far; the smallest peak is always searched for. Raises Infeasible, with the
+    smallest peak that was found.
     """
     return _solve(ladder_of(simulator), budget_bytes, until)
 
 
 def solve_greedily(simulator: Simulator, budget_bytes: int) -> Decisions:
-    """As `solve`, without branch and bound."""
+    """Return decisions as `solve` does, without branch and bound."""
     return _solve(BudgetLadder(simulator, exact=False), budget_bytes)
 
 
@@ -94,16 +94,16 @@ def _solve(ladder: BudgetLadder, budget_bytes: int, until: float | None = None) 
 
 
 def most_saving(simulator: Simulator) -> Decisions:
-    """The decisions with the smallest peak that the search finds."""
+    """Return the decisions with the smallest peak that the search finds."""
     ladder = ladder_of(simulator)
     return simulator.decisions(Search(ladder.moves).tidied(ladder.bottom.choice))
 
 
 def infeasible(simulator: Simulator, budget_bytes: int, smallest: DecisionVector) -> Infeasible:
-    """The error for a budget below the peak of `smallest`."""
+    """Return the error for a budget below the peak of `smallest`."""
     prediction, plain = (simulator.predict(made) for made in (simulator.decisions(smallest), Decisions()))
     step_ms = simulator.profile.step_ms
-    # the simulator may have gradients written in place, which saves something, too
+    # The simulator may have gradients in place, which saves memory, too.
     plain_bytes = max(plain.peak_bytes, simulator.profile.measured_plain_peak_bytes or 0)
     notes, temporaries = [], prediction.parts.get("temporaries", 0)
     if temporaries and prediction.peak_bytes > NOTHING_SAVED * plain_bytes:
@@ -122,7 +122,7 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: DecisionVector
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BudgetStep:
-    """The plan for one limit, what was seen in looking for it, and what `exact.py` has to know for the next one."""
+    """The plan for one limit, the choices simulated for it, and the input of `exact.py` for the next limit."""
 
     limit: int
     found: Candidate
@@ -131,7 +131,7 @@ class BudgetStep:
 
 
 class BudgetLadder:
-    """Plans for peaks between the smallest and the plain one, found when they are asked for."""
+    """Plans for peaks between the smallest and the plain one, found on demand."""
 
     def __init__(self, simulator: Simulator, *, exact: bool = True) -> None:
         self.simulator = simulator
@@ -139,7 +139,7 @@ class BudgetLadder:
         self.exact = Exact(simulator, self.moves) if exact else None
         self._rungs: dict[int, BudgetStep] = {}
         self._quick = self.exact is None or len(self.moves.moves) <= MANY
-        """Whether greedy searches take little time here, or are all that there is."""
+        """True if greedy searches are fast here, or the only search."""
         search, low = Search(self.moves), _low(simulator.profile, self._quick)
         for found in low:
             search.sweep(found.choice)
@@ -147,7 +147,7 @@ class BudgetLadder:
         pruned = search.pruned(low[0].choice, peak)
         choice = pruned if search.sweep(pruned).peak == peak else low[0].choice
         self.bottom = Candidate.of(choice, search.sweep(choice))
-        """One with the smallest peak. Luck with times may have found a smaller one: that is promised to nobody."""
+        """A choice with the smallest peak. Luck with times may have found a smaller peak, which no error promises."""
         search.sweep(simulator.nothing())
         self.top = min(search.seen.found, key=lambda found: (found.cost, found.peak))
         self._first = BudgetStep(self.bottom.peak, self.bottom, search.seen, {})
@@ -157,9 +157,9 @@ class BudgetLadder:
             storages, self._halvings = storages // 2, self._halvings - 1
 
     def best(self, limit: int, until: float | None = None) -> Candidate | None:
-        """The plan for peaks of at most `limit`, or None below the smallest. See the top of this file.
+        """Return the plan for peaks of at most `limit`, or None below the smallest. See the top of this file.
 
-        Where `until` ends the search, it is the cheapest that was found so far, and not part of the order.
+        If `until` ends the search, the plan is the cheapest one found so far, and not part of the order.
         """
         if limit < self.bottom.peak:
             return None
@@ -175,7 +175,7 @@ class BudgetLadder:
             rung = self._rungs.get(middle)
             if rung is None:
                 rung = self._solved(middle, span, way, until)
-                if is_over(until):  # cut short, so that it depends on the clock: nobody else is given it
+                if is_over(until):  # cut short, so it depends on the clock: cache nothing
                     return self._so_far(limit, [*way, rung])
                 self._rungs[middle] = rung
             way.append(rung)
@@ -186,20 +186,20 @@ class BudgetLadder:
                     break
             elif rung.found.peak <= limit:
                 return rung.found
-            else:  # from the rung's own peak on, nothing is cheaper than it
+            else:  # from the rung's own peak on, no choice is cheaper
                 high, span = rung.found.peak, CostRange(rung.found, span.most)
         steps = pareto_front([span.least, *(found for rung in way for found in rung.pool.found)], span)
         return [step for step in steps if step.peak <= limit][-1]
 
     def _so_far(self, limit: int, way: list[BudgetStep]) -> Candidate:
-        """The cheapest that was found on the way, or that one greedy search finds."""
+        """Return the cheapest choice found on the way, or one that a single greedy search finds."""
         search = Search(self.moves)
         search.reduced(self.simulator.nothing(), limit)
         found = (each for pool in (search.seen, *(rung.pool for rung in way)) for each in pool.found)
         return min((each for each in found if each.peak <= limit), key=lambda each: each.cost, default=self.bottom)
 
     def _solved(self, limit: int, span: CostRange, way: list[BudgetStep], until: float | None) -> BudgetStep:
-        """The rung `limit`, whose cost is to be in `span`; `way` leads to it. Ends early at `until`."""
+        """Return the rung `limit`, with a cost in `span`; the rungs in `way` lead to it. Ends early at `until`."""
         search, seen = Search(self.moves), [rung.pool for rung in way]
         # Where the rows leave out too much to be a guide, they may still be one for a larger limit.
         guides = (rung for rung in reversed(way) if rung.limit > limit or not is_rough(rung.left_out, rung.limit))
@@ -224,7 +224,7 @@ class BudgetLadder:
 
 
 def _low(profile: Profile, is_quick: bool) -> list[Candidate]:
-    """Choices with small peaks, smallest first. No clock has a part in them: each rehearsal of a step finds them."""
+    """Return choices with small peaks, smallest first. No clock is involved: each rehearsal of a step finds them."""
     search = Search(Moves(Simulator(by_work(profile))))
     smallest = search.smallest()
     peak = search.sweep(smallest[0]).peak
@@ -235,7 +235,7 @@ def _low(profile: Profile, is_quick: bool) -> list[Candidate]:
 
 
 def _cheapest(limit: int, span: CostRange, seen: Sequence[ParetoPool]) -> Candidate:
-    """Of all that was `seen` the cheapest that fits and costs what `span` allows."""
+    """Return the cheapest choice in `seen` that fits and has a cost within `span`."""
     if span.least.peak <= limit:
         return span.least
     found = (pool.best(limit, span) for pool in seen)
@@ -246,7 +246,7 @@ _RECENT: list[BudgetLadder] = []
 
 
 def ladder_of(simulator: Simulator) -> BudgetLadder:
-    """The ladder of `simulator`: one of the last few where it was among them, with what was found on it."""
+    """Return the ladder of `simulator`, from a cache of the last few, along with its results."""
     for ladder in _RECENT:
         if ladder.simulator is simulator:
             return ladder

@@ -1,22 +1,22 @@
-"""The problem of a profile as a linear program that promises too much and never too little.
+"""Relax the problem of a profile to a linear program that never overestimates the cost.
 
 For each storage x says that it is dropped, d that it is recomputed, o that it is offloaded; for each call q says that
-it runs again, and a that it is advanced; for each value that several recomputes need and nobody holds p says that it is
-made. Whatever a solver decides gives such numbers, 0 or 1, that keep to every row below; so no plan can take less time
-than the least that these rows allow. What is left out only makes it look cheaper.
+it runs again, and a that it is advanced; for each unheld value that several recomputes need p says that it is computed.
+Any solver's decisions give such numbers, 0 or 1, that satisfy every row below; so no plan can take less time than the
+minimum over these rows. Omitted effects only make that minimum smaller.
 
-    dropped     x <= d + o + the q and a that can bring it back; nothing is kept that is saved in a running call alone
-    passing     d <= p, and p <= p' for what p needs in its turn
-    capacity    at position t: base + storages alive by themselves + (1 - x) * bytes of what is kept for backward
-                + x * bytes of what backward has read and not let go of + bytes of what is made early <= limit
-    early       what is recomputed needs its operands, and a call its inputs, before backward asks for them itself:
+    dropped     x <= d + o + the q and a that can restore it; tensors saved only in a running call are not kept
+    passing     d <= p, and p <= p' for the values that p needs in turn
+    capacity    at position t: base + storages alive by themselves + (1 - x) * bytes kept for backward
+                + x * bytes that backward has read and not released + bytes recomputed early <= limit
+    early       a recompute needs its operands, and a call its inputs, before backward reads those itself:
                 m[v, t] >= m[u, t] + d[v] - 1 where a recompute of u needs v, with m[u, t] = d[u] once u is read;
-                a call that runs for one value makes all others that it brings back, unless a call inside it does
+                a call that runs for one value restores all its others, unless a call inside it does
 
-Left out: scratch memory, what advances are made from, operands kept longer than backward needs them, values that share
-a storage once they are made again; and of what is made early all but the `NEAREST` values that backward asks for next
-and are worth mentioning.
-The rows of one position have variables of their own, so that a program (`milp.py`) is put together from any
+Omitted: scratch memory, inputs of advances, operands kept longer than backward needs them, values that share a storage
+once they are recomputed; and of the values recomputed early all but the `NEAREST` ones that backward reads next and
+that are large enough to matter.
+The rows of one position have variables of their own, so that a program (`milp.py`) can be assembled from any
 positions.
 """
 
@@ -33,11 +33,11 @@ from lowtide.planner.simulate.simulator import Simulator
 
 Floats = npt.NDArray[np.float64]
 Row = tuple[dict[int, float], float]
-"""Coefficients by variable, and the most that they may add up to."""
+"""Coefficients by variable, and an upper limit of their weighted sum."""
 IGNORED = 0.0005
-"""What is made early of less than this share of the plain step's peak is left out."""
+"""Share of the plain step's peak below which memory recomputed early is omitted."""
 NEAREST = 16
-"""Values whose early making is looked at, for one position."""
+"""Values whose early recompute is considered, for one position."""
 
 
 class Rows(NamedTuple):
@@ -48,22 +48,22 @@ class Rows(NamedTuple):
     value: Floats
     most: Floats
     n_own: int
-    """Variables that belong to these rows only."""
+    """Number of variables that belong to these rows only."""
 
 
 class Spans(NamedTuple):
-    """For each storage the positions [start, end) in which it takes so many bytes; none where `end` is not later."""
+    """For each storage the positions [start, end) in which it takes so many bytes; none if `end` is not later."""
 
     start: Ints
     end: Ints
     bytes: Ints
 
     def at(self, position: int) -> Ints:
-        """Bytes by storage at `position`."""
+        """Return bytes by storage at `position`."""
         return np.where((self.start <= position) & (position < self.end), self.bytes, 0)
 
     def usage(self, n_positions: int, shares: Floats | float = 1.0) -> Floats:
-        """Bytes by position of such shares of the storages."""
+        """Return bytes by position of the given shares of the storages."""
         size = np.where(self.start < self.end, self.bytes * shares, 0.0)
         changes = np.zeros(n_positions + 1)
         np.add.at(changes, self.start, size)
@@ -84,7 +84,7 @@ class Covering:
         """The variable of each call."""
         passing = sorted(set().union(*index.passing))
         self.passes = {value: 2 * n + len(self.calls) + number for number, value in enumerate(passing)}
-        """The variable of each value that is made once for several recomputes."""
+        """The variable of each value that is computed once for several recomputes."""
         first = 2 * n + len(self.calls) + len(passing)
         given = [call for calls in index.advances_of_id for call in calls]
         self.advances = {call: first + number for number, call in enumerate(given)}
@@ -103,7 +103,7 @@ class Covering:
         for storage, value in pairs:
             self._values[storage].append(value)
         self.alone = {storage: values[0] for storage, values in enumerate(self._values) if len(values) == 1}
-        """For each storage with one saved value that value."""
+        """The only saved value of each storage that has just one."""
         self._storage_of = {value: storage for storage, value in self.alone.items()}
         self._bring: dict[int, list[int]] = {}
         for call in self.calls:
@@ -122,7 +122,7 @@ class Covering:
         self._memory()
         self._costs()
         self.structure = _joined(self._structure(), self.n_fixed)
-        """The rows that hold at every position."""
+        """Rows that hold at every position."""
         self._early = sorted(
             (int(index.read[value]), storage, value)
             for storage, value in self.alone.items()
@@ -133,7 +133,7 @@ class Covering:
         self._at: dict[int, Rows] = {}
 
     def _memory(self) -> None:
-        """When each storage is there, and with how many bytes: in any case, if it is kept, and if it is made again."""
+        """Compute each storage's lifetime and bytes: in any case, if it is kept, and if it is recomputed."""
         index, n = self.index, self.n_storages
         until = np.zeros(n, np.int64)
         start, end = np.zeros((2, n), np.int64)
@@ -148,10 +148,10 @@ class Covering:
         self.copied = Spans(start, end, self.copy_bytes)
         self.all_kept = self.base + self.kept.usage(index.end)
         self.plain = max(1, int(self.all_kept.max()))
-        """About the peak of the plain step: rows are written in parts of it."""
+        """Approximate peak of the plain step, by which rows are scaled."""
 
     def _costs(self) -> None:
-        """What each variable costs, in ms and in FLOPs, and the most that it can be."""
+        """Compute the cost of each variable, in ms and in FLOPs, and its upper limit."""
         index, n = self.index, self.n_storages
         self.ms, self.flops, self.upper = np.zeros(self.n_fixed), np.zeros(self.n_fixed), np.ones(self.n_fixed)
         for storage, values in enumerate(self._values):
@@ -189,7 +189,7 @@ class Covering:
         for row in np.flatnonzero(~index.slot_is_input).tolist():
             slot_calls.setdefault(int(index.slot_value[row]), []).append(int(index.slot_call[row]))
         self.inside: dict[int, list[int]] = {call: [] for call in self.calls}
-        """For each call the storages that it cannot but bring back, unless they are recomputed."""
+        """For each call the storages that its replay always restores, unless they are recomputed."""
         for storage, value in self.alone.items():
             for call in self._bring.get(value, ()) if value not in follows else ():
                 if all(call in index.around[inner] for inner in slot_calls[value]):
@@ -201,11 +201,11 @@ class Covering:
         return found
 
     def usage(self, dropped: Floats) -> Floats:
-        """Bytes at each position for shares `dropped` of the storages, less what is made early."""
+        """Return bytes at each position for shares `dropped` of the storages, without values recomputed early."""
         return self.base + self.kept.usage(self.index.end, 1.0 - dropped) + self.copied.usage(self.index.end, dropped)
 
     def at(self, position: int) -> Rows:
-        """The rows for one position. The last is its capacity: at most 0, to which (limit / `plain`) is to be added."""
+        """Return the rows for one position. The last is its capacity: at most 0, plus the caller's limit / `plain`."""
         if position not in self._at:
             rows, early = self._made_early(position)
             capacity: dict[int, float] = {}
@@ -219,7 +219,7 @@ class Covering:
         return self._at[position]
 
     def _made_early(self, position: int) -> tuple[list[Row], dict[int, int]]:
-        """Rows for what is made before backward reads it, and the variable that says so, by storage."""
+        """Return rows for values recomputed before backward reads them, and the variable of each, by storage."""
         index, n, rows, first = self.index, self.n_storages, list[Row](), self.n_fixed
         ahead = [
             (storage, value)
@@ -232,7 +232,7 @@ class Covering:
         ran = {call: first + 2 * len(ahead) + number for number, call in enumerate(sorted(runs))}
 
         def made(value: int) -> int | None:
-            """The variable that says that `value` has been recomputed by now."""
+            """Return the variable that says that `value` has been recomputed by now."""
             if index.read[value] <= position:
                 return n + self._storage_of[value]
             return recomputed.get(value)
@@ -259,7 +259,7 @@ class Covering:
         return rows, there
 
     def _other_ways(self, call: int, storage: int) -> dict[int, float]:
-        """What may bring back what is saved in `call` instead of its replay: that of a call inside, an advance."""
+        """Return other ways to restore a storage saved in `call` than its replay: that of a call inside, an advance."""
         value = self.alone[storage]
         inner = (self.runs[c] for c in self._bring[value] if c != call and call in self.index.around[c])
         offload = (self.offloads[storage],) if self.offloads else ()
@@ -268,7 +268,7 @@ class Covering:
 
 @lru_cache(maxsize=4)
 def covering_of(simulator: Simulator) -> Covering:
-    """The covering problem of `simulator`, put together once for the solver and for the bound."""
+    """Return the covering problem of `simulator`, built once for the solver and for the bound."""
     return Covering(simulator)
 
 

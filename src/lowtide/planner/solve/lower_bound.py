@@ -1,12 +1,12 @@
-"""What no plan can beat: a lower bound on the extra time of any plan within a budget.
+"""Compute a lower bound on the extra time of any plan within a budget.
 
-The linear program of `linear_program.py`, with shares instead of decisions, for the positions where the plain step
-peaks and then also for those where its answer is over the limit; at last with decisions, where branch and bound is
-quick. Every one of these programs leaves out rows only, so that each answer is a valid bound and the last is the best.
-Plans that fit are never below it; how far above tells how much a better solver could gain at most.
+The bound is the linear program of `linear_program.py`, with shares instead of decisions, for the positions where the
+plain step peaks and then also for those where its solution is over the limit; finally with decisions, if branch and
+bound is quick. Each of these programs only omits rows, so that each solution is a valid bound and the last is the best.
+Plans that fit are never below the bound; their distance limits the gain of a better solver.
 
-It bounds predicted time: costs are those that the rehearsal measured. Not yet: scratch memory, for which the bound is a
-little low at the smallest budgets.
+The bound is on predicted time: costs are those that the rehearsal measured. Not yet: scratch memory, for which the
+bound is a little low at the smallest budgets.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from lowtide.planner.solve.linear_program import covering_of
 from lowtide.planner.solve.milp import Programme, is_over
 
 SLACK = 1e-6
-"""Share of all costs by which HiGHS may be off."""
+"""Share of all costs that covers HiGHS's tolerance."""
 
 
 def lower_bound(
     simulator: Simulator, budget_bytes: int, *, known_ms: float = np.inf, until: float | None = None
 ) -> float:
-    """Milliseconds that every plan takes, at least, whose peak is at most `budget_bytes`; infinite if there is none.
+    """Return the least milliseconds of any plan whose peak is at most `budget_bytes`; infinite if no plan fits.
 
-    `known_ms` is what some plan takes that fits: a bound close to it, or far below it, is not worth the time that it
-    takes to raise it. At `until` (by `time.monotonic()`) what is left to improve it is left out; it stays a bound.
+    `known_ms` is the time of some plan that fits: a bound close to it, or far below it, is not worth the time that
+    raising it takes. At `until` (by `time.monotonic()`) further improvement is skipped; the result is still a bound.
     """
     covering = covering_of(simulator)
     limit = budget_bytes - simulator.profile.static.total

@@ -1,11 +1,10 @@
-"""Rows of a covering problem, put together and given to HiGHS: as shares of decisions, and as decisions.
+"""Assemble the rows of a covering problem and solve them with HiGHS: in shares of decisions, and in decisions.
 
 HiGHS (Huangfu and Hall 2018, doi 10.1007/s12532-017-0130-5) is stopped by the number of branch-and-bound nodes, not by
-a clock unless one is given: the same programme has the same answer each time. Before it branches, decisions that are
-settled are taken out: where the reduced cost of a variable at its bound is more than `slack`, an answer with the
-variable elsewhere costs at least that much more than the relaxation (Dantzig, Fulkerson and Johnson 1954,
-doi 10.1287/opre.2.4.393). What is found with little slack is good, found in a tenth of the time, and says how much
-slack is needed for the best.
+a clock unless one is given: the same program has the same solution each time. Before it branches, decided variables are
+removed: if the reduced cost of a variable at its bound is more than `slack`, a solution with the variable elsewhere
+costs at least that much more than the relaxation (Dantzig, Fulkerson and Johnson 1954, doi 10.1287/opre.2.4.393). A
+solution found with little slack is good, takes a tenth of the time, and tells the slack that the best one needs.
 """
 
 from __future__ import annotations
@@ -22,44 +21,44 @@ from lowtide.utils.stderr_filter import without_noise
 AT_ONCE = 4
 """Positions that are added from one round to the next."""
 ROUNDS = 8
-"""Relaxations that are solved, at most, until no position is over the limit."""
+"""Most relaxations that are solved until no position is over the limit."""
 NODES = 10
-"""Nodes of the search tree that are looked at, at most."""
+"""Most nodes of the search tree that are visited."""
 NEAR_ENOUGH = 2e-3
-"""Share of the cost at which the search for decisions ends, if not before."""
+"""Relative gap at which the search for decisions ends, if not before."""
 FREE = 1e-9
-"""Milliseconds that shares are taken of where the relaxation costs nothing."""
+"""Cost in milliseconds of shares for which the relaxation has none."""
 NOISE = b"HighsMipSolverData::transformNewIntegerFeasibleSolution"
-"""HiGHS 1.8 to 1.12 prints this when it mends a solution (https://github.com/jump-dev/HiGHS.jl/issues/312)."""
+"""Line that HiGHS 1.8 to 1.12 prints when it repairs a solution (https://github.com/jump-dev/HiGHS.jl/issues/312)."""
 CLOSE = 5e-3
-"""Decisions that cost only this share more than the relaxation are as good as the cheapest."""
+"""Share by which decisions may cost more than the relaxation and still count as the cheapest."""
 CORES = ((1e-4, CLOSE), (3e-3, 0.03), (0.03, np.inf), (np.inf, np.inf))
-"""Shares of the relaxation's cost within which decisions are looked for, one after the other; and how far above the
-relaxation decisions may be with which no larger core is looked through. The third takes ten times as long as the first.
+"""Pairs of a share of the relaxation's cost, within which decisions are searched for, and a gap to the relaxation up
+to which no larger core is searched. The third core takes ten times as long as the first.
 """
 OPEN = 1e-6
-"""Shares that are this far from nothing and from all are of open decisions."""
+"""Least distance from 0 and from 1 of the share of an open decision."""
 FEW_OPEN, MANY_OPEN = 8, 16
-"""With more decisions that the relaxation leaves open only the smallest core is looked through, or no bound raised:
-time grows with their number far faster than with that of all decisions."""
+"""Numbers of open decisions above which only the smallest core is searched, or no bound raised: time grows with their
+number far faster than with that of all decisions."""
 FAR = 0.06
-"""Share by which what is known may be above the relaxation for the larger of these two: beyond that a bound that is
-raised a little tells no more."""
+"""Gap between a known cost and the relaxation up to which MANY_OPEN applies: beyond it a slightly higher bound is of
+no use."""
 SMALL = 300
-"""Variables up to which a bound is always raised: it takes no time."""
+"""Number of variables up to which a bound is always raised: that takes no time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """What HiGHS found. `variables` are the fixed ones of the covering problem; None if nothing was found."""
+    """A solution of HiGHS. `variables` are the fixed ones of the covering problem; None if none was found."""
 
     variables: Floats | None
     cost: float
-    """Infinite if nothing was found."""
+    """Cost of the solution; infinite if none was found."""
     bound: float
-    """No answer to these rows costs less; infinite if there is none."""
+    """Lower bound on the cost of any solution of these rows; infinite if there is none."""
     usage: dict[int, float]
-    """Bytes at the positions of the programme, corrections included."""
+    """Bytes at the positions of the program, corrections included."""
 
 
 NOTHING = Answer(None, np.inf, 0.0, {})
@@ -68,29 +67,29 @@ IMPOSSIBLE = Answer(None, np.inf, np.inf, {})
 
 @dataclass(slots=True)
 class Programme:
-    """One limit, the positions that matter for it, and whatever else an answer shall keep to."""
+    """One limit, the positions that matter for it, and further rows that a solution must satisfy."""
 
     covering: Covering
     limit: int
     cost: Floats
-    """For each fixed variable."""
+    """Cost of each fixed variable."""
     positions: list[int] = field(default_factory=list)
     more: dict[int, float] = field(default_factory=dict)
-    """Bytes by position that the covering problem leaves out and that a simulation found there."""
+    """Bytes by position that the covering problem omits and that a simulation found there."""
     rows: list[Row] = field(default_factory=list)
     """Rows in the fixed variables, beyond those of the covering problem."""
     until: float | None = None
-    """When to end the search for decisions, by `time.monotonic()`."""
+    """End of the search for decisions, by `time.monotonic()`."""
     _last: tuple[object, _Relaxation] | None = None
 
     def add(self, usage: Floats) -> bool:
-        """Take in the positions at which `usage` is most over the limit; whether there was a new one."""
+        """Add the positions at which `usage` is most over the limit; return True if any is new."""
         new = binding(usage, self.limit, self.positions)
         self.positions += new
         return bool(new)
 
     def relaxed(self) -> Answer:
-        """Shares of decisions at the least cost, with positions added until none is over the limit."""
+        """Return the cheapest shares of decisions, with positions added until none is over the limit."""
         covering = self.covering
         if not self.positions:
             self.add(covering.usage(np.zeros(covering.n_storages)))
@@ -105,9 +104,9 @@ class Programme:
         return best
 
     def decisions(self, *, any_will_do: bool = False) -> Answer:
-        """Decisions for the positions so far: the cheapest, or near them; or if `any_will_do` the first found.
+        """Return decisions for the current positions: near the cheapest, or if `any_will_do` the first found.
 
-        Looked for in one core after the other, until a larger one would take more time than it is worth.
+        Cores are searched one after the other, until a larger one would take more time than it is worth.
         """
         relaxed = self._relaxation()
         least = relaxed.answer.bound
@@ -119,7 +118,7 @@ class Programme:
             if slack <= tried:
                 break
             settled, tried = relaxed.settled(slack), slack
-            if known is None or not np.array_equal(settled, known):  # else the answer is the same
+            if known is None or not np.array_equal(settled, known):  # otherwise the solution is the same
                 best = min(best, relaxed.rows.whole(settled), key=lambda answer: answer.cost)
             known = settled
             found = best.variables is not None
@@ -128,9 +127,9 @@ class Programme:
         return best
 
     def bound(self, known: float) -> float:
-        """What decisions for the positions so far cost at least, where some are `known` that cost no more than that.
+        """Return a lower bound on the cost of decisions for the current positions; some decisions cost `known`.
 
-        Better than that of shares only where these are not close to what is known, and not too many are open.
+        It improves on the bound of shares only if that is not close to `known`, and not too many decisions are open.
         """
         relaxed = self._relaxation()
         least = relaxed.answer.bound
@@ -143,7 +142,7 @@ class Programme:
         return max(least, min(relaxed.rows.whole(relaxed.settled(slack)).bound, known))
 
     def _relaxation(self) -> _Relaxation:
-        """Of the rows so far; the last one, where nothing has changed since."""
+        """Return the relaxation of the current rows; the previous one if nothing has changed since."""
         now = len(self.positions), len(self.rows), tuple(self.more.items())
         if self._last is None or self._last[0] != now:
             self._last = now, _Rows(self).relaxed()
@@ -151,13 +150,13 @@ class Programme:
 
 
 def is_over(until: float | None) -> bool:
-    """Whether it is later than `until`, by `time.monotonic()`; None for no limit."""
+    """Return True if it is later than `until`, by `time.monotonic()`; None means no limit."""
     return until is not None and time.monotonic() >= until
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Relaxation:
-    """The answer in shares, and how much more one costs, at least, with a variable not at nothing, or not at all."""
+    """The solution in shares, and the least extra cost of a solution with a variable away from 0, or away from 1."""
 
     rows: _Rows
     answer: Answer
@@ -166,18 +165,18 @@ class _Relaxation:
 
     @property
     def n_open(self) -> int:
-        """How many decisions are neither to be taken nor not."""
+        """Return the number of decisions that the relaxation leaves between 0 and 1."""
         assert self.answer.variables is not None
         return int(np.count_nonzero(np.abs(self.answer.variables - 0.5) < 0.5 - OPEN))
 
     def settled(self, slack: float) -> tuple[Flags, Flags]:
-        """The decisions that are the same in every answer that costs at most `slack` more: at nothing, and at all."""
+        """Return the decisions that are 0, and those that are 1, in every solution that costs at most `slack` more."""
         fixed = np.arange(self.rows.n) < self.rows.covering.n_fixed
         return fixed & (self.more > slack), fixed & (self.less > slack)
 
 
 class _Rows:
-    """A programme as A @ variables <= b. Imports SciPy where it solves: who only reads records need not wait for it."""
+    """A program as A @ variables <= b. Imports SciPy only to solve, so that reading records does not wait for it."""
 
     def __init__(self, programme: Programme) -> None:
         from scipy.sparse import csr_array
@@ -187,7 +186,7 @@ class _Rows:
         rows, variables, values, most = [], [], [], []
         n_rows, n_own, n_fixed = 0, 0, covering.n_fixed
         self.capacity: list[int] = []
-        """The rows that say how much memory there is, one for each position."""
+        """Rows of the memory capacity, one for each position."""
         for part in (covering.structure, *map(covering.at, programme.positions)):
             rows.append(part.row + n_rows)
             variables.append(np.where(part.variable >= n_fixed, part.variable + n_own, part.variable))
@@ -203,7 +202,7 @@ class _Rows:
             most.append(np.array([limit]))
             n_rows += 1
         self.n = n_fixed + n_own
-        # Integers of 32 bits: SciPy 1.11 solves with no others.
+        # 32-bit integers: SciPy 1.11 solves with no others.
         places = tuple(np.concatenate(each).astype(np.int32) for each in (rows, variables))
         entries = np.concatenate(values), places
         self.matrix = csr_array(entries, shape=(n_rows, self.n))
@@ -214,7 +213,7 @@ class _Rows:
         self.upper = np.concatenate([covering.upper, np.ones(n_own)])
 
     def relaxed(self) -> _Relaxation:
-        """The answer in shares of decisions."""
+        """Return the solution in shares of decisions."""
         from scipy.optimize import linprog
 
         bounds = np.column_stack((np.zeros(self.n), self.upper))
@@ -225,7 +224,7 @@ class _Rows:
         return _Relaxation(self, self._answer(found.x, float(found.fun)), found.lower.marginals, -found.upper.marginals)
 
     def whole(self, settled: tuple[Flags, Flags]) -> Answer:
-        """Decisions close to the bound, with what is `settled` left as it is."""
+        """Return decisions close to the bound, with `settled` variables fixed."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         lower, upper = np.where(settled[1], self.upper, 0.0), np.where(settled[0], 0.0, self.upper)
@@ -252,7 +251,7 @@ class _Rows:
 
 
 def binding(usage: Floats, limit: int, known: list[int]) -> list[int]:
-    """Positions over the limit that are not `known`: each the worst around it, the worst of all first."""
+    """Return positions over the limit that are not `known`: each the worst around it, the worst of all first."""
     over = np.array(usage, np.float64) - limit * (1 + 1e-7)
     over[known] = 0
     found: list[int] = []

@@ -1,4 +1,4 @@
-"""What a solver can do next: take decisions, take them back, and what each can be worth at most."""
+"""Moves of a solver: decisions to take or to undo, and an upper bound of each move's worth."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Part = TypeVar("_Part")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """Decisions to take, and others to take back."""
+    """Decisions to take, and others to undo."""
 
     recompute: tuple[Group, ...] = ()
     keep: tuple[Group, ...] = ()
@@ -43,7 +43,7 @@ class Move:
     unoffload: tuple[Group, ...] = ()
 
     def after(self, choice: DecisionVector) -> DecisionVector:
-        """`choice`, changed by this move."""
+        """Return `choice`, changed by this move."""
         more = choice.copy()
         for group in self.keep:
             more.recompute[group.addresses] = False
@@ -78,11 +78,11 @@ class Moves:
             *(Move(advance=(advance,)) for advance in self.advances),
             *(Move(offload=(group,)) for group in self.offloads),
         ]
-        """Each group recomputed; each call replayed with what is cheap in it recomputed; each with nothing in it
-        recomputed; each around the replays in it; each advanced; each group offloaded."""
+        """Moves that recompute one group, replay one call with its cheap contents recomputed or with nothing in it
+        recomputed, replay around inner replays, advance one call, or offload one group."""
 
         self.read = np.full(len(index.allocated_at), index.end, np.int64)
-        """For each storage the first position at which backward reads what is in it."""
+        """First position at which backward reads each storage."""
         stored = index.value_storage >= 0
         np.minimum.at(self.read, index.value_storage[stored], index.read[stored])
         drops = [
@@ -99,7 +99,7 @@ class Moves:
         self._advanced = _pairs((m.advance for m in self.moves), lambda advance: (advance.id,))
         around = [m.replay[0].within if m.replay and not m.unreplay else frozenset[int]() for m in self.moves]
         self._is_around = np.array([bool(within) for within in around], np.bool_)
-        """Moves that are for replays in other replays only: without these they are the same as another."""
+        """Flags of moves that only apply around inner replays: without those they equal another move."""
         self._within = _pairs(([within] if within else [] for within in around), lambda within: within)
         costs = [
             sum(r.cost for r in m.replay) + sum(a.cost for a in m.advance) + sum(g.cost for g in m.offload)
@@ -122,14 +122,14 @@ class Moves:
         )
 
     def cost(self, sweep: Sweep) -> float:
-        """What a solver minimises: the extra time."""
+        """Return the objective: the extra time."""
         return sweep.extra_ms + sweep.extra_flops * MS_PER_FLOP
 
     def worth(self, choice: DecisionVector, sweep: Sweep, excess: Ints) -> Floats:
-        """For each move at most how much of `excess` (bytes over the budget, by position) it takes away per cost.
+        """Return for each move at most how much `excess` (bytes over the budget, by position) it removes per cost.
 
-        0 where nothing is left to gain. What one move takes back of another's is not in it, so a solver simulates a
-        move before it believes in it.
+        0 if nothing is left to gain. Decisions that a move undoes are not counted, so a solver simulates a move
+        before accepting it.
         """
         index, n = self.simulator.index, len(self.moves)
         over = np.concatenate(([0], np.cumsum(excess > 0)))
@@ -158,7 +158,7 @@ class Moves:
         return found
 
     def detours(self, choice: DecisionVector, sweep: Sweep) -> list[Move]:
-        """What can lower a peak that no more dropping lowers: keep what is made again there, replay inner calls."""
+        """Return moves that may still lower the peak if dropping does not: keep values there, or replay inner calls."""
         at = int(sweep.usage.argmax())
         there = set(sweep.copies.at(at).node.tolist())
         index, n_values = self.simulator.index, self.simulator.index.n_values
@@ -177,7 +177,7 @@ class Moves:
         return found
 
     def undoing(self, choice: DecisionVector) -> list[Move]:
-        """Each group and call of `choice` taken back: the costly ones first, of equal ones the late ones."""
+        """Return moves that undo each group and call of `choice`: costly ones first, of equal ones the later."""
         index = self.simulator.index
         parts: list[tuple[float, int, Move]] = [
             (-group.cost, -min(int(index.allocated_at[s]) for s in group.storages), Move(keep=(group,)))
@@ -198,18 +198,18 @@ class Moves:
         return [move for _, _, move in sorted(parts, key=lambda part: part[:2])]
 
     def recomputed(self, *, expensive: bool) -> DecisionVector:
-        """Every cheap group recomputed, and if `expensive` all others too."""
+        """Return the choice to recompute every cheap group, and all others too if `expensive`."""
         groups = tuple(group for group in self.groups if expensive or not group.expensive)
         return Move(recompute=groups).after(self.simulator.nothing())
 
     def chains(self) -> list[DecisionVector]:
-        """Everything recomputed but every n-th group, in the order of the forward pass: small peaks of long chains."""
+        """Return choices that recompute all but every n-th group, in forward order: small peaks of long chains."""
         groups = sorted(self.groups, key=lambda group: min(self.simulator.index.allocated_at[list(group.storages)]))
         everything = self.recomputed(expensive=True)
         return [Move(keep=tuple(groups[every - 1 :: every])).after(everything) for every in _strides(len(groups))]
 
     def levels(self) -> list[tuple[Replay, ...]]:
-        """Sets of calls that can be replayed together, the outermost first; each in the order of the forward pass."""
+        """Return sets of calls that can be replayed together, outermost first; each in the forward order."""
         replays = sorted(self.replays.values(), key=lambda replay: (replay.start, replay.id))
         depth = max((len(replay.around) for replay in replays), default=-1)
         return [
@@ -218,8 +218,9 @@ class Moves:
         ]
 
     def deep(self) -> list[Move]:
-        """Schedules for small peaks: all calls of a level replayed inside those of the level above; with every n-th
-        result kept; with all offloaded that they keep.
+        """Return schedules for small peaks: all calls of a level replayed inside those of the level above.
+
+        Variants keep every n-th result, or offload everything that the schedules keep.
         """
         levels = self.levels()
         found = [Move(replay=(*outer, *inner)) for outer, inner in pairwise(levels)]
@@ -233,7 +234,7 @@ class Moves:
 
 
 def _strides(n: int) -> list[int]:
-    """How far apart results are kept, of `n` that could be advanced; the last for keeping none."""
+    """Return the distances between kept results, for `n` advanceable calls; the last keeps none."""
     found, stride = [], 2
     while stride <= n:
         found.append(stride)
@@ -242,7 +243,7 @@ def _strides(n: int) -> list[int]:
 
 
 def _pairs(moves: Iterable[Sequence[_Part]], numbers: Callable[[_Part], Iterable[int]]) -> tuple[Ints, Ints]:
-    """Two columns: the number of a move, and one of the `numbers` of one of its parts."""
+    """Return two columns: the index of a move, and one of the `numbers` of one of its parts."""
     pairs = [(move, number) for move, parts in enumerate(moves) for part in parts for number in sorted(numbers(part))]
     first, second = np.array(pairs, np.int64).reshape(-1, 2).T
     return first, second

@@ -1,4 +1,4 @@
-"""The plans found so far of which none is beaten by another, and the order among them."""
+"""The Pareto front of the plans found so far."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowtide.planner.simulate.memory_sweep import Sweep
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """One choice and what it needs. `peak` is in bytes beyond `static`."""
+    """One choice and its needs. `peak` is in bytes beyond `static`."""
 
     peak: int
     extra_ms: float
@@ -25,12 +25,12 @@ class Candidate:
 
     @property
     def cost(self) -> tuple[float, int]:
-        """What is compared: time, and FLOPs between what takes the same time."""
+        """Return the key of comparisons: time, then FLOPs."""
         return self.extra_ms, self.extra_flops
 
 
 class CostRange(NamedTuple):
-    """What a plan may cost: no less than one and no more than another."""
+    """The costs that a plan may have: between `least` and `most`."""
 
     least: Candidate
     most: Candidate
@@ -39,31 +39,31 @@ class CostRange(NamedTuple):
         return self.least.cost <= cost <= self.most.cost
 
     def is_narrow(self, share: float) -> bool:
-        """Whether the times of the two ends differ by no more than `share` of the longer one."""
+        """Return True if the times of the two ends differ by no more than `share` of the longer one."""
         return self.most.extra_ms - self.least.extra_ms <= share * self.most.extra_ms
 
 
 class ParetoPool:
-    """Choices of which none is beaten by another in both peak and cost. Of equal ones the first stays."""
+    """Choices none of which another dominates in both peak and cost. The first of equal ones stays."""
 
     def __init__(self) -> None:
         self.found: list[Candidate] = []
 
     def add(self, choice: DecisionVector, sweep: Sweep) -> None:
-        """Take `choice` in unless one in here is as good in both, and drop those that it beats."""
+        """Add `choice` unless another dominates it, and drop those that it dominates."""
         new = Candidate.of(choice, sweep)
         if not any(f.peak <= new.peak and f.cost <= new.cost for f in self.found):
             self.found = [f for f in self.found if f.peak < new.peak or f.cost < new.cost]
             self.found.append(new)
 
     def best(self, limit: int, span: CostRange) -> Candidate | None:
-        """The cheapest choice in here with a peak of at most `limit` that costs what `span` allows, or None."""
+        """Return the cheapest choice with a peak of at most `limit` and a cost within `span`, or None."""
         fitting = (f for f in self.found if f.peak <= limit and span.holds(f.cost))
         return min(fitting, key=lambda found: found.cost, default=None)
 
 
 def pareto_front(found: Iterable[Candidate], span: CostRange) -> list[Candidate]:
-    """Of `found` and `span` a chain with ever larger peaks and ever lower costs."""
+    """Return a chain of candidates from `found` and `span` with ever larger peaks and ever lower costs."""
     chain = [span.most]
     for each in sorted(found, key=lambda each: (each.peak, each.cost)):
         if each.peak > chain[-1].peak and span.least.cost <= each.cost < chain[-1].cost:

@@ -1,14 +1,14 @@
-"""How CUDA behaves where a step on it takes other memory than one on the CPU: a file a subject, a row a behaviour.
+"""Behaviours of CUDA with which a step needs other memory than on the CPU: a file per subject, a row per behaviour.
 
-| file | what is in it |
+| file | content |
 |---|---|
-| `op_record.py` | a row: what happens, and where that is written |
-| `attention.py` | which kernel attention takes |
-| `attention_flash.py`, `attention_mem_efficient.py` | what that kernel saves and takes inside |
+| `op_record.py` | a row: the behaviour and its source |
+| `attention.py` | the choice of attention's kernel |
+| `attention_flash.py`, `attention_mem_efficient.py` | saved tensors and scratch memory of that kernel |
 | `normalization.py` | fused statistics |
-| `autocast.py` | which operators run in which precision, and the cache of casts |
+| `autocast.py` | the precision of operators, and the cache of casts |
 | `matmul.py` | workspaces of cuBLAS |
-| `convolution.py` | layouts; workspaces of cuDNN, of which only bounds are known |
+| `convolution.py` | layouts; workspaces of cuDNN, known only within bounds |
 | `rnn.py` | cuDNN's recurrent layers |
 | `indexing.py` | sorting in the backward of embeddings and of indexing |
 | `reductions.py` | partial sums |

@@ -1,7 +1,7 @@
-"""Attention: which of CUDA's kernels is taken, and what it needs.
+"""Attention: the choice among CUDA's kernels, and the memory of each.
 
-`scaled_dot_product_attention` asks for the first kernel in an order of preference that can do what is wanted. Torch
-without CUDA would take none of them and hold all scores.
+`scaled_dot_product_attention` takes the first kernel, in an order of preference, that supports the call. Torch without
+CUDA would take none of them and hold all scores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What the choice of a kernel depends on."""
+    """Inputs of the choice of a kernel."""
 
     query: Tensor
     key: Tensor
@@ -53,7 +53,7 @@ class Call:
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether a backward pass may follow."""
+        """Return True if a backward pass may follow."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
 
     @property
@@ -63,12 +63,12 @@ class Call:
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """Sizes of one head."""
+        """Head sizes of query, key and value."""
         return tuple(t.shape[-1] for t in self.tensors)
 
 
 def kernel_for(call: Call) -> str:
-    """Name of the kernel: "cudnn", "flash", "efficient" or "math" (select_sdp_backend)."""
+    """Return the name of the kernel: "cudnn", "flash", "efficient" or "math" (select_sdp_backend)."""
     order: tuple[str, ...] = ("flash", "efficient", "math")
     if capability()[0] in (9, 10):  # check_prefer_cudnn_attention, with the cuDNN that torch's wheels bring
         order = ("cudnn", *order)
@@ -76,11 +76,11 @@ def kernel_for(call: Call) -> str:
 
 
 def _fused(call: Call) -> bool:
-    """What all kernels but "math" ask for."""
+    """Return True if the call meets the conditions of every kernel except "math"."""
     query, key, value = call.tensors
     if any(t.dim() != 4 or not t.numel() or (t.stride(-1) != 1 and t.shape[-1] != 1) for t in call.tensors):
         return False
-    if call.mask is not None and call.mask.stride(-1) != 1:  # as a bias that was permuted, in T5
+    if call.mask is not None and call.mask.stride(-1) != 1:  # for example a permuted bias, in T5
         return False
     if query.shape[0] != key.shape[0] or query.shape[0] != value.shape[0]:
         return False
@@ -155,7 +155,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """In place of aten::scaled_dot_product_attention."""
+    """Replace aten::scaled_dot_product_attention."""
     query, key, value = map(there, (query, key, value))
     attn_mask = None if attn_mask is None else there(attn_mask)
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)

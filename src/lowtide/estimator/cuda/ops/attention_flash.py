@@ -1,7 +1,7 @@
-"""Flash attention and cuDNN's: what they take inside.
+"""Scratch memory of flash attention and of cuDNN's attention.
 
-A few products at a time are split over the keys, so that all multiprocessors have work. How many those are of a GPU
-is not in the table of GPUs: the parts are known within bounds, and counted as the most.
+If products are few, they are split over the keys, so that all multiprocessors have work. The table of GPUs does
+not have the number of multiprocessors: the number of splits is known within bounds, and counted as the most.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ ROWS = (
 )
 
 _MULTIPROCESSORS = range(4, 193)
-"""Of any GPU that flash attention runs on."""
+"""Numbers of multiprocessors of the GPUs that flash attention runs on."""
 
 _MOST_SPLITS = 128
 
 
 def _splits(blocks: int, parts: int, processors: int) -> int:
-    """Parts of the keys: the fewest that keep the multiprocessors nearly as busy as any number (num_splits_heuristic).
+    """Return the fewest splits of the keys that keep multiprocessors nearly as busy as possible (num_splits_heuristic).
 
-    `blocks` are those of threads without a split, `parts` those that the keys can be split into.
+    `blocks` is the number of thread blocks without a split, `parts` the most splits of the keys.
     """
     slots = 2 * processors
     if blocks >= 0.8 * slots:
@@ -78,7 +78,7 @@ def _bounds_of_splits(blocks: int, parts: int) -> tuple[int, int]:
 
 
 def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """For each part of the keys a number for each row, and the result."""
+    """Return for each split of the keys one number a row, and its result."""
     query, key = args[:2]
     if len(args) > 3 and args[3] > 0:
         return []
@@ -97,13 +97,13 @@ def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
 
 
 def _widths(head: int) -> tuple[int, int]:
-    """Numbers of a head in single precision, at least and at most: newer versions have no kernel for 224."""
+    """Return the least and the most numbers of a head in single precision: newer versions have no kernel for 224."""
     width = -(-head // 32) * 32
     return width, 256 if width == 224 else width
 
 
 def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """softmax_d and dq_accum; keys and values that groups of queries share get a gradient for each query's head."""
+    """Return softmax_d and dq_accum; keys and values shared by groups of queries get a gradient for each query head."""
     gradient, query, key = args[:3]
     batch, heads, length, head = query.shape
     rows = batch * heads * -(-length // 128) * 128 * 4
@@ -122,7 +122,7 @@ def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
 
 
 def cudnn_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """A workspace of cuDNN's choice."""
+    """Return a workspace of cuDNN's choice."""
     query = args[1]
     n_bytes = query.numel() * 4
     return [ScratchBlock(n_bytes, 0, 3 * n_bytes)]

@@ -1,7 +1,7 @@
-"""Memory-efficient attention: what its kernels take inside, by the tiles that they work in.
+"""Memory-efficient attention: scratch memory of its kernels, by their tiles.
 
-The first kernel of a list is taken that can do the head size and fits into the GPU's shared memory. For heads of at
-most 64 numbers all that are left have the same tiles; beyond that the tiles are known within bounds.
+The first kernel of a list that supports the head size and fits into the GPU's shared memory is taken. For heads of at
+most 64 numbers all remaining kernels have the same tiles; beyond that the tiles are known within bounds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MOST_SPLITS = 200
 
 
 class Tiles(NamedTuple):
-    """Queries and keys that one block of threads works on; whether gradients of keys stay in registers meanwhile."""
+    """Queries and keys of one thread block, and True if the gradients of keys stay in registers."""
 
     queries: int
     keys: int
@@ -56,7 +56,7 @@ class Tiles(NamedTuple):
 
 
 def _tiles(dtype: torch.dtype, head: int, dropout: bool) -> list[Tiles]:
-    """Those of the kernels that can do this head size, up to the first that fits into any GPU's shared memory."""
+    """Return the tiles of kernels for this head size, up to the first that fits into any GPU's shared memory."""
     generation = capability()
     small = Tiles(64, 64, dtype in HALF and head <= 64)
     if head <= 64:
@@ -73,7 +73,7 @@ def _tiles(dtype: torch.dtype, head: int, dropout: bool) -> list[Tiles]:
 
 
 def _workspace(tiles: Tiles, query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Bytes of the partial sums of gradients."""
+    """Return the bytes of the partial sums of gradients."""
     pairs = query.shape[0] * query.shape[1]
     accumulates = query.dtype in HALF and not tiles.in_registers
     splits = -(-key.shape[2] // tiles.keys)
@@ -101,7 +101,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """The result in single precision, where it does not stay in registers."""
+    """Return the result in single precision, unless it stays in registers."""
     query, key, value = args[:3]
     if query.dtype not in HALF or max(key.shape[-1], value.shape[-1]) <= _HEAD_IN_REGISTERS:
         return []
@@ -109,9 +109,9 @@ def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
 
 
 def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Delta: the sum over a head of the result times its gradient; then the workspace.
+    """Return delta, the sum over a head of the result times its gradient, then the workspace.
 
-    A gradient that is not contiguous is copied before there is any other.
+    A gradient that is not contiguous is copied before other gradients are allocated.
     """
     gradient, query, key, value = args[:4]
     dropout = float(args[9]) > 0
@@ -123,7 +123,7 @@ def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
         inside.append(ScratchBlock.exactly(gradient.numel() * gradient.element_size(), first=True))
     if query.dtype not in HALF:
         inside += [ScratchBlock.exactly(product, through=2), ScratchBlock.exactly(rows * 4, through=1)]
-    elif capability()[0] == 7 and capability()[1] < 5 and not tiles[0].in_registers:  # Volta's kernels don't
+    elif capability()[0] == 7 and capability()[1] < 5 and not tiles[0].in_registers:  # no delta in Volta's kernels
         inside += [ScratchBlock.exactly(product, through=n) for n in (4, 3, 2)] + [
             ScratchBlock.exactly(rows * 4, through=1)
         ]
@@ -134,7 +134,7 @@ def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
 
 
 ON_HOST = {aten._scaled_dot_product_efficient_attention.default: range(2, 4)}
-"""Results that are not on the GPU: where the random numbers begin."""
+"""Results on the host: seed and offset of the random numbers."""
 
 INSIDE = {
     aten._scaled_dot_product_efficient_attention.default: forward,

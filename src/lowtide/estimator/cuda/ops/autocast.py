@@ -1,6 +1,6 @@
-"""Autocast: which operators run in which precision on CUDA, and the cache of casts.
+"""Autocast: precision of operators on CUDA, and the cache of casts.
 
-The lists are those of torch's CUDA; on another maker's device torch has none. A cast of a parameter is kept until the
+The lists are those of torch for CUDA; torch has none for a custom backend. A cast of a parameter is kept until the
 outermost autocast ends, so that a parameter used twice is cast once.
 """
 
@@ -74,12 +74,12 @@ _casts: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def forget_casts() -> None:
-    """The outermost autocast has ended."""
+    """Clear the cache when the outermost autocast ends."""
     _casts.clear()
 
 
 def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """A kernel for each operator of the lists."""
+    """Return a kernel for each operator of the lists."""
     for names, make in ((_LOWER, _lower), (_SINGLE, _single), (_SINGLE_RESULT, _single_result), (_WIDEST, _widest)):
         for name in names.split():
             packet, _, overload = name.partition(".")

@@ -1,9 +1,9 @@
-"""Convolutions: cuDNN chooses an algorithm, by heuristics that depend on the GPU, and that takes a workspace.
+"""Convolutions: workspaces of algorithms that cuDNN chooses by heuristics that depend on the GPU.
 
-What is known is the layout of the result, where no workspace is taken, and what the common algorithms need. Kernels for
-tensor cores work on channels-last tensors: others are converted, into the workspace. In single precision there are
-kernels for either layout (`..._f32_nchwkcrs_nchw_...`), so that it may be none. On Hopper, cuDNN 9.19 was seen to take
-those for channels-last tensors, in single precision, too, where TF32 is allowed, but for 1 x 1 kernels.
+Known are the layout of the result, the cases without a workspace, and the needs of common algorithms. Kernels for
+tensor cores work on channels-last tensors: others are converted, into the workspace. Single precision has kernels for
+either layout (`..._f32_nchwkcrs_nchw_...`), so the workspace may be empty. On Hopper, cuDNN 9.19 was observed to take
+kernels for channels-last also in single precision where TF32 is allowed, except for 1 x 1 convolutions.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ ROWS = (
 HALF = (torch.float16, torch.bfloat16)
 
 MOST_TIMES, MOST_MORE = 3, 9 * 2**20
-"""A workspace is at most so many times input, weight and output, and so many bytes more: the most of 144 that were
-measured on an H200 is 2.8 times them, and of small convolutions, whose sums are split, 8.4 MB."""
+"""Bounds of a workspace: multiple of the bytes of input, weight and output, and bytes beyond that.
+
+Of 144 workspaces measured on an H200 the largest is 2.8 times those bytes; for small convolutions, whose sums are
+split, 8.4 MB.
+"""
 
 
 def _layout(x: Tensor, weight: Tensor) -> torch.memory_format | None:
@@ -71,7 +74,7 @@ def _layout_backward(args: Any, out: Any) -> Any:
 
 
 def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """The input is copied before there is a result, the weight with it."""
+    """Return copies of the input (before the result is allocated) and of the weight, and the workspace."""
     x, weight = args[:2]
     layout = _layout(x, weight) or torch.contiguous_format
     copied = [*copies(x, layout=layout, first=True), *copies(weight, layout=layout)]
@@ -79,9 +82,9 @@ def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
 
 
 def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """For the input's gradient, then for the weight's: one at a time, with the same three tensors.
+    """Return copies, and one workspace used for the input's gradient, then the weight's, with the same three tensors.
 
-    The input is copied before there is one, and a gradient that has the other layout.
+    The input is copied before gradients are allocated, and so is a gradient of the other layout.
     """
     gradient, x, weight = args[:3]
     layout = _layout(x, weight) or torch.contiguous_format
@@ -101,7 +104,7 @@ def _workspace(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> list[Scra
 
 
 def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
-    """Whether a kernel is expected that works on channels-last tensors."""
+    """Return True if a kernel on channels-last tensors is expected."""
     if x.dtype in HALF:
         return capability()[0] >= 7
     in_tf32 = x.dtype is torch.float32 and torch.backends.cudnn.allow_tf32

@@ -1,4 +1,4 @@
-"""Dropout: one kernel that saves which elements stay."""
+"""Dropout: one kernel that saves a mask of the kept elements."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ ROWS = (
 )
 
 _UNSORTED = 3072
-"""Indices up to which the kernel does without sorting."""
+"""Most indices for which the kernel does not sort."""
 
 _ROWS_EACH = 10
 """NROWS_PER_THREAD"""
@@ -46,10 +46,10 @@ _WARP, _THREADS = 32, 1024
 """Threads of a warp, and of a block at most (MAX_BLOCK_SIZE)."""
 
 _BLOCKS_EACH = 4
-"""Blocks for each multiprocessor below which all is added up in one pass (MAX_ATOMIC_ACCUM_BLOCKS_PER_SM)."""
+"""Blocks for each multiprocessor below which all rows are added up in one pass (MAX_ATOMIC_ACCUM_BLOCKS_PER_SM)."""
 
 _MULTIPROCESSORS = (4, 192)
-"""Of a GPU, at least and at most."""
+"""Multiprocessors of a GPU, at least and at most."""
 
 _COUNT = 8
 """Bytes of a number that the kernels leave on the GPU."""
@@ -74,7 +74,7 @@ def _embedding(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]
 
 
 def _sums(gradient: Tensor, partial: int, segments: int, table: int, each: int) -> ScratchBlock:
-    """A row for each partial sum; or all added up in one pass, where there are few rows for the multiprocessors."""
+    """Return a row for each partial sum; for few rows per multiprocessor, the memory of one pass."""
     width = gradient.shape[-1]
     accumulated = 8 if gradient.dtype is torch.float64 else 4
     two_passes = partial * width * accumulated
@@ -91,12 +91,12 @@ def _sums(gradient: Tensor, partial: int, segments: int, table: int, each: int) 
 
 
 def _sorting(n: int, each: int) -> ScratchBlock:
-    """The second arrays of `n` pairs, with histograms, for as long as they are sorted."""
+    """Return the second arrays of `n` pairs, with histograms, for the duration of the sort."""
     return ScratchBlock(n * each, 0, n * (each + 1) + _HISTOGRAMS, through=0)
 
 
 def _index_put(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    if len(args) < 4 or not args[3]:  # not accumulated: written as it comes
+    if len(args) < 4 or not args[3]:  # not accumulated: written without sorting
         return []
     into, indices, values = args[:3]
     shapes = [index.shape for index in indices if index is not None]

@@ -1,4 +1,4 @@
-"""Matrix products: cuBLAS has a workspace for each thread, taken at its first product and never given back."""
+"""Matrix products: cuBLAS allocates a workspace for each thread at its first product, and never frees it."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ PRODUCTS = frozenset(
 )
 
 WORKSPACE = "cublas::workspace"
-"""The operator that those blocks are put down to."""
+"""Operator that cuBLAS's workspaces are attributed to."""
 
 LT_WORKSPACE = "cublaslt::workspace"
-"""The same for those of cuBLASLt."""
+"""Operator that cuBLASLt's workspaces are attributed to."""
 
 
 def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """The last two of the arguments are multiplied."""
+    """Return copies of the factors, the last two tensor arguments, that cuBLAS can't read."""
     factors = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
     return [ScratchBlock.exactly(t.numel() * t.element_size()) for t in factors if is_strided(t) and not _is_taken(t)]
 
 
 def _is_taken(factor: Tensor) -> bool:
-    """Whether cuBLAS can read it as it lies, or the other way round."""
+    """Return True if cuBLAS can read a factor in its layout, or transposed."""
     if factor.dim() == 2 and (factor.is_contiguous() or factor.t().is_contiguous()):
         return True
     return blas_reads(factor) or (factor.is_contiguous() and 0 not in factor.stride()[-2:])
@@ -69,23 +69,23 @@ INSIDE = dict.fromkeys(
 
 
 def workspace_bytes(gpu: GpuSpec) -> int:
-    """What each thread's first product takes."""
+    """Return the bytes of the workspace that each thread's first product allocates."""
     known = gpu.cublas_workspace_bytes()
     return cublas_workspace_bytes(CAPABILITY_ASSUMED) if known is None else known
 
 
 _IS_SHARED = hasattr(torch.backends.cuda, "cublaslt_workspace_size")
-"""Since torch 2.13, with which that came."""
+"""True since torch 2.13, which introduced the shared workspace."""
 
 
 def lt_workspace_bytes(environment: Mapping[str, str] = os.environ) -> int:
-    """What each thread's first product with a bias takes beside it."""
+    """Return the additional bytes that each thread's first product with a bias allocates."""
     shared = environment.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1" if _IS_SHARED else "0")
     return 0 if shared == "1" else int(environment.get("CUBLASLT_WORKSPACE_SIZE", "1024")) * 1024
 
 
 def is_with_bias(func: Any, args: Any) -> bool:
-    """Whether cuBLASLt is asked for it: `addmm` with one number for each column (isInputCompliesAddmmCudaLt)."""
+    """Return True if cuBLASLt is used: `addmm` with one number for each column (isInputCompliesAddmmCudaLt)."""
     if func is not aten.addmm.default:
         return False
     bias, _, other = args[:3]

@@ -1,4 +1,4 @@
-"""Norms: one kernel each, which keeps one or two numbers for a row."""
+"""Norms: one kernel each, which saves one or two numbers for a row."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ _COLUMNS_EACH = 32
 _MOST_BLOCKS = 64 * 1024 // 2
 _MOST_EXAMPLES = 880_801
 _MOST_MULTIPROCESSORS = 192
-"""Of any GPU: half as many groups of columns are few."""
+"""Most multiprocessors of any GPU; groups of columns are few below half that number."""
 
 
 class _RmsNorm(torch.autograd.Function):
-    """aten::_fused_rms_norm."""
+    """Stand-in for aten::_fused_rms_norm."""
 
     @staticmethod
     @stands_in_for("aten::_fused_rms_norm")
@@ -110,7 +110,7 @@ def _layer_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Scr
 
 
 def _partial_sums(x: Tensor, width: int, n_gradients: int) -> list[ScratchBlock]:
-    """Where rows are many and short: a GPU with few multiprocessors does without."""
+    """Return the partial sums for many short rows, which a GPU with few multiprocessors does not use."""
     rows, columns = x.numel() // max(width, 1), -(-width // _COLUMNS_EACH)
     if rows <= _MANY_ROWS or width // _COLUMNS_EACH >= _MOST_MULTIPROCESSORS // 2:
         return []
@@ -119,7 +119,7 @@ def _partial_sums(x: Tensor, width: int, n_gradients: int) -> list[ScratchBlock]
 
 
 def _group_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Mean and deviation in single precision; the two numbers that a channel is scaled and moved by."""
+    """Return mean and deviation in single precision, and the scale and shift of each channel."""
     x, weight, bias, examples, channels, pixels, groups = args[:7]
     each = 8 if x.dtype is torch.float64 else 4
     inside = [ScratchBlock.exactly(examples * groups * each)] * 2 if x.element_size() < each else []
@@ -129,7 +129,7 @@ def _group_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock
 
 
 def _group_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Two sums for each channel; for the input's gradient two numbers a group and one a channel."""
+    """Return two sums for each channel; for the input's gradient two numbers a group and one a channel."""
     x, weight = args[1], args[4]
     examples, channels, pixels, groups, wanted = args[5:10]
     each = 8 if x.dtype is torch.float64 else 4
@@ -140,7 +140,7 @@ def _group_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Scr
 
 
 def _is_cudnns(x: Tensor, weight: Tensor | None, training: bool) -> bool:
-    """Whether cuDNN normalizes a batch, or gives the gradient: in training, what has weights and is not bfloat16."""
+    """Return True if cuDNN runs a batch norm or its backward: in training, with weights, and not bfloat16."""
     if weight is None or torch.bfloat16 in (x.dtype, weight.dtype) or not training:
         return False
     mixed = x.dtype is not torch.float16 or weight.dtype is torch.float32
@@ -148,7 +148,7 @@ def _is_cudnns(x: Tensor, weight: Tensor | None, training: bool) -> bool:
 
 
 def _batch_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Nothing that is known; cuDNN says what it reserves on a GPU only, and documents no bound."""
+    """Return no known scratch; cuDNN reports its reserve on a GPU only, and documents no bound."""
     x, weight, training = args[0], args[1], args[5]
     if _is_cudnns(x, weight, training) and is_channels_last(x):
         unbounded.setdefault(

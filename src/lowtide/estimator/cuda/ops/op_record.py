@@ -1,4 +1,4 @@
-"""A row of the table, and memory of which only bounds are known."""
+"""Records: a behaviour of CUDA, and scratch memory with its bounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def is_channels_last(tensor: Tensor) -> torch.memory_format | None:
-    """That layout, of its dimensions, if the tensor has it and not also the other; else None."""
+    """Return the channels-last format if the tensor has it and is not also contiguous; else None."""
     layout = _CHANNELS_LAST.get(tensor.dim())
     if layout is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=layout):
         return None
@@ -26,29 +26,29 @@ def is_channels_last(tensor: Tensor) -> torch.memory_format | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behaviour:
-    """What CUDA does and the CPU does not, with its source: a file of torch and the version it was read in."""
+    """A behaviour of CUDA that the CPU lacks, with its source: a file of torch and the version it was read in."""
 
     name: str
     does: str
     source: str
     exact: bool = True
-    """Whether bytes follow from the source; else bounds do."""
+    """True if bytes follow from the source; otherwise bounds do."""
 
 
 class ScratchBlock(NamedTuple):
-    """A block that an operator takes inside and gives back: bytes expected, and their bounds."""
+    """A block that an operator allocates and frees internally: expected bytes, and their bounds."""
 
     bytes: int
     least: int
     most: int
     through: int | None = None
-    """How many of the blocks after it are taken before it is given back; None where it lasts to the operator's end."""
+    """Number of later blocks allocated before this one is freed; None if it lasts to the operator's end."""
     first: bool = False
-    """Whether it is taken before the results; then it lasts to the operator's end."""
+    """True if the block is allocated before the results; then it lasts to the operator's end."""
 
     @classmethod
     def exactly(cls, n_bytes: int, through: int | None = None, *, first: bool = False) -> ScratchBlock:
-        """A block whose size is known."""
+        """Return a block of known size."""
         return cls(n_bytes, n_bytes, n_bytes, through, first)
 
 
@@ -56,6 +56,6 @@ CONTIGUOUS = torch.contiguous_format
 
 
 def copies(*tensors: Tensor, layout: torch.memory_format = CONTIGUOUS, first: bool = False) -> list[ScratchBlock]:
-    """A block for each of these that does not lie like that."""
+    """Return a block for the copy of each tensor that is not contiguous in this layout."""
     away = (t for t in tensors if not t.is_contiguous(memory_format=layout))
     return [ScratchBlock.exactly(t.numel() * t.element_size(), first=first) for t in away]

@@ -1,4 +1,4 @@
-"""All behaviours, all kernels that stand for CUDA's, all that operators take inside."""
+"""All behaviours, stand-in kernels and scratch rules for CUDA."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
 )
 
 KERNELS: dict[str, Callable[..., Any]] = {**attention.KERNELS, **normalization.KERNELS, **recurrent.KERNELS}
-"""Operators by name, for autograd on the GPU."""
+"""Kernels by operator name, for autograd on the GPU."""
 
 SHAPES: dict[Any, Callable[..., Any]] = {**recurrent.SHAPES}
-"""What gives the results of operators that torch can't run on fake tensors."""
+"""Functions that return the results of operators that torch can't run on fake tensors."""
 
 LAYOUTS: dict[Any, Callable[[Any, Any], Any]] = {
     **convolution.LAYOUTS,
     **normalization.LAYOUTS,
     **softmax.LAYOUTS,
 }
-"""(args, results) -> the results as they lie in memory, by operator."""
+"""(args, results) -> the results in CUDA's memory layout, by operator."""
 
 ORDER: dict[Any, tuple[int, ...]] = {**dropout.ORDER}
-"""The order in which an operator allocates its results, where it is another one than theirs."""
+"""Allocation order of an operator's results, where it differs from their own order."""
 
 ON_HOST: dict[Any, range] = {**efficient.ON_HOST}
-"""Which of an operator's results are not on the GPU."""
+"""Results of an operator that are on the host."""
 
 INSIDE: dict[Any, Callable[[Any, Any, list[Tensor]], list[ScratchBlock]]] = {
     **flash.INSIDE,
@@ -74,4 +74,4 @@ INSIDE: dict[Any, Callable[[Any, Any, list[Tensor]], list[ScratchBlock]]] = {
     **lookup.INSIDE,
     **reductions.INSIDE,
 }
-"""(args, kwargs, results) -> the blocks that an operator takes inside, by operator."""
+"""(args, kwargs, results) -> the scratch blocks of an operator, by operator."""

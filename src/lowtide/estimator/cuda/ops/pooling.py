@@ -1,4 +1,4 @@
-"""Pooling and upsampling: kernels for either layout, which copy what has none of them or the other one."""
+"""Pooling and upsampling: kernels for either layout, with copies of tensors in neither or in the other one."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def _own(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
 
 
 def _pooled(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """In the layout of the input: this, and the gradient."""
+    """Return copies of the input and its gradient that are not in the input's layout."""
     gradient, x = args[:2]
     return copies(x, gradient, layout=_layout(x))
 
 
 def _pooled_by_shape(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Of the input only the layout matters; a kernel for channels-last ones takes gradients as they lie."""
+    """Return a copy of the gradient, unless the input is channels-last; that kernel reads gradients in any layout."""
     gradient, x = args[:2]
     return [] if is_channels_last(x) else copies(gradient)
 

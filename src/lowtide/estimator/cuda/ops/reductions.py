@@ -1,4 +1,4 @@
-"""Sums over many rows: several blocks of threads write partial sums first."""
+"""Sums over many rows: several thread blocks write partial sums first."""
 
 from __future__ import annotations
 

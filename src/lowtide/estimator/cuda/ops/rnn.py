@@ -1,10 +1,10 @@
-"""Recurrent layers: cuDNN runs all steps of all layers as one operator, and keeps what their backward needs.
+"""Recurrent layers: cuDNN runs all steps of all layers as one operator, and saves a reserve for backward.
 
-The CPU's composition keeps every gate of every step as tensors of its own. How much cuDNN reserves, and which workspace
-it takes, it only says on a GPU (cudnnGetRNNTempSpaceSizes), and its documentation gives no bound. Counted is what 40
-layers took on an H200 with cuDNN 9.19 (tests/estimator/data/cudnn_h200.json): the reserves of all of them to the byte,
-the workspaces within a tenth. Other GPUs may take others, which is
-said; `lowtide rehearse --strict` does not take that for known.
+The CPU's composition saves every gate of every step as separate tensors. Only on a GPU does cuDNN report the sizes of
+its reserve and workspace (cudnnGetRNNTempSpaceSizes), and its documentation gives no bound. The sizes counted are those
+of 40 layers on an H200 with cuDNN 9.19 (tests/estimator/data/cudnn_h200.json): the reserves of all of them to the byte,
+the workspaces within a tenth. Other GPUs may need other sizes, which is noted; `lowtide rehearse --strict` does not
+accept the sizes as known.
 """
 
 from __future__ import annotations
@@ -42,17 +42,21 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 _IN_WORK = {"lstm": (21, 1), "gru": (18, 2), "rnn_tanh": (14, 2), "rnn_relu": (14, 2)}
 _IN_WORK_OF_MANY = {"lstm": (5, 2), "gru": (3, 2), "rnn_tanh": (2, 2), "rnn_relu": (2, 2)}
-"""Numbers for each step in the workspace: for each hidden unit, and for each number of the input. Of layers with MANY
-hidden units fewer."""
+"""Numbers for each step in the workspace: for each hidden unit, and for each number of the input.
+
+Layers with at least MANY hidden units need fewer.
+"""
 MANY = 256
 _BACKWARDS = 9
-"""The same for each hidden unit of a second direction."""
+"""Numbers for each step and each hidden unit of a second direction in the workspace."""
 _EACH = 8 * 2**20
 """Bytes in the workspace for each layer and direction."""
 
 _STATES = 132 * 48 * 2**10
-"""Bytes that the states of random numbers for dropout take, once in a process: 48 KiB for each multiprocessor of an
-H200 (cudnnDropoutGetStatesSize)."""
+"""Bytes of the random number states for dropout, allocated once in a process.
+
+48 KiB for each multiprocessor of an H200 (cudnnDropoutGetStatesSize).
+"""
 
 _NAME = "cuDNN's states for dropout"
 
@@ -60,7 +64,7 @@ _MEASURED = "cuDNN's reserve and workspaces, counted as measured on one GPU, an 
 
 
 def reserve_bytes(kind: str, rows: int, settings: dict[str, Any], itemsize: int) -> int:
-    """What backward reads; `rows` are the steps of all sequences."""
+    """Return the bytes of the reserve that backward reads; `rows` are the steps of all sequences."""
     layers, directions, out = settings["layers"], settings["directions"], settings["directions"] * settings["out"]
     units = _KEPT_A_STEP[kind] * layers * directions * settings["hidden"] + (layers - 1) * out
     masks = (layers - 1) * directions * rows * out // 8 if settings["dropout"] else 0
@@ -68,7 +72,7 @@ def reserve_bytes(kind: str, rows: int, settings: dict[str, Any], itemsize: int)
 
 
 def workspace_bytes(kind: str, rows: int, settings: dict[str, Any], itemsize: int) -> int:
-    """What a pass over all steps works in."""
+    """Return the bytes of the workspace of a pass over all steps."""
     layers, directions, hidden = settings["layers"], settings["directions"], settings["hidden"]
     gates, found = _GATES[kind], 768
     for layer in range(layers):
@@ -82,7 +86,7 @@ def workspace_bytes(kind: str, rows: int, settings: dict[str, Any], itemsize: in
 
 
 class _Recurrent(torch.autograd.Function):
-    """aten::_cudnn_rnn: y, hy, cy."""
+    """Stand-in for aten::_cudnn_rnn: y, hy, cy."""
 
     @staticmethod
     @stands_in_for("aten::_cudnn_rnn")
@@ -114,7 +118,7 @@ class _Recurrent(torch.autograd.Function):
         for_states = tuple(torch.empty_like(state) for state in states)
         _ = x.new_empty((workspace_bytes(*ctx.shape),), dtype=torch.uint8)
         del _
-        copies = [_sequence_first(x, ctx.settings)]  # once more, for another call of cuDNN
+        copies = [_sequence_first(x, ctx.settings)]  # again, for another call of cuDNN
         for_weights = _in_one_block(weights)
         work = x.new_empty((workspace_bytes(*ctx.shape),), dtype=torch.uint8)
         del copies, work
@@ -129,7 +133,7 @@ def _sequence_first(x: Tensor, settings: dict[str, Any]) -> Tensor:
 
 
 def _in_one_block(weights: tuple[Tensor, ...]) -> list[Tensor]:
-    """Gradients of all weights: views of one block."""
+    """Return the gradients of all weights: views of one block."""
     block = weights[0].new_empty((sum(weight.numel() for weight in weights),))
     parts = torch.split(block, [weight.numel() for weight in weights])
     return [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
@@ -219,4 +223,4 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._thnn_fused_gru_cell.default: _gru_cell,
     torch.ops.aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
 }
-"""Operators of CUDA that torch can't run on fake tensors."""
+"""Functions for CUDA operators that torch can't run on fake tensors."""

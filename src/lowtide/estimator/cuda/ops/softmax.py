@@ -35,7 +35,7 @@ def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
 
 
 def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """The product lies as the gradient does, and is copied like it."""
+    """Return the product, laid out like the gradient, and copies."""
     gradient, result = args[:2]
     n_bytes = gradient.numel() * gradient.element_size()
     return [ScratchBlock.exactly(n_bytes), *copies(gradient, result)]

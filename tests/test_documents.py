@@ -1,0 +1,154 @@
+"""README, its Japanese version and docs: links and names exist, code runs, tables match the source."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from conftest import RunPython
+from lowtide.cli import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "lowtide"
+PAGES = [ROOT / "README.md", ROOT / "README.ja.md", *sorted((ROOT / "docs").glob("*.md"))]
+HAND_WRITTEN = [
+    ROOT / name for name in ("README.md", "README.ja.md", "docs/design.md", "docs/limits.md", "docs/loops.md")
+]
+PROGRAM = "TransformerEncoderLayer"
+"""A word of the README's complete program, and of no other block."""
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text_of(page), re.MULTILINE | re.DOTALL)
+
+
+def prose(page: Path) -> str:
+    """The page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> list[str]:
+    """The anchors that headings of a page have on GitHub."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def measured(page: Path) -> list[str]:
+    """The cells of a page's tables that begin with a number or a sign, in their order."""
+    return re.findall(r"(?<=\| )[+-]?\d[\d.,]*(?: (?:%|ms|B|[GM]i?B))?(?= \|)", text_of(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
+def test_every_name_exists(page: Path) -> None:
+    text = text_of(page)
+    names = re.findall(r"lowtide\.([a-z_]+)\(", text)
+    assert set(names) <= set(lowtide.__all__)
+    commands = re.findall(r"^\$ (?:.* )?lowtide ([a-z]+)", text, re.MULTILINE) + re.findall(r"`lowtide ([a-z]+)", text)
+    assert set(commands) <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
+def test_every_block_of_python_is_python(page: Path) -> None:
+    for block in blocks(page, "python"):
+        compile(block, str(page), "exec")
+
+
+def test_the_japanese_page_has_the_same_code_and_numbers() -> None:
+    english, japanese = HAND_WRITTEN[:2]
+
+    def without_comments(block: str) -> str:
+        return re.sub(r" *#.*", "", block)
+
+    for language in ("python", "text", "console"):
+        assert [*map(without_comments, blocks(english, language))] == [
+            *map(without_comments, blocks(japanese, language))
+        ]
+    assert measured(english) == measured(japanese) != []
+
+
+def test_the_table_of_folders_has_every_folder() -> None:
+    table = text_of(ROOT / "docs" / "design.md").split("## Folders")[1].split("\n\n")[1]
+    rows = [
+        name for cell in re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE) for name in re.findall(r"`([^`]+)`", cell)
+    ]
+    folders = [f"{path.name}/" for path in SOURCE.iterdir() if (path / "__init__.py").exists()]
+    assert sorted(rows) == sorted([*folders, "units.py", "errors.py"])
+
+
+def test_every_file_that_the_design_names_exists() -> None:
+    text = text_of(ROOT / "docs" / "design.md")
+    order = re.search(r"### Where to begin.*?(?=\n## )", text, re.DOTALL)
+    assert order is not None
+    for folder, files in re.findall(r"^- \*\*`([a-z_/]+)/`\*\*(.*?)(?=^- |\Z)", order[0], re.MULTILINE | re.DOTALL):
+        for name in re.findall(r"`([a-z_/]+\.py)`", files):
+            assert (SOURCE / folder / name).exists(), f"{folder}/{name}"
+    for name in re.findall(r"`([a-z_]+/[a-z_/]*(?:\.py)?)`", text.replace(order[0], "")):
+        places = [ROOT / name, SOURCE / name, SOURCE.parent / name, *SOURCE.rglob(name)]
+        assert any(place.exists() for place in places), name
+
+
+class _LanguageModel(nn.Module):
+    """A model that takes its batch by name and returns outputs with a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.layers(x).square().mean())
+
+
+def test_the_first_block_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    model = _LanguageModel()
+    names: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "batch": {"x": torch.randn(64, 32)},
+    }
+    exec(blocks(ROOT / "README.md", "python")[0], names)
+    names["fitted"].remove()
+    assert "peak (budget 8 GiB)" in capsys.readouterr().out
+
+
+def test_the_loop_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+    names: dict[str, Any] = {
+        "lowtide": lowtide,
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "criterion": nn.MSELoss(),
+        "loader": [(torch.randn(64, 32), torch.randn(64, 8)) for _ in range(20)],
+    }
+    exec(next(block for block in blocks(ROOT / "README.md", "python") if "lowtide.within" in block), names)
+    assert names["run"].plan is not None
+    assert capsys.readouterr().out.strip() == str(names["run"])
+
+
+@pytest.mark.slow
+def test_the_program_runs_as_pasted(run_python: RunPython, tmp_path: Path) -> None:
+    (program,) = (block for block in blocks(ROOT / "README.md", "python") if PROGRAM in block)
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    done = run_python(str(tmp_path / "program.py"))
+    assert done.returncode == 0, done.stderr
+    assert "peak (budget" in done.stdout
+    assert len(re.findall(r"^\d+\.\d+$", done.stdout, re.MULTILINE)) == 8
