@@ -51,13 +51,17 @@ if TYPE_CHECKING:
 __all__ = ["Actions", "Decision", "Engine", "ForwardPass", "actions_for"]
 
 
+MAX_LEARNT_AGAIN = 3
+"""Runs in which the needed saved tensors are learnt anew; after these the hooks see all: no two runs are alike."""
+
+
 class Engine:
     """The pair of hooks, and the interceptors in a model."""
 
     is_measured: ClassVar[bool] = False
     """True while this model's step is measured, so that plans of other models are ignored."""
 
-    learns: ClassVar[bool] = True
+    learns: bool = True
     """True if all decisions are in `actions`, so that one run shows the saved tensors that are needed."""
 
     def __init__(
@@ -96,6 +100,7 @@ class Engine:
         """The entries of `learnt` for plans whose learning run is complete; None where the next run has to see all."""
         self.learns_again = False
         """True if a recompute has taken another path since."""
+        self.n_learnt_again = 0
         self._writing: InPlace | None = None
         self._thread: int | None = None
         """The thread of the run in progress."""
@@ -340,6 +345,8 @@ class Engine:
         is_probed = values.observer_of(self) is not None
         if self.learns_again and not is_probed:
             self.learns_again, self.needed[plan] = False, None
+            self.n_learnt_again += 1
+            self.learns = self.learns and self.n_learnt_again < MAX_LEARNT_AGAIN
         needed = None if is_probed else self.needed[plan]
         now = ForwardPass(self, plan, needed, learns=self.learns and not is_probed and not self.builder.owners.sharded)
         with off_in_transforms(unpack, self.apart), self.now(now), self._alone(seam), pausing(now.pack):

@@ -40,6 +40,7 @@ class Planned(Engine):
         if any(plan.draws for plan in plans):
             tables = [with_like_blocks(model, table) for table in tables]
         super().__init__(model, *tables, in_place=[each.in_place for each in decided])
+        self.learns = not any(plan.draws for plan in plans)  # runs that draw their blocks have no structure to learn
         self.excluded_modules = frozenset(path for plan in plans for path in plan.excluded_modules)
         self.ambiguous_addresses = frozenset(address for plan in plans for address in plan.ambiguous_addresses)
         self.of_a_part: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None
