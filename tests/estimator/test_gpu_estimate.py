@@ -47,14 +47,6 @@ def test_a_torch_whose_sources_were_not_read_is_said(monkeypatch: pytest.MonkeyP
     assert estimated.fits
 
 
-def test_rehearsing_for_a_gpu_is_estimating() -> None:
-    case = build("gpt2")
-    there = lowtide.rehearse(case.model, case.step, case.batch, device="cuda:24GiB")
-    assert isinstance(there, lowtide.GpuMemoryEstimate)
-    assert str(there) == str(lowtide.estimate(case.model, case.step, case.batch, device="cuda:24GiB"))
-    assert isinstance(lowtide.rehearse(case.model, case.step, case.batch), lowtide.Profile)
-
-
 def test_tensors_come_to_the_gpu_in_the_format_that_is_asked_for() -> None:
     model = nn.Conv2d(3, 8, 3)
 

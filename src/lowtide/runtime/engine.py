@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from lowtide._torch.backward import in_backward, in_transform
+from lowtide._torch.fake_modes import without_function_modes
 from lowtide._torch.modes import off_in_transforms, saved_tensor_hooks
 from lowtide._torch.modules import CALL
 from lowtide._torch.privateuse1 import without_aside
@@ -101,6 +103,9 @@ class Engine:
         self.learns_again = False
         """True if a recompute has taken another path since."""
         self.n_learnt_again = 0
+        self._last_packed: Callable[[], object] = lambda: None
+        """Returns the last saved tensor of the learning run, until backward has read it: a step may call its model
+        several times, each time with other values on the edges of the graph."""
         self._writing: InPlace | None = None
         self._thread: int | None = None
         """The thread of the run in progress."""
@@ -132,6 +137,8 @@ class Engine:
             scope.held = [value for value in scope.held if not value.readers]
         if now.probe is not None:
             now.probe.packed(handle, tensor)
+        if scope.learnt is not None:
+            now.last_packed = weakref.ref(handle)
         return handle
 
     def hold(self, tensor: Tensor, decision: Decision | None, frame: ReplayFrame | None, scope: CallScope) -> Handle:
@@ -347,7 +354,7 @@ class Engine:
             self.learns_again, self.needed[plan] = False, None
             self.n_learnt_again += 1
             self.learns = self.learns and self.n_learnt_again < MAX_LEARNT_AGAIN
-        needed = None if is_probed else self.needed[plan]
+        needed = None if is_probed or self._last_packed() is not None else self.needed[plan]
         now = ForwardPass(self, plan, needed, learns=self.learns and not is_probed and not self.builder.owners.sharded)
         with off_in_transforms(unpack, self.apart), self.now(now), self._alone(seam), pausing(now.pack):
             if needed is None:
@@ -361,6 +368,7 @@ class Engine:
         if now.learnt:
             self.needed[plan] = self.learnt[plan]
             self.learnt[plan].learn(plan, now.learnt)
+            self._last_packed = now.last_packed
         return result
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
@@ -430,7 +438,8 @@ class Engine:
     def name_of(self, tensor: Tensor) -> str | None:
         """Return the name of the model's parameter or buffer that has this tensor's memory; None if there is none."""
         named = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
-        return next((name for name, own in named if is_same_memory(own, tensor)), None)
+        with without_function_modes():  # a replay's own would ask for the name again
+            return next((name for name, own in named if is_same_memory(own, tensor)), None)
 
     def copied(self, tensor: Tensor, who: str) -> None:
         """Report a tensor that was copied before a write, because a recompute or replay still reads it."""

@@ -26,7 +26,7 @@ from lowtide.runtime.offload import OffloadQueue
 from lowtide.runtime.operand_capture import CaptureSite, OperandCapture
 from lowtide.runtime.plan_table import NO_ACTIONS, Actions, NeededSlots
 from lowtide.runtime.replay import ReplayFrame
-from lowtide.runtime.saved_values import Handle, ReachableObjects, Value, unpack
+from lowtide.runtime.saved_values import Handle, KeptTensor, Value, unpack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,6 +98,7 @@ class ForwardPass:
         "frame",
         "has_hooks",
         "idle",
+        "last_packed",
         "learnt",
         "needed",
         "notes",
@@ -118,6 +119,7 @@ class ForwardPass:
         """Number of the plan in force in this run."""
         self.needed = needed
         self.learnt: dict[CallInterceptor, dict[int, set[int]]] | None = {} if learns else None
+        self.last_packed: Callable[[], Handle | None] = lambda: None
         self.probe = values.observer_of(engine)
         self.pack = pack_into(self)
         self.idle = NO_SEAMS if needed is None else needed.idle
@@ -326,7 +328,7 @@ def pausing(pack: Callable[[Tensor], Any] | None) -> Iterator[None]:
         paused.pack = before
 
 
-def pack_into(now: ForwardPass) -> Callable[[Tensor], Handle | ReachableObjects]:
+def pack_into(now: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
     """Return the pack hook, which refers to the run weakly.
 
     Autograd holds the hook as long as the saved tensor, so it must not keep alive a model that stores its own output.
@@ -334,7 +336,7 @@ def pack_into(now: ForwardPass) -> Callable[[Tensor], Handle | ReachableObjects]
     reference = weakref.ref(now)
 
     @never_compiled
-    def pack(tensor: Tensor) -> Handle | ReachableObjects:
+    def pack(tensor: Tensor) -> Handle | KeptTensor:
         now = reference()
         assert now is not None  # while the forward runs
         scope = now.scope

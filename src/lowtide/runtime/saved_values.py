@@ -39,7 +39,7 @@ SEED_BYTES = 64
 attention's kernels save their seeds even if they have drawn no numbers; then the seeds are uninitialised.
 """
 
-ReachableObjects = tuple["Tensor", int]
+KeptTensor = tuple["Tensor", int]
 """A saved tensor that is just kept, and its version: the packed form if no handle is needed."""
 
 _NEVER = -2
@@ -263,7 +263,7 @@ def registered(node: Node, output: int) -> Value | None:
 
 
 @never_compiled
-def unpack(handle: Handle | ReachableObjects) -> Tensor:
+def unpack(handle: Handle | KeptTensor) -> Tensor:
     """Return a saved tensor, as the unpack hook."""
     global probe
     if isinstance(handle, tuple):
