@@ -79,7 +79,7 @@ def test_audited_and_traced_steps_peak_below_the_plain_one(kind, shape):
         assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
     observed.leave()
     assert max(peaks) <= plain.peak_bytes
-    assert peaks[0] <= 0.85 * plain.peak_bytes
+    assert peaks[0] <= 0.9 * plain.peak_bytes
 
 
 def test_blocks_are_found_in_lists_and_where_no_two_are_alike():
