@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lowtide import cli
 from lowtide._torch import patching as _standins
 from lowtide._torch.modes import saved_tensor_hooks
 from lowtide._torch.modules import CALL
+from lowtide.api import fit
 from lowtide.script.runner import _LAST
 from lowtide.utils import interrupts as _interrupts
 from lowtide.utils.interrupts import held_back, whole
@@ -233,6 +235,22 @@ def test_a_plan_in_force_holds_interrupts_back_until_it_or_its_model_is_gone() -
     del training
     gc.collect()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_plan_that_no_caller_gets_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt has waited until the fit was done: its caller gets the exception, and never the plan."""
+    training, own = Training(), fit._fit
+
+    def interrupted(*args: Any) -> lowtide.Fitted:
+        fitted = own(*args)
+        whole(lambda: signal.raise_signal(signal.SIGINT))()
+        return fitted
+
+    monkeypatch.setattr(fit, "_fit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        training.fit()
+    assert lowtide.fitted(training.model) is None
+    assert left(training.model) == []
 
 
 def test_a_profiler_that_was_interrupted_at_its_start_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from lowtide.profiler.replay_check import Checked
 from lowtide.runtime.fingerprint import Optimizers, check_made_for
 from lowtide.runtime.guards import PlanGuard, more_state, watch_bypass
 from lowtide.runtime.planned_engine import Planned
-from lowtide.utils.interrupts import hold_back
+from lowtide.utils.interrupts import hold_back, removed_if_interrupted
 from lowtide.utils.removable import Removable
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ def warn(what: str) -> None:
     warnings.warn(what, stacklevel=2)
 
 
+@removed_if_interrupted
 def apply(model: nn.Module, plan: Plan, *, optimizer: Optimizers = None, say: Callable[[str], None] = warn) -> Applied:
     """Put a plan in force on `model`, until `.remove()` or the end of a `with` block.
 

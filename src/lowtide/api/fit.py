@@ -30,7 +30,7 @@ from lowtide.state.step_arguments import of_one_argument
 from lowtide.state.step_outcome import unless_out_of_memory
 from lowtide.units import format_bytes, format_change, format_time
 from lowtide.utils.amounts import check_budget, parse_budget
-from lowtide.utils.interrupts import held_back
+from lowtide.utils.interrupts import removed_if_interrupted
 from lowtide.utils.messages import tell
 from lowtide.utils.removable import Removable
 
@@ -110,7 +110,7 @@ def _time(plan: Plan, verdict: Verdict) -> str:
     return f", {before}{format_time(verdict.planned_ms)} a step measured{extra_time(plan)}"
 
 
-@held_back()
+@removed_if_interrupted
 def fit(
     model: nn.Module,
     step: Callable[..., Any],

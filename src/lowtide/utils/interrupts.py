@@ -26,9 +26,12 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, Final, ParamSpec, TypeVar
 
+from lowtide.utils.removable import Removable
+
 P = ParamSpec("P")
 T = TypeVar("T")
 U = TypeVar("U")
+R = TypeVar("R", bound=Removable)
 
 AGAIN_S: Final = 0.005
 """Seconds after which a waiting interrupt is resent."""
@@ -152,6 +155,35 @@ def _interrupt_out_of(code: CodeType) -> None:
         if frame is None:
             break
     send(main)
+
+
+def removed_if_interrupted(function: Callable[P, R]) -> Callable[P, R]:
+    """Delay interrupts in `function`, and remove what it returns where one has waited: no caller would get it."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with held_back():
+            result = function(*args, **kwargs)
+            try:
+                _pass_on()
+            except BaseException:
+                result.remove()
+                raise
+            return result
+
+    return run
+
+
+def _pass_on() -> None:
+    """Call the process's handler for an interrupt that waits."""
+    global _waits
+    if threading.get_ident() != threading.main_thread().ident:
+        return
+    with _lock:
+        waited, _waits = _waits, False
+    found = signal.getsignal(signal.SIGINT)
+    if waited and isinstance(found, _Handler):
+        found.before(signal.SIGINT, sys._getframe())
 
 
 def whole(function: Callable[P, T]) -> Callable[P, T]:
