@@ -423,6 +423,7 @@ def in_threads(*work: Callable[[], object]) -> list[BaseException]:
     return raised
 
 
+@pytest.mark.slow
 def test_several_at_once_wait_for_each_other_and_leave_nothing_behind() -> None:
     run, rebuild = torch.autograd._engine_run_backward, torch._utils._rebuild_tensor  # type: ignore[attr-defined]
 

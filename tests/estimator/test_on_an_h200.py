@@ -10,6 +10,8 @@ from on_gpu import estimated
 from lowtide.estimator.cuda.ops import matmul as products
 from lowtide.memory.gpu_specs import GpuSpec
 
+pytestmark = pytest.mark.slow
+
 MEASURED = json.loads((Path(__file__).parent / "data" / "peaks_h200.json").read_text())
 GPU = GpuSpec(
     name=MEASURED["gpu"], total_bytes=MEASURED["bytes"], capability=tuple(MEASURED["capability"]), source="torch"

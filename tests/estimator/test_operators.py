@@ -17,6 +17,8 @@ from lowtide.estimator.cpu.scratch import Scratch
 from lowtide.estimator.cpu.scratch_trials import Trials
 from lowtide.memory.cpu_recorder import CpuRecorder
 
+pytestmark = pytest.mark.slow
+
 SAMPLES, CALLS = 4, 4
 """Of each function of torch, and of each operator."""
 

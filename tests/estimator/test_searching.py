@@ -10,6 +10,7 @@ import lowtide
 @pytest.mark.parametrize(
     "options", [{}, {"max_iter": 5, "history_size": 3}, {"line_search_fn": "strong_wolfe"}], ids=str
 )
+@pytest.mark.slow
 def test_a_search_goes_on_as_long_as_it_may(options: dict[str, object]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(50, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))

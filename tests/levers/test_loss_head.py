@@ -161,6 +161,7 @@ def test_fit_with_the_users_word() -> None:
     assert equal(before, dict(model.named_parameters()))
 
 
+@pytest.mark.slow
 def test_a_plan_with_it_is_estimated_and_shown_with_it() -> None:
     model, batch = model_of("gpt2"), batch_of()
 
@@ -181,6 +182,7 @@ def test_a_plan_with_it_is_estimated_and_shown_with_it() -> None:
     assert not hasattr(model.lm_head, "_forward_hooks") or not model.lm_head._forward_hooks
 
 
+@pytest.mark.slow
 def test_with_recomputes_replays_and_steps_in_backward_beside_it() -> None:
     model, batch = model_of("gpt2", n_layer=1, resid_pdrop=0.1), batch_of()
     step = _step(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -116,6 +116,7 @@ def test_numbers_that_make_pieces_smaller() -> None:
     assert list(numbers(site)) == [2, 3, 4, 5, 10]  # pieces of 5, 4, 3, 2 and 1 rows
 
 
+@pytest.mark.slow
 def test_fit_takes_the_fewest_pieces_that_fit_and_only_if_it_has_to() -> None:
     model, batch = model_of("gpt2", resid_pdrop=0, attn_pdrop=0, embd_pdrop=0), batch_of(8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

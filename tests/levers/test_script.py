@@ -46,6 +46,7 @@ def run(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Done
 
 
 @pytest.mark.loss_head
+@pytest.mark.slow
 def test_a_script_with_a_lever_trains_within_less(run: Callable[..., Done], tmp_path: Path) -> None:
     saved = str(tmp_path / "plan.json")
     plain = run("run", "--budget", "100%")

@@ -33,6 +33,7 @@ def test_a_budget_that_nothing_reaches_has_no_bound() -> None:
 
 @settings(max_examples=100)
 @given(st.integers(0, 2**32), st.integers(0, 100))
+@pytest.mark.slow
 def test_no_possible_plan_beats_it(seed: int, percent: int) -> None:
     profile = bruteforce.trimmed(random_profile(seed, 8), seed)
     assume(bruteforce.n_decisions(profile))

@@ -103,6 +103,7 @@ def test_for_flops_time_comes_second() -> None:
 
 @given(st.integers(0, 10**6))
 @settings(max_examples=25, deadline=None)
+@pytest.mark.slow
 def test_guarantees_hold_with_it(seed: int) -> None:
     random = Random(seed)
     plain = random_profile(seed, 8)

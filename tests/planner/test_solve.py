@@ -160,6 +160,7 @@ def test_more_budget_never_costs_more_with_noisy_costs(costs_seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.slow
 def test_how_far_down_plans_can_go_is_no_matter_of_measured_times(seed: int) -> None:
     """Else the budget that an error offers could be refused by the next call, which rehearses anew."""
     noise, profile = Random(seed), random_profile(seed, 60)

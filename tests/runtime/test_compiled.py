@@ -116,6 +116,7 @@ def test_compiled_blocks_are_run_again_to_the_same_bits(name: str) -> None:
     assert same(state(plain), state(planned))
 
 
+@pytest.mark.slow
 def test_what_inductor_makes_is_planned_for_too(inductor: None) -> None:
     planned = KINDS["attention"](backend="inductor")
     with lowtide.fit(planned.model, planned.step, planned.batch, budget="65%") as fitted:
@@ -185,6 +186,7 @@ def test_code_that_only_runs_compiled_is_replayed_and_its_flops_are_none() -> No
     assert [(call.refused, call.flops) for call in profile.calls[1:]] == 4 * [(None, 0)]
 
 
+@pytest.mark.slow
 def test_batches_of_other_sizes_which_are_compiled_anew_have_the_same_bits() -> None:
     planned = KINDS["attention"]()
     with lowtide.fit(planned.model, planned.step, planned.batch, budget="60%"):
