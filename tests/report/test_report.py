@@ -1,6 +1,7 @@
 """What is printed with a plan."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,7 +101,7 @@ def test_a_step_of_which_plans_save_nothing_has_no_smaller_peak() -> None:
 def fitted_with(plain_ms: float | None, *notes: str) -> Fitted:
     profile = transformer(2)
     made = replace(plan(profile, "70%"), notes=notes)
-    applied: Any = None
+    applied: Any = SimpleNamespace()
     return Fitted(applied, profile, made, replace(verdict_on({"loss": ()}), planned_ms=12.5, plain_ms=plain_ms))
 
 
