@@ -87,6 +87,26 @@ class HostRun:
             self.leave()
 
 
+class BudgetCallback:
+    """The arguments and the result that callbacks have in common, whatever the host."""
+
+    def __init__(
+        self,
+        budget: int | str,
+        *,
+        on_infeasible: OnInfeasible = "raise",
+        levers: Collection[str] = (),
+        in_place: bool = True,
+        progress: bool = True,
+    ) -> None:
+        self._host = HostRun(budget, on_infeasible, levers, in_place, progress)
+
+    @property
+    def run(self) -> Run | None:
+        """The block of `lowtide.within` for the last training, with its plan and verdict."""
+        return self._host.run
+
+
 class _Loop:
     """The function of another package that trains and that calls the callbacks."""
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from lowtide.integrations.host_run import HostRun, refuse_deepspeed
-from lowtide.script.fit_steps import OnInfeasible
-from lowtide.script.within import Run
+from lowtide.integrations.host_run import BudgetCallback, refuse_deepspeed
 
 __all__ = ["LowtideCallback"]
 
 
-class LowtideCallback(TrainerCallback):
+class LowtideCallback(BudgetCallback, TrainerCallback):
     """A callback that keeps the training steps of a Trainer within a memory budget.
 
         trainer = Trainer(model, args, callbacks=[LowtideCallback("8GiB")], ...)
@@ -32,22 +29,6 @@ class LowtideCallback(TrainerCallback):
         in_place: As for `lowtide.within`.
         progress: As for `lowtide.within`.
     """
-
-    def __init__(
-        self,
-        budget: int | str,
-        *,
-        on_infeasible: OnInfeasible = "raise",
-        levers: Collection[str] = (),
-        in_place: bool = True,
-        progress: bool = True,
-    ) -> None:
-        self._host = HostRun(budget, on_infeasible, levers, in_place, progress)
-
-    @property
-    def run(self) -> Run | None:
-        """The block of `lowtide.within` for the last training, with its plan and verdict."""
-        return self._host.run
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
