@@ -121,22 +121,14 @@ def same(one: Bits, other: Bits) -> bool:
     )
 
 
+COLUMNS = ("| way | peak | of plain | time | bits | what was done |", "|---|---:|---:|---:|---|---|")
+
+
 def section(name: str) -> Iterator[str]:
-    """The table of one model, line by line, as it is measured."""
-    yield from ("", f"## {contestant(name).description}", "")
-    yield from ("| way | peak | of plain | time | bits | what was done |", "|---|---:|---:|---:|---|---|")
-    plain_bytes = 0
-    for row in rows(name):
-        plain_bytes = plain_bytes or row.peak_bytes
-        yield row.line(plain_bytes)
-
-
-def main() -> None:
-    assert __doc__ is not None
-    models = tables.models_asked(__doc__, MODELS)
-    head = tables.head("compiled", "Compiled blocks", __doc__, f"{torch.get_num_threads()} threads")
-    tables.write(None if models else "compiled", head, map(section, models or MODELS))
+    """Return the table of one model, line by line, as it is measured."""
+    return tables.rows_of(contestant(name).description, COLUMNS, rows(name))
 
 
 if __name__ == "__main__":
-    main()
+    assert __doc__ is not None
+    tables.make("compiled", "Compiled blocks", __doc__, MODELS, section)

@@ -121,22 +121,14 @@ def unequal(one: Bits, other: Bits) -> str:
     return "same" if not n else f"{n} of {len(apart)} differ, by up to {max(map(float, apart.values())):.0e}"
 
 
+COLUMNS = ("| way | peak | of plain | MFLOP again | gradients | |", "|---|---:|---:|---:|---|---|")
+
+
 def section(name: str) -> Iterator[str]:
-    """The table of one model, line by line, as it is measured."""
-    yield from ("", f"## {contestant(name, quick=True).description}", "")
-    yield from ("| way | peak | of plain | MFLOP again | gradients | |", "|---|---:|---:|---:|---|---|")
-    plain_bytes = 0
-    for row in rows(name):
-        plain_bytes = plain_bytes or row.peak_bytes
-        yield row.line(plain_bytes)
-
-
-def main() -> None:
-    assert __doc__ is not None
-    models = tables.models_asked(__doc__, MODELS)
-    head = tables.head("compiled_whole", "Models compiled as a whole", __doc__, f"{torch.get_num_threads()} threads")
-    tables.write(None if models else "compiled_whole", head, map(section, models or MODELS))
+    """Return the table of one model, line by line, as it is measured."""
+    return tables.rows_of(contestant(name, quick=True).description, COLUMNS, rows(name))
 
 
 if __name__ == "__main__":
-    main()
+    assert __doc__ is not None
+    tables.make("compiled_whole", "Models compiled as a whole", __doc__, MODELS, section)

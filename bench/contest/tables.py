@@ -6,12 +6,25 @@ import argparse
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from contest import allocator
+
+
+class Measured(Protocol):
+    """One way to train a model, as it was measured."""
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+    def line(self, plain_bytes: int) -> str:
+        """Return its row of the table, beside the plain step's peak."""
+        ...
+
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -37,6 +50,22 @@ def write(page: str | None, head: Iterable[str], sections: Iterable[Iterable[str
         lines.append(line)
     if page is not None:
         (DOCS / f"{page}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def make(page: str, title: str, doc: str, models: Sequence[str], section: Callable[[str], Iterable[str]]) -> None:
+    """Measure the models that the command line names and print them; without names all, onto the page."""
+    named = models_asked(doc, models)
+    about = head(page, title, doc, f"{torch.get_num_threads()} threads")
+    write(None if named else page, about, map(section, named or models))
+
+
+def rows_of(description: str, columns: Sequence[str], rows: Iterable[Measured]) -> Iterator[str]:
+    """Return a heading and a table, line by line, as the rows are measured; the first row is the plain step."""
+    yield from ("", f"## {description}", "", *columns)
+    plain_bytes = 0
+    for row in rows:
+        plain_bytes = plain_bytes or row.peak_bytes
+        yield row.line(plain_bytes)
 
 
 def head(page: str, title: str, doc: str, runs_in: str) -> Iterator[str]:
