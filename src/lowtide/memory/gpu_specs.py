@@ -101,7 +101,7 @@ def parse_gpu(text: str | GpuSpec) -> GpuSpec:
     raise LowtideError(
         f"{text!r} is the name of {what}.\n"
         f"  {'Nearest' if len(near) < len(GPUS) else 'Known'}: {', '.join(gpu.name for gpu in near)}; "
-        'or give its memory, as in "cuda:24GiB". For the machine at hand, leave the device out.'
+        'or give its memory, as in "cuda:24GiB".'
     )
 
 
