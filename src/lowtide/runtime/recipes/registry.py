@@ -63,7 +63,7 @@ OUTPUT_CONSTANTS: Final = frozenset({"out_shape", "out_dtype", "out_device", "ou
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the output of one kind of autograd node is recomputed. `recipe` says what the fields mean."""
+    """A recompute of the output of one kind of autograd node. The decorator `recipe` explains the fields."""
 
     node: str
     function: Function

@@ -32,7 +32,7 @@ def _grows(sizes: Sequence[int]) -> bool:
     fix="put numbers in `{name}`: `.item()` (`.detach()` drops the graph, and keeps all memory that the value is in)",
 )
 class ListOfGraphs(Rule):
-    """A list that each step makes anew neither grows nor has two graphs of one call, and does not match."""
+    """Rule for a list that grows: one that each step makes anew has no two graphs of one call, and does not match."""
 
     is_refuted_by_backward = True
 
