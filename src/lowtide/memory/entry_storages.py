@@ -74,8 +74,8 @@ def existing_tensors() -> Iterator[Tensor]:
     things: list[Any] = live_objects(Tensor, torch.jit.ScriptModule)
     for thing in things:
         (held if isinstance(thing, Tensor) else scripts).append(thing)
-    yield from held
     del things
+    yield from held
     for script in scripts:
         with contextlib.suppress(Exception):  # a module under construction
             yield from (*script.parameters(), *script.buffers())
