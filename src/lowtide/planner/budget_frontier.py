@@ -62,9 +62,9 @@ def frontier(profile: Profile, *, n_budgets: int = N_BUDGETS) -> Frontier:
     _, smallest = smallest_peak(profile)
     span = plain.peak_bytes - smallest.peak_bytes
     budgets = [smallest.peak_bytes + span * i // (n_budgets - 1) for i in range(n_budgets - 1)]
-    found = [cheapest(profile, budget) for budget in budgets if budget < plain_peak_bytes(profile)]
+    predictions = [cheapest(profile, budget) for budget in budgets if budget < plain_peak_bytes(profile)]
     points: list[Point] = []
-    for prediction in sorted([*found, plain], key=lambda p: (p.peak_bytes, p.extra_ms, p.extra_flops)):
+    for prediction in sorted([*predictions, plain], key=lambda p: (p.peak_bytes, p.extra_ms, p.extra_flops)):
         if not points or _cheaper(prediction, points[-1]):
             points.append(_point(prediction, plain.peak_bytes))
     return Frontier(
