@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lowtide._torch.autograd_graph import nodes_from
 from lowtide._torch.backward import ENGINE, in_backward
 from lowtide._torch.nodes import node_metadata
-from lowtide._torch.patching import stand_in, wrap_module_calls
+from lowtide._torch.patching import replace_function, wrap_module_calls
 from lowtide._torch.tensors import base_of
 from lowtide.errors import LowtideError
 from lowtide.utils.object_slots import in_slots
@@ -89,7 +89,7 @@ class Step(AbstractContextManager["Step"]):
 
             return run_backward
 
-        self._undo = [wrap_module_calls(self._begins, self._ends), stand_in(torch.autograd, ENGINE, make)]
+        self._undo = [wrap_module_calls(self._begins, self._ends), replace_function(torch.autograd, ENGINE, make)]
         return self
 
     def __exit__(

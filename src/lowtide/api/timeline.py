@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lowtide.levers import of_plan
+from lowtide.levers import enable_plan_levers
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Plan
@@ -14,7 +14,7 @@ from lowtide.profiler.preconditions import check
 from lowtide.profiler.trace import address
 from lowtide.runtime.fingerprint import Optimizers, check_made_for, place_of, tensors_in
 from lowtide.runtime.planned_engine import Planned
-from lowtide.state.step_arguments import of_one_argument
+from lowtide.state.step_arguments import accept_batch
 from lowtide.state.step_snapshot import StepSnapshot
 
 if TYPE_CHECKING:
@@ -50,12 +50,12 @@ def timeline(
         StalePlan: If the plan is of another model.
         LowtideError: If a lever can't be enabled.
     """
-    step = of_one_argument(step, batch)
+    step = accept_batch(step, batch)
     check(model, step, batch)
     if plan is not None:
         Plan.expect(plan, "timeline")
         check_made_for(plan.fingerprint, model)
-    with StepSnapshot(model, batch, optimizer, step) as unchanged, of_plan(plan, model, optimizer):
+    with StepSnapshot(model, batch, optimizer, step) as unchanged, enable_plan_levers(plan, model, optimizer):
         step = unchanged.run
         step(batch)
         with recorder_for(place_of(model)) as recorder:

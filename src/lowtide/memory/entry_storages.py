@@ -53,13 +53,13 @@ def bytes_of(tensors: Iterable[Tensor]) -> dict[int, int]:
     Memory that torch borrows or shares is included. Mapped files on a disk and storages set aside are not.
     """
     borrowed: dict[int, int] = {}
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for storage in _on_the_host(tensors):
         if not is_aside(storage):
-            (found if storage.resizable() else borrowed)[storage.data_ptr()] = storage.nbytes()
+            (sizes if storage.resizable() else borrowed)[storage.data_ptr()] = storage.nbytes()
     files = _mapped_files() if borrowed else []
-    found.update((where, n_bytes) for where, n_bytes in borrowed.items() if not _is_inside(where, files))
-    return found
+    sizes.update((where, n_bytes) for where, n_bytes in borrowed.items() if not _is_inside(where, files))
+    return sizes
 
 
 def existing_tensors() -> Iterator[Tensor]:
@@ -69,8 +69,8 @@ def existing_tensors() -> Iterator[Tensor]:
     and objects that `gc.freeze` has hidden.
     """
     everything = gc.get_objects()
-    held = [thing for thing in everything if issubclass(type(thing), Tensor)]
-    scripts = [thing for thing in everything if issubclass(type(thing), torch.jit.ScriptModule)]
+    held = [obj for obj in everything if issubclass(type(obj), Tensor)]
+    scripts = [obj for obj in everything if issubclass(type(obj), torch.jit.ScriptModule)]
     del everything
     yield from held
     for script in scripts:

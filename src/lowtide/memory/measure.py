@@ -20,7 +20,7 @@ from lowtide.memory import del_savings as dels
 from lowtide.memory import timeline_table as text
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.cuda_recorder import CudaRecorder
-from lowtide.memory.del_savings import Del, Looks
+from lowtide.memory.del_savings import Del, DelObserver
 from lowtide.memory.events import Category, EventStream, Label, Recorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.utils import interrupts as _interrupts
@@ -130,7 +130,7 @@ class _Measuring(AbstractContextManager[Memory, None]):
         self._recorder: Recorder | None = None
         self._n_before = 0  # events that the outer recorder had recorded at entry
         self._entry_bytes = 0
-        self._looks: Looks | None = None
+        self._looks: DelObserver | None = None
 
     @entering
     def __enter__(self) -> Memory:
@@ -146,7 +146,7 @@ class _Measuring(AbstractContextManager[Memory, None]):
         recorder = self._outer or self._recorder
         frame = _measuring_frame() if self._device.type == "cpu" else None
         if recorder is not None and frame is not None:
-            self._looks = Looks(frame, recorder.mark)
+            self._looks = DelObserver(frame, recorder.mark)
             self._looks.begin()
         return self._memory
 

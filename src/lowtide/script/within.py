@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lowtide.api.fitted import check_has_no_plan
 from lowtide.errors import LowtideError
-from lowtide.levers import in_script
+from lowtide.levers import parse_script_lever
 from lowtide.report.text_table import decisions, extra_time, lever_lines
 from lowtide.script.calling_code import as_far_as
 from lowtide.script.fit_steps import Fitting, OnInfeasible, RunVerdict, check_on_infeasible
 from lowtide.script.run_listened import watched, why_not
 from lowtide.units import format_bytes, format_change
 from lowtide.utils.amounts import check_budget
-from lowtide.utils.interrupts import entering, none_lost, whole
+from lowtide.utils.interrupts import entering, resend_dropped_interrupts, whole
 from lowtide.utils.messages import note, tell
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Run:
         if model is not None:
             check_has_no_plan(model)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(none_lost())
+            stack.enter_context(resend_dropped_interrupts())
             stack.enter_context(as_far_as())
             self._steps = stack.enter_context(watched(self._fitting, model, when_failed=self.leave))
             stack.callback(self._fitting.take_off)
@@ -159,7 +159,7 @@ def within(
     fitting = Fitting(
         budget,
         say,
-        tuple(map(in_script, levers)),
+        tuple(map(parse_script_lever, levers)),
         in_place=in_place,
         on_infeasible=on_infeasible,
         takes_turns=model is None,

@@ -33,11 +33,11 @@ class LiveGraph:
 def tensors_with_graphs() -> list[Tensor]:
     """Return every tensor known to Python that has a graph."""
     tensors = []
-    for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor):
+    for obj in gc.get_objects():
+        if issubclass(type(obj), Tensor):
             try:
-                if thing.grad_fn is not None:
-                    tensors.append(thing)
+                if obj.grad_fn is not None:
+                    tensors.append(obj)
             except RuntimeError:  # a view whose base was modified, which autograd forbids to look at
                 continue
     return tensors

@@ -86,10 +86,10 @@ def accumulate(
     """
     if not (weight is None or weight in ("rows", "sum") or callable(weight)):
         raise LowtideError(f'weight is "rows", "sum" or a function that counts what is in a piece; found {weight!r}.')
-    return accumulated(loss_of, batch, n, weight, shared, batch_norm, backward)
+    return accumulate_weighted(loss_of, batch, n, weight, shared, batch_norm, backward)
 
 
-def accumulated(
+def accumulate_weighted(
     loss_of: Callable[[Batch], Tensor],
     batch: Batch,
     n: int,
@@ -129,8 +129,10 @@ def accumulated(
 
 def _check(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise LowtideError(f"the function given to accumulate must return the loss, one number; it returned {found}.")
+        returned = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise LowtideError(
+            f"the function given to accumulate must return the loss, one number; it returned {returned}."
+        )
     if loss.grad_fn is None:
         raise LowtideError(
             "the function given to accumulate returned a loss without a graph. It must neither call backward nor "
