@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowtide._torch.autograd_graph import producer
 from lowtide._torch.nodes import sequence_number
+from lowtide.utils.live_objects import live_objects
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,16 +24,14 @@ def undo_appends(first: int, stop: int) -> None:
 
     A tensor that replaced another one, as in a dict, stays: the replaced value is unknown.
     """
-    appended = [obj for obj in gc.get_objects() if _was_made_between(obj, first, stop)]
+    appended = [tensor for tensor in live_objects(Tensor) if _was_made_between(tensor, first, stop)]
     ours = {id(appended)}
     for index in range(len(appended)):
         _remove_from_lists(appended[index], ours, _DEPTH)
 
 
-def _was_made_between(obj: Any, first: int, stop: int) -> bool:
-    if not issubclass(type(obj), Tensor):
-        return False
-    node = producer(obj)
+def _was_made_between(tensor: Tensor, first: int, stop: int) -> bool:
+    node = producer(tensor)
     return node is not None and first <= sequence_number(node) < stop
 
 
