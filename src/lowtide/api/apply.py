@@ -128,6 +128,19 @@ def apply(model: nn.Module, plan: Plan, *, optimizer: Optimizers = None, say: Ca
     Raises:
         StalePlan: If the plan was made for another model, device or version of torch; then nothing is in force.
         LowtideError: If a lever can't be enabled; then nothing is in force.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = torch.ones(128, 64)
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> plan = lowtide.plan(lowtide.rehearse(model, step, batch), "90%")
+        >>> with lowtide.apply(model, plan) as applied:
+        ...     step(batch)
+        ...     lowtide.fitted(model) is applied
+        True
     """
     Plan.expect(plan, "apply")
     check_made_for(plan.fingerprint, model)

@@ -175,6 +175,19 @@ def fit(
             `.data` between forward and backward.
         StalePlan: If `profile` is of another model, batch or device.
         LowtideError: If the model has a plan already (`lowtide.remove(model)` removes it).
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = torch.ones(128, 64)
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> fitted = lowtide.fit(model, step, batch, budget="90%")
+        >>> fitted.verdict.within_budget, fitted.verdict.identical
+        (True, True)
+        >>> step(batch)  # the loop stays unchanged
+        >>> fitted.remove()
     """
     check_has_no_plan(model)
     step = accept_batch(step, batch)

@@ -49,6 +49,17 @@ def rehearse(
 
     Raises:
         RehearsalError: If the step can't be planned or estimated; it has the reason.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = torch.ones(128, 64)
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> profile = lowtide.rehearse(model, step, batch)
+        >>> profile.static.parameters, profile.measured_plain_peak_bytes
+        (132352, 789256)
     """
     step = accept_batch(step, batch)
     changes = observe_changes(model, step, batch)

@@ -49,6 +49,17 @@ def timeline(
         RehearsalError: If the step can't be rehearsed.
         StalePlan: If the plan is of another model.
         LowtideError: If a lever can't be enabled.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = torch.ones(128, 64)
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> timeline = lowtide.timeline(model, step, batch)
+        >>> timeline.peak_bytes
+        491784
     """
     step = accept_batch(step, batch)
     check(model, step, batch)

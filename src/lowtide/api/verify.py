@@ -174,6 +174,18 @@ def verify(
         StalePlan: If the plan is for another model, batch or device.
         RehearsalError: If the step can't be rehearsed.
         LowtideError: If a plan is in force already, or a lever of this plan can't be enabled.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = torch.ones(128, 64)
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> plan = lowtide.plan(lowtide.rehearse(model, step, batch), "90%")
+        >>> verdict = lowtide.verify(model, step, batch, plan)
+        >>> verdict.identical, verdict.within_budget
+        (True, True)
     """
     Plan.expect(plan, "verify")
     step = accept_batch(step, batch)

@@ -89,10 +89,23 @@ def estimate(
         optimizer: needed only if neither the step nor the model refers to it.
         allocator: settings of the CUDA caching allocator, by default the environment's; only with `device`.
 
+    Returns:
+        The estimate: `peak_bytes`, the timeline, and the operators whose scratch memory is unknown.
+
     Raises:
         DataDependentStepError: the step branches on contents of other tensors; the error names the line.
         RehearsalError: the step can't be rehearsed.
         StalePlan: the plan is for another model.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = torch.ones(128, 64)
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> lowtide.estimate(model, step, batch).peak_bytes
+        789256
     """
     if plan is not None:
         Plan.expect(plan, "estimate")

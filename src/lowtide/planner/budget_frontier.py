@@ -53,7 +53,28 @@ def frontier(profile: Profile, *, n_budgets: int = N_BUDGETS) -> Frontier:
     """Plan for `n_budgets` budgets, evenly from the smallest reachable peak to the plain one, and list their costs.
 
     Peaks and extras are predicted. A budget whose plan is no cheaper than that of a smaller one adds no point, so there
-    may be fewer points than budgets. Raises ValueError for less than two budgets.
+    may be fewer points than budgets.
+
+    Args:
+        profile: The profile of the step, from `rehearse`.
+        n_budgets: Number of budgets, at least 2.
+
+    Returns:
+        The frontier: a point for each cost, smallest peak first; `print` it, or save it with `to_json`.
+
+    Raises:
+        ValueError: For less than two budgets.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = torch.ones(128, 64)
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> frontier = lowtide.frontier(lowtide.rehearse(model, step, batch), n_budgets=2)
+        >>> [point.peak_bytes for point in frontier.points]
+        [658184, 789256]
     """
     Profile.expect(profile, "frontier")
     if n_budgets < 2:

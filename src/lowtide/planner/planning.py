@@ -44,20 +44,39 @@ def plan(
 ) -> Plan:
     """Decide what happens to each saved tensor so that the step's peak is at most `budget`, at little extra time.
 
-    A larger budget never gets a plan that takes longer, and the same budget always gets the same plan. `budget` is
-    bytes, text with a unit ("8GiB"), or a share of the plain step's peak ("60%"): of the measured peak if the profile
-    has one, else of the predicted one; with the levers that the profile was made with.
+    A larger budget never gets a plan that takes longer, and the same budget always gets the same plan.
 
-    - `allow="cheap"` recomputes no matrix product, convolution or attention.
-    - `minimize="flops"` looks for few FLOPs rather than little time, and has no bound; FLOPs are the same on any
-      machine, while times are those that the rehearsal measured.
-    - `offload=True` also copies tensors to host memory and back where that is cheaper; it needs a device that is
-      not the CPU.
-    - `time_limit_s` ends the search after so many seconds, except that the smallest peak is always searched for: the
-      plan is the best one found until then, its gap to the bound is reported, and another run may find another plan.
+    Args:
+        profile: The profile of the step, from `rehearse`. The plan has the levers that the profile was made with.
+        budget: Bytes, text with a unit ("8GiB"), or a share of the plain step's peak ("60%"): of the measured peak if
+            the profile has one, else of the predicted one.
+        allow: "cheap" recomputes no matrix product, convolution or attention.
+        minimize: "flops" looks for few FLOPs rather than little time, and has no bound; FLOPs are the same on any
+            machine, while times are those that the rehearsal measured.
+        offload: Also copy tensors to host memory and back where that is cheaper; not on a CPU.
+        time_limit_s: Ends the search after so many seconds, except that the smallest peak is always searched for: the
+            plan is the best one found until then, its gap to the bound is reported, and another run may find another
+            plan.
+        solver: Function that finds the decisions.
 
-    Raises BudgetError for a budget that cannot be read, LowtideError for a profile that contradicts itself, and
-    Infeasible, with the smallest peak that was found, if no plan fits.
+    Returns:
+        The plan, with its predicted peak and time, the plain step's, and a lower bound on the time of any plan.
+
+    Raises:
+        BudgetError: If the budget is not an amount of memory.
+        Infeasible: If no plan fits; it has the smallest peak that was found.
+        LowtideError: If the profile contradicts itself.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = torch.ones(128, 64)
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> plan = lowtide.plan(lowtide.rehearse(model, step, batch), "90%")
+        >>> plan.budget_bytes, plan.plain.peak_bytes, plan.predicted.peak_bytes
+        (710330, 789256, 658184)
     """
     Profile.expect(profile, "plan")
     simulator = simulator_of(profile, offload=offload)

@@ -149,6 +149,19 @@ def within(
         OverBudget: If the measured peaks stay above the budget.
         RehearsalError: If the steps can't be rehearsed.
         LowtideError: If another such block runs in this process, or the model has a plan already.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> optimizer = torch.optim.SGD(model.parameters())
+        >>> with lowtide.within("90%", progress=False) as run:
+        ...     for _ in range(4):
+        ...         model(torch.ones(128, 64)).square().mean().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> run.verdict.within_budget
+        True
     """
     check_budget(budget)
     check_on_infeasible(on_infeasible)

@@ -358,17 +358,25 @@ def watch(model: nn.Module | None = None, batches: Iterable[Any] | None = None) 
     Nothing is kept alive: only numbers and weak references are remembered. The first steps are inspected closely, later
     ones now and then, and when memory grows. Findings below 16 KiB or 1 % of the forward's graph are not reported.
 
-        with lowtide.watch(model) as watched:
-            for batch in loader: ...
-        print(watched)
-
-        for batch in lowtide.watch(model, loader): ...      # findings are logged at the end
-
     Args:
         model: Gives its parts their names in the findings; other models are watched too.
         batches: Batches to iterate over, if the watch is used as the loop's iterable.
 
     Returns:
-        The watch; it has the `findings`.
+        The watch; it has the `findings`. Iterated over, it logs them at the end.
+
+    Example:
+        >>> import torch, lowtide
+        >>> model = torch.nn.Linear(256, 256)
+        >>> optimizer, scores = torch.optim.SGD(model.parameters()), []
+        >>> with lowtide.watch(model) as watched:
+        ...     for _ in range(4):
+        ...         logits = model(torch.ones(64, 256))
+        ...         logits.mean().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         scores.append(logits[0, 0].detach())  # a view, which holds all logits
+        >>> print(watched.findings[0].name)
+        view that keeps a large storage
     """
     return Watch(model, batches)

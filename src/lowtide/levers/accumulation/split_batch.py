@@ -38,6 +38,12 @@ def micro_batches(batch: Batch, n: int, *, shared: Collection[str] = ()) -> list
 
     Raises:
         LowtideError: If `n` is below 1, a tensor has another number of rows, or a container can't be split.
+
+    Example:
+        >>> import torch, lowtide
+        >>> batch = {"x": torch.ones(10, 3), "scale": 0.5}
+        >>> [part["x"].shape[0] for part in lowtide.micro_batches(batch, 4)]
+        [3, 3, 2, 2]
     """
     if n < 1:
         raise LowtideError(f"micro_batches was asked for {n} pieces; give 1 or more.")
