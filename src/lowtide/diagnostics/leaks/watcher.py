@@ -375,8 +375,8 @@ def watch(model: nn.Module | None = None, batches: Iterable[Any] | None = None) 
         ...         logits.mean().backward()
         ...         optimizer.step()
         ...         optimizer.zero_grad()
-        ...         scores.append(logits[0, 0].detach())  # a view, which holds all logits
+        ...         scores.append(logits.detach())
         >>> print(watched.findings[0].name)
-        view that keeps a large storage
+        list that grows by tensors without a graph
     """
     return Watch(model, batches)
