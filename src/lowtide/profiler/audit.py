@@ -3,7 +3,7 @@
 Each result is compared with the original tensor bit by bit; recipes and replays that differ on this model and device
 are not used. The same run counts FLOPs and measures times. All tensors stay in memory during the audit, so it needs the
 memory of the plain step. A frugal audit needs at most that, and less where modules have children: it frees the tensors
-of each block once the block has been audited, and replays the block in backward. Outside of blocks it frees tensors
+of each block as a trial replay brings them back, and replays the block in backward. Outside of blocks it frees tensors
 that kept ones recompute (`released_tensors.py`).
 """
 
@@ -276,7 +276,7 @@ class Audit(RecomputeAudit, Observer):
         if refused is None and module in self._blocks and module not in self._units.apart:
             self.try_advance(call, frame, returned)
         leaks = frame.is_held_outside()
-        if refused is not None or leaks:
+        if freed and (refused is not None or leaks):
             self.hold_again(frame, freed)
         elif freed:
             self.relied_on.frames.add(frame)
@@ -341,7 +341,8 @@ class Audit(RecomputeAudit, Observer):
         value, view = self._handles[n]
         if value.maker is frame:  # freed by its first run
             tensor = tensor if view is None else tensor.as_strided(*view)
-            return f"a third run gives other bits for {self.slots[n].label}" if self._witness.differs(n, tensor) else None
+            is_other = self._witness.differs(n, tensor)
+            return f"a third run gives other bits for {self.slots[n].label}" if is_other else None
         try:
             saved = value.get()
         except RuntimeError as error:  # changed in place, which is an error in PyTorch only if backward reads it
