@@ -96,6 +96,8 @@ class RecomputeAudit(Engine):
         self.withdraw_overwritten()
         self._handles.clear()
         self._passed_through.clear()
+        for index in self._late.keys() - self._saved:  # nothing reads these values: their operands are not to wait
+            del self._late[index]
         self._meter.forget()
 
     def notes(self, scope: CallScope) -> bool:

@@ -42,6 +42,11 @@ class Witness:
         if not is_fake(tensor):
             self._saved[key] = self._sum(tensor)
 
+    def differs(self, key: int, tensor: Tensor) -> bool:
+        """Return True if the bits of `tensor` surely differ from those stored for `key`, if any."""
+        known = self._saved.get(key)
+        return known is not None and self._sum(tensor) != known
+
     def read(self, key: int, handle: Handle, tensor: Tensor) -> None:
         """Check `tensor`, which backward reads. Raises ReplayMismatch if its bits surely differ from the saved ones.
 
