@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide._torch.device_timing import now_ms
 from lowtide.api.apply import apply
 from lowtide.levers import enable, named
+from lowtide.memory.device_budget import BudgetFor, check_on_device
 from lowtide.planner.records import Plan
 from lowtide.planner.serialization import Record
 from lowtide.profiler.peak_margin import recorded_peak
@@ -50,7 +51,8 @@ class Verdict(Record):
     budget_bytes: int
     predicted_peak_bytes: int
     measured_peak_bytes: int
-    """Static memory included."""
+    """Static memory included; reserved bytes if the budget is for these."""
+    budget_for: BudgetFor = "requested"
     planned_ms: float
     plain_ms: float | None
     """None if the plain step does not fit in memory."""
@@ -141,7 +143,8 @@ class Verdict(Record):
     def __str__(self) -> str:
         budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
         kept = "within" if self.within_budget else "OVER"
-        lines = [f"{measured} peak measured: {kept} the budget of {budget}"]
+        peak = "reserved peak" if self.budget_for == "reserved" else "peak"
+        lines = [f"{measured} {peak} measured: {kept} the budget of {budget}"]
         if self.predicted_extra is not None:
             found = self.measured_extra
             beside = f"{format_time(self.planned_ms)} a step" if found is None else format_ratio(found, signed=True)
@@ -151,7 +154,13 @@ class Verdict(Record):
 
 @held_back()
 def verify(
-    model: nn.Module, step: Callable[..., Any], batch: Any, plan: Plan, *, optimizer: Optimizers = None
+    model: nn.Module,
+    step: Callable[..., Any],
+    batch: Any,
+    plan: Plan,
+    *,
+    optimizer: Optimizers = None,
+    budget_for: BudgetFor = "requested",
 ) -> Verdict:
     """Run `step(batch)` under `plan` and without it, and compare peak, loss, gradients, state and random numbers.
 
@@ -166,16 +175,19 @@ def verify(
         batch: The batch that the plan was made for.
         plan: The plan to verify.
         optimizer: The optimizer, or a list of them; needed if one of the plan's levers changes it.
+        budget_for: "reserved", on a GPU, also counts what its allocator reserves beyond the requested bytes.
 
     Returns:
         The verdict: peaks in bytes, times of a step in ms, and the differences by kind of result.
 
     Raises:
+        BudgetError: If `budget_for` is "reserved" on a CPU.
         StalePlan: If the plan is for another model, batch or device.
         RehearsalError: If the step can't be rehearsed.
         LowtideError: If a plan is in force already, or a lever of this plan can't be enabled.
     """
     Plan.expect(plan, "verify")
+    check_on_device(plan.budget_bytes, place_of(model), budget_for)
     step = of_one_argument(step, batch)
     check(model, step, batch)
     check_made_for(plan.fingerprint, model, batch)
@@ -190,7 +202,7 @@ def verify(
             updates.undo()
             sent = n_sent()
             unchanged.restore_for_rerun()
-            peaks = [recorded_peak(model, updates, batch, unchanged) for _ in range(1 + plan.draws)]
+            peaks = [recorded_peak(model, updates, batch, unchanged, budget_for) for _ in range(1 + plan.draws)]
             check_waits_for_nobody(sent)
             unchanged.restore_for_rerun()
             planned_ms = _timed(model, step, batch)  # not recorded, like the plain step: recording takes time
@@ -217,6 +229,7 @@ def verify(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.predicted.peak_bytes,
         measured_peak_bytes=max(peaks),
+        budget_for=budget_for,
         planned_ms=planned_ms,
         plain_ms=plain_ms,
         predicted_extra=plan.predicted.extra_ms / plan.step_ms if plan.step_ms else None,

@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
+import torch
+
 from lowtide.api.apply import Applied
 from lowtide.api.fit import REPAIRS, over_budget
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError
-from lowtide.memory.device_budget import on_device
+from lowtide.memory.device_budget import BudgetFor, check_on_device, on_device
 from lowtide.memory.events import Busy
 from lowtide.planner import plan
 from lowtide.planner.planning import smallest_plan
@@ -56,7 +58,8 @@ class RunVerdict:
     budget_bytes: int
     predicted_peak_bytes: int
     measured_peak_bytes: int | None
-    """Static memory included; None if no step could be measured."""
+    """Static memory included, reserved bytes if the budget is for these; None if no step could be measured."""
+    budget_for: BudgetFor = "requested"
     is_of_planned_size: bool
     """False if only smaller batches than the planned ones came."""
 
@@ -71,7 +74,8 @@ class RunVerdict:
         budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
         size = "" if self.is_of_planned_size else " on smaller batches than the planned ones"
         kept = "within" if self.within_budget else "OVER"
-        return f"{measured} peak measured{size}: {kept} the budget of {budget}; {AUDITED}"
+        peak = "reserved peak" if self.budget_for == "reserved" else "peak"
+        return f"{measured} {peak} measured{size}: {kept} the budget of {budget}; {AUDITED}"
 
 
 class _InForce(Applied):
@@ -98,6 +102,7 @@ class Fitting(PlanMonitor):
         say: Callable[[str], None],
         levers: tuple[AppliedLever, ...] = (),
         *,
+        budget_for: BudgetFor = "requested",
         in_place: bool = True,
         on_infeasible: OnInfeasible = "raise",
         takes_turns: bool = True,
@@ -113,7 +118,7 @@ class Fitting(PlanMonitor):
         """The reason why training goes on without a plan."""
         self.when_kept: Callable[[Plan], object] = lambda plan: None
         """Called with the plan that stays in force: its peak is within the budget, or no peak could be measured."""
-        self._budget = budget
+        self._budget, self._budget_for = budget, budget_for
         self._on_infeasible = on_infeasible
         self._takes_turns = takes_turns
         self._applied: _InForce | None
@@ -161,6 +166,7 @@ class Fitting(PlanMonitor):
             self.done = True
         elif self.plan is None:
             self.model_name = name_of(model)
+            check_on_device(self._budget, place_of(model), self._budget_for)
             self._budget = on_device(self._budget, place_of(model), self._say)
             hidden = self._rehearsing.n_hidden
             self._rehearsing.begins(model, batch, optimizers)
@@ -179,7 +185,7 @@ class Fitting(PlanMonitor):
         self._n_others += found != planned
         if found == planned or (not self._smaller and no_larger(shapes_in(found), shapes_in(planned))):
             with contextlib.suppress(Busy):  # the script itself records this one: another is measured
-                self._open = Measured(model, batch, optimizers, self._applied)
+                self._open = Measured(model, batch, optimizers, self._applied, self._budget_for)
             self._is_planned = found == planned
         elif self._n_others >= PATIENCE:
             self._keep(made)
@@ -278,6 +284,7 @@ class Fitting(PlanMonitor):
             budget_bytes=made.budget_bytes,
             predicted_peak_bytes=made.predicted.peak_bytes,
             measured_peak_bytes=measured_bytes,
+            budget_for=self._budget_for,
             is_of_planned_size=is_of_planned_size,
         )
         self.when_kept(made)
@@ -291,6 +298,8 @@ class Fitting(PlanMonitor):
         if self._applied is not None:
             self._applied.remove()
         check_made_for(self.plan.fingerprint, model)
+        if self._budget_for == "reserved":
+            torch.cuda.empty_cache()  # gives back the segments of rehearsed steps
         self._applied = _InForce(model, self.plans, self._say, self._outgrown, self._rehearsing)
 
     def _announce(self, plan: Plan) -> None:
