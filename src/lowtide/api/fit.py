@@ -13,7 +13,7 @@ from lowtide.api.fitted import check_has_no_plan
 from lowtide.api.shape_buckets.dispatch import Switched, Switching
 from lowtide.api.shape_buckets.fit_buckets import Bucket, buckets_for
 from lowtide.api.shape_buckets.shape_range import Range
-from lowtide.api.verify import Verdict, verify
+from lowtide.api.verify import Verdict, compare_with_plain
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError, StalePlan
 from lowtide.levers import DEFAULT, named
 from lowtide.levers.lever import StepContext
@@ -34,6 +34,7 @@ from lowtide.units import format_bytes, format_change, format_time
 from lowtide.utils.amounts import parse_budget
 from lowtide.utils.interrupts import removed_if_interrupted
 from lowtide.utils.messages import tell
+from lowtide.utils.progress import Stage, showing
 from lowtide.utils.removable import Removable
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ def fit(
     offload: bool = False,
     shapes: Any = None,
     in_place: bool = True,
+    progress: bool = True,
 ) -> Fitted:
     """Make `step(batch)` run within `budget` bytes at the least extra time, and prove it. The loop stays unchanged.
 
@@ -170,6 +172,7 @@ def fit(
             plan and proof, which takes some 30 steps. Excludes levers and offloading.
         in_place: Allow writing a gradient over the one that it is computed from. If False, no such write happens and no
             kernel is registered where torch would look for it, so nothing in torch is changed (docs/process.md).
+        progress: If False, no bar is shown on stderr; the log named "lowtide" has a line for each stage.
 
     Returns:
         The plan in force on `model`, with its proof; a FittedSizes with `shapes`.
@@ -188,7 +191,8 @@ def fit(
     check_has_no_plan(model)
     step = of_one_argument(step, batch)
     changes = looking_on(model, step, batch)
-    fitted = _fit(model, step, batch, budget, budget_for, optimizer, profile, levers, offload, in_place, shapes)
+    with showing(progress):
+        fitted = _fit(model, step, batch, budget, budget_for, optimizer, profile, levers, offload, in_place, shapes)
     fitted.verdict = replace(fitted.verdict, changes=changes())
     if budget_for == "reserved":
         torch.cuda.empty_cache()
@@ -300,7 +304,7 @@ def _noticed(site: StepContext, profile: Profile) -> dict[str, str]:
     exact = [lever.name for lever in profile.levers if lever.exact and lever.name not in DEFAULT]
     if not exact:
         return {}
-    verdict = verify(site.model, site.step, site.batch, plan(profile, "100%"), optimizer=site.optimizer)
+    verdict = compare_with_plain(site.model, site.step, site.batch, plan(profile, "100%"), site.optimizer)
     if verdict.identical:
         return {}
     why = f"there are other bits in the {listed(verdict.differing)} with it"
@@ -325,7 +329,11 @@ def over_budget(
 
 def _planned(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -> Plan:
     """Plan for `aim_bytes`, so that the measured peak is within the budget."""
-    return _own(choice, plan(choice.profile, aim_bytes, offload=offload), budget_bytes)
+    with Stage("planning") as stage:
+        made = plan(choice.profile, aim_bytes, offload=offload)
+        budget, predicted = format_bytes(budget_bytes), format_bytes(made.predicted.peak_bytes)
+        stage.result = f"planned for {budget}: {predicted} peak predicted"
+    return _own(choice, made, budget_bytes)
 
 
 def _measured(profile: Profile, made: Plan, verdict: Verdict, n: int) -> Profile:
@@ -353,7 +361,7 @@ def _proof(site: StepContext, made: Plan, budget_for: BudgetFor) -> Verdict:
         )
 
     return unless_out_of_memory(
-        lambda: verify(site.model, site.step, site.batch, made, optimizer=site.optimizer, budget_for=budget_for),
+        lambda: compare_with_plain(site.model, site.step, site.batch, made, site.optimizer, budget_for),
         no_room,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lowtide._torch.device_timing import now_ms
 from lowtide.api.apply import apply
@@ -23,8 +23,9 @@ from lowtide.state.process_group import check_waits_for_nobody, n_sent
 from lowtide.state.step_arguments import of_one_argument
 from lowtide.state.step_outcome import Outcome, is_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
-from lowtide.units import format_apart, format_ratio, format_time
+from lowtide.units import format_apart, format_bytes, format_ratio, format_time
 from lowtide.utils.interrupts import held_back
+from lowtide.utils.progress import Stage, advance, showing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +37,9 @@ up in another order only now and then.
 
 DRAWN = "random numbers"
 """The kind that every step has; a step that draws no random numbers leaves it unchanged whatever else it does."""
+
+_RUNS: Final = 4
+"""Advances of a verification: a planned step to compare, another to measure, a third to time, and the plain steps."""
 
 _FOLLOWING = {
     "loss": ("gradients", "parameters", "buffers", "optimizer state", "counters"),
@@ -152,7 +156,6 @@ class Verdict(Record):
         return "\n".join([*lines, self.proof])
 
 
-@held_back()
 def verify(
     model: nn.Module,
     step: Callable[..., Any],
@@ -161,6 +164,7 @@ def verify(
     *,
     optimizer: Optimizers = None,
     budget_for: BudgetFor = "requested",
+    progress: bool = True,
 ) -> Verdict:
     """Run `step(batch)` under `plan` and without it, and compare peak, loss, gradients, state and random numbers.
 
@@ -176,6 +180,7 @@ def verify(
         plan: The plan to verify.
         optimizer: The optimizer, or a list of them; needed if one of the plan's levers changes it.
         budget_for: "reserved", on a GPU, also counts what its allocator reserves beyond the requested bytes.
+        progress: If False, no bar is shown on stderr; the log named "lowtide" has a line.
 
     Returns:
         The verdict: peaks in bytes, times of a step in ms, and the differences by kind of result.
@@ -186,18 +191,38 @@ def verify(
         RehearsalError: If the step can't be rehearsed.
         LowtideError: If a plan is in force already, or a lever of this plan can't be enabled.
     """
+    with showing(progress):
+        return compare_with_plain(model, step, batch, plan, optimizer, budget_for)
+
+
+@held_back()
+def compare_with_plain(
+    model: nn.Module,
+    step: Callable[..., Any],
+    batch: Any,
+    plan: Plan,
+    optimizer: Optimizers,
+    budget_for: BudgetFor = "requested",
+) -> Verdict:
+    """Return the verdict of `verify`, as a stage of the work in progress."""
     Plan.expect(plan, "verify")
     check_on_device(plan.budget_bytes, place_of(model), budget_for)
     step = of_one_argument(step, batch)
     check(model, step, batch)
     check_made_for(plan.fingerprint, model, batch)
     inexact = tuple(lever for lever in plan.levers if not lever.exact)
-    with StepSnapshot(model, batch, optimizer, step) as unchanged, Updates(unchanged, model, optimizer) as updates:
+    name = type(model).__name__
+    with (
+        Stage(f"verifying the plan for {name}", total=_RUNS + plan.draws) as stage,
+        StepSnapshot(model, batch, optimizer, step) as unchanged,
+        Updates(unchanged, model, optimizer) as updates,
+    ):
         step = updates.step
         outcome = partial(Outcome.of, model, counts=unchanged.counts)
         untouched = outcome(lambda _: None, batch)
         with apply(model, plan, optimizer=optimizer) as applied:
             planned = outcome(step, batch, copies=bool(inexact))
+            advance()
             updates.follow()
             updates.undo()
             sent = n_sent()
@@ -207,6 +232,7 @@ def verify(
             unchanged.restore_for_rerun()
             planned_ms = _timed(model, step, batch)  # not recorded, like the plain step: recording takes time
         unchanged.restore()
+        advance()
         plain, plain_ms = _plain(model, step, batch, unchanged, copies=bool(inexact))
         compare_with = plain
         if inexact:
@@ -224,7 +250,9 @@ def verify(
             with enable(model, inexact, optimizer):
                 return outcome(step, batch)
 
+        advance()
         nondeterministic = _nondeterministic(found or {}, compare_with, once_more)
+        stage.result = f"verified the plan for {name}: {format_bytes(max(peaks))} peak measured"
     return Verdict(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.predicted.peak_bytes,

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 @output_option("--save", "save_to", "Write the plan that --budget led to, for --plan the next time.")
 @lever_option
 @in_place_option
+@click.option("--no-progress", is_flag=True, help="Show no bar while steps are rehearsed and planned for.")
 @script_arguments()
 def run(
     budget: str | None,
@@ -50,6 +51,7 @@ def run(
     save_to: str | None,
     levers: tuple[str, ...],
     no_in_place: bool,
+    no_progress: bool,
     target: str,
     args: tuple[str, ...],
     is_module: bool,
@@ -91,7 +93,14 @@ def run(
         return run_watched(script, Applying(Plan.from_json(Path(plan_file)), say), untrained=say)
     assert budget is not None
     importlib.import_module("scipy.optimize")  # load the solver before the script takes all the memory
-    crew = Fitting(budget, say, tuple(map(in_script, levers)), budget_for=budget_for, in_place=not no_in_place)
+    crew = Fitting(
+        budget,
+        say,
+        tuple(map(in_script, levers)),
+        budget_for=budget_for,
+        in_place=not no_in_place,
+        progress=not no_progress,
+    )
     if save_to is not None:
         crew.when_kept = partial(_save, save_to)
     return run_watched(script, crew, untrained=say)

@@ -35,6 +35,7 @@ from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.state.process_group import several_processes
 from lowtide.units import format_apart, format_bytes, format_change, format_ratio, format_time
+from lowtide.utils.progress import Stage, showing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -106,6 +107,7 @@ class Fitting(PlanMonitor):
         in_place: bool = True,
         on_infeasible: OnInfeasible = "raise",
         takes_turns: bool = True,
+        progress: bool = True,
     ) -> None:
         """Begin without a plan; other models trained in turn with this one are awaited only if it `takes_turns`."""
         super().__init__(say)
@@ -120,7 +122,9 @@ class Fitting(PlanMonitor):
         """Called with the plan that stays in force: its peak is within the budget, or no peak could be measured."""
         self._budget, self._budget_for = budget, budget_for
         self._on_infeasible = on_infeasible
-        self._takes_turns = takes_turns
+        self._takes_turns, self._progress = takes_turns, progress
+        self._stage = contextlib.ExitStack()
+        """The part of the work that is shown in this step."""
         self._applied: _InForce | None
         self._rehearsing = Rehearsing(stop=False, levers=levers, in_place=in_place)
         self._over: list[int] = []
@@ -169,6 +173,7 @@ class Fitting(PlanMonitor):
             check_on_device(self._budget, place_of(model), self._budget_for)
             self._budget = on_device(self._budget, place_of(model), self._say)
             hidden = self._rehearsing.n_hidden
+            self._shows(f"rehearsing {self.model_name}, step {self._rehearsing.n_steps + 1}", model)
             self._rehearsing.begins(model, batch, optimizers)
             if self._rehearsing.n_hidden == 1 > hidden:
                 self._say("the script records by itself, as with a profiler: steps after that are rehearsed")
@@ -185,13 +190,21 @@ class Fitting(PlanMonitor):
         self._n_others += found != planned
         if found == planned or (not self._smaller and no_larger(shapes_in(found), shapes_in(planned))):
             with contextlib.suppress(Busy):  # the script itself records this one: another is measured
+                self._shows(f"verifying the plan for {self.model_name}", model)
                 self._open = Measured(model, batch, optimizers, self._applied, self._budget_for)
             self._is_planned = found == planned
         elif self._n_others >= PATIENCE:
             self._keep(made)
 
+    def _shows(self, doing: str, model: nn.Module) -> None:
+        """Show what is done in this step, until its end."""
+        self._stage.close()
+        with showing(self._progress):
+            self._stage.enter_context(Stage(doing, total=sum(1 for _ in model.modules())))
+
     def ends(self, model: nn.Module) -> None:
         """Make a plan, or check the plan's promise. Raises Infeasible and OverBudget."""
+        self._stage.close()
         if self.unplanned is not None:
             return
         if self.plan is None:
@@ -215,8 +228,10 @@ class Fitting(PlanMonitor):
 
     def _make_plan(self, profile: Profile) -> None:
         """Plan for `profile`, or react as `on_infeasible` says if no plan fits. Raises Infeasible."""
+        self._say(f"rehearsed {self.model_name} in {self._rehearsing.n_steps} steps")
         try:
-            self.plan = plan(profile, self._budget)
+            with showing(self._progress), Stage("planning"):
+                self.plan = plan(profile, self._budget)
         except Infeasible as why:
             if self._on_infeasible == "raise":
                 raise
@@ -239,6 +254,7 @@ class Fitting(PlanMonitor):
     def gives_up(self, model: nn.Module) -> None:
         """Forget `model`, which is not the trained one, and rehearse the model that is."""
         super().gives_up(model)
+        self._stage.close()
         self._rehearsing.gives_up(model)
         if self.plan is not None:
             name = name_of(model)
@@ -264,6 +280,7 @@ class Fitting(PlanMonitor):
     def leaves(self) -> None:
         """End recordings that are for one step only; the plan stays."""
         super().leaves()
+        self._stage.close()
         self._rehearsing.leaves()
 
     def take_off(self) -> None:

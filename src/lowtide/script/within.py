@@ -141,7 +141,7 @@ def within(
             plan, and "plain" goes on without any. The updates so far stand, and are those of the plain loop.
         levers: Changes of the step, as `lowtide run --lever` takes them: "outputs", "loss head", "micro-batches=4".
         in_place: False lets no gradient be written over the one that it is computed from.
-        progress: False writes nothing to stderr; the log named "lowtide" has all lines.
+        progress: If False, nothing is written to stderr, no bar either; the log named "lowtide" has all lines.
 
     Returns:
         The block to enter; it has the plans and the verdict.
@@ -168,6 +168,7 @@ def within(
         in_place=in_place,
         on_infeasible=on_infeasible,
         takes_turns=model is None,
+        progress=progress,
     )
     return Run(fitting, model, say)
 
