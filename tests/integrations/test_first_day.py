@@ -19,8 +19,13 @@ from comparing import equal
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.memory_timeline import Timeline
 
-X, Y = torch.randn(256, 64), torch.randn(256, 64)
 Trained = tuple[list[float], nn.Module]
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """Inputs and targets, made by each loop for itself: what was there before would not count as in memory."""
+    one = torch.Generator().manual_seed(0)
+    return torch.randn(256, 64, generator=one), torch.randn(256, 64, generator=one)
 
 
 def net() -> nn.Sequential:
@@ -30,10 +35,10 @@ def net() -> nn.Sequential:
 
 def with_a_loader(folder: Path) -> Trained:
     model, losses = net(), list[float]()
-    data = torch.utils.data.TensorDataset(X, Y)
+    rows = torch.utils.data.TensorDataset(*data())
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(3):
-        for x, y in torch.utils.data.DataLoader(data, batch_size=64, shuffle=True):
+        for x, y in torch.utils.data.DataLoader(rows, batch_size=64, shuffle=True):
             loss = nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
             loss.backward()
@@ -45,28 +50,29 @@ def with_a_loader(folder: Path) -> Trained:
 def with_evaluation_between_epochs(folder: Path) -> Trained:
     model, losses = net(), list[float]()
     optimizer = torch.optim.AdamW(model.parameters())
+    batches = [*zip(*(part.split(128) for part in data()), strict=True)]
     for _ in range(3):
-        for x, y in zip(X.split(128), Y.split(128), strict=True):
+        for x, y in batches:
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(x), y)
             loss.backward()
             optimizer.step()
         model.eval()
         with torch.no_grad():
-            losses.append(nn.functional.mse_loss(model(X[:128]), Y[:128]).item())
+            losses.extend(nn.functional.mse_loss(model(x), y).item() for x, y in batches)
         model.train()
     return losses, model
 
 
 def with_a_grad_scaler(folder: Path) -> Trained:
-    model, losses = net(), list[float]()
+    (x, y), model, losses = data(), net(), list[float]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     scaler = torch.amp.GradScaler("cpu")
     for _ in range(6):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            loss = nn.functional.mse_loss(model(X), Y)
+            loss = nn.functional.mse_loss(model(x), y)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -78,8 +84,9 @@ def with_a_grad_scaler(folder: Path) -> Trained:
 def with_accumulation_by_hand(folder: Path) -> Trained:
     model, losses = net(), list[float]()
     optimizer = torch.optim.AdamW(model.parameters())
+    batches = [*zip(*(part.split(64) for part in data()), strict=True)]
     for number in range(20):
-        x, y = (data[number % 4 * 64 :][:64] for data in (X, Y))
+        x, y = batches[number % 4]
         loss = nn.functional.mse_loss(model(x), y) / 4
         loss.backward()
         losses.append(loss.item())
@@ -92,8 +99,9 @@ def with_accumulation_by_hand(folder: Path) -> Trained:
 def with_varying_lengths(folder: Path) -> Trained:
     model, losses = net(), list[float]()
     optimizer = torch.optim.AdamW(model.parameters())
+    rows = data()[0].view(16, 16, 64)
     for length in (7, 12, 16, 9, 16, 5, 16, 11, 14, 16, 3, 16):
-        x = X.view(16, 16, 64)[:, :length]
+        x = rows[:, :length]
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), x)
         loss.backward()
@@ -103,10 +111,10 @@ def with_varying_lengths(folder: Path) -> Trained:
 
 
 def with_a_checkpoint_resumed(folder: Path) -> Trained:
-    model, losses = net(), list[float]()
+    (x, y), model, losses = data(), net(), list[float]()
     optimizer = torch.optim.AdamW(model.parameters())
     for number in range(8):
-        loss = nn.functional.mse_loss(model(X), Y)
+        loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -123,11 +131,11 @@ def with_a_checkpoint_resumed(folder: Path) -> Trained:
 def with_accelerate(folder: Path) -> Trained:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=32)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data()), batch_size=32)
     model, losses = net(), list[float]()
-    model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), data)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
     for _ in range(2):
-        for x, y in data:
+        for x, y in loader:
             with accelerator.accumulate(model):
                 loss = nn.functional.mse_loss(model(x), y)
                 accelerator.backward(loss)
@@ -145,7 +153,7 @@ def with_the_trainer(folder: Path) -> Trained:
     config = BertConfig(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256, vocab_size=100
     )
-    data = [{"input_ids": ids, "labels": 0} for ids in torch.randint(0, 100, (24, 64))]
+    rows = [{"input_ids": ids, "labels": 0} for ids in torch.randint(0, 100, (24, 64))]
     arguments = TrainingArguments(
         str(folder),
         per_device_train_batch_size=4,
@@ -157,7 +165,7 @@ def with_the_trainer(folder: Path) -> Trained:
         disable_tqdm=True,
         logging_steps=1,
     )
-    trainer = Trainer(BertForSequenceClassification(config), arguments, train_dataset=data)
+    trainer = Trainer(BertForSequenceClassification(config), arguments, train_dataset=rows)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer.model
 
@@ -185,7 +193,7 @@ def with_lightning(folder: Path) -> Trained:
             return torch.optim.AdamW(self.parameters(), 1e-3)
 
     module = Module()
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=64)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data()), batch_size=64)
     trainer = lightning.Trainer(
         max_epochs=2,
         accelerator="cpu",
@@ -195,16 +203,17 @@ def with_lightning(folder: Path) -> Trained:
         enable_model_summary=False,
         default_root_dir=str(folder),
     )
-    trainer.fit(module, data, data)
+    trainer.fit(module, loader, loader)
     return losses, module
 
 
 def with_lora(folder: Path) -> Trained:
     peft = pytest.importorskip("peft")
-    model, losses = peft.get_peft_model(net(), peft.LoraConfig(target_modules=r"\d\.[02]", r=4)), list[float]()
+    (x, y), losses = data(), list[float]()
+    model = peft.get_peft_model(net(), peft.LoraConfig(target_modules=r"\d\.[02]", r=4))
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     for _ in range(6):
-        loss = nn.functional.mse_loss(model(X), Y)
+        loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -252,7 +261,7 @@ LOOPS: dict[Callable[[Path], Trained], str] = {
     with_a_loader: "90%",
     with_evaluation_between_epochs: "90%",
     with_a_grad_scaler: "90%",
-    with_accumulation_by_hand: "90%",
+    with_accumulation_by_hand: "95%",
     with_varying_lengths: "90%",
     with_a_checkpoint_resumed: "90%",
     with_accelerate: "95%",
