@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.cli import main
 from lowtide.utils.progress import Stage, showing
 
 X = torch.randn(256, 64)
@@ -99,6 +101,29 @@ def test_without_progress_nothing_is_on_the_terminal(
     with terminal(monkeypatch) as screen:
         work(progress=False)
     assert not screen()
+
+
+SCRIPT = """
+import torch
+from torch import nn
+model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)])
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(4):
+    model(torch.randn(256, 64)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--no-progress"]])
+def test_a_script_is_run_with_bars_or_without(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with terminal(monkeypatch) as screen:
+        assert main(["run", "--budget", "90%", *options, str(script)]) == 0
+    assert ("lowtide: rehearsing Sequential, step 1" in screen()) is not bool(options)
+    assert "lowtide: rehearsed Sequential in 2 steps" in screen()
 
 
 def test_a_pipe_has_no_bars_and_the_log_has_the_lines(

@@ -32,7 +32,7 @@ def snapshot() -> dict[str, Any]:
 
 def requested_bytes(index: int) -> dict[int, int]:
     """Return the bytes requested for each allocated block of a device, by address. 2.13, since 2.1."""
-    segments = (segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index)
+    segments = (segment for segment in snapshot()["segments"] if segment["device"] == index)
     blocks = (block for segment in segments for block in segment["blocks"])
     return {block["address"]: block["requested_size"] for block in blocks if block["state"] == "active_allocated"}
 

@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -126,8 +126,8 @@ def advance() -> None:
         _here.open[-1].advance()
 
 
-def _screen() -> type[Bar] | None:
-    """Return the kind of bar that the user can see here."""
+def _screen() -> Callable[[str], Bar] | None:
+    """Return the class of bars that the user can see here."""
     if rank():
         return None
     if _is_notebook():
