@@ -114,28 +114,34 @@ def with_varying_lengths(folder: Path) -> Trained:
 def with_a_checkpoint_resumed(folder: Path) -> Trained:
     (x, y), model, losses = data(), net(), list[float]()
     optimizer = torch.optim.AdamW(model.parameters())
-    for number in range(8):
-        loss = nn.functional.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if number == 3:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "saved.pt")
-        elif number == 5:
-            saved = torch.load(folder / "saved.pt")
-            model.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"])
+
+    def train(n_steps: int) -> None:
+        for _ in range(n_steps):
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+
+    if not (folder / "saved.pt").exists():  # the first run is ended early
+        train(3)
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "saved.pt")
+        losses.clear()
+    saved = torch.load(folder / "saved.pt")
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    del saved
+    train(6)
     return losses, model
 
 
 def with_accelerate(folder: Path) -> Trained:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data()), batch_size=32)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data()), batch_size=64)
     model, losses = net(), list[float]()
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
-    for _ in range(2):
+    for _ in range(3):
         for x, y in loader:
             with accelerator.accumulate(model):
                 loss = nn.functional.mse_loss(model(x), y)
