@@ -75,6 +75,8 @@ class Short(nn.Module):
 
 
 RUNS = 30
+ROUNDS = 3
+"""Blocks of `within` that take turns with steps outside of them."""
 WARM_UP = 12
 """Steps in which a block of `within` settles, those that it waits for other models included."""
 
@@ -253,11 +255,11 @@ def idle() -> None:
             "no plan fits": {"budget": 1, "on_infeasible": "plain"},
         }.items():
             plain_us = inside_us = float("inf")
-            for _ in range(RUNS // 3):
-                plain_us = min(plain_us, *interleaved(step, {"": None}, 1).values())
+            for _ in range(ROUNDS):
+                plain_us = min(plain_us, *interleaved(step, {"": None}, RUNS // ROUNDS).values())
                 n_plain = python_calls(step)
                 run = settled(step, **settings)
-                inside_us = min(inside_us, *interleaved(step, {"": None}, 1).values())
+                inside_us = min(inside_us, *interleaved(step, {"": None}, RUNS // ROUNDS).values())
                 n_inside = python_calls(step)
                 run.leave()
             print(f"{name:6} {block:22} {inside_us:10.1f} {inside_us - plain_us:8.1f} {n_inside - n_plain:18}")
