@@ -138,10 +138,11 @@ def with_a_checkpoint_resumed(folder: Path) -> Trained:
 def with_accelerate(folder: Path) -> Trained:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data()), batch_size=64)
+    rows = torch.utils.data.TensorDataset(*(part.repeat(2, 1) for part in data()))
+    loader = torch.utils.data.DataLoader(rows, batch_size=64)
     model, losses = net(), list[float]()
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
-    for _ in range(3):
+    for _ in range(2):
         for x, y in loader:
             with accelerator.accumulate(model):
                 loss = nn.functional.mse_loss(model(x), y)
@@ -278,7 +279,12 @@ LOOPS: dict[Callable[[Path], Trained], str] = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+SLOW = {with_varying_lengths, with_the_trainer, with_lightning}
+
+
+@pytest.mark.parametrize(
+    "loop", [pytest.param(loop, marks=[pytest.mark.slow] if loop in SLOW else []) for loop in LOOPS]
+)
 def test_it_trains_to_the_same_bits_within_its_budget(
     loop: Callable[[Path], Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
