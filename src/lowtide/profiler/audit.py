@@ -47,6 +47,7 @@ from lowtide.state.bitwise import identical
 from lowtide.state.own_generators import DRAWS, OwnGenerators
 from lowtide.state.process_group import n_sent
 from lowtide.state.side_effects import CHANGES, ITERATES, CodeState
+from lowtide.utils import progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -256,6 +257,7 @@ class Audit(RecomputeAudit, Observer):
             self.lent.let_go()
         self._units.let_go(seam.module)
         self._open.pop()
+        progress.advance()
 
     def _n_sent(self) -> int:
         """Return the number of collective operations so far, except those that gathered parameters."""
