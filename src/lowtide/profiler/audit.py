@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lowtide._torch.backward import around_checkpoints, in_backward
+from lowtide._torch.backward import in_backward, observe_checkpointed_calls
 from lowtide._torch.device_timing import now_ms
 from lowtide._torch.nodes import next_sequence_number
 from lowtide._torch.tensors import storage_id
@@ -42,11 +42,11 @@ from lowtide.runtime.fingerprint import in_words, tensors_in
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_values import Geometry, Handle, Observer, Recomputation, Value
-from lowtide.state.appended_items import take_back
+from lowtide.state.appended_items import undo_appends
 from lowtide.state.bitwise import identical
-from lowtide.state.own_generators import DRAWS, OwnDraws
+from lowtide.state.own_generators import DRAWS, OwnGenerators
 from lowtide.state.process_group import n_sent
-from lowtide.state.side_effects import CHANGES, ITERATES, OwnState
+from lowtide.state.side_effects import CHANGES, ITERATES, CodeState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,13 +103,13 @@ class Audit(RecomputeAudit, Observer):
         )
         self._returned: Any = RAISED
         self._units = FsdpUnits(model)
-        self._own_draws = OwnDraws(model)
+        self._own_draws = OwnGenerators(model)
         self._witness = Witness(mark)
         self._results: list[Value] = []
         """Results of the block that was freed last."""
         self._given: set[int] = set()
         """Indices of values that are arguments of calls."""
-        self._own_states: dict[ReplayFrame, OwnState] = {}
+        self._own_states: dict[ReplayFrame, CodeState] = {}
         """State that calls in progress could change, as of their beginning."""
         self._read: list[tuple[CallDraft, list[tuple[Tensor, int]]]] = []
         """Tensors that a replay of each call would read, with the versions that it needs."""
@@ -122,7 +122,7 @@ class Audit(RecomputeAudit, Observer):
         self.install()
         values.probe = self
         try:
-            with self._units.watched(), around_checkpoints(self._checkpoints), contextlib.ExitStack() as stack:
+            with self._units.watched(), observe_checkpointed_calls(self._checkpoints), contextlib.ExitStack() as stack:
                 if self.allows_in_place:
                     self._tried_in_place = stack.enter_context(AuditInPlace(self._place, self._mark))
                 yield
@@ -200,7 +200,7 @@ class Audit(RecomputeAudit, Observer):
         else:
             self._open[-1] = len(self.calls) - 1, (frame := ReplayFrame(seam, args, kwargs, self.argument))
             if self._why_refused(seam.module) is None:
-                self._own_states[frame] = OwnState(seam.module, frame.surroundings)
+                self._own_states[frame] = CodeState(seam.module, frame.surroundings)
 
     def pack(self, now: ForwardPass, tensor: Tensor) -> Handle:
         handle = super().pack(now, tensor)
@@ -275,20 +275,21 @@ class Audit(RecomputeAudit, Observer):
         refused = self.try_replay(call, frame, freed)
         if refused is None and module in self._blocks and module not in self._units.apart:
             self.try_advance(call, frame, returned)
-        leaks = frame.is_held_outside()
-        if freed and (refused is not None or leaks):
+        leaks, draws = frame.is_held_outside(), self._own_draws.put_back(states)
+        if freed and (refused is not None or leaks or draws):
             self.hold_again(frame, freed)
+            self._own_draws.put_back(states)
         elif freed:
             self.relied_on.frames.add(frame)
             frame.values = {place: weakref.ref(value) for value, place in freed.items()}
         if leaks:
-            take_back(first, next_sequence_number())
+            undo_appends(first, next_sequence_number())
             if frame.is_held_outside():
                 self.leaked = str(frame.seam)
             call.result_value, refused = None, LEAKS
             self.refused[type(module)] = LEAKS
         frame.held = None
-        if self._own_draws.put_back(states):
+        if draws:
             call.result_value, refused = None, DRAWS
             self.refused[type(module)] = DRAWS
         return refused

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from lowtide._torch.backward import in_backward
-from lowtide._torch.patching import stand_in, wrap_module_calls
+from lowtide._torch.patching import replace_function, wrap_module_calls
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,7 +57,7 @@ def drawn_as(share: float | None) -> Iterator[None]:
         yield
         return
     undo = [
-        stand_in(owner, name, partial(_fixed, at, share, is_method))
+        replace_function(owner, name, partial(_fixed, at, share, is_method))
         for at, owner, names, is_method in _PLACES
         for name in names
     ]

@@ -21,7 +21,7 @@ from lowtide.memory.events import ASIDE
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_values import Observer
-from lowtide.state.bitwise import number_of
+from lowtide.state.bitwise import content_hash
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,11 +68,11 @@ class Witness:
         )
 
     def _sum(self, tensor: Tensor) -> int:
-        """Return a checksum of all parts of `tensor`; see `number_of`."""
+        """Return a checksum of all parts of `tensor`; see `content_hash`."""
         self._mark(ASIDE, True)
         try:
             with torch.no_grad():
-                return hash(tuple(number_of(part) for part in parts_of(tensor)))
+                return hash(tuple(content_hash(part) for part in parts_of(tensor)))
         finally:
             self._mark(ASIDE, False)
 
