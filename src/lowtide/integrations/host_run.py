@@ -25,10 +25,16 @@ class HostRun:
     """
 
     def __init__(
-        self, budget: int | str, on_infeasible: OnInfeasible, levers: Collection[str], in_place: bool, progress: bool
+        self,
+        budget: int | str,
+        on_infeasible: OnInfeasible,
+        levers: Collection[str],
+        in_place: bool,
+        retry: bool,
+        progress: bool,
     ) -> None:
         self._budget, self._on_infeasible = budget, on_infeasible
-        self._levers, self._in_place, self._progress = levers, in_place, progress
+        self._levers, self._in_place, self._retry, self._progress = levers, in_place, retry, progress
         self._new()  # rejects a bad budget now
         self.run: Run | None = None
         self._is_open = False
@@ -75,6 +81,7 @@ class HostRun:
             on_infeasible=self._on_infeasible,
             levers=self._levers,
             in_place=self._in_place,
+            retry=self._retry,
             progress=self._progress,
         )
 
@@ -97,9 +104,10 @@ class BudgetCallback:
         on_infeasible: OnInfeasible = "raise",
         levers: Collection[str] = (),
         in_place: bool = True,
+        retry: bool = False,
         progress: bool = True,
     ) -> None:
-        self._host = HostRun(budget, on_infeasible, levers, in_place, progress)
+        self._host = HostRun(budget, on_infeasible, levers, in_place, retry, progress)
 
     @property
     def run(self) -> Run | None:

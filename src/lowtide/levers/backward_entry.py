@@ -51,11 +51,13 @@ class BackwardEntry:
         output, model = inner(*args, **kwargs), self._model()
         if model is None or not torch.is_grad_enabled() or in_backward() or any(map(is_gathering, model.parameters())):
             return output
-        found = {id(tensor): tensor for tensor in _tensors(output) if tensor.grad_fn is not None and is_plain(tensor)}
+        found = {
+            id(tensor): tensor for tensor in output_tensors(output) if tensor.grad_fn is not None and is_plain(tensor)
+        }
         if not found:
             return output
         led: Any = _Entered.apply
-        return _rebuilt(output, dict(zip(found, led(self._enters, *found.values()), strict=True)))
+        return with_tensors(output, dict(zip(found, led(self._enters, *found.values()), strict=True)))
 
     def remove(self) -> None:
         """Restore plain calls of the model. Repeated calls do nothing."""
@@ -81,13 +83,13 @@ class _Entered(torch.autograd.Function):
         return None, *gradients
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a model's output, in the kinds of objects that `_rebuilt` supports."""
+def output_tensors(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a model's output, in the kinds of objects that `with_tensors` supports."""
     if isinstance(output, Tensor):
         yield output
     else:
         for _, item in _items(output):
-            yield from _tensors(item)
+            yield from output_tensors(item)
 
 
 def _items(output: Any) -> list[tuple[Any, Any]]:
@@ -102,11 +104,11 @@ def _items(output: Any) -> list[tuple[Any, Any]]:
     return []
 
 
-def _rebuilt(output: Any, made: dict[int, Tensor]) -> Any:
+def with_tensors(output: Any, made: dict[int, Tensor]) -> Any:
     """Return `output` with the tensors whose ids are in `made` replaced."""
     if isinstance(output, Tensor):
         return made.get(id(output), output)
-    items = {key: _rebuilt(item, made) for key, item in _items(output)}
+    items = {key: with_tensors(item, made) for key, item in _items(output)}
     if all(items[key] is item for key, item in _items(output)):
         return output
     if isinstance(output, tuple):

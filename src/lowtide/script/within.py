@@ -13,6 +13,7 @@ from lowtide.levers import in_script
 from lowtide.report.text_table import decisions, extra_time, lever_lines
 from lowtide.script.calling_code import as_far_as
 from lowtide.script.fit_steps import Fitting, OnInfeasible, RunVerdict, check_on_infeasible
+from lowtide.script.repeat_step import told_repeated
 from lowtide.script.run_listened import watched, why_not
 from lowtide.units import format_bytes, format_change
 from lowtide.utils.amounts import check_budget
@@ -50,6 +51,11 @@ class Run:
     def verdict(self) -> RunVerdict | None:
         """Memory of the steps under `plan`, as measured; None before."""
         return self._fitting.verdict
+
+    @property
+    def n_repeated(self) -> int:
+        """Steps that ran out of memory and were repeated."""
+        return self._fitting.n_repeated
 
     @entering
     def __enter__(self) -> Self:
@@ -106,7 +112,8 @@ class Run:
 
     def _proof(self, plan: Plan) -> list[str]:
         proof = "not measured yet" if self.verdict is None else str(self.verdict)
-        return [*lever_lines(plan), proof, *(f"note: {noted}" for noted in plan.notes)]
+        repeated = [told_repeated(self.n_repeated)] if self.n_repeated else []
+        return [*lever_lines(plan), proof, *repeated, *(f"note: {noted}" for noted in plan.notes)]
 
 
 def within(
@@ -116,6 +123,7 @@ def within(
     on_infeasible: OnInfeasible = "raise",
     levers: Collection[str] = (),
     in_place: bool = True,
+    retry: bool = False,
     progress: bool = True,
 ) -> Run:
     """Keep the training steps of a `with` block within `budget`, at little extra time and to the same bits.
@@ -138,6 +146,8 @@ def within(
             plan, and "plain" goes on without any. The updates so far stand, and are those of the plain loop.
         levers: Changes of the step, as `lowtide run --lever` takes them: "outputs", "loss head", "micro-batches=4".
         in_place: False lets no gradient be written over the one that it is computed from.
+        retry: True repeats a step that runs out of memory under its plan once, under the most saving one, to the same
+            bits. If memory runs out again, the error has the explanation of `lowtide explain`.
         progress: False writes nothing to stderr; the log named "lowtide" has all lines.
 
     Returns:
@@ -163,6 +173,7 @@ def within(
         in_place=in_place,
         on_infeasible=on_infeasible,
         takes_turns=model is None,
+        retry=retry,
     )
     return Run(fitting, model, say)
 
