@@ -1,6 +1,8 @@
 """A step that runs out of memory under its plan is repeated once, to the bits of a run that had room."""
 
 import contextlib
+import math
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -149,6 +151,7 @@ def test_each_failing_step_is_repeated() -> None:
                 (in_forward if number == 5 else in_backward).append(None)
             made.step(torch.randn(512, 64))
     assert ran.n_repeated == 3
+    assert ran.metrics()["lowtide_repeated_steps"] == 3
 
 
 def test_the_step_that_is_measured_is_repeated_too() -> None:
@@ -252,6 +255,21 @@ def test_nothing_is_held_after_the_step() -> None:
         del x
         assert batch() is None
         assert loss.grad_fn is not None
+
+
+def test_metrics_have_names_that_every_log_takes() -> None:
+    made = Made()
+    with lowtide.within("75%") as ran:
+        assert ran.metrics() == {}
+        train(made)
+    metrics = ran.metrics()
+    assert all(re.fullmatch(r"[a-z][a-z_]*", name) for name in metrics)  # W&B is the strictest
+    assert all(isinstance(value, int | float) and math.isfinite(value) for value in metrics.values())
+    assert ran.plan is not None
+    assert ran.verdict is not None
+    assert metrics["lowtide_budget_bytes"] == ran.plan.budget_bytes
+    assert metrics["lowtide_peak_bytes"] == ran.verdict.measured_peak_bytes
+    assert metrics["lowtide_repeated_steps"] == 0
 
 
 LIMITED = """

@@ -64,15 +64,7 @@ class HostRun:
 
     def metrics(self) -> dict[str, float]:
         """Return numbers for the logs of the loop, once a plan exists."""
-        if self.run is None or (plan := self.run.plan) is None:
-            return {}
-        verdict = self.run.verdict
-        measured_bytes = None if verdict is None else verdict.measured_peak_bytes
-        return {
-            "lowtide_budget_bytes": plan.budget_bytes,
-            "lowtide_peak_bytes": plan.predicted.peak_bytes if measured_bytes is None else measured_bytes,
-            "lowtide_extra_ms": plan.predicted.extra_ms,
-        }
+        return {} if self.run is None else self.run.metrics()
 
     def _new(self, model: nn.Module | None = None) -> Run:
         return within(

@@ -57,6 +57,24 @@ class Run:
         """Steps that ran out of memory and were repeated."""
         return self._fitting.n_repeated
 
+    def metrics(self) -> dict[str, float]:
+        """Return numbers for a training log; none before there is a plan.
+
+        Names are letters and underscores, which TensorBoard, Weights & Biases and MLflow all take.
+        """
+        plan, verdict = self.plan, self.verdict
+        if plan is None:
+            return {}
+        measured_bytes = None if verdict is None else verdict.measured_peak_bytes
+        return {
+            "lowtide_budget_bytes": plan.budget_bytes,
+            "lowtide_peak_bytes": plan.predicted.peak_bytes if measured_bytes is None else measured_bytes,
+            "lowtide_plain_peak_bytes": plan.plain.peak_bytes,
+            "lowtide_extra_ms": plan.predicted.extra_ms,
+            "lowtide_plans": len(self.plans),
+            "lowtide_repeated_steps": self.n_repeated,
+        }
+
     @entering
     def __enter__(self) -> Self:
         if self._steps is not None:
