@@ -118,9 +118,9 @@ class _Objects:
         self.model: nn.Module | None = max(
             found.modules, key=lambda module: sum(p.numel() for p in module.parameters()), default=None
         )
-        optimizers: list[Optimizer] = [thing for thing in found.things if isinstance(thing, Optimizer)]
+        optimizers: list[Optimizer] = [obj for obj in found.visited if isinstance(obj, Optimizer)]
         self.optimizer = optimizers[0] if len(optimizers) == 1 else None
-        tensors = [thing for thing in found.things if isinstance(thing, Tensor)]
+        tensors = [obj for obj in found.visited if isinstance(obj, Tensor)]
         for module in found.modules:
             tensors += [*module.parameters(), *module.buffers()]
         for optimizer in optimizers:

@@ -30,21 +30,21 @@ from lowtide._torch.autograd_graph import nodes_behind
 from lowtide._torch.backward import ENGINE, in_backward, in_transform
 from lowtide._torch.compiled_code import not_compiled_alone
 from lowtide._torch.device_timing import accelerator_in_use
-from lowtide._torch.patching import stand_in
+from lowtide._torch.patching import replace_function
 from lowtide._torch.privateuse1 import without_aside
 from lowtide._torch.tensors import is_plain
 from lowtide.api.release import release
 from lowtide.diagnostics.oom.explain_oom import explain_oom
 from lowtide.diagnostics.oom.explanation import explain
 from lowtide.errors import LowtideError
-from lowtide.levers.backward_entry import output_tensors, with_tensors
+from lowtide.levers.backward_entry import output_tensors, replace_tensors
 from lowtide.runtime import module_hooks as hooks
 from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.call_context import CallContext, MutableState
 from lowtide.runtime.call_interceptor import OuterInterceptor
 from lowtide.script.composite_model import CompositeModel, name_of
 from lowtide.state.process_group import several_processes
-from lowtide.state.side_effects import CHANGES, ITERATES, OwnState
+from lowtide.state.side_effects import CHANGES, ITERATES, CodeState
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.units import format_bytes
 from lowtide.utils.removable import Removable
@@ -84,7 +84,7 @@ class StepRepeater(Removable):
         self.is_repeating = False
         self._is_calling = False
         self._front = OuterInterceptor(model, self._call)
-        self._undo = stand_in(torch.autograd, ENGINE, partial(partial, partial(_guarded, weakref.ref(self))))
+        self._undo = replace_function(torch.autograd, ENGINE, partial(partial, partial(_guarded, weakref.ref(self))))
         weakref.finalize(self, self._undo).atexit = False
 
     def remove(self) -> None:
@@ -106,7 +106,7 @@ class StepRepeater(Removable):
 
     def _trained_call(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = _Call(self, inner, args, kwargs)
-        own = OwnState(self._model, call.context) if self._looks_left else None
+        own = CodeState(self._model, call.context) if self._looks_left else None
         try:
             output = call.run()
             if own is not None:
@@ -126,7 +126,7 @@ class StepRepeater(Removable):
         with self._last_try():
             return _Call(self, inner, args, kwargs).run()
 
-    def _learn(self, own: OwnState) -> None:
+    def _learn(self, own: CodeState) -> None:
         """Note if calls change state outside of the modules."""
         self._looks_left -= 1
         self._why_not = _changes(own)
@@ -288,7 +288,7 @@ class _Call:
         lead: Any = _Entrance.apply
         led = lead(self, *found.values())
         self._outputs = [weakref.ref(tensor) for tensor in led]
-        return with_tensors(output, dict(zip(found, led, strict=True)))
+        return replace_tensors(output, dict(zip(found, led, strict=True)))
 
     def leave(self, *, keeps: bool) -> None:
         """End a backward pass; the arguments are released unless it `keeps` the graph."""
@@ -382,7 +382,7 @@ def _with_graph(output: Any) -> dict[int, Tensor]:
     return {id(tensor): tensor for tensor in output_tensors(output) if tensor.grad_fn is not None and is_plain(tensor)}
 
 
-def _changes(own: OwnState | None) -> str | None:
+def _changes(own: CodeState | None) -> str | None:
     if own is None:
         return None
     return ITERATES if own.iterates else CHANGES if own.has_changed() else None
