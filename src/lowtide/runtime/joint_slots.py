@@ -72,6 +72,10 @@ class JointSlots:
         self._near = frozenset(i for i in plain if nodes[i].root in same)
         self._fixed = frozenset(i for i in plain if nodes[i].root not in roots)
 
+    def at(self, sizes: tuple[int, ...]) -> JointSlots:
+        """Return the slots of the graph as it runs on the symbolic `sizes`."""
+        return self if self.joint.resize is None else JointSlots(self.joint.at(sizes), self.plain)
+
     def as_torch(self) -> Recomputed:
         """Return the split that torch makes."""
         return self._reached(self.plain)
