@@ -28,13 +28,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowtide._torch.backward import in_backward, in_transform, is_tracing
-from lowtide._torch.compiled_code import never_compiled, not_compiled_alone
+from lowtide._torch.compiled_code import is_compiled, never_compiled, not_compiled_alone
 from lowtide._torch.patching import Make, stand_in
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.runtime.class_calls import class_of_call, classes_of_calls
 from lowtide.runtime.fingerprint import tensors_in
 from lowtide.script.alternating_models import PATIENCE, AlternatingModels, held_by, ids, others_at_hand
 from lowtide.script.candidate_models import CandidateModels
+from lowtide.script.compiled_functions import trained_modules, watch_compiled_functions
 from lowtide.script.composite_model import CompositeModel, whole
 from lowtide.script.line_search import Search
 from lowtide.script.manual_updates import ManualUpdates
@@ -125,6 +126,7 @@ class Steps:
         self._unwatch.callback(stand_in(nn.Module, "__init__", functools.partial(functools.partial, self._made, told)))
         started = functools.partial(functools.partial, self._starts_process)
         self._unwatch.callback(stand_in(BaseProcess, "start", started))
+        self._unwatch.callback(watch_compiled_functions(self))
         for kind in classes_of_calls():
             self._watch_class(kind, told)
 
@@ -190,9 +192,31 @@ class Steps:
         self._depth += 1  # also keeps modules from beginning a step when a module with lazy parameters calls them
         try:
             if begins:
+                is_around = self._is_given and module is not self.model and is_compiled(module)
+                self.crew.compiled = module if is_around else None
                 with self._noting():
                     self._called_by_nobody(module, (args, kwargs))
             return plain(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    @not_compiled_alone
+    def calls_compiled(
+        self, function: Callable[..., Any], of: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a compiled function, made of the function `of`: a step may begin with it."""
+        if self._depth or not self.crew.plans_compiled:
+            return function(*args, **kwargs)
+        if self._is_late and self._is_here() and not in_backward():
+            self._close_late()
+        self._depth += 1
+        try:
+            if torch.is_grad_enabled() and self._is_here() and not in_backward():
+                for module in trained_modules(of, args, kwargs):
+                    self.crew.compiled = function
+                    with self._noting():
+                        self._called_by_nobody(module, (args, kwargs))
+            return function(*args, **kwargs)
         finally:
             self._depth -= 1
 
