@@ -213,7 +213,8 @@ class Steps:
         try:
             if torch.is_grad_enabled() and self._is_here() and not in_backward():
                 for module in trained_modules(of, args, kwargs):
-                    self.crew.compiled = function
+                    if not self._is_open:
+                        self.crew.compiled = function
                     with self._noting():
                         self._called_by_nobody(module, (args, kwargs))
             return function(*args, **kwargs)
