@@ -239,10 +239,11 @@ def _resize(gm: fx.GraphModule) -> Callable[[JointGraph, tuple[int, ...]], Joint
         return None
     inside = [node.meta.get("val") for node in gm.graph.nodes if node.op != "output"]
     tensors = {at: value for at, value in enumerate(inside) if isinstance(value, torch.Tensor)}
+    numels: dict[int, Any] = {at: value.numel() for at, value in tensors.items()}  # a SymInt is said to be an int
     symbolic = {
-        at: (numel.node.expr, value.element_size())
-        for at, value in tensors.items()
-        if isinstance(numel := value.numel(), torch.SymInt)
+        at: (numel.node.expr, tensors[at].element_size())
+        for at, numel in numels.items()
+        if isinstance(numel, torch.SymInt)
     }
     symbols = [size.node.expr for size in given]
 
