@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.mutation_guard import install_generation_tagging_init
 from torch._inductor import config as inductor_config
 
 import lowtide
@@ -27,6 +28,7 @@ def widens() -> nn.Module:
 
 @pytest.fixture(autouse=True)
 def compiled_anew() -> Iterator[None]:
+    install_generation_tagging_init()  # the first compile puts it around `Module.__init__` for good
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

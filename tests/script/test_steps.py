@@ -535,6 +535,9 @@ def test_a_script_that_catches_every_exception_does_not_go_on() -> None:
 
 
 def test_the_error_is_the_first_one_also_where_everything_is_caught(tmp_path: Path) -> None:
+    from torch._dynamo.mutation_guard import install_generation_tagging_init
+
+    install_generation_tagging_init()  # the first compile puts it around `Module.__init__` for good
     script = tmp_path / "train.py"
     script.write_text(
         "import torch\nfrom torch import nn\n"
