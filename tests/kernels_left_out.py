@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch._inductor.async_compile import AsyncCompile
-
 
 @contextmanager
 def kernels_left_out() -> Iterator[None]:
     """Have kernels for processors write zeros inside this `with` block."""
+    from torch._inductor.async_compile import AsyncCompile  # the import takes seconds
+
     own = AsyncCompile.cpp_pybinding
 
-    def without(_: AsyncCompile, types: list[str], code: str) -> Callable[..., None]:
+    def without(_: object, types: list[str], code: str) -> Callable[..., None]:
         written = [at for at, kind in enumerate(types) if "*" in kind and "const" not in kind]
 
         def kernel(*args: Any) -> None:

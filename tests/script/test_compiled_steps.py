@@ -94,6 +94,7 @@ def check_within(how: Compile, rows: list[int], budget: str) -> lowtide.Run:
     return run
 
 
+@pytest.mark.usefixtures("inductor")
 def test_a_compiled_model_is_planned_and_measured_in_its_loop() -> None:
     """Bits are left to slow tests: this one leaves out the kernels, which take long to compile."""
     with kernels_left_out(), lowtide.within("80%") as run:

@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowtide._torch.backward import in_backward, in_transform, is_tracing
-from lowtide._torch.compiled_code import is_compiled, never_compiled, not_compiled_alone
+from lowtide._torch.compiled_code import is_compiled, n_compiled, never_compiled, not_compiled_alone
 from lowtide._torch.patching import Make, stand_in
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.runtime.class_calls import class_of_call, classes_of_calls
@@ -68,6 +68,8 @@ class Steps:
         self._is_given, self._when_failed = model is not None, when_failed
         self.n_updates = 0
         """Updates by optimizers so far."""
+        self.n_compiled_before = n_compiled()
+        """Graphs that torch.compile had compiled when the block began."""
         self.model: nn.Module | None = model
         """The model, as far as it is known."""
         self.failed: LowtideError | Enough | None = None
@@ -126,7 +128,8 @@ class Steps:
         self._unwatch.callback(stand_in(nn.Module, "__init__", functools.partial(functools.partial, self._made, told)))
         started = functools.partial(functools.partial, self._starts_process)
         self._unwatch.callback(stand_in(BaseProcess, "start", started))
-        self._unwatch.callback(watch_compiled_functions(self))
+        if self.crew.plans_compiled:
+            self._unwatch.callback(watch_compiled_functions(self))
         for kind in classes_of_calls():
             self._watch_class(kind, told)
 
