@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lowtide._torch.patching import stand_in
-from lowtide.state.introspection import users_functions, variables
+from lowtide._torch.patching import replace_function
+from lowtide.state.introspection import user_functions, variables
 
 
 class _Detector(Protocol):
@@ -41,7 +41,7 @@ def watch_compiled_functions(detector: _Detector) -> Callable[[], None]:
 
         return told
 
-    unwatch = stand_in(torch, "compile", functools.partial(functools.partial, compiles))
+    unwatch = replace_function(torch, "compile", functools.partial(functools.partial, compiles))
 
     def stop() -> None:
         nonlocal reference
@@ -54,7 +54,7 @@ def watch_compiled_functions(detector: _Detector) -> Callable[[], None]:
 def trained_modules(function: Callable[..., Any], args: Any, kwargs: Any) -> list[nn.Module]:
     """Return the modules in training mode that a call of `function` may train: arguments, and those that it names."""
     given = [*args, *kwargs.values(), getattr(function, "__self__", None)]
-    named = [content for each in users_functions(function) for _, _, content in variables(each)]
+    named = [content for each in user_functions(function) for _, _, content in variables(each)]
     modules = {id(thing): thing for thing in (*given, *named) if isinstance(thing, nn.Module) and thing.training}
     trained = [module for module in modules.values() if any(p.requires_grad for p in module.parameters())]
     inside = {id(below) for module in trained for below in module.modules() if below is not module}
