@@ -13,7 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--pieces", type=int, default=1)
-parser.add_argument("--rows", type=int, default=16)
+parser.add_argument("--layers", type=int, default=4)
+parser.add_argument("--rows", type=int, default=8)
 parser.add_argument("--steps", type=int, default=8)
 args = parser.parse_args()
 
@@ -26,7 +27,7 @@ config = GPT2Config(
     vocab_size=VOCABULARY,
     n_positions=LENGTH,
     n_embd=192,
-    n_layer=4,
+    n_layer=args.layers,
     n_head=4,
     resid_pdrop=0.0,
     embd_pdrop=0.0,

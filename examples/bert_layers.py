@@ -16,11 +16,12 @@ from transformers import BertConfig, BertModel
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint", action="store_true")
-parser.add_argument("--rows", type=int, default=16)
+parser.add_argument("--layers", type=int, default=4)
+parser.add_argument("--rows", type=int, default=8)
 parser.add_argument("--steps", type=int, default=8)
 args = parser.parse_args()
 
-VOCABULARY, LENGTH, WIDTH = 2000, 128, 256
+VOCABULARY, LENGTH, WIDTH = 2000, 128, 192
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
 
@@ -34,7 +35,7 @@ class Classifier(nn.Module):
             vocab_size=VOCABULARY,
             hidden_size=WIDTH,
             intermediate_size=4 * WIDTH,
-            num_hidden_layers=6,
+            num_hidden_layers=args.layers,
             num_attention_heads=4,
         )
         self.bert = BertModel(config, add_pooling_layer=False)

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint", action="store_true")
 parser.add_argument("--backend", default="inductor")
-parser.add_argument("--rows", type=int, default=16)
+parser.add_argument("--layers", type=int, default=2)
+parser.add_argument("--rows", type=int, default=8)
 parser.add_argument("--steps", type=int, default=8)
 args = parser.parse_args()
 
@@ -48,7 +49,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(args.layers))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:

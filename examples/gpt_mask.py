@@ -19,6 +19,7 @@ from transformers import GPT2Config, GPT2Model
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint", choices=["no", "late", "bound"], default="no")
+parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--rows", type=int, default=8)
 parser.add_argument("--steps", type=int, default=8)
 args = parser.parse_args()
@@ -37,7 +38,7 @@ class GPT(nn.Module):
             vocab_size=VOCABULARY,
             n_positions=LENGTH,
             n_embd=WIDTH,
-            n_layer=6,
+            n_layer=args.layers,
             n_head=4,
             bos_token_id=0,
             eos_token_id=0,

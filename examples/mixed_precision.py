@@ -13,7 +13,8 @@ from transformers import ViTConfig, ViTForImageClassification
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint", action="store_true")
-parser.add_argument("--rows", type=int, default=32)
+parser.add_argument("--layers", type=int, default=2)
+parser.add_argument("--rows", type=int, default=16)
 parser.add_argument("--steps", type=int, default=8)
 args = parser.parse_args()
 
@@ -23,7 +24,7 @@ torch.manual_seed(0)
 config = ViTConfig(
     hidden_size=192,
     intermediate_size=768,
-    num_hidden_layers=6,
+    num_hidden_layers=args.layers,
     num_attention_heads=4,
     image_size=64,
     patch_size=8,

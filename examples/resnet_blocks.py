@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint", action="store_true")
-parser.add_argument("--rows", type=int, default=32)
+parser.add_argument("--rows", type=int, default=16)
 parser.add_argument("--steps", type=int, default=8)
 args = parser.parse_args()
 

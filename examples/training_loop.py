@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint", action="store_true")
-parser.add_argument("--rows", type=int, default=32)
+parser.add_argument("--layers", type=int, default=4)
+parser.add_argument("--rows", type=int, default=8)
 parser.add_argument("--steps", type=int, default=6)
 parser.add_argument("--epochs", type=int, default=2)
 args = parser.parse_args()
@@ -33,7 +34,7 @@ class Classifier(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.1, batch_first=True, norm_first=True)
-            for _ in range(4)
+            for _ in range(args.layers)
         )
         self.head = nn.Linear(WIDTH, CLASSES)
 
