@@ -278,8 +278,10 @@ def renewed(page: str, results: Results, language: str) -> str:
             text = depth_table(results, language)
         elif name == ON_GPU:
             text = "\n".join(["```text", *results.estimate, "```"])
-        else:
+        elif name in results.runs:
             text = table(results.runs[name], language)
+        else:
+            return match[0]  # not measured so far
         return f"<!-- {name} -->\n\n{text}\n\n<!-- end -->"
 
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", made, page, flags=re.DOTALL)
