@@ -276,7 +276,7 @@ def renewed(page: str, results: Results, language: str) -> str:
         name = match[1]
         if name == "sqrt_depth":
             text = depth_table(results, language)
-        elif name == ON_GPU:
+        elif name == ON_GPU and results.estimate:
             text = "\n".join(["```text", *results.estimate, "```"])
         elif name in results.runs:
             text = table(results.runs[name], language)

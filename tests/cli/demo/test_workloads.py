@@ -95,14 +95,13 @@ def test_the_demo_sizes() -> None:
         "bert": (minilm_vocab + 512 + 2) * width + norm + 6 * block + head,
         "llama": 2 * vocab * width + 6 * (4 * width**2 + 3 * 1024 * width + 2 * width) + width,
     }
-    items = {"gpt2": 8 * 256, "bert": 5 * 512, "llama": 8 * 256, "resnet": 128}
+    items = {"gpt2": 8 * 256, "bert": 16 * 128, "llama": 8 * 256, "resnet": 128}
     for name in MODELS:
         full = workload(name)
         assert full.items_per_step == items[name]
         if name == "resnet":
-            assert full.batches[0]["digits"].shape == (128, 1, 8, 8)
-            norms = sum("BatchNorm2d" in type(module).__name__ for module in full.model.modules())
-            assert norms == 1 + 3 * 4 * 2 + 2  # the stem, two a layer, two shortcuts
+            assert full.batches[0]["pixel_values"].shape == (128, 1, 64, 64)
+            assert sum("BatchNorm2d" in type(module).__name__ for module in full.model.modules()) == 20
         else:
             usual = BUILDERS[name][1]
             assert full.batches[0]["input_ids"].shape == (usual.batch_size, usual.length)
@@ -184,17 +183,10 @@ def test_resnet_sees_every_digit_once(work: Workload) -> None:
     labels = Counter(torch.cat([batch["labels"] for batch in work.batches]).tolist())
     assert sorted(labels) == list(range(10))
     assert all(170 <= count <= 185 for count in labels.values())
-    digits = torch.cat([batch["digits"] for batch in work.batches])
-    assert digits.shape[1:] == (1, 8, 8)
-    assert digits.min() == -1
-    assert digits.max() == 1
-    seen: list[torch.Size] = []
-    handle = work.model.get_submodule("classifier").register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["pixel_values"].shape), with_kwargs=True
-    )
-    work.step(work.batches[0])
-    handle.remove()
-    assert seen == [(8, 1, 32, 32)]
+    images = torch.cat([batch["pixel_values"] for batch in work.batches])
+    assert images.shape[1:] == (1, 32, 32)
+    assert images.min() == -1
+    assert images.max() == 1
 
 
 # --- real weights ---------------------------------------------------------------------------------------------------

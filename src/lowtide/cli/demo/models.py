@@ -17,7 +17,6 @@ from lowtide.cli.demo.demo_packages import need, need_folder
 from lowtide.cli.demo.text_batches import Batch
 
 VOCAB = 8000
-RESNET_CHANNELS = [32, 64, 128]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +151,7 @@ def bert(size: Size) -> Parts:
     return Parts(
         model=MaskedLanguageModel(masked_lm),
         batches=batches,
-        loss=_only_loss,
+        loss=_masked_loss,
         learning_rate=1e-4,
         items="tokens",
         items_per_step=size.batch_size * size.length,
@@ -163,65 +162,45 @@ def bert(size: Size) -> Parts:
     )
 
 
-class EnlargedDigits(nn.Module):
-    """A classifier of 8 x 8 digits that are scaled to `length` x `length` pixels, one channel, values from -1 to 1.
-
-    The data stays small, and only the current batch is in memory at full size, as with a loader that augments images.
-    """
-
-    def __init__(self, classifier: nn.Module, length: int) -> None:
-        super().__init__()
-        self.classifier = classifier
-        self.length = length
-
-    def forward(self, digits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss, a scalar. `digits` is [batch, 1, 8, 8], `labels` [batch]."""
-        images = F.interpolate(digits, size=(self.length, self.length), mode="bilinear", align_corners=False)
-        loss: Tensor = self.classifier(pixel_values=images, labels=labels).loss
-        return loss
-
-
 def resnet(size: Size) -> Parts:
-    """Build a ResNet for small images (BatchNorm in training mode) with random weights.
+    """Build ResNet-18 (BatchNorm in training mode) with random weights, on scikit-learn's 1,797 handwritten digits.
 
-    It has three stages of 32, 64 and 128 channels, as ResNets for CIFAR do, so that activations are most of its
-    memory; ResNet-18 has most of its parameters in a fourth stage of few pixels. Its data is scikit-learn's 1,797
-    handwritten digits.
+    The digits are 8 x 8 grey; they are scaled to `length` x `length` pixels, one channel, values from -1 to 1.
     """
     transformers = need("transformers")
     digits = need("sklearn.datasets").load_digits()
     order = torch.randperm(len(digits.images))
     grey = torch.from_numpy(digits.images).float()[order, None] / 8 - 1
+    images = F.interpolate(grey, size=(size.length, size.length), mode="bilinear", align_corners=False)
     labels = torch.from_numpy(digits.target).long()[order]
     config = transformers.ResNetConfig(
         layer_type="basic",
-        depths=[size.layers] * len(RESNET_CHANNELS),
-        hidden_sizes=RESNET_CHANNELS,
-        embedding_size=RESNET_CHANNELS[0],
+        depths=[size.layers] * 4,
+        hidden_sizes=[64, 128, 256, 512],
         num_channels=1,
         num_labels=10,
     )
     return Parts(
-        model=EnlargedDigits(transformers.ResNetForImageClassification(config), size.length),
-        batches=text.grouped(size.batch_size, digits=grey, labels=labels),
-        loss=_only_loss,
+        model=transformers.ResNetForImageClassification(config),
+        batches=text.grouped(size.batch_size, pixel_values=images, labels=labels),
+        loss=_own_loss,
         learning_rate=1e-3,
         items="images",
         items_per_step=size.batch_size,
         description=(
-            f"ResNet, {len(RESNET_CHANNELS)} stages x {size.layers} basic layers, BatchNorm, random weights, on "
-            f"scikit-learn's {len(order):,} handwritten digits at {size.length} x {size.length} pixels"
+            f"ResNet, 4 stages x {size.layers} basic layers, BatchNorm, random weights, on scikit-learn's "
+            f"{len(order):,} handwritten digits at {size.length} x {size.length} pixels"
         ),
     )
 
 
 BUILDERS: dict[str, tuple[Callable[[Size], Parts], Size]] = {
     "gpt2": (gpt2, Size(batch_size=8, length=256, layers=6)),
-    "bert": (bert, Size(batch_size=5, length=512, layers=6)),
+    "bert": (bert, Size(batch_size=16, length=128, layers=6)),
     "llama": (llama, Size(batch_size=8, length=256, layers=6)),
-    "resnet": (resnet, Size(batch_size=128, length=96, layers=4)),
+    "resnet": (resnet, Size(batch_size=128, length=64, layers=2)),
 }
-"""Each model's builder and the size that the demo runs it at, at which activations are most of the peak."""
+"""Each model's builder and the size that the demo runs it at."""
 
 
 def _next_tokens(size: Size) -> tuple[tuple[Batch, ...], str]:
@@ -239,7 +218,7 @@ def _own_loss(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def _only_loss(model: nn.Module, batch: Batch) -> Tensor:
+def _masked_loss(model: nn.Module, batch: Batch) -> Tensor:
     loss: Tensor = model(**batch)
     return loss
 
