@@ -68,7 +68,7 @@ def run(
     if budget is not None:
         check_budget(budget)
 
-    from lowtide.levers import in_script
+    from lowtide.levers import parse_script_lever
     from lowtide.planner.records import Plan
     from lowtide.script.apply_plan import Applying
     from lowtide.script.fit_steps import Fitting
@@ -80,7 +80,7 @@ def run(
         return run_watched(script, Applying(Plan.from_json(Path(plan_file)), say), untrained=say)
     assert budget is not None
     importlib.import_module("scipy.optimize")  # load the solver before the script takes all the memory
-    crew = Fitting(budget, say, tuple(map(in_script, levers)), in_place=not no_in_place)
+    crew = Fitting(budget, say, tuple(map(parse_script_lever, levers)), in_place=not no_in_place)
     if save_to is not None:
         crew.when_kept = partial(_save, save_to)
     return run_watched(script, crew, untrained=say)
