@@ -78,7 +78,7 @@ def run(
     if budget_for == "reserved" and budget is None:
         raise click.UsageError("--budget-for goes with --budget: the plan of --plan says what its budget is for.")
 
-    from lowtide.levers import in_script
+    from lowtide.levers import parse_script_lever
     from lowtide.memory.device_budget import check_on_device
     from lowtide.planner.records import Plan
     from lowtide.script.apply_plan import Applying
@@ -96,7 +96,7 @@ def run(
     crew = Fitting(
         budget,
         say,
-        tuple(map(in_script, levers)),
+        tuple(map(parse_script_lever, levers)),
         budget_for=budget_for,
         in_place=not no_in_place,
         progress=not no_progress,
