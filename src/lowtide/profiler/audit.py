@@ -277,9 +277,10 @@ class Audit(RecomputeAudit, Observer):
         refused = self.try_replay(call, frame, freed)
         if refused is None and module in self._blocks and module not in self._units.apart:
             self.try_advance(call, frame, returned)
-        leaks = frame.is_held_outside()
-        if freed and (refused is not None or leaks):
+        leaks, draws = frame.is_held_outside(), self._own_draws.put_back(states)
+        if freed and (refused is not None or leaks or draws):
             self.hold_again(frame, freed)
+            self._own_draws.put_back(states)
         elif freed:
             self.relied_on.frames.add(frame)
             frame.values = {place: weakref.ref(value) for value, place in freed.items()}
@@ -290,7 +291,7 @@ class Audit(RecomputeAudit, Observer):
             call.result_value, refused = None, LEAKS
             self.refused[type(module)] = LEAKS
         frame.held = None
-        if self._own_draws.put_back(states):
+        if draws:
             call.result_value, refused = None, DRAWS
             self.refused[type(module)] = DRAWS
         return refused
