@@ -153,10 +153,6 @@ def within(
     sizes, up to 20 steps are observed. A batch that is larger than all of these gets the most saving plan; when the
     next of such a size comes, it gets its own plan. At the end of the block, however it ends, the model is restored.
 
-        with lowtide.within("8GiB") as run:
-            trainer.train()
-        print(run)
-
     Args:
         budget: Bytes, "8GiB", "500MB" or "60%" of the plain step's peak, for all memory of the step: parameters,
             gradients, optimizer state and batch included, and anything else in memory, such as other models. On a GPU
