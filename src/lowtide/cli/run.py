@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from lowtide.cli.report_option import command_line, report_option, write_report
 from lowtide.cli.script_or_profile import (
     OWN_OPTIONS_FIRST,
     in_place_option,
@@ -23,6 +23,7 @@ from lowtide.utils.messages import say
 
 if TYPE_CHECKING:
     from lowtide.planner.records import Plan
+    from lowtide.report.run_record import RunRecord
 
 
 @click.command("run", context_settings=OWN_OPTIONS_FIRST)
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 )
 @click.option("--plan", "plan_file", type=click.Path(exists=True, dir_okay=False), help="A plan that was made before.")
 @output_option("--save", "save_to", "Write the plan that --budget led to, for --plan the next time.")
+@report_option
 @lever_option
 @in_place_option
 @script_arguments()
@@ -40,6 +42,7 @@ def run(
     budget: str | None,
     plan_file: str | None,
     save_to: str | None,
+    report_to: str | None,
     levers: tuple[str, ...],
     no_in_place: bool,
     target: str,
@@ -59,6 +62,8 @@ def run(
     """
     if (budget is None) == (plan_file is None):
         raise click.UsageError("give either --budget or --plan, before the script: what follows it is its own.")
+    if report_to is not None and budget is None:
+        raise click.UsageError("--report goes with --budget: the plan of --plan was made of another run's rehearsal.")
     if save_to is not None and budget is None:
         raise click.UsageError("--save goes with --budget: the plan of --plan is in a file already.")
     if levers and budget is None:
@@ -70,6 +75,7 @@ def run(
 
     from lowtide.levers import in_script
     from lowtide.planner.records import Plan
+    from lowtide.report.run_record import record_of, with_frontier
     from lowtide.script.apply_plan import Applying
     from lowtide.script.fit_steps import Fitting
     from lowtide.script.run_listened import run_watched
@@ -81,9 +87,21 @@ def run(
     assert budget is not None
     importlib.import_module("scipy.optimize")  # load the solver before the script takes all the memory
     crew = Fitting(budget, say, tuple(map(in_script, levers)), in_place=not no_in_place)
-    if save_to is not None:
-        crew.when_kept = partial(_save, save_to)
-    return run_watched(script, crew, untrained=say)
+    kept: list[RunRecord] = []
+
+    def keep(plan: Plan) -> None:
+        if save_to is not None:
+            _save(save_to, plan)
+        if report_to is not None and crew.verdict is not None:
+            proof = crew.verdict.to_proof()
+            kept[:] = [record_of(command, profile=crew.profile, plan=plan, proof=proof)]
+
+    command = command_line()
+    crew.when_kept = keep
+    code = run_watched(script, crew, untrained=say)
+    if report_to is not None and kept:
+        write_report(with_frontier(kept[0]), report_to)
+    return code
 
 
 def _save(to: str, plan: Plan) -> None:

@@ -25,6 +25,7 @@ from lowtide.memory.events import Category, EventStream, Label, Recorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.utils import interrupts as _interrupts
 from lowtide.utils.interrupts import entering, whole
+from lowtide.utils.rendering import Displayed
 
 _NO_VARIABLES = (str(Path(__file__).parents[1]), contextlib.__file__)  # files whose variables users cannot delete
 
@@ -41,7 +42,7 @@ def recorder_for(device: torch.device | str | int) -> Recorder:
     )
 
 
-class Memory:
+class Memory(Displayed):
     """Results of `measure`. Each attribute raises RehearsalError until the with-block has ended.
 
     `print` it for a table: the peak, the memory alive there by category, the largest blocks, and the saving of each
@@ -60,6 +61,11 @@ class Memory:
         """The highest level over entry, bytes. CPU: exact. CUDA: of `allocated_bytes`, which rounds each block up."""
         self._known("peak_bytes")
         return self._peak_bytes
+
+    @property
+    def recorded(self) -> Timeline | None:
+        """The timeline; None until the with-block has ended."""
+        return self._timeline
 
     @property
     def timeline(self) -> Timeline:

@@ -39,9 +39,9 @@ def _run_of(record: object) -> RunRecord | None:
     if isinstance(record, RunRecord):
         return record
     if isinstance(record, Profile):
-        return record_of("lowtide.rehearse(model, step, batch)", profile=record, with_frontier=False)
+        return record_of("lowtide.rehearse(model, step, batch)", profile=record)
     if isinstance(record, Plan):
-        return record_of("lowtide.plan(profile, budget)", plan=record, with_frontier=False)
+        return record_of("lowtide.plan(profile, budget)", plan=record)
     to_record: Callable[[], object] | None = getattr(record, "to_record", None)
     made = None if to_record is None else to_record()
     return made if isinstance(made, RunRecord) else None

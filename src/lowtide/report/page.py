@@ -30,7 +30,7 @@ def asset(name: str) -> str:
 def run_page(run: RunRecord) -> str:
     """Return the page of a run."""
     made_for = run.fingerprint
-    title = made_for.model.partition(" ")[0] if made_for is not None else "What outlives its step"
+    title = run.subject or ("A run" if made_for is None else made_for.model.partition(" ")[0])
     about = "" if made_for is None else f"batch {made_for.batch} · {made_for.device} · torch {made_for.torch}"
     sections = [
         ("fits", "Does it fit?", fits(run)),
@@ -186,8 +186,13 @@ def _trained_table(run: RunRecord) -> str:
 # --- where memory goes
 
 
-def memory(before: StepMemory | None, after: StepMemory | None, budget_bytes: int | None = None) -> str:
-    """Return the picture of one or two steps, with a reading of each moment."""
+def memory(
+    before: StepMemory | None,
+    after: StepMemory | None,
+    budget_bytes: int | None = None,
+    words: tuple[str, str] = ("before: the plain step", "after: under the plan"),
+) -> str:
+    """Return the picture of one or two steps, named by `words`, with a reading of each moment."""
     tracks = [(name, each) for name, each in (("before", before), ("after", after)) if each is not None]
     if not tracks:
         return ""
@@ -197,8 +202,8 @@ def memory(before: StepMemory | None, after: StepMemory | None, budget_bytes: in
     if len(tracks) > 1:
         options = "".join(
             f'<label><input type="radio" name="lt-track" value="{each}"{" checked" if each == name else ""}>'
-            f"<span>{words}</span></label>"
-            for each, words in (("before", "before: the plain step"), ("after", "after: under the plan"))
+            f"<span>{escape(named)}</span></label>"
+            for each, named in zip(("before", "after"), words, strict=True)
         )
         choice = (
             f'<fieldset class="lt-choice"><legend class="lt-hidden">Step that is shown</legend>{options}</fieldset>'
@@ -293,8 +298,9 @@ def decided(run: RunRecord) -> str:
     )
     return (
         f'{listing}<p class="lt-chips">{chips}</p>'
-        "<p>Bytes are of tensors saved for backward, by the module that saves them. Times are of its own recomputes and "
-        f"replays; all together, with what these need on the way, take {format_time(plan.predicted.extra_ms)} a step.</p>"
+        "<p>Bytes are of tensors saved for backward, by the module that saves them. Times are of its own recomputes "
+        "and replays; all together, with what these need on the way, they take "
+        f"{format_time(plan.predicted.extra_ms)} a step.</p>"
         f'<div class="lt-tree">{"".join(_branch(tree, tree.total, 0))}</div>'
     )
 

@@ -104,6 +104,8 @@ class RunRecord(Record):
     """The command that repeats it."""
     versions: dict[str, str]
     """Package -> version, and the platform."""
+    subject: str = ""
+    """Title of the report: the script, or empty for the model's name."""
     fingerprint: Fingerprint | None = None
     """Model, batch, device and torch; None for a run that was only watched."""
     profile: Profile | None = None
@@ -182,8 +184,7 @@ def record_of(
     profile: Profile | None = None,
     plan: Plan | None = None,
     proof: Proof | None = None,
-    findings: tuple[HeldMemory, ...] | None = None,
-    with_frontier: bool = True,
+    trained: tuple[Trained, ...] = (),
     notes: Iterable[str] = (),
 ) -> RunRecord:
     """Return the record of a rehearsed step, and of the plan for it if there is one.
@@ -193,8 +194,7 @@ def record_of(
         profile: The rehearsed step.
         plan: The plan in force; made from `profile` if that is given.
         proof: Measurements under the plan.
-        findings: Memory that outlives its step, if that was watched.
-        with_frontier: Also plan for other budgets, which takes seconds for large models.
+        trained: Ways to train that were compared.
         notes: Remarks beside those of profile and plan.
     """
     made_for = plan.fingerprint if plan is not None else None if profile is None else profile.fingerprint
@@ -220,17 +220,19 @@ def record_of(
         before=None if profile is None else predicted_memory(profile),
         after=None if profile is None or plan is None else predicted_memory(profile, plan.decisions),
         proof=proof,
-        frontier=_frontier(profile) if with_frontier and profile is not None else None,
-        findings=findings,
+        trained=trained,
         measured=tuple(measured),
         predicted=tuple(predicted),
         notes=tuple(dict.fromkeys(found)),
     )
 
 
-def _frontier(profile: Profile) -> Frontier | None:
-    is_planned = len(profile.slots) <= LARGEST_PLANNED and not profile.graphs
-    return frontier(profile, n_budgets=N_BUDGETS) if is_planned else None
+def with_frontier(run: RunRecord) -> RunRecord:
+    """Return the run with plans for other budgets, which takes some seconds; the same run if its step is too large."""
+    profile = run.profile
+    if profile is None or profile.graphs or len(profile.slots) > LARGEST_PLANNED:
+        return run
+    return replace(run, frontier=frontier(profile, n_budgets=N_BUDGETS))
 
 
 def versions(made_for: Fingerprint | None = None) -> dict[str, str]:
@@ -256,7 +258,7 @@ def read_run(path: Path) -> RunRecord:
     if kind == "RunRecord":
         return RunRecord.from_json(path)
     if kind == "Profile":
-        return record_of(f"lowtide report {path}", profile=Profile.from_json(path))
+        return with_frontier(record_of(f"lowtide report {path}", profile=Profile.from_json(path)))
     if kind == "Plan":
         return record_of(f"lowtide report {path}", plan=Plan.from_json(path))
     try:
