@@ -90,7 +90,7 @@ class LazyGroup(click.Group):
             name, _, rest = super().resolve_command(ctx, args)
         except click.UsageError as error:
             near = get_close_matches(args[0], COMMANDS, n=1)
-            if near and near[0] not in error.message:
+            if near and "Did you mean" not in error.message:
                 raise click.UsageError(f"{error.message} Did you mean {near[0]!r}?", ctx) from None
             raise
         return name, None if name is None else COMMANDS[name].load(name), rest

@@ -101,10 +101,10 @@ def _exporter(to: str) -> Callable[[RunRecord], str]:
     """Return the function that writes a run in the format of a file's name."""
     from lowtide.report import exports
     from lowtide.report.page import run_page
-    from lowtide.report.run_record import RunRecord
+    from lowtide.report.run_record import RunRecord, with_frontier
 
     kinds: dict[str, Callable[[RunRecord], str]] = {
-        **dict.fromkeys(PAGES, run_page),
+        **dict.fromkeys(PAGES, lambda run: run_page(with_frontier(run))),
         ".json": RunRecord.to_json,
         ".csv": exports.csv_of,
         ".sarif": exports.sarif,

@@ -24,7 +24,7 @@ from lowtide.utils.rendering import text_of
 
 N_BUDGETS = 10
 """Budgets that the frontier of a report is planned for."""
-LARGEST_PLANNED = 20_000
+LARGEST_PLANNED = 3_000
 """Most saved tensors of a step whose frontier is planned for a report: it takes seconds."""
 
 
@@ -230,7 +230,7 @@ def record_of(
 def with_frontier(run: RunRecord) -> RunRecord:
     """Return the run with plans for other budgets, which takes some seconds; the same run if its step is too large."""
     profile = run.profile
-    if profile is None or profile.graphs or len(profile.slots) > LARGEST_PLANNED:
+    if run.frontier is not None or profile is None or profile.graphs or len(profile.slots) > LARGEST_PLANNED:
         return run
     return replace(run, frontier=frontier(profile, n_budgets=N_BUDGETS))
 
@@ -258,7 +258,7 @@ def read_run(path: Path) -> RunRecord:
     if kind == "RunRecord":
         return RunRecord.from_json(path)
     if kind == "Profile":
-        return with_frontier(record_of(f"lowtide report {path}", profile=Profile.from_json(path)))
+        return record_of(f"lowtide report {path}", profile=Profile.from_json(path))
     if kind == "Plan":
         return record_of(f"lowtide report {path}", plan=Plan.from_json(path))
     try:

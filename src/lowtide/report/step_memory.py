@@ -305,10 +305,9 @@ def _moments(total: Ints, starts: Sequence[int]) -> Ints:
 
 
 def _spans(starts: Sequence[tuple[int, str]], moments: Ints, n: int) -> tuple[Span, ...]:
-    stops = [at for at, _ in starts[1:]] + [n]
     edges = [
         (name, int(np.searchsorted(moments, at)), int(np.searchsorted(moments, stop)))
-        for (at, name), stop in zip(starts, stops, strict=True)
+        for (at, name), (stop, _) in pairwise([*starts, (n, "")])
     ]
     return tuple(Span(name=name, first=first, stop=stop) for name, first, stop in edges if first < stop)
 
