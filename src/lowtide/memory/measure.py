@@ -116,7 +116,8 @@ def measure(
     """Measure the memory of the code in the `with` block: `peak_bytes` over the level at entry, and the blocks alive.
 
     With `model` or `optimizer`, blocks still alive at the end that are their parameters, gradients, buffers or
-    optimizer state are labelled so; all others are temporaries, named by operator. `device` is by default the model's,
+    optimizer state are labelled so. On a CPU, all others that are alive when backward begins are activations. The rest
+    are temporaries. Blocks are named by operator. `device` is by default the model's,
     else the current CUDA device if CUDA is in use, else the CPU. Nothing is kept alive. On CUDA, torch's own peak
     counters are reset.
 
@@ -174,8 +175,11 @@ class _Measuring(AbstractContextManager[Memory, None]):
             self._recorder.__exit__(kind, error, traceback)
             stream = self._recorder.stream
         found = () if self._looks is None else self._looks.result(stream)
+        activations = dels.alive_before_backward(stream)
         stream = dels.without_marks(stream)
-        self._memory._finish(stream, _labels(stream, self._model, self._optimizer), peak_bytes, found)
+        labels = {block: Label("activations") for block in activations}
+        labels |= _labels(stream, self._model, self._optimizer)
+        self._memory._finish(stream, labels, peak_bytes, found)
 
 
 _AROUND = (contextlib.__file__, _interrupts.__file__)

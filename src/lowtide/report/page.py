@@ -33,7 +33,7 @@ def run_page(run: RunRecord) -> str:
     title = run.subject or ("A run" if made_for is None else made_for.model.partition(" ")[0])
     about = "" if made_for is None else f"batch {made_for.batch} · {made_for.device} · torch {made_for.torch}"
     sections = [
-        ("fits", "Does it fit?", fits(run)),
+        ("fits", "What was found" if made_for is None and not run.needs else "Does it fit?", fits(run)),
         ("memory", "Where memory goes", memory(run.before, run.after, run.budget_bytes)),
         ("decided", "What was decided", decided(run)),
         ("else", "What else could be decided", alternatives(run.frontier, run.plan)),
@@ -406,7 +406,7 @@ def _beside(frontier: Frontier, plan: Plan | None) -> str:
 
 
 def _costs(point: Point, frontier: Frontier) -> str:
-    return f"{extra_time(point.extra_ms, frontier.step_ms)} time" if frontier.step_ms else "no known time"
+    return f"{extra_time(point.extra_ms, frontier.step_ms)} {'time' if frontier.step_ms else 'a step'}"
 
 
 # --- what outlives its step

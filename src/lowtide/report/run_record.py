@@ -6,9 +6,11 @@ A `RunRecord` is written by `--report FILE.json` of `lowtide run`, `rehearse`, `
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
@@ -242,6 +244,9 @@ def versions(made_for: Fingerprint | None = None) -> dict[str, str]:
     found = {"lowtide": __version__, "python": platform.python_version()}
     if made_for is not None:
         found["torch"] = made_for.torch
+    else:
+        with contextlib.suppress(PackageNotFoundError):
+            found["torch"] = version("torch")
     return {**found, platform.system(): platform.machine()}
 
 

@@ -220,7 +220,7 @@ def recorded_memory(
         how=how,
         n_events=n,
         at=tuple(moments.tolist()),
-        bytes={name: tuple(columns[name][moments].tolist()) for name in CATEGORIES if name in columns}
+        bytes={name: tuple(columns[name][moments].tolist()) for name in CATEGORIES if np.any(columns.get(name, 0))}
         or {"temporaries": (0,) * len(moments)},
         floor_bytes=floor,
         modules=modules,
