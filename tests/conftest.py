@@ -52,16 +52,50 @@ def run_python() -> RunPython:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _what_is_there_stays() -> Iterator[None]:
+def _only_what_was_there_stays() -> Iterator[None]:
     """Recordings collect garbage and look at all objects, but not at what was imported or is left of other modules.
 
-    Nor do plans stay in force that a script of theirs has left, whose last one is there for its exit handlers.
+    A module that leaves a plan in force would change what the next ones see, and is named. A plan goes with its model,
+    which is garbage that the fixture below may have frozen.
     """
     gc.collect()
     gc.freeze()
     yield
+    if (runner := sys.modules.get("lowtide.script.runner")) is not None:
+        runner._LAST.clear()  # the last script's objects stay for its exit handlers
+    if _left_in_force():
+        gc.unfreeze()
+        gc.collect()
+        _take_off_plans()
+        gc.freeze()
+    assert not (left := _left_in_force()), f"this module leaves {', '.join(left)}: it has to take off its plans"
+
+
+def _take_off_plans() -> None:
+    """Remove the plans of models that outlive their tests, as those with parts in TorchScript do."""
+    import torch
+
+    from lowtide.api.apply import Applied
+    from lowtide.utils.live_objects import live_objects
+
+    for applied in live_objects(Applied):
+        applied.remove()
+    with torch.enable_grad():  # what awaits the backward pass of a step that failed goes with the next one
+        torch.ones(1, requires_grad=True).sum().backward()
+
+
+def _left_in_force() -> list[str]:
+    """List what plans put into this process and no test has taken away."""
+    left = []
+    if (patching := sys.modules.get("lowtide._torch.patching")) is not None:
+        left += [f"a stand-in for {name}" for _, name in patching._standing]
     if (in_place := sys.modules.get("lowtide.runtime.inplace_gradients")) is not None:
-        in_place._IN_FORCE.clear()
+        left += ["gradients that are written in place" for plan in in_place._IN_FORCE if plan() is not None]
+    if (writers := sys.modules.get("lowtide.runtime.tensor_writers")) is not None and writers._undo:
+        left += ["a hook before updates"]
+    if (interrupts := sys.modules.get("lowtide.utils.interrupts")) is not None:
+        left += ["a claim on interrupts" for _ in interrupts._claims]
+    return left
 
 
 @pytest.fixture(autouse=True)

@@ -165,6 +165,16 @@ def test_another_writer_ends_one_step_in_words_and_the_plan_gives_way(name: str)
     assert not writers._overwritten
 
 
+def test_nothing_is_watched_where_the_model_of_a_plan_is_gone() -> None:
+    own, model = torch.embedding_renorm_, Sum()
+    lowtide.apply(model, most_saving(Sum(), [torch.randn(64, 8, WIDTH)]))
+    assert writers._undo
+    del model
+    gc.collect()
+    assert torch.embedding_renorm_ is own
+    assert not writers._undo
+
+
 def test_nothing_is_watched_where_no_plan_is_in_force() -> None:
     own, model = torch.embedding_renorm_, Sum()
     with lowtide.apply(model, most_saving(Sum(), [torch.randn(64, 8, WIDTH)])):

@@ -6,10 +6,10 @@ reference to a storage reports its end; so the existing storages must be found f
 
 import bisect
 import contextlib
-import gc
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -17,6 +17,7 @@ from torch import Tensor, UntypedStorage
 from lowtide._torch.autograd_graph import nodes_behind
 from lowtide._torch.nodes import raw_saved
 from lowtide._torch.tensors import is_leaf_tensor, parts_of
+from lowtide.utils.live_objects import live_objects
 
 _MEMORY_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
 """Paths of mapped files that are memory: shared memory of processes lies there."""
@@ -68,10 +69,12 @@ def existing_tensors() -> Iterator[Tensor]:
     Parts of sparse tensors and parameters of TorchScript are included. Not found: other tensors that only C++ holds,
     and objects that `gc.freeze` has hidden.
     """
-    everything = gc.get_objects()
-    held = [thing for thing in everything if issubclass(type(thing), Tensor)]
-    scripts = [thing for thing in everything if issubclass(type(thing), torch.jit.ScriptModule)]
-    del everything
+    held: list[Tensor] = []
+    scripts: list[torch.jit.ScriptModule] = []
+    things: list[Any] = live_objects(Tensor, torch.jit.ScriptModule)
+    for thing in things:
+        (held if isinstance(thing, Tensor) else scripts).append(thing)
+    del things
     yield from held
     for script in scripts:
         with contextlib.suppress(Exception):  # a module under construction

@@ -24,6 +24,7 @@ from lowtide._torch.nodes import raw_saved
 from lowtide._torch.tensors import held_by_python, is_leaf_tensor, storage_id
 from lowtide.memory import entry_storages as entry
 from lowtide.memory.frame_locals import local_variables
+from lowtide.utils.live_objects import live_objects
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -57,9 +58,7 @@ def held_by_variables(frame: FrameType) -> Held:
     owners = _Owners(frame)
     marks: dict[int, int] = {}  # storage -> bits
     kept: dict[int, Tensor] = {}
-    everything = [
-        (thing, owners.mask_of.get(id(thing))) for thing in gc.get_objects() if issubclass(type(thing), Tensor)
-    ]
+    everything = [(tensor, owners.mask_of.get(id(tensor))) for tensor in live_objects(Tensor)]
     on_context = _references_from_contexts(tensor for tensor, mask in everything if mask)
     roots = []
     for index in range(len(everything)):

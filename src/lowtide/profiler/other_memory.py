@@ -6,7 +6,6 @@ still bound to a loop variable: they are freed when the loop rebinds the variabl
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -19,6 +18,7 @@ from lowtide.memory.events import Free
 from lowtide.report.text_table import listed
 from lowtide.runtime.fingerprint import place_of
 from lowtide.units import format_bytes
+from lowtide.utils.live_objects import live_objects
 
 if TYPE_CHECKING:
     from lowtide.memory.events import Recorder
@@ -53,7 +53,7 @@ def other_models(model: nn.Module) -> dict[str, int]:
     A module inside another one is part of the outer one. Memory shared with `model`, or with a model that was already
     counted, is left out.
     """
-    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_modules" in vars(thing)]
+    alive = [module for module in live_objects(nn.Module) if "_modules" in vars(module)]
     inside = {id(child) for module in alive for child in module._modules.values()}
     there, seen = place_of(model), set[int]()
     found: Counter[str] = Counter()

@@ -21,6 +21,7 @@ from lowtide._torch.tensors import parts_of
 from lowtide.errors import StalePlan
 from lowtide.memory import lbfgs_history as histories
 from lowtide.planner.records import Fingerprint, Static
+from lowtide.utils.live_objects import live_objects
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -125,7 +126,9 @@ def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) 
     buckets, also those of other models: no Python object holds them.
     """
     optimizers, there = list(optimizers), place_of(model)
-    wrappers = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    # Without a process group none has buckets, and the search takes its time.
+    in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    wrappers = live_objects(DistributedDataParallel) if in_group else []
     updated = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     trained = [*model.parameters(), *updated]
     seen: set[int] = set()
@@ -169,9 +172,8 @@ def listed(optimizers: Optimizers) -> list[Optimizer]:
 def optimizers_of(model: nn.Module, named: Optimizers = None) -> list[Optimizer]:
     """Return live optimizers with parameters of `model`; of a wrapper and its inner one, the one with the state."""
     gc.collect()  # an unused optimizer may be in a cycle with its scheduler
-    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
     found: dict[int, Optimizer] = {}
-    for optimizer in [*listed(named), *alive]:
+    for optimizer in [*listed(named), *live_objects(Optimizer)]:
         if is_of(model, optimizer) and (id(optimizer.state) not in found or "state" in vars(optimizer)):
             found[id(optimizer.state)] = optimizer
     return list(found.values())

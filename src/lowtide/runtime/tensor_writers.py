@@ -104,14 +104,12 @@ class ReliedOn:
         stop = stand_in(
             torch, "embedding_renorm_", functools.partial(functools.partial, _renormalise, weakref.ref(self))
         )
-        self._stop = weakref.finalize(self, stop)
+        self._stop = weakref.finalize(self, _leave, stop)
 
     def leave(self) -> None:
         """Stop watching. May be called again."""
         _watching.discard(self)
         self._stop()
-        while _undo and not _watching:
-            _undo.pop()()
 
     def before_write(self, storages: set[int], writer: str, *, is_habit: bool = False) -> None:
         """Copy tensors in this memory, which is about to be written to; if `is_habit`, recomputes avoid them later."""
@@ -144,6 +142,12 @@ class ReliedOn:
 _watching: weakref.WeakSet[ReliedOn] = weakref.WeakSet()
 _undo: list[Callable[[], None]] = []
 """Functions that end the watch for optimizer updates, while anything is watched."""
+
+
+def _leave(stop: Callable[[], None]) -> None:
+    stop()
+    while _undo and not [*_watching]:  # its len counts this one yet
+        _undo.pop()()
 
 
 def check_operands(values: Iterable[Value], reader: str) -> None:

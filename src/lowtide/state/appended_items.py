@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowtide._torch.autograd_graph import producer
 from lowtide._torch.nodes import sequence_number
+from lowtide.utils.live_objects import live_objects
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,16 +24,14 @@ def take_back(first: int, stop: int) -> None:
 
     A tensor that replaced another one, as in a dict, stays: the replaced value is unknown.
     """
-    given = [thing for thing in gc.get_objects() if _is_of(thing, first, stop)]
+    given = [tensor for tensor in live_objects(Tensor) if _is_of(tensor, first, stop)]
     ours = {id(given)}
     for index in range(len(given)):
         _take_out(given[index], ours, _DEPTH)
 
 
-def _is_of(thing: Any, first: int, stop: int) -> bool:
-    if not issubclass(type(thing), Tensor):
-        return False
-    node = producer(thing)
+def _is_of(tensor: Tensor, first: int, stop: int) -> bool:
+    node = producer(tensor)
     return node is not None and first <= sequence_number(node) < stop
 
 

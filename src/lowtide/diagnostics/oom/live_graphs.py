@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from lowtide._torch.nodes import sequence_number
 from lowtide.diagnostics.graph import Graph
 from lowtide.diagnostics.graph.build_graph import GraphBuilder
 from lowtide.diagnostics.graph.module_names import name_modules, parameter_names
+from lowtide.utils.live_objects import live_objects
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,13 +33,12 @@ class LiveGraph:
 def tensors_with_graphs() -> list[Tensor]:
     """Return every tensor known to Python that has a graph."""
     tensors = []
-    for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor):
-            try:
-                if thing.grad_fn is not None:
-                    tensors.append(thing)
-            except RuntimeError:  # a view whose base was modified, which autograd forbids to look at
-                continue
+    for tensor in live_objects(Tensor):
+        try:
+            if tensor.grad_fn is not None:
+                tensors.append(tensor)
+        except RuntimeError:  # a view whose base was modified, which autograd forbids to look at
+            continue
     return tensors
 
 

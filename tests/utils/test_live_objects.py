@@ -1,0 +1,44 @@
+"""Objects of some classes among all that are alive, found without running any code of theirs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.utils.live_objects import live_objects
+
+
+class ComparesByName(type):
+    """A metaclass whose classes are not hashable."""
+
+    def __eq__(cls, other: object) -> bool:
+        raise AssertionError("a class was compared")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Odd(metaclass=ComparesByName):
+    pass
+
+
+class Proxy:
+    """An object that claims to be a tensor, as lazy proxies do."""
+
+    @property
+    def __class__(self) -> Any:
+        raise AssertionError("a proxy was asked for its class")
+
+
+def test_subclasses_are_found_and_nothing_is_asked() -> None:
+    kept = [nn.Linear(2, 2), Odd(), Proxy(), torch.ones(3), [1]]
+    linear, *_, ones, _ = kept
+    modules, tensors = live_objects(nn.Module), live_objects(Tensor)
+    assert any(module is linear for module in modules)
+    assert {id(ones), id(linear.weight)} <= {id(tensor) for tensor in tensors}
+    assert all(issubclass(type(module), nn.Module) for module in modules)
+    assert all(issubclass(type(tensor), Tensor) for tensor in tensors)
+
+
+def test_several_classes_at_once() -> None:
+    kept = [nn.Linear(2, 2), torch.ones(3)]
+    assert {id(thing) for thing in kept} <= {id(thing) for thing in live_objects(nn.Module, Tensor)}
