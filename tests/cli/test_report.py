@@ -55,6 +55,22 @@ def test_a_run_within_a_budget_is_a_record_and_a_page(
     assert f'data-bytes="{found.proof.measured_peak_bytes}"' in page.read_text(encoding="utf-8")
 
 
+def test_a_budget_that_no_plan_keeps_is_reported_too(
+    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "run.html"
+    assert cli.main(["run", "--budget", "100KiB", "--report", str(page), str(script)]) == 1
+    assert "It does not fit: no plan fits 100 KiB." in page.read_text(encoding="utf-8")
+
+
+def test_the_shell_completes_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in {"_LOWTIDE_COMPLETE": "bash_complete", "COMP_WORDS": "lowtide re", "COMP_CWORD": "1"}.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(SystemExit):
+        cli.main([])
+    assert capsys.readouterr().out.split() == ["plain,rehearse", "plain,report"]
+
+
 def test_findings_of_a_watch_are_exported(script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script.write_text(SCRIPT.replace("KEEPING", "all_ = []\nkept = all_.append"), encoding="utf-8")
     record = tmp_path / "watch.json"

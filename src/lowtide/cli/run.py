@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from lowtide.cli.script_or_profile import (
     script_arguments,
     write,
 )
-from lowtide.errors import LowtideError
+from lowtide.errors import Infeasible, LowtideError, OverBudget
 from lowtide.utils.amounts import check_budget
 from lowtide.utils.messages import say
 
@@ -98,7 +99,13 @@ def run(
 
     command = command_line()
     crew.when_kept = keep
-    code = run_watched(script, crew, untrained=say)
+    try:
+        code = run_watched(script, crew, untrained=say)
+    except (Infeasible, OverBudget) as why:
+        if report_to is not None and crew.profile is not None:
+            refused = replace(record_of(command, profile=crew.profile), refusal=str(why))
+            write_report(with_frontier(refused), report_to)
+        raise
     if report_to is not None and kept:
         write_report(with_frontier(kept[0]), report_to)
     return code

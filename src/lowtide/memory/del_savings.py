@@ -215,7 +215,7 @@ def alive_before_backward(stream: EventStream) -> frozenset[int]:
             alive.add(event.block)
         elif type(event) is Free:
             alive.discard(event.block)
-        elif isinstance(look := event.data, _Look) and "before backward" in look.moments:
+        elif isinstance(event, Mark) and isinstance(look := event.data, _Look) and "before backward" in look.moments:
             found |= alive
     return frozenset(found)
 

@@ -282,6 +282,8 @@ def decided(run: RunRecord) -> str:
     if run.plan is None:
         if run.before is None:
             return ""
+        if run.refusal:
+            return f'<pre tabindex="0" class="lt-command">{escape(run.refusal)}</pre>'
         return "<p>Nothing: this run had no plan, and every saved tensor is kept.</p>"
     plan = run.plan
     said = "".join(f"<li>{escape(_sentence(line))}</li>" for line in [decisions(plan), *lever_lines(plan)])

@@ -106,6 +106,8 @@ class RunRecord(Record):
     """The command that repeats it."""
     versions: dict[str, str]
     """Package -> version, and the platform."""
+    refusal: str = ""
+    """Error for which there is no plan: its budget can't be kept."""
     subject: str = ""
     """Title of the report: the script, or empty for the model's name."""
     fingerprint: Fingerprint | None = None

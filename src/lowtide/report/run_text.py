@@ -58,6 +58,8 @@ def verdict(run: RunRecord) -> tuple[Answer, str]:
         if not n:
             return "yes", f"Nothing outlives its step{steps}."
         return "no", f"{n} finding{'s' * (n > 1)}{steps}: memory that outlives its step."
+    if run.refusal:
+        return "no", f"It does not fit: {run.refusal.splitlines()[0]}"
     if peak_bytes is None:
         return "open", "No step was measured."
     if run.plan is None:
