@@ -68,7 +68,7 @@ COMMANDS = {
     ),
     "watch": Lazy(target="lowtide.cli.watch:watch", summary="Run a script and say what it leaves in memory."),
     "report": Lazy(
-        target="lowtide.cli.report:report", summary="Make a page of a run, or compare two.", needs_torch=False
+        target="lowtide.cli.make_report:report", summary="Make a page of a run, or compare two.", needs_torch=False
     ),
 }
 
