@@ -63,14 +63,6 @@ def test_a_budget_that_no_plan_keeps_is_reported_too(
     assert "It does not fit: no plan fits 100 KiB." in page.read_text(encoding="utf-8")
 
 
-def test_the_shell_completes_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, text in {"_LOWTIDE_COMPLETE": "bash_complete", "COMP_WORDS": "lowtide re", "COMP_CWORD": "1"}.items():
-        monkeypatch.setenv(name, text)
-    with pytest.raises(SystemExit):
-        cli.main([])
-    assert capsys.readouterr().out.split() == ["plain,rehearse", "plain,report"]
-
-
 def test_findings_of_a_watch_are_exported(script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script.write_text(SCRIPT.replace("KEEPING", "all_ = []\nkept = all_.append"), encoding="utf-8")
     record = tmp_path / "watch.json"
