@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import api_page
 import lowtide
 from conftest import RunPython
 from lowtide.cli import COMMANDS
@@ -16,9 +17,10 @@ from lowtide.cli import COMMANDS
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "lowtide"
 PAGES = [ROOT / "README.md", ROOT / "README.ja.md", *sorted((ROOT / "docs").glob("*.md"))]
+START = [ROOT / "docs" / "start.md", ROOT / "docs" / "start.ja.md"]
 HAND_WRITTEN = [
     ROOT / name for name in ("README.md", "README.ja.md", "docs/design.md", "docs/limits.md", "docs/loops.md")
-]
+] + START
 PROGRAM = "TransformerEncoderLayer"
 """A word of the README's complete program, and of no other block."""
 
@@ -73,8 +75,9 @@ def test_every_block_of_python_is_python(page: Path) -> None:
         compile(block, str(page), "exec")
 
 
-def test_the_japanese_page_has_the_same_code_and_numbers() -> None:
-    english, japanese = HAND_WRITTEN[:2]
+@pytest.mark.parametrize("pages", [HAND_WRITTEN[:2], START], ids=["README", "start"])
+def test_the_japanese_page_has_the_same_code_and_numbers(pages: list[Path]) -> None:
+    english, japanese = pages
 
     def without_comments(block: str) -> str:
         return re.sub(r" *#.*", "", block)
@@ -83,7 +86,21 @@ def test_the_japanese_page_has_the_same_code_and_numbers() -> None:
         assert [*map(without_comments, blocks(english, language))] == [
             *map(without_comments, blocks(japanese, language))
         ]
-    assert measured(english) == measured(japanese) != []
+    assert measured(english) == measured(japanese)
+
+
+def test_the_page_to_start_with_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = blocks(START[0], "python")
+    exec(program, {})
+    assert "within the budget" in capsys.readouterr().out
+
+
+def test_the_site_has_every_page_and_every_public_name() -> None:
+    entries = re.findall(r"^[a-z][\w./*]*$", text_of(ROOT / "docs" / "index.md"), re.MULTILINE)
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"} <= {
+        entry.partition("/")[0] for entry in entries
+    }
+    assert text_of(ROOT / "docs" / "api.md") == api_page.page()
 
 
 def test_the_table_of_folders_has_every_folder() -> None:

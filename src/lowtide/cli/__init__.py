@@ -51,6 +51,11 @@ COMMANDS = {
         summary="What a training step of a script needs on a GPU that need not be there.",
         needs_torch=False,  # an unknown GPU is rejected without torch
     ),
+    "gpus": Lazy(
+        target="lowtide.cli.gpus:gpus",
+        summary="The GPUs that --device knows, with their memory and its source.",
+        needs_torch=False,
+    ),
     "plan": Lazy(
         target="lowtide.cli.plan:plan", summary="Make plan files, read them, compare them.", needs_torch=False
     ),

@@ -1,8 +1,6 @@
-"""A table of GPUs, to plan for them on a machine that has none.
+"""A table of GPUs, to plan for them on a machine that has none. The numbers and their sources are in `gpus.toml`.
 
-`total_bytes` is torch's `total_memory`: the part of the nominal size that the driver leaves. Drivers differ in it by
-up to 1 %, and error correction, where it can be turned on, takes more: each number is the smallest reported one, not
-that of a lucky machine. The CUDA context of each process is taken from it too.
+The CUDA context of each process is taken from a GPU's memory too: see `context_bytes`.
 """
 
 from __future__ import annotations
@@ -10,50 +8,42 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from lowtide.errors import BudgetError, LowtideError
 from lowtide.utils.amounts import parse_bytes
 
 _KIB = 2**10
-_DEVICE_QUERY = "output of NVIDIA's deviceQuery, driver for CUDA {}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """One kind of GPU. `capability` is its compute capability; None for a GPU of which only the size is known."""
+    """One kind of GPU."""
 
     name: str
     total_bytes: int
+    """torch's `total_memory`: the part of the nominal size that the driver leaves."""
     capability: tuple[int, int] | None
+    """Compute capability; None for a GPU of which only the size is known."""
     source: str
+    """Where the size was reported."""
+    shared: bool = False
+    """True if its memory is the host's, from which the system and the process take theirs."""
 
     def cublas_workspace_bytes(self, environment: Mapping[str, str] = os.environ) -> int | None:
         """Return the workspace of each cuBLAS handle; see the function. None if the capability is not known."""
         return None if self.capability is None else cublas_workspace_bytes(self.capability, environment)
 
 
-def _gpu(name: str, total_bytes: int, capability: tuple[int, int], source: str) -> GpuSpec:
-    return GpuSpec(name=name, total_bytes=total_bytes, capability=capability, source=source)
+def _read_table() -> tuple[GpuSpec, ...]:
+    rows = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))["gpu"]
+    return tuple(GpuSpec(**{**row, "capability": tuple(row["capability"])}) for row in rows)
 
 
-GPUS: tuple[GpuSpec, ...] = (
-    _gpu("RTX 4060", 8_318_222_336, (8, 9), "total_memory in the artefact of xMem (Middleware 2025)"),
-    _gpu("RTX 3060", 12_587_106_304, (8, 6), _DEVICE_QUERY.format("12.4")),
-    _gpu("T4", 15_642_329_088, (7, 5), _DEVICE_QUERY.format("12.5")),
-    _gpu("V100-16", 16_911_433_728, (7, 0), _DEVICE_QUERY.format("11.0")),
-    _gpu("L4", 23_583_784_960, (8, 9), "deviceQuery in github.com/bottlerocket-os/bottlerocket-kernel-kit/pull/139"),
-    _gpu("RTX 4090", 25_250_627_584, (8, 9), _DEVICE_QUERY.format("13.0")),
-    _gpu("RTX 3090", 25_414_860_800, (8, 6), _DEVICE_QUERY.format("12.1")),
-    _gpu("RTX 5090", 33_660_534_784, (12, 0), _DEVICE_QUERY.format("13.0")),
-    _gpu("A100-40", 42_298_834_944, (8, 0), "deviceQuery in github.com/bottlerocket-os/bottlerocket/pull/3873"),
-    _gpu("L40S", 47_576_711_168, (8, 9), _DEVICE_QUERY.format("12.4")),
-    _gpu("RTX A6000", 51_160_023_040, (8, 6), _DEVICE_QUERY.format("12.7")),
-    _gpu("A100-80", 84_974_239_744, (8, 0), _DEVICE_QUERY.format("12.4") + " (PCIe; the SXM4 has a little more)"),
-    _gpu("H100-80", 85_017_755_648, (9, 0), _DEVICE_QUERY.format("13.0")),
-    _gpu("H200-141", 143_156 * 2**20, (9, 0), "torch.cuda.get_device_properties, in whole MiB"),
-)
+GPUS = _read_table()
 """Known GPUs, the smallest first."""
 
 
@@ -122,5 +112,5 @@ def cublas_workspace_bytes(capability: tuple[int, int], environment: Mapping[str
 
 def _key(name: str) -> str:
     """Return the part of a name that tells GPUs apart: "NVIDIA A100-SXM4-80GB" gives "a10080"."""
-    bare = re.sub(r"nvidia|geforce|tesla|pcie|sxm\d?|hbm\d?e?|(?<=\d)\s*gb\b", "", name.lower())
+    bare = re.sub(r"nvidia|geforce|tesla|generation|pcie|sxm\d?|hbm\d?e?|(?<=\d)\s*gb\b", "", name.lower())
     return re.sub(r"[^a-z0-9]", "", bare)

@@ -123,6 +123,8 @@ class GpuMemoryEstimate(MemoryEstimate):
         yield f"  {format_bytes(self.peak_reserved_bytes)}  reserved{within}"
         context = " to ".join(format_bytes(n) for n in context_bytes(self.gpu))
         yield f"  {context}  the CUDA context, which is not the allocator's"
+        if self.gpu.shared:
+            yield f"  unknown  what the system and this process take: the memory of {self.gpu.name} is the host's"
         smallest = "none of the table" if self.smallest_gpu is None else self.smallest_gpu.name
         sure = "it fits, by that measurement" if self.measured else "it is sure to fit"
         yield f"smallest GPU on which {sure}: {smallest}"
@@ -177,11 +179,15 @@ class Outcome:
         return expected, (min(peaks), max(peaks))
 
     def on(self, gpu: GpuSpec) -> Verdict:
-        """Return the verdict for a GPU, over all contexts, unknown memory and driver addresses."""
+        """Return the verdict for a GPU, over all contexts, unknown memory and driver addresses.
+
+        A step is never sure to fit where the GPU's memory is the host's, which others take from.
+        """
         least, most = context_bytes(gpu)
         orders = range(len(self._orders))
         # all streams, because with best fit smaller blocks may need more memory
-        if self._is_bounded and all(self._runs(name, order, gpu, most) for name in self._streams for order in orders):
+        is_known = self._is_bounded and not gpu.shared
+        if is_known and all(self._runs(name, order, gpu, most) for name in self._streams for order in orders):
             return "fits"
         possible = any(self._runs(name, order, gpu, least) for name in self._streams for order in orders)
         return "unknown" if possible else "does not fit"

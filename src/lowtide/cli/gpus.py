@@ -1,0 +1,51 @@
+"""`lowtide gpus`: list the GPUs that `--device` knows, with their memory and where each number is from."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from lowtide.cli.script_or_profile import output_option, write
+from lowtide.memory.gpu_specs import GPUS, GpuSpec
+from lowtide.units import format_bytes
+
+
+@click.command("gpus")
+@output_option("--json", "json_to", 'Write the list to FILE; "-": print that alone.')
+def gpus(json_to: str | None) -> int:
+    """List the GPUs that `--device` knows by name, the smallest first.
+
+    The memory is what torch reports as total_memory, which is less than the nominal size: the smallest of the reports
+    that were found. Any other GPU can be given by its memory: --device "cuda:24GiB".
+    """
+    if json_to is not None:
+        write(json.dumps([_record(gpu) for gpu in GPUS], indent=1), json_to)
+    if json_to != "-":
+        click.echo(_listed())
+    return 0
+
+
+def _listed() -> str:
+    lines = [f"{'GPU':<19} {'memory':>8}  {'compute':<7}  source"]
+    for gpu in GPUS:
+        lines.append(f"{gpu.name:<19} {format_bytes(gpu.total_bytes):>8}  {_capability(gpu):<7}  {_source(gpu)}")
+    return "\n".join(lines)
+
+
+def _capability(gpu: GpuSpec) -> str:
+    return "" if gpu.capability is None else "{}.{}".format(*gpu.capability)
+
+
+def _source(gpu: GpuSpec) -> str:
+    return f"{gpu.source}; shared with the host" if gpu.shared else gpu.source
+
+
+def _record(gpu: GpuSpec) -> dict[str, object]:
+    return {
+        "name": gpu.name,
+        "total_bytes": gpu.total_bytes,
+        "capability": _capability(gpu),
+        "shared": gpu.shared,
+        "source": gpu.source,
+    }
