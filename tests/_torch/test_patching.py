@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide._torch.patching import stand_in, wrap_module_calls
+from lowtide._torch.patching import replace_function, wrap_module_calls
 from lowtide.script.step_detector import Steps
 from lowtide.script.step_listener import StepListener
 
@@ -28,7 +28,7 @@ def test_each_may_go_first() -> None:
     owner: Any = type("Owner", (), {"name": lambda text: text})
     original = vars(owner)["name"]
     for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
-        removes = [stand_in(owner, "name", saying(word)) for word in "abc"]
+        removes = [replace_function(owner, "name", saying(word)) for word in "abc"]
         assert owner.name("x") == "c(b(a(x)))"
         words = list("abc")
         for place in order:
@@ -44,13 +44,13 @@ def test_each_may_go_first() -> None:
 
 def test_others_keep_their_place() -> None:
     owner: Any = type("Owner", (), {"name": lambda text: text})
-    remove = stand_in(owner, "name", saying("a"))
+    remove = replace_function(owner, "name", saying("a"))
     below = owner.name
     owner.name = staticmethod(lambda text: f"other({below(text)})")
     assert owner.name("x") == "other(a(x))"
     remove()
     assert owner.name("x") == "other(x)"
-    remove = stand_in(owner, "name", saying("b"))
+    remove = replace_function(owner, "name", saying("b"))
     assert owner.name("x") == "other(b(x))"
     remove()
     assert owner.name("x") == "other(x)"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lowtide.levers.selection import does_not_pay
+from lowtide.levers.selection import explain_not_paying
 
 
 @pytest.mark.parametrize(
@@ -13,4 +13,4 @@ from lowtide.levers.selection import does_not_pay
     ],
 )
 def test_what_a_lever_takes_and_saves(saved_ms: float, why: str) -> None:
-    assert does_not_pay(12.0, saved_ms) == why
+    assert explain_not_paying(12.0, saved_ms) == why

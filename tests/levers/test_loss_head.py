@@ -11,7 +11,7 @@ import lowtide
 from comparing import equal
 from levers.cases import LENGTH, LOGITS_BYTES, VOCABULARY, Batch, batch_of, close, model_of, pulled, run, untouched
 from lowtide.levers.lever import LeverNotApplicable, StepContext
-from lowtide.levers.selection import rehearsed
+from lowtide.levers.selection import rehearse_with_levers
 from lowtide.planner.records import AppliedLever
 
 pytestmark = pytest.mark.loss_head
@@ -211,7 +211,7 @@ def test_a_step_that_fails_with_it_leaves_nothing_behind() -> None:
     known = {name: p.detach().clone() for name, p in model.named_parameters()}
     states = [{key: value.clone() for key, value in entry.items()} for entry in optimizer.state.values()]
     with pytest.raises(LeverNotApplicable, match="the step fails with it: RuntimeError"):
-        rehearsed(
+        rehearse_with_levers(
             StepContext(model, twice, batch, optimizer),
             (AppliedLever(name="loss head", what="", exact=False, settings={}),),
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import lowtide
 from levers.cases import Batch, batch_of, close, model_of, pulled, run, untouched
 from lowtide.levers.lever import LeverNotApplicable, StepContext
-from lowtide.levers.micro_batches import numbers
+from lowtide.levers.micro_batches import piece_counts
 from lowtide.planner import smallest_peak
 
 ROUNDING = 2e-6
@@ -113,7 +113,7 @@ def test_what_a_gradient_scaler_is_for_is_refused(inside: bool) -> None:
 
 def test_numbers_that_make_pieces_smaller() -> None:
     site = StepContext(nn.Linear(1, 1), lambda batch: None, torch.zeros(10, 1), None)
-    assert list(numbers(site)) == [2, 3, 4, 5, 10]  # pieces of 5, 4, 3, 2 and 1 rows
+    assert list(piece_counts(site)) == [2, 3, 4, 5, 10]  # pieces of 5, 4, 3, 2 and 1 rows
 
 
 @pytest.mark.slow

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.memory.device_budget import MARGIN, automatic, on_device
+from lowtide.memory.device_budget import MARGIN, automatic_budget, on_device
 from lowtide.utils.amounts import check_budget, share_of_gpu
 
 GIB = 2**30
 
 
 def test_auto_is_what_is_free_and_what_the_allocator_holds_less_a_margin() -> None:
-    found, text = automatic(free_bytes=60 * GIB, total_bytes=80 * GIB, reserved_bytes=10 * GIB)
+    found, text = automatic_budget(free_bytes=60 * GIB, total_bytes=80 * GIB, reserved_bytes=10 * GIB)
     assert found == 70 * GIB - int(70 * GIB * MARGIN)
     assert "80 GiB of the GPU, less 10 GiB in CUDA contexts and other processes, less 5.6 GiB" in text
 

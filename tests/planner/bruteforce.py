@@ -1,4 +1,4 @@
-"""The least extra time by trying everything: slow, short, and the judge of solvers and bounds."""
+"""Predictions of all possible plans by brute force: slow, short, and the oracle of solvers and bounds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lowtide.planner.simulate.simulator import Simulator
 
 
 def n_decisions(profile: Profile) -> int:
-    """How many yes-or-no questions there are."""
-    return sum(map(len, _questions(profile)))
+    """Return the number of binary decisions."""
+    return sum(map(len, _possible(profile)))
 
 
 def trimmed(profile: Profile, seed: int, most: int = 7) -> Profile:
-    """`profile` with so much refused at random that at most `most` questions are left."""
+    """Return `profile` with decisions refused at random until at most `most` are possible."""
     choose = Random(seed)
     edits = [("offload", 0)] * (1 + len(profile.slots) // 4)
     edits += [("replay", call) for call in range(len(profile.calls))]
@@ -40,22 +40,22 @@ def trimmed(profile: Profile, seed: int, most: int = 7) -> Profile:
     return profile
 
 
-def outcomes(profile: Profile) -> list[Prediction]:
-    """What each possible plan needs, good or bad."""
+def predictions(profile: Profile) -> list[Prediction]:
+    """Return the needs of each possible plan."""
     simulator = Simulator(profile)
     return [simulator.predict(decisions) for decisions in _decisions(profile)]
 
 
 def _decisions(profile: Profile) -> Iterator[Decisions]:
-    questions = [(kind, name) for kind, names in enumerate(_questions(profile)) for name in names]
-    for flags in itertools.product((False, True), repeat=len(questions)):
-        chosen = [question for question, flag in zip(questions, flags, strict=True) if flag]
+    possible = [(kind, name) for kind, names in enumerate(_possible(profile)) for name in names]
+    for flags in itertools.product((False, True), repeat=len(possible)):
+        chosen = [decision for decision, flag in zip(possible, flags, strict=True) if flag]
         recompute, replay, advance, offload = (frozenset(name for kind, name in chosen if kind == k) for k in range(4))
         yield Decisions(recompute=recompute, replay=replay, advance=advance, offload=offload)
 
 
-def _questions(profile: Profile) -> tuple[list[str], list[str], list[str], list[str]]:
-    """What can be recomputed, what calls may run again, which for their result alone, and what can be offloaded."""
+def _possible(profile: Profile) -> tuple[list[str], list[str], list[str], list[str]]:
+    """Return the possible recomputes, replays, advances and offloads."""
     index = Simulator(profile).index
     addresses = sorted({index.addresses[row] for row in index.slot_address[index.slot_recomputable]})
     replays = [id_ for id_, calls in zip(index.ids, index.calls_of_id, strict=True) if calls]

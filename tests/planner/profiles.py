@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lowtide.planner.records import Call, Decisions, Fingerprint, Profile, Slot, Static, Storage, Value
 from lowtide.planner.simulate.simulator import Simulator
-from planner.reference_fates import recomputable
+from planner.reference_assignment import recomputable
 
 FINGERPRINT = Fingerprint(torch="2.13.0", model="model", batch="x [2, 3] float32", device="cpu")
 

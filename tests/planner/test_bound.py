@@ -37,7 +37,7 @@ def test_a_budget_that_nothing_reaches_has_no_bound() -> None:
 def test_no_possible_plan_beats_it(seed: int, percent: int) -> None:
     profile = bruteforce.trimmed(random_profile(seed, 8), seed)
     assume(bruteforce.n_decisions(profile))
-    outcomes = bruteforce.outcomes(profile)
+    outcomes = bruteforce.predictions(profile)
     smallest = min(outcome.peak_bytes for outcome in outcomes)
     plain = predict(profile, Decisions()).peak_bytes
     budget = smallest + (plain - smallest) * percent // 100

@@ -10,8 +10,8 @@ from lowtide.errors import Infeasible
 from lowtide.planner import plan, predict, smallest_peak
 from lowtide.planner.records import Decisions, Profile
 from lowtide.planner.simulate.simulator import Simulator
-from lowtide.planner.solve.exact import Exact
-from lowtide.planner.solve.greedy import Search
+from lowtide.planner.solve.exact import BranchAndBound
+from lowtide.planner.solve.greedy import GreedySearch
 from lowtide.planner.solve.ladder import solve_greedily
 from lowtide.planner.solve.lower_bound import lower_bound
 from lowtide.planner.solve.moves import Moves
@@ -23,18 +23,18 @@ from planner.profiles import chain, profiles, random_profile, transformer
 def searched(profile: Profile, limit: int) -> tuple[float, Candidate | None]:
     """The bound and the best choice that one search by branch and bound finds for `limit` bytes beyond `static`."""
     moves = Moves(Simulator(profile))
-    search = Search(moves)
-    nothing = Candidate(limit, 0.0, 0, moves.simulator.nothing())
-    anything = Candidate(0, float("inf"), 1 << 60, moves.simulator.nothing())
+    search = GreedySearch(moves)
+    nothing = Candidate(limit, 0.0, 0, moves.simulator.keep_everything())
+    anything = Candidate(0, float("inf"), 1 << 60, moves.simulator.keep_everything())
     span = CostRange(nothing, anything)
-    bound, _ = Exact(moves.simulator, moves).search(search, limit, span, {})
-    return bound, search.seen.best(limit, span)
+    bound, _ = BranchAndBound(moves.simulator, moves).search(search, limit, span, {})
+    return bound, search.pool.best(limit, span)
 
 
 @pytest.mark.parametrize("inner", [1, 2])
 def test_one_search_finds_what_trying_everything_finds(inner: int) -> None:
     profile = chain(3, inner=inner)
-    outcomes = bruteforce.outcomes(profile)
+    outcomes = bruteforce.predictions(profile)
     for limit in sorted({outcome.peak_bytes for outcome in outcomes}):
         _, found = searched(profile, limit)
         assert found is not None
@@ -103,7 +103,7 @@ def test_the_smallest_peak_can_be_planned_for() -> None:
 
 
 def found(peak: int, ms: float, flops: int) -> Candidate:
-    return Candidate(peak, ms, flops, Simulator(chain(1)).nothing())
+    return Candidate(peak, ms, flops, Simulator(chain(1)).keep_everything())
 
 
 def test_a_staircase_falls_in_time_and_in_flops_for_the_same_time() -> None:
@@ -114,7 +114,7 @@ def test_a_staircase_falls_in_time_and_in_flops_for_the_same_time() -> None:
 
 def test_a_pool_keeps_what_is_best_in_peak_or_cost() -> None:
     pool, simulator = ParetoPool(), Simulator(chain(1))
-    sweep = simulator.sweep(simulator.nothing())
+    sweep = simulator.sweep(simulator.keep_everything())
     for peak, ms, flops in ((50, 9.0, 9), (50, 9.0, 9), (60, 5.0, 9), (60, 9.0, 1), (70, 5.0, 8), (40, 8.0, 8)):
-        pool.add(simulator.nothing(), replace(sweep, peak=peak, extra_ms=ms, extra_flops=flops))
-    assert [(f.peak, f.extra_ms, f.extra_flops) for f in pool.found] == [(60, 5.0, 9), (70, 5.0, 8), (40, 8.0, 8)]
+        pool.add(simulator.keep_everything(), replace(sweep, peak=peak, extra_ms=ms, extra_flops=flops))
+    assert [(f.peak, f.extra_ms, f.extra_flops) for f in pool.candidates] == [(60, 5.0, 9), (70, 5.0, 8), (40, 8.0, 8)]

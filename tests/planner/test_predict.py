@@ -517,9 +517,9 @@ def test_a_replay_brings_back_what_is_born_from_its_beginning_to_its_end(allocat
     storages = list(profile.storages)
     storages[slot.storage] = replace(storages[slot.storage], allocated_at=allocated_at)
     simulator = Simulator(replace(profile, storages=tuple(storages)))
-    fates = assign(simulator.index, simulator.choice(Decisions(replay=frozenset({"block#0"}))))
-    assert fates.elsewhere == ([(y, 1)] if is_foreign else [])
-    assert fates.state[y] == (KEPT if is_foreign else REPLAYED)
+    assignment = assign(simulator.index, simulator.choice(Decisions(replay=frozenset({"block#0"}))))
+    assert assignment.foreign_values == ([(y, 1)] if is_foreign else [])
+    assert assignment.state[y] == (KEPT if is_foreign else REPLAYED)
 
 
 def test_a_replay_may_hold_what_its_input_is_made_of() -> None:
@@ -534,7 +534,7 @@ def test_a_replay_may_hold_what_its_input_is_made_of() -> None:
     decisions = Decisions(recompute=frozenset({"block#0@0"}), replay=frozenset({"block#0"}))
     simulator = Simulator(profile)
     levels = simulator.sweep(simulator.choice(decisions)).usage.tolist()
-    assert levels == reference.Step(profile, decisions).usage() == [20, 30, 21, 20 + 10 + 1, 0, 0, 0]
+    assert levels == reference.ReferenceStep(profile, decisions).usage() == [20, 30, 21, 20 + 10 + 1, 0, 0, 0]
 
 
 # --- any step
@@ -543,7 +543,7 @@ def test_a_replay_may_hold_what_its_input_is_made_of() -> None:
 @given(profiles(), st.integers(0, 2**32))
 def test_the_simulator_sees_what_a_walk_through_the_step_sees(profile: Profile, seed: int) -> None:
     decisions = random_decisions(profile, seed)
-    step = reference.Step(profile, decisions)
+    step = reference.ReferenceStep(profile, decisions)
     simulator = Simulator(profile)
     walked = step.usage()
     assert simulator.sweep(simulator.choice(decisions)).usage.tolist() == walked

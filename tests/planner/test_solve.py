@@ -310,7 +310,7 @@ def test_the_same_problem_has_the_same_plan(profile: Profile, percent: int) -> N
 def test_greedy_is_never_better_than_trying_everything(seed: int) -> None:
     profile = bruteforce.trimmed(random_profile(seed, 7), seed)
     assume(bruteforce.n_decisions(profile))
-    outcomes = bruteforce.outcomes(profile)
+    outcomes = bruteforce.predictions(profile)
     _, smallest = smallest_peak(profile, offload=True)
     assert smallest.peak_bytes >= min(outcome.peak_bytes for outcome in outcomes)
     made = plan(profile, smallest.peak_bytes, offload=True)

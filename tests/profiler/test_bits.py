@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lowtide.state.bitwise import PIECE, _integers, _weighted_sum, identical, number_of
+from lowtide.state.bitwise import PIECE, _integers, _weighted_sum, content_hash, identical
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -20,41 +20,43 @@ def content(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 Number = Callable[[torch.Tensor], int]
 
-ON_EACH_DEVICE = pytest.mark.parametrize("number_of", [number_of, lambda tensor: _weighted_sum(_integers(tensor))])
+ON_EACH_DEVICE = pytest.mark.parametrize(
+    "content_hash", [content_hash, lambda tensor: _weighted_sum(_integers(tensor))]
+)
 """As on a CPU, and as on a GPU."""
 
 
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_number_tells_orders_apart(number_of: Number, dtype: torch.dtype) -> None:
+def test_the_number_tells_orders_apart(content_hash: Number, dtype: torch.dtype) -> None:
     tensor = content(dtype, 64, 48)
     changed = tensor.clone()
     changed[0, 0], changed[40, 7] = tensor[tensor != tensor[0, 0]][0], tensor[0, 0]
-    assert number_of(tensor) == number_of(tensor.clone()) == number_of(tensor.t().contiguous().t())
-    assert number_of(tensor) == number_of(torch.cat([tensor[0, :1], tensor.view(-1)])[1:].view(64, 48))
+    assert content_hash(tensor) == content_hash(tensor.clone()) == content_hash(tensor.t().contiguous().t())
+    assert content_hash(tensor) == content_hash(torch.cat([tensor[0, :1], tensor.view(-1)])[1:].view(64, 48))
     others = [tensor.roll(2, 0), tensor.roll(8, 1), changed, tensor.reshape(-1).roll(1).view(64, 48)]
-    numbers = [number_of(other) for other in (tensor, *others)]
+    numbers = [content_hash(other) for other in (tensor, *others)]
     assert len({*numbers}) == len(numbers)
 
 
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("shape", [(3 * PIECE + 5,), (2, PIECE + 1), (5, 1, PIECE // 2)])
-def test_so_it_does_across_pieces(number_of: Number, shape: tuple[int, ...]) -> None:
+def test_so_it_does_across_pieces(content_hash: Number, shape: tuple[int, ...]) -> None:
     tensor = content(torch.float32, *shape)
     flat = tensor.view(-1)
     swapped = torch.cat([flat[-PIECE:], flat[PIECE:-PIECE], flat[:PIECE]]).view(shape)
-    assert number_of(tensor) == number_of(tensor.clone())
-    assert len({number_of(tensor), number_of(swapped), number_of(flat.flip(0).view(shape))}) == 3
+    assert content_hash(tensor) == content_hash(tensor.clone())
+    assert len({content_hash(tensor), content_hash(swapped), content_hash(flat.flip(0).view(shape))}) == 3
 
 
 @ON_EACH_DEVICE
-def test_powers_of_two_that_change_places_are_told_apart(number_of: Number) -> None:
+def test_powers_of_two_that_change_places_are_told_apart(content_hash: Number) -> None:
     ones = torch.ones(2**14)
     numbers = set()
     for place in range(0, 2**14, 512):
         other = ones.clone()
         other[place] = 2.0
-        numbers.add(number_of(other))
+        numbers.add(content_hash(other))
     assert len(numbers) == 32
 
 
@@ -62,8 +64,8 @@ def test_powers_of_two_that_change_places_are_told_apart(number_of: Number) -> N
 @pytest.mark.parametrize(
     "tensor", [torch.empty(0), torch.tensor(1.5), torch.ones(3).expand(4, 3), torch.empty(3, 0, 2)]
 )
-def test_any_shape_has_a_number(number_of: Number, tensor: torch.Tensor) -> None:
-    assert number_of(tensor) == number_of(tensor.clone())
+def test_any_shape_has_a_number(content_hash: Number, tensor: torch.Tensor) -> None:
+    assert content_hash(tensor) == content_hash(tensor.clone())
 
 
 def test_nothing_large_is_copied() -> None:
@@ -80,7 +82,7 @@ def test_on_a_cpu_no_memory_of_torch_is_taken() -> None:
 
     for tensor in (torch.randn(2**22), torch.randn(2048, 2048).t(), torch.randn(4, 64, 128, 128).permute(0, 2, 3, 1)):
         with measure() as memory:
-            number_of(tensor)
+            content_hash(tensor)
         assert memory.peak_bytes == 0
 
 
@@ -90,7 +92,7 @@ def test_signed_zeros_of_complex_numbers_are_bits_too(dtype: torch.dtype) -> Non
     assert torch.equal(one, other.to(dtype))
     assert not identical(one, other.to(dtype))
     assert identical(one, one.clone())
-    assert number_of(one) != number_of(other.to(dtype))
+    assert content_hash(one) != content_hash(other.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

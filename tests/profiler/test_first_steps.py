@@ -1,9 +1,12 @@
 """The first rehearsed steps of a script need no more memory than plain ones, whatever the model is made of."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.memory.memory_timeline import Timeline
@@ -61,13 +64,15 @@ class Listed(nn.Module):
 IMAGE, ROWS = (2, 3, 64, 64), (16, 64, 64)
 
 
-@pytest.mark.parametrize(("kind", "shape"), [(UNet, IMAGE), (Flat, ROWS), (Listed, ROWS)])
-def test_audited_and_traced_steps_peak_below_the_plain_one(kind, shape):
-    torch.manual_seed(0)
-    model, x = kind(), torch.randn(shape)
-    with lowtide.measure() as plain:
+def peak_and_gradients(model, x):
+    """Return the peak of a step, and its gradients."""
+    with lowtide.measure() as measured:
         model(x).square().mean().backward()
-    expected = [p.grad.clone() for p in model.parameters()]
+    return measured.peak_bytes, [p.grad.clone() for p in model.parameters()]
+
+
+def first_peaks(model, x, expected):
+    """Return the peaks of an audited and of a traced step, whose gradients are to be `expected`."""
     observed, peaks = OnlineProfiler(model), []
     for _ in range(2):
         model.zero_grad()
@@ -78,8 +83,58 @@ def test_audited_and_traced_steps_peak_below_the_plain_one(kind, shape):
         peaks.append(Timeline(watch.recorder.stream).peak_bytes)
         assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
     observed.leave()
-    assert max(peaks) <= plain.peak_bytes
-    assert peaks[0] <= 0.9 * plain.peak_bytes
+    return peaks
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(UNet, IMAGE), (Flat, ROWS), (Listed, ROWS)])
+def test_audited_and_traced_steps_peak_below_the_plain_one(kind, shape):
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(shape)
+    plain_bytes, expected = peak_and_gradients(model, x)
+    peaks = first_peaks(model, x, expected)
+    assert max(peaks) <= plain_bytes
+    assert peaks[0] <= 0.9 * plain_bytes
+
+
+def test_first_steps_peak_as_low_as_checkpointing_every_child_that_has_children():
+    torch.manual_seed(0)
+    model, checkpointed, x = Listed(), Listed(), torch.randn(ROWS)
+    checkpointed.load_state_dict(model.state_dict())
+    for _, wide, _ in checkpointed.layers:
+        wide.forward = partial(checkpoint, wide.forward, use_reentrant=False)
+    least_bytes, expected = peak_and_gradients(checkpointed, x)
+    assert max(first_peaks(model, x, expected)) <= 1.01 * least_bytes
+
+
+class Unsteady(nn.Module):
+    """A block whose second run gives other numbers, behind some that are the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.narrow, self.wide, self.runs = nn.Linear(64, 256), nn.Linear(256, 64), torch.zeros(())
+
+    def forward(self, x):
+        self.runs += 1
+        h = F.gelu(self.narrow(x))
+        return self.wide(F.silu(h * self.runs))
+
+
+def test_a_trial_that_fails_midway_brings_back_what_it_has_freed():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), Unsteady(), nn.Linear(64, 64)), torch.randn(16, 64, 64)
+    _, expected = peak_and_gradients(model, x)
+    for parameter in model.parameters():
+        parameter.grad = None
+    model[1].runs.zero_()
+    observed = OnlineProfiler(model)
+    observed.begin(x)
+    call = observed._watch.audit
+    model(x).square().mean().backward()
+    observed.end()
+    observed.leave()
+    assert [c.refused for c in call.calls if c.cls == "Unsteady"] != [None]
+    assert model[1].runs == 1
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
 
 
 def test_blocks_are_found_in_lists_and_where_no_two_are_alike():

@@ -284,7 +284,7 @@ def test_the_walk_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         data.clear()
 
     kept = ReachableObjects(step)
-    assert len(kept.things) == 500
+    assert len(kept.visited) == 500
     assert kept.changes() == ("the step reaches more than 500 objects: what the others hold is not known",)
 
 
@@ -297,7 +297,7 @@ def test_a_data_set_is_not_walked_into() -> None:
         _ = other
 
     kept = ReachableObjects(step)
-    assert len(kept.things) < 20
+    assert len(kept.visited) < 20
     step(None)
     kept.restore()
     assert len(data) == keeping.LARGEST + 1

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import lowtide
 from lowtide.errors import Infeasible
 from lowtide.planner.planning import smallest_plan
+from lowtide.profiler.online import VARIES, OnlineProfiler
 from lowtide.profiler.random_work import HIGH, LOW, SEEDS, Draw, drawn_as, fullest
 from lowtide.runtime.plan_table import actions_for, with_like_blocks
 
@@ -48,6 +49,8 @@ CHOICES = {
     "torch, written in place": lambda layers: [layer for layer in layers if torch.empty(1).uniform_() < 0.5],
     "torch, coins": lambda layers: [layer for layer in layers if torch.bernoulli(torch.tensor(0.5))],
     "python, a choice": lambda layers: [layer for layer in layers if random.choice([True, False])],
+    "numpy, a choice": lambda layers: [layer for layer in layers if np.random.choice([True, False], p=[0.6, 0.4])],
+    "numpy, a row": lambda layers: [layer for layer, n in zip(layers, np.random.rand(4), strict=True) if n > 0.5],
     "numpy's generator": lambda layers: [layer for layer in layers if NUMPY.random() > 0.2],
     "random order": lambda layers: random.sample(layers, len(layers)),
 }
@@ -78,6 +81,22 @@ def test_budgets_hold_in_other_draws_and_the_note_says_what_varied(name):
             assert static_bytes + memory.peak_bytes <= budget
 
 
+def test_steps_that_are_taken_as_they_come_and_vary_are_planned_for_the_largest_and_say_so():
+    numbers = iter([3, 4, 4, 4])
+    model, x = Drawn(lambda layers: layers[: next(numbers)]), torch.randn(8, 16, 32)
+    observed = OnlineProfiler(model)
+    for _ in range(4):
+        observed.begin(x)
+        model(x).square().mean().backward()
+        observed.end()
+        model.zero_grad()
+    observed.leave()
+    assert len(observed.why) == 1
+    assert observed.profile.draws > 0
+    assert VARIES in observed.profile.notes
+    assert any(call.id == "layers.3#0" for call in observed.profile.calls)
+
+
 def test_the_fullest_draw_is_the_one_that_calls_most():
     drawn = []
     assert fullest(lambda _: [""] * sum(random.random() > 0.5 for _ in range(8))) == Draw(share=HIGH)
@@ -104,10 +123,17 @@ def test_draws_are_as_they_were_once_a_block_is_over():
         assert random.Random(0).choice("abc") == random.choice("abc") == "a"
         assert torch.randint(3, 7, (2,)).tolist() == [3, 3]
         assert random.randint(3, 7) == 3
+        assert [np.random.randint(7), np.random.randint(3, 7), np.random.uniform(2, 4)] == [0, 3, 2]
+        assert [np.random.rand(), np.random.choice(5), np.random.choice(["a", "b"])] == [LOW, 0, "a"]
     with drawn_as(HIGH):
         assert torch.bernoulli(torch.full((2,), 0.1)).tolist() == [1, 1]
         assert torch.randint(7, (2,)).tolist() == [6, 6]
         assert random.randint(3, 7) == 7
+        assert [np.random.randint(7), np.random.randint(3, 7, 2).tolist()] == [6, [6, 6]]
+        assert np.random.choice([2, 1], 3, p=[0.5, 0.5]).tolist() == [1, 1, 1]
+        assert np.random.choice([True, False]) in (False,)
+        assert np.random.uniform(2, 4, size=1) == [2 + 2 * HIGH]
+        assert random.choice([[0], [1]]) == [1]
     assert [vars(owner).get(name) for owner, name in places] == own
 
 

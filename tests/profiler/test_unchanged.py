@@ -214,7 +214,7 @@ def test_of_a_large_dict_the_tensors_and_modules_are_state_and_the_rest_is_data(
     found = ReachableState(step)
     assert [module for module in found.modules if module is norm] == [norm]
     assert any(tensor is count for tensor in found.tensors)
-    assert not any(thing is table[0]["ids"] for thing in found.things)
+    assert not any(thing is table[0]["ids"] for thing in found.visited)
     with StepSnapshot(nn.Linear(1, 1), None, None, step):
         step(torch.randn(8, 4))
     assert count == 0

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from comparing import equal
 from lowtide._torch.modes import saved_tensor_hooks
-from lowtide._torch.modules import CALL, own_call
+from lowtide._torch.modules import CALL, original_call
 from lowtide.planner.records import Profile
 from lowtide.runtime.call_interceptor import CallInterceptor
 from lowtide.runtime.engine import Engine, actions_for
@@ -249,7 +249,7 @@ def test_module_compile_is_asked_inside_and_put_back():
 
     def compiled(*args, **kwargs):
         calls.append(args)
-        return own_call(model.blocks[1])(*args, **kwargs)
+        return original_call(model.blocks[1])(*args, **kwargs)
 
     ids = torch.zeros(2, 8, dtype=torch.long)
     plain = outcome(model, lambda: model(ids).sum().backward())

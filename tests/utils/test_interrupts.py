@@ -23,7 +23,7 @@ from lowtide._torch.modules import CALL
 from lowtide.api import fit
 from lowtide.script.runner import _LAST
 from lowtide.utils import interrupts as _interrupts
-from lowtide.utils.interrupts import held_back, whole
+from lowtide.utils.interrupts import interrupts_delayed, whole
 
 WIDTH = 32
 
@@ -87,7 +87,7 @@ def left(model: nn.Module) -> list[str]:
         "gradients off": not torch.is_grad_enabled(),
         "a handler": signal.getsignal(signal.SIGINT) is not signal.default_int_handler,
         "an interrupt that waits": _interrupts._waits,
-        "functions that stand in": bool(_standins._standing),
+        "functions that stand in": bool(_standins._replacements),
         "a call": any(CALL in vars(module) for module in model.modules()),
         "hooks": any(vars(m)["_forward_hooks"] or vars(m)["_forward_pre_hooks"] for m in model.modules()),
         "a model in eval mode": not all(module.training for module in model.modules()),
@@ -186,7 +186,7 @@ def test_a_script_can_be_interrupted_at_fifty_places(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_waits_in_code_of_this_package_and_not_in_the_users() -> None:
-    with held_back(), pytest.raises(KeyboardInterrupt):
+    with interrupts_delayed(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     done: list[str] = []
 
@@ -205,7 +205,7 @@ def test_an_interrupt_that_waited_comes_while_another_claim_is_held() -> None:
         whole(lambda: signal.raise_signal(signal.SIGINT))()
         time.sleep(60)
 
-    with held_back(), pytest.raises(KeyboardInterrupt):
+    with interrupts_delayed(), pytest.raises(KeyboardInterrupt):
         work()
     time.sleep(4 * _interrupts.AGAIN_S)  # it comes once
 
@@ -213,7 +213,7 @@ def test_an_interrupt_that_waited_comes_while_another_claim_is_held() -> None:
 def test_a_handler_that_was_set_meanwhile_stays_and_one_before_is_called() -> None:
     came: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    with held_back():
+    with interrupts_delayed():
         signal.raise_signal(signal.SIGINT)
         assert came == [signal.SIGINT]
         stale = signal.signal(signal.SIGINT, signal.default_int_handler)

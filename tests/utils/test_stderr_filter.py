@@ -4,7 +4,7 @@ import pytest
 
 from conftest import RunPython
 from lowtide.memory import cpu_recorder as cpu
-from lowtide.planner.solve import milp as programme
+from lowtide.planner.solve import milp
 from lowtide.utils.stderr_filter import without_noise
 
 
@@ -25,8 +25,8 @@ def test_an_exception_gives_stderr_back(capfd: pytest.CaptureFixture[str]) -> No
 
 
 def test_only_the_line_of_the_solver_is_dropped(capfd: pytest.CaptureFixture[str]) -> None:
-    with without_noise(1, programme.NOISE):
-        os.write(1, programme.NOISE + b" tmpSolver.run();\nanswer\nmine\n")
+    with without_noise(1, milp.NOISE):
+        os.write(1, milp.NOISE + b" tmpSolver.run();\nanswer\nmine\n")
     assert capfd.readouterr().out == "answer\nmine\n"
 
 

@@ -52,8 +52,8 @@ ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 
 def running_node() -> Node | None:
     """Return the node whose backward runs in this thread, or None. 2.13, since 2.1."""
-    found: Node | None = torch._C._current_autograd_node()
-    return found
+    node: Node | None = torch._C._current_autograd_node()
+    return node
 
 
 def running_node_name() -> str:
@@ -71,8 +71,8 @@ BACKWARD_CALL = torch.autograd.graph._engine_run_backward.__code__
 
 
 @contextlib.contextmanager
-def around_checkpoints(told: Callable[[], object], *, off: bool = False) -> Iterator[None]:
-    """Call `told` for each checkpointed call inside this `with` block; `off` disables checkpointing. 2.13, since 2.1.
+def observe_checkpointed_calls(on_checkpoint: Callable[[], object], *, off: bool = False) -> Iterator[None]:
+    """Call `on_checkpoint` for each checkpointed call in this block; `off` disables checkpointing. 2.13, since 2.1.
 
     `torch.utils.checkpoint.checkpoint` itself is in variables of the modules that imported it, so the two
     implementations that it calls are replaced.
@@ -80,7 +80,7 @@ def around_checkpoints(told: Callable[[], object], *, off: bool = False) -> Iter
     generator, function = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
 
     def instead(*args: Any, **kwargs: Any) -> Iterator[None]:
-        told()
+        on_checkpoint()
         if off:
             yield
         else:
@@ -89,7 +89,7 @@ def around_checkpoints(told: Callable[[], object], *, off: bool = False) -> Iter
     class Reentrant:
         @staticmethod
         def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            told()
+            on_checkpoint()
             return run(*args) if off else function.apply(run, preserve, *args)  # type: ignore[no-untyped-call]
 
     with (

@@ -27,9 +27,9 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return front is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
 
 
-def is_compiled_function(thing: object) -> bool:
-    """Return True if `torch.compile(function)` made `thing`. 2.13, since 2.0."""
-    return callable(thing) and "_torchdynamo_orig_callable" in getattr(thing, "__dict__", ())
+def is_compiled_function(obj: object) -> bool:
+    """Return True if `torch.compile(function)` made `obj`. 2.13, since 2.0."""
+    return callable(obj) and "_torchdynamo_orig_callable" in getattr(obj, "__dict__", ())
 
 
 def anything_compiled() -> bool:

@@ -31,10 +31,14 @@ def profiler_warming_up() -> bool:
     """
     inner, outer = torch.autograd.profiler.profile, torch.profiler.profile
     return any(
-        (type(found) is inner and found.entered and not found.profiling_start_time_ns)
+        (type(profiler) is inner and profiler.entered and not profiler.profiling_start_time_ns)
         # A profiler that accumulates prepares the same inner profiler repeatedly.
-        or (type(found) is outer and found.acc_events and found.current_action is torch.profiler.ProfilerAction.WARMUP)
-        for found in gc.get_referrers(inner, outer)
+        or (
+            type(profiler) is outer
+            and profiler.acc_events
+            and profiler.current_action is torch.profiler.ProfilerAction.WARMUP
+        )
+        for profiler in gc.get_referrers(inner, outer)
     )
 
 

@@ -60,5 +60,5 @@ def assign_buckets(
     with without_modes(), without_function_modes():
         like = [torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device="meta") for p in parameters]
         assign: Any = vars(torch.distributed)["_compute_bucket_assignment_by_size"]
-        found = assign(like, limits, sparse, list(numbers))
-    return [list(group) for group in found[0]]
+        result = assign(like, limits, sparse, list(numbers))
+    return [list(group) for group in result[0]]

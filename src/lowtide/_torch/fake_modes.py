@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils import _device, _python_dispatch
 
 from lowtide._torch.backward import ENGINE
-from lowtide._torch.patching import stand_in
+from lowtide._torch.patching import replace_function
 
 _taken_on_the_way: list[BaseException] = []
 
@@ -98,9 +98,9 @@ class on_real_tensors:
             guard.__exit__(None, None, None)
 
 
-def as_written(thing: Any) -> Any:
-    """Return the original function if `torch.compile` returned `thing`, else `thing`. 2.13."""
-    return vars(thing).get("_torchdynamo_orig_callable", thing) if isinstance(thing, FunctionType) else thing
+def uncompiled(obj: Any) -> Any:
+    """Return the original function if `torch.compile` returned `obj`, else `obj`. 2.13."""
+    return vars(obj).get("_torchdynamo_orig_callable", obj) if isinstance(obj, FunctionType) else obj
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:
@@ -142,15 +142,15 @@ def fake_devices_shown(true: torch.device, shown: torch.device, inside: Callable
     where third-party fake kernels make tensors on the reported device. 2.13: `device` is a Python property, which torch
     itself reads all the time.
     """
-    meta, asked = torch.device("meta"), vars(FakeTensor)["device"]
+    meta, device_property = torch.device("meta"), vars(FakeTensor)["device"]
 
     def device(self: FakeTensor) -> torch.device:
         if self.fake_mode.in_kernel_invocation:
             return meta
-        found = self.fake_device
-        return found if found != true or is_own(sys._getframe(1)) or inside() else shown
+        own = self.fake_device
+        return own if own != true or is_own(sys._getframe(1)) or inside() else shown
 
-    with patch.object(FakeTensor, "device", property(device, asked.fset)):
+    with patch.object(FakeTensor, "device", property(device, device_property.fset)):
         yield
 
 
@@ -161,10 +161,10 @@ def function_modes_in_backward() -> Iterator[None]:
     2.13: `tensor.backward` is a function that modes handle, and a mode is off while it handles a function.
     """
     modes = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    mine = threading.get_ident()
+    thread = threading.get_ident()
 
     def run_under_modes(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != mine:
+        if threading.get_ident() != thread:
             return run(*args, **kwargs)
         on = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         off = [mode for mode in modes if not any(mode is other for other in on)]
@@ -184,7 +184,7 @@ def function_modes_in_backward() -> Iterator[None]:
             raise _taken_on_the_way.pop()
         return done
 
-    remove = stand_in(torch.autograd, ENGINE, functools.partial(functools.partial, run_under_modes))
+    remove = replace_function(torch.autograd, ENGINE, functools.partial(functools.partial, run_under_modes))
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import fx
 
-from lowtide._torch.patching import stand_in
+from lowtide._torch.patching import replace_function
 from lowtide.errors import LowtideError, RehearsalError
 
 Kind = Literal["input", "view", "pointwise", "reduction", "extern"]
@@ -211,7 +211,7 @@ def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGr
         if node.op == "call_function":
             digest.update(f"{target} {[numbers.get(arg, -1) for arg in args]}\n".encode())
             numbers[at] = len(numbers)
-    outputs, gradients = ([index[node] for node in found if node in index] for found in (forward, backward))
+    outputs, gradients = ([index[node] for node in ends if node in index] for ends in (forward, backward))
     return JointGraph(nodes, outputs, gradients, digest.hexdigest())
 
 
@@ -288,7 +288,7 @@ def _module(node: fx.Node) -> str:
     if not stack:
         return ""
     path = str(next(reversed(stack.values()))[0])
-    path = _STEP.sub(lambda found: "." + next(group for group in found.groups() if group is not None), path)
+    path = _STEP.sub(lambda match: "." + next(group for group in match.groups() if group is not None), path)
     parts = path.removeprefix("L.").split(".")
     return ".".join(part for part in parts[1:] if part and part != "_orig_mod")
 
@@ -402,7 +402,7 @@ def watched_calls(note: Callable[[str, int, bool], None]) -> Iterator[None]:
 
         return instead
 
-    undo = stand_in(CompiledFxGraph, "__call__", noted)
+    undo = replace_function(CompiledFxGraph, "__call__", noted)
     try:
         yield
     finally:

@@ -84,7 +84,7 @@ class _OffInTransforms(threading.local):
 
     @contextlib.contextmanager
     def _disabled(self, error_message: str) -> Iterator[None]:
-        aside: list[tuple[Any, Any]] = []
+        removed: list[tuple[Any, Any]] = []
         with contextlib.ExitStack() as stack:
             for unpack, apart in reversed(self._hooks):
                 top = saved_tensor_hooks()
@@ -92,13 +92,13 @@ class _OffInTransforms(threading.local):
                     if top[1] is not unpack:
                         break  # hooks of other code: as without a plan
                     torch._C._autograd._pop_saved_tensors_default_hooks()
-                    aside.append(top)
+                    removed.append(top)
                 stack.enter_context(apart())
             try:
                 with self._torchs(error_message):
                     yield
             finally:
-                for hooks in reversed(aside):
+                for hooks in reversed(removed):
                     torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 

@@ -48,7 +48,7 @@ CALL_CODE = torch.nn.Module._call_impl.__code__
 """Code of the frame that calls a module's hooks and forward. 2.13."""
 
 
-def own_call(module: torch.nn.Module) -> Callable[..., Any]:
+def original_call(module: torch.nn.Module) -> Callable[..., Any]:
     """Return the module's original `_call_impl` (hooks and forward), bypassing CALL. 2.13."""
-    found: Callable[..., Any] = module._call_impl
-    return found
+    call: Callable[..., Any] = module._call_impl
+    return call

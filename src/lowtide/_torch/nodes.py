@@ -58,14 +58,14 @@ def saved_slots(node: Node) -> Iterator[tuple[str, Any]]:
     """Yield name and slot (see `saved_slot`) of each tensor that `node` has saved; runs no unpack hook. 2.13."""
     for name in _raw_saved_names(type(node)):
         try:
-            found = getattr(node, name)
+            saved = getattr(node, name)
         except RuntimeError:  # a custom Function whose saved tensors were freed
             continue
         short = name.removeprefix("_raw_saved_")
-        if isinstance(found, tuple | list):
-            yield from ((f"{short}[{index}]", slot) for index, slot in enumerate(found))
+        if isinstance(saved, tuple | list):
+            yield from ((f"{short}[{index}]", slot) for index, slot in enumerate(saved))
         else:
-            yield short, found
+            yield short, saved
 
 
 def raw_saved(node: Node) -> Iterator[Any]:

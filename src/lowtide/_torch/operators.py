@@ -31,15 +31,15 @@ def draws(operator: Any) -> bool:
 
 def written_by(operator: Any) -> tuple[int | str, ...]:
     """Return the arguments that an operator writes to: positions, or names if keyword-only. 2.13, since 1.8."""
-    found = _written.get(operator)
-    if found is None:
+    positions = _written.get(operator)
+    if positions is None:
         arguments = operator._schema.arguments
-        found = _written[operator] = tuple(
+        positions = _written[operator] = tuple(
             argument.name if argument.kwarg_only else place
             for place, argument in enumerate(arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         )
-    return found
+    return positions
 
 
 _written: dict[Any, tuple[int | str, ...]] = {}

@@ -20,7 +20,7 @@ from lowtide._torch.compiled_code import not_compiled_alone
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Function that returns a replacement for its argument, which the replacement calls."""
 
-_standing: dict[tuple[Any, str], tuple[Callable[..., Any], list[Make]]] = {}
+_replacements: dict[tuple[Any, str], tuple[Callable[..., Any], list[Make]]] = {}
 """Installed function and list of replacements, the last one outermost, by place of the original function."""
 
 
@@ -28,7 +28,7 @@ _inherited: set[tuple[Any, str]] = set()
 """Places in classes that inherit the function; the attribute is deleted with the last replacement."""
 
 
-def stand_in(owner: Any, name: str, make: Make, *, innermost: bool = False) -> Callable[[], None]:
+def replace_function(owner: Any, name: str, make: Make, *, innermost: bool = False) -> Callable[[], None]:
     """Replace the function `owner.name` by `make(function)` until the returned function is called.
 
     The last replacement is the outermost and calls earlier ones, unless it is to be the `innermost`.
@@ -36,26 +36,26 @@ def stand_in(owner: Any, name: str, make: Make, *, innermost: bool = False) -> C
     `make` is called at each call, except in code that is being compiled. If other code has replaced the function in the
     meantime, its replacement stays.
     """
-    if (owner, name) not in _standing:
-        _standing[owner, name] = _installed(owner, name)
-    instead, makes = _standing[owner, name]
-    own: Make = functools.partial(make)  # a distinct object for each call of `stand_in`
+    if (owner, name) not in _replacements:
+        _replacements[owner, name] = _install(owner, name)
+    replacement, makes = _replacements[owner, name]
+    own: Make = functools.partial(make)  # a distinct object for each call of `replace_function`
     makes.insert(0 if innermost else len(makes), own)
 
     def remove() -> None:
         makes[:] = [other for other in makes if other is not own]
-        if not makes and vars(owner)[name] is instead:
+        if not makes and vars(owner)[name] is replacement:
             if (owner, name) in _inherited:
                 delattr(owner, name)
                 _inherited.remove((owner, name))
             else:
-                setattr(owner, name, vars(instead)["__wrapped__"])
-            del _standing[owner, name]
+                setattr(owner, name, vars(replacement)["__wrapped__"])
+            del _replacements[owner, name]
 
     return remove
 
 
-def _installed(owner: Any, name: str) -> tuple[Callable[..., Any], list[Make]]:
+def _install(owner: Any, name: str) -> tuple[Callable[..., Any], list[Make]]:
     if name not in vars(owner):
         _inherited.add((owner, name))
     original = vars(owner).get(name, getattr(owner, name))
@@ -63,7 +63,7 @@ def _installed(owner: Any, name: str) -> tuple[Callable[..., Any], list[Make]]:
 
     @not_compiled_alone
     @functools.wraps(original)
-    def instead(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
         function = original
@@ -71,15 +71,15 @@ def _installed(owner: Any, name: str) -> tuple[Callable[..., Any], list[Make]]:
             function = make(function)
         return function(*args, **kwargs)
 
-    setattr(owner, name, instead)
-    return instead, makes
+    setattr(owner, name, replacement)
+    return replacement, makes
 
 
 def original(owner: Any, name: str) -> Any:
     """Return the function `owner.name` without its replacements."""
-    found = vars(owner)[name]
-    instead, _ = _standing.get((owner, name), (None, None))
-    return vars(instead)["__wrapped__"] if found is instead else found
+    function = vars(owner)[name]
+    replacement, _ = _replacements.get((owner, name), (None, None))
+    return vars(replacement)["__wrapped__"] if function is replacement else function
 
 
 def wrap_module_calls(
@@ -89,29 +89,29 @@ def wrap_module_calls(
 
     A global module hook would be compiled along with modules that `Module.compile` has compiled.
     """
-    return stand_in(nn.Module, "__call__", lambda call: functools.partial(_told, begins, ends, call))
+    return replace_function(nn.Module, "__call__", lambda call: functools.partial(_call_observed, begins, ends, call))
 
 
 def this_thread_only(
-    told: Callable[..., object], is_ours: Callable[[Tensor], bool] = lambda _: False
+    hook: Callable[..., object], is_ours: Callable[[Tensor], bool] = lambda _: False
 ) -> Callable[..., None]:
-    """Return a global optimizer hook that calls `told` only for this thread, because other threads train other models.
+    """Return a global optimizer hook that calls `hook` only for this thread, because other threads train other models.
 
-    In other threads `told` is called inside a backward pass, because a GPU's nodes run in a thread of the GPU, and for
+    In other threads `hook` is called inside a backward pass, because a GPU's nodes run in a thread of the GPU, and for
     an optimizer with a parameter for which `is_ours` is True, because a step may hand its update to another thread.
     """
-    mine = threading.get_ident()
+    thread = threading.get_ident()
 
-    def asked(optimizer: Optimizer, *args: Any) -> None:
-        here = threading.get_ident() == mine or in_backward()
+    def run_hook(optimizer: Optimizer, *args: Any) -> None:
+        here = threading.get_ident() == thread or in_backward()
         if here or any(is_ours(p) for group in optimizer.param_groups for p in group["params"]):
-            told(optimizer, *args)
+            hook(optimizer, *args)
 
-    return asked
+    return run_hook
 
 
 @not_compiled_alone
-def _told(
+def _call_observed(
     begins: Callable[[nn.Module], object],
     ends: Callable[[nn.Module, Any], object],
     call: Callable[..., Any],
@@ -129,5 +129,5 @@ def _told(
     return output
 
 
-TOLD_CODE = _told.__code__
+TOLD_CODE = _call_observed.__code__
 """Code of the frame that calls `begins` and `ends`; its `args` and `kwargs` are the module's arguments."""

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from lowtide._torch.compiled_code import is_compiled
 from lowtide._torch.joint_graph import partition_by, products_are_apart
-from lowtide.levers import of_plan
+from lowtide.levers import enable_plan_levers
 from lowtide.planner.records import Plan
 from lowtide.profiler.replay_check import Checked
 from lowtide.runtime.fingerprint import Optimizers, check_made_for
 from lowtide.runtime.guards import PlanGuard, more_state, watch_bypass
 from lowtide.runtime.planned_engine import Planned
-from lowtide.utils.interrupts import hold_back, removed_if_interrupted
+from lowtide.utils.interrupts import delay_interrupts, removed_if_interrupted
 from lowtide.utils.removable import Removable
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Applied(Removable):
         if plan.graphs:
             self._engine = Planned(model)
             with contextlib.ExitStack() as undo:
-                undo.callback(of_plan(plan, model, optimizer).remove)
+                undo.callback(enable_plan_levers(plan, model, optimizer).remove)
                 if plan.predicted != plan.plain:
                     undo.callback(self._partitioned(say))
                 if is_compiled(model):  # else its calls are traced, and no wrapper may precede them
@@ -58,13 +58,13 @@ class Applied(Removable):
         self._engine = Planned(model, *plans)
         self._engine.tell = say
         with contextlib.ExitStack() as undo:
-            give_back = weakref.finalize(self._engine, hold_back())  # a plan may last as long as its model
+            give_back = weakref.finalize(self._engine, delay_interrupts())  # a plan may last as long as its model
             give_back.atexit = False
             undo.callback(give_back)
             lookout = PlanGuard(model, plan, say, self, outgrown)  # behind the levers, as the rehearsal was
             undo.callback(lookout.remove)
             self._engine.of_a_part = lookout.look
-            undo.callback(of_plan(plan, model, optimizer).remove)
+            undo.callback(enable_plan_levers(plan, model, optimizer).remove)
             undo.callback(more_state(model, plan, say).remove)
             if self._engine.does_anything:
                 undo.callback(self._engine.remove)
@@ -128,6 +128,19 @@ def apply(model: nn.Module, plan: Plan, *, optimizer: Optimizers = None, say: Ca
     Raises:
         StalePlan: If the plan was made for another model, device or version of torch; then nothing is in force.
         LowtideError: If a lever can't be enabled; then nothing is in force.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = torch.ones(128, 64)
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> plan = lowtide.plan(lowtide.rehearse(model, step, batch), "90%")
+        >>> with lowtide.apply(model, plan) as applied:
+        ...     step(batch)
+        ...     lowtide.fitted(model) is applied
+        True
     """
     Plan.expect(plan, "apply")
     check_made_for(plan.fingerprint, model)

@@ -13,10 +13,10 @@ from lowtide.api.shape_buckets.fit_buckets import Bucket, buckets_for
 from lowtide.api.shape_buckets.shape_range import Range
 from lowtide.api.verify import Verdict, verify
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError, StalePlan
-from lowtide.levers import DEFAULT, named
+from lowtide.levers import DEFAULT, lever_named
 from lowtide.levers.lever import StepContext
 from lowtide.levers.products_apart import ProductsApart
-from lowtide.levers.selection import Choice, advice, choose, optimizer_of
+from lowtide.levers.selection import Choice, choose, optimizer_of, suggest_levers
 from lowtide.memory.device_budget import on_device
 from lowtide.planner import plan
 from lowtide.planner.inplace_savings import without_in_place
@@ -26,8 +26,8 @@ from lowtide.profiler import OTHER_WORK, rehearse
 from lowtide.report.run_record import RunRecord, record_of
 from lowtide.report.text_table import decisions, extra_time, lever_lines, listed
 from lowtide.runtime.fingerprint import Optimizers, check_made_for, device_of, place_of
-from lowtide.state.reachable_objects import looking_on
-from lowtide.state.step_arguments import of_one_argument
+from lowtide.state.reachable_objects import observe_changes
+from lowtide.state.step_arguments import accept_batch
 from lowtide.state.step_outcome import unless_out_of_memory
 from lowtide.units import format_bytes, format_change, format_time
 from lowtide.utils.amounts import check_budget, parse_budget
@@ -190,10 +190,23 @@ def fit(
             `.data` between forward and backward.
         StalePlan: If `profile` is of another model, batch or device.
         LowtideError: If the model has a plan already (`lowtide.remove(model)` removes it).
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = torch.ones(128, 64)
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> fitted = lowtide.fit(model, step, batch, budget="90%")
+        >>> fitted.verdict.within_budget, fitted.verdict.identical
+        (True, True)
+        >>> step(batch)  # the loop stays unchanged
+        >>> fitted.remove()
     """
     check_has_no_plan(model)
-    step = of_one_argument(step, batch)
-    changes = looking_on(model, step, batch)
+    step = accept_batch(step, batch)
+    changes = observe_changes(model, step, batch)
     fitted = _fit(model, step, batch, budget, optimizer, profile, levers, offload, in_place, shapes)
     fitted.verdict = replace(fitted.verdict, changes=changes())
     return fitted
@@ -214,7 +227,7 @@ def _fit(
     check_budget(budget)
     budget = on_device(budget, place_of(model), tell)
     levers = (levers,) if isinstance(levers, str) else levers
-    kinds = [named(name) for name in levers]
+    kinds = [lever_named(name) for name in levers]
     if isinstance(shapes, str) and shapes != "auto":
         raise LowtideError(f'shapes is {shapes!r}; it takes "auto" or a batch that is smaller than the other.')
     if shapes is not None and (set(levers) - set(DEFAULT) or offload):
@@ -290,7 +303,7 @@ def _first(
             smallest_peak_bytes=error.smallest_peak_bytes,
             parts=error.parts,
             extra_ratio=error.extra_ratio,
-            nearest=() if profile.graphs else advice(site, levers, choice.notes, error),
+            nearest=() if profile.graphs else suggest_levers(site, levers, choice.notes, error),
             notes=(*error.notes, *choice.notes.values()),
         ) from None
 

@@ -23,6 +23,12 @@ def fitted(model: nn.Module) -> Removable | None:
 
     Returns:
         The same Fitted object that `fit` returned, or the Applied of `apply` and `within`.
+
+    Example:
+        >>> import torch, lowtide
+        >>> model = torch.nn.Linear(8, 8)
+        >>> lowtide.fitted(model) is None
+        True
     """
     return next(_holders(model), None)
 
@@ -35,6 +41,19 @@ def remove(model: nn.Module) -> None:
 
     Raises:
         LowtideError: If no plan is in force there.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = torch.ones(128, 64)
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> plan = lowtide.plan(lowtide.rehearse(model, step, batch), "90%")
+        >>> applied = lowtide.apply(model, plan)
+        >>> lowtide.remove(model)
+        >>> lowtide.fitted(model) is None
+        True
     """
     holders = [*_holders(model)]
     if not holders:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide import profiler as rehearsal
 from lowtide.runtime.fingerprint import Optimizers
-from lowtide.state.observed_changes import not_put_back
-from lowtide.state.reachable_objects import looking_on
-from lowtide.state.step_arguments import of_one_argument
+from lowtide.state.observed_changes import describe_unrestored
+from lowtide.state.reachable_objects import observe_changes
+from lowtide.state.step_arguments import accept_batch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,9 +49,20 @@ def rehearse(
 
     Raises:
         RehearsalError: If the step can't be planned or estimated; it has the reason.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = torch.ones(128, 64)
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> profile = lowtide.rehearse(model, step, batch)
+        >>> profile.static.parameters, profile.measured_plain_peak_bytes
+        (132352, 789256)
     """
-    step = of_one_argument(step, batch)
-    changes = looking_on(model, step, batch)
+    step = accept_batch(step, batch)
+    changes = observe_changes(model, step, batch)
     profile = rehearsal.rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
     found = changes()
-    return replace(profile, notes=(*profile.notes, not_put_back(found))) if found else profile
+    return replace(profile, notes=(*profile.notes, describe_unrestored(found))) if found else profile

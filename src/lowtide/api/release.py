@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lowtide._torch.autograd_graph import nodes_from
 from lowtide._torch.backward import ENGINE, in_backward
 from lowtide._torch.nodes import node_metadata
-from lowtide._torch.patching import stand_in, wrap_module_calls
+from lowtide._torch.patching import replace_function, wrap_module_calls
 from lowtide._torch.tensors import base_of
 from lowtide.errors import LowtideError
 from lowtide.utils.object_slots import in_slots
@@ -49,6 +49,13 @@ def release(*finished: Any) -> int:
 
     Raises:
         LowtideError: For a view that an object inside torch refers to, which cannot be detached in place.
+
+    Example:
+        >>> import torch, lowtide
+        >>> loss = torch.nn.Linear(8, 1)(torch.ones(4, 8)).sum()
+        >>> loss.backward()
+        >>> lowtide.release(loss), loss.grad_fn
+        (1, None)
     """
     return sum(map(_let_go, _tensors_in(finished)))
 
@@ -62,6 +69,15 @@ def step() -> AbstractContextManager[Step]:
 
     Returns:
         The block; its `n_released` counts the tensors whose graph was released.
+
+    Example:
+        >>> import torch, lowtide
+        >>> model = torch.nn.Linear(8, 1)
+        >>> with lowtide.step() as block:
+        ...     loss = model(torch.ones(4, 8)).sum()
+        ...     loss.backward()
+        >>> block.n_released, loss.grad_fn
+        (1, None)
     """
     return Step()
 
@@ -89,7 +105,7 @@ class Step(AbstractContextManager["Step"]):
 
             return run_backward
 
-        self._undo = [wrap_module_calls(self._begins, self._ends), stand_in(torch.autograd, ENGINE, make)]
+        self._undo = [wrap_module_calls(self._begins, self._ends), replace_function(torch.autograd, ENGINE, make)]
         return self
 
     def __exit__(
@@ -174,6 +190,16 @@ def loss_only(model: nn.Module) -> LossOnly:
 
     Returns:
         The hook; `remove()`, or the end of a `with` block, removes it.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=10, n_positions=4)).train()
+        >>> tokens = torch.ones(1, 4, dtype=torch.long)
+        >>> with lowtide.loss_only(model):
+        ...     outputs = model(tokens, labels=tokens)
+        >>> outputs.loss.shape, outputs.logits is None
+        (torch.Size([]), True)
     """
     return LossOnly(model.register_forward_hook(_only_the_loss))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lowtide.levers import of_plan
+from lowtide.levers import enable_plan_levers
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Plan
@@ -14,7 +14,7 @@ from lowtide.profiler.preconditions import check
 from lowtide.profiler.trace import address
 from lowtide.runtime.fingerprint import Optimizers, check_made_for, place_of, tensors_in
 from lowtide.runtime.planned_engine import Planned
-from lowtide.state.step_arguments import of_one_argument
+from lowtide.state.step_arguments import accept_batch
 from lowtide.state.step_snapshot import StepSnapshot
 
 if TYPE_CHECKING:
@@ -49,13 +49,24 @@ def timeline(
         RehearsalError: If the step can't be rehearsed.
         StalePlan: If the plan is of another model.
         LowtideError: If a lever can't be enabled.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = torch.ones(128, 64)
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> timeline = lowtide.timeline(model, step, batch)
+        >>> timeline.peak_bytes
+        491784
     """
-    step = of_one_argument(step, batch)
+    step = accept_batch(step, batch)
     check(model, step, batch)
     if plan is not None:
         Plan.expect(plan, "timeline")
         check_made_for(plan.fingerprint, model)
-    with StepSnapshot(model, batch, optimizer, step) as unchanged, of_plan(plan, model, optimizer):
+    with StepSnapshot(model, batch, optimizer, step) as unchanged, enable_plan_levers(plan, model, optimizer):
         step = unchanged.run
         step(batch)
         with recorder_for(place_of(model)) as recorder:

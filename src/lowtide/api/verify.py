@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide._torch.device_timing import now_ms
 from lowtide.api.apply import apply
-from lowtide.levers import enable, named
+from lowtide.levers import enable, lever_named
 from lowtide.planner.records import Plan
 from lowtide.planner.serialization import Record
 from lowtide.profiler.peak_margin import recorded_peak
@@ -18,13 +18,13 @@ from lowtide.profiler.trial_updates import Updates
 from lowtide.report.run_record import Proof
 from lowtide.report.text_table import listed
 from lowtide.runtime.fingerprint import Optimizers, check_made_for, place_of
-from lowtide.state.observed_changes import not_put_back
-from lowtide.state.process_group import check_waits_for_nobody, n_sent
-from lowtide.state.step_arguments import of_one_argument
+from lowtide.state.observed_changes import describe_unrestored
+from lowtide.state.process_group import check_waits_for_no_process, n_sent
+from lowtide.state.step_arguments import accept_batch
 from lowtide.state.step_outcome import Outcome, is_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.units import format_apart, format_ratio, format_time
-from lowtide.utils.interrupts import held_back
+from lowtide.utils.interrupts import interrupts_delayed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -125,7 +125,7 @@ class Verdict(Record):
     @property
     def proof(self) -> str:
         """The result of the comparison with the plain step, and state that was not restored."""
-        return f"{self._compared}; {not_put_back(self.changes)}" if self.changes else self._compared
+        return f"{self._compared}; {describe_unrestored(self.changes)}" if self.changes else self._compared
 
     @property
     def _compared(self) -> str:
@@ -161,7 +161,7 @@ class Verdict(Record):
         return "\n".join([*lines, self.proof])
 
 
-@held_back()
+@interrupts_delayed()
 def verify(
     model: nn.Module, step: Callable[..., Any], batch: Any, plan: Plan, *, optimizer: Optimizers = None
 ) -> Verdict:
@@ -186,9 +186,21 @@ def verify(
         StalePlan: If the plan is for another model, batch or device.
         RehearsalError: If the step can't be rehearsed.
         LowtideError: If a plan is in force already, or a lever of this plan can't be enabled.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = torch.ones(128, 64)
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> plan = lowtide.plan(lowtide.rehearse(model, step, batch), "90%")
+        >>> verdict = lowtide.verify(model, step, batch, plan)
+        >>> verdict.identical, verdict.within_budget
+        (True, True)
     """
     Plan.expect(plan, "verify")
-    step = of_one_argument(step, batch)
+    step = accept_batch(step, batch)
     check(model, step, batch)
     check_made_for(plan.fingerprint, model, batch)
     inexact = tuple(lever for lever in plan.levers if not lever.exact)
@@ -203,7 +215,7 @@ def verify(
             sent = n_sent()
             unchanged.restore_for_rerun()
             peaks = [recorded_peak(model, updates, batch, unchanged) for _ in range(1 + plan.draws)]
-            check_waits_for_nobody(sent)
+            check_waits_for_no_process(sent)
             unchanged.restore_for_rerun()
             planned_ms = _timed(model, step, batch)  # not recorded, like the plain step: recording takes time
         unchanged.restore()
@@ -216,7 +228,7 @@ def verify(
         found = None
         if compare_with is not None:
             made = {*planned.made(untouched), *compare_with.made(untouched), DRAWN}
-            hidden = {kind for lever in plan.levers for kind in named(lever.name).unavailable_results}
+            hidden = {kind for lever in plan.levers for kind in lever_named(lever.name).unavailable_results}
             found = {kind: names for kind, names in compare_with.differences(planned).items() if kind in made - hidden}
 
         def once_more() -> Outcome:

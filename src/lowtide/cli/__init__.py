@@ -43,7 +43,7 @@ COMMANDS = {
     ),
     "rehearse": Lazy(
         target="lowtide.cli.rehearse:rehearse",
-        summary="What a training step of a script needs, and how far down plans can go.",
+        summary="Profile a script's training step: its memory, and the smallest peak of any plan.",
         needs_torch=False,  # an existing profile can be shown without torch
     ),
     "estimate": Lazy(
@@ -60,20 +60,25 @@ COMMANDS = {
         target="lowtide.cli.plan:plan", summary="Make plan files, read them, compare them.", needs_torch=False
     ),
     "run": Lazy(target="lowtide.cli.run:run", summary="Train with a script within a memory budget, or under a plan."),
-    "frontier": Lazy(target="lowtide.cli.frontier:frontier", summary="What each budget would cost.", needs_torch=False),
+    "frontier": Lazy(
+        target="lowtide.cli.frontier:frontier", summary="List the cost of each budget.", needs_torch=False
+    ),
     "snapshot": Lazy(
         target="lowtide.cli.snapshot:snapshot",
-        summary="What a memory snapshot of PyTorch says: the peak, and what was alive there.",
+        summary="Summarize a memory snapshot of PyTorch: the peak, and the memory alive there.",
         needs_torch=False,
     ),
     "explain": Lazy(
         target="lowtide.cli.explain:explain",
-        summary="Why memory ran out, from an error message or a log, and what to do.",
+        summary="Explain an out-of-memory error from its message or a log, and list remedies.",
         needs_torch=False,
     ),
-    "watch": Lazy(target="lowtide.cli.watch:watch", summary="Run a script and say what it leaves in memory."),
     "report": Lazy(
         target="lowtide.cli.make_report:report", summary="Make a page of a run, or compare two.", needs_torch=False
+    ),
+    "watch": Lazy(
+        target="lowtide.cli.watch:watch",
+        summary="Run a script and report the tensors and graphs that it leaves in memory.",
     ),
 }
 

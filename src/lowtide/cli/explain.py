@@ -18,14 +18,14 @@ from lowtide.errors import LowtideError
 @click.option(
     "--alloc-conf",
     metavar="TEXT",
-    help="What PYTORCH_CUDA_ALLOC_CONF was in the run that failed, if the log does not say it.",
+    help="PYTORCH_CUDA_ALLOC_CONF of the failed run, if the log does not show it.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print all that was found as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the explanation as JSON.")
 def explain(file: TextIO, alloc_conf: str | None, as_json: bool) -> int:
-    """Why memory ran out: FILE is an error message or a whole log, "-" reads it from stdin.
+    """Explain an out-of-memory error. FILE is its message or a whole log; "-" reads stdin.
 
     Knows the messages of torch 0.4 to 2.13 for CUDA, ROCm, XPU, MPS and CPU, those of Ascend NPUs, and those of the
-    libraries around it. Needs no torch and no device. Exit code 2: there is no message in it that is known.
+    libraries around it. Needs no torch and no device. Exit code 2: FILE has no known message.
     """
     seen = _Seen(file)
     told = [] if alloc_conf is None else [f"PYTORCH_CUDA_ALLOC_CONF={alloc_conf}\n"]

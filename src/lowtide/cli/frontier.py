@@ -19,7 +19,9 @@ from lowtide.utils.optional_deps import require_pictures
 
 
 @click.command("frontier", context_settings=OWN_OPTIONS_FIRST)
-@click.option("--budgets", "n", type=click.IntRange(2), default=24, show_default=True, help="How many are planned.")
+@click.option(
+    "--budgets", "n", type=click.IntRange(2), default=24, show_default=True, help="Number of budgets to plan for."
+)
 @click.option("--beside", type=click.Path(exists=True, dir_okay=False), help="JSON list of named points to show too.")
 @output_option("--json", "json_to", 'Write the points to FILE; "-": print them alone.')
 @output_option("--picture", "picture_to", "Draw the frontier; FILE ends in .svg, .png or .pdf.")
@@ -35,10 +37,10 @@ def frontier(
     args: tuple[str, ...],
     is_module: bool,
 ) -> None:
-    """What each budget would cost, from the smallest peak that a plan reaches to the plain step.
+    """List the cost of each budget, from the smallest peak that a plan reaches to the plain step.
 
     From the profile that `lowtide rehearse --json` wrote (a file that ends in .json), or from a script, which is
-    rehearsed now, with one more step for the time that the plain step takes.
+    rehearsed now, with one more step to time the plain one.
     """
     from rich.console import Console
 

@@ -32,7 +32,7 @@ def plan() -> None:
     metavar="AMOUNT",
     help='Peak to stay within, for all memory of the step: "8GiB", "500MB", or "60%" of the plain step\'s peak.',
 )
-@click.option("--cheap", is_flag=True, help="Redo no matrix product, convolution or attention.")
+@click.option("--cheap", is_flag=True, help="Recompute no matrix product, convolution or attention.")
 @output_option("-o", "to", 'Write the plan to FILE; "-", the default: print it.')
 @lever_option
 @in_place_option
@@ -68,7 +68,7 @@ def make(
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.argument("file", type=PLAN_FILE)
 def show_(file: str, as_json: bool) -> None:
-    """What the plan in FILE is for, needs, costs and does."""
+    """Show the budget, memory, cost and decisions of the plan in FILE."""
     from lowtide.planner.records import Plan
 
     read = Plan.from_json(Path(file))
@@ -80,7 +80,7 @@ def show_(file: str, as_json: bool) -> None:
 @click.argument("first", type=PLAN_FILE)
 @click.argument("second", type=PLAN_FILE)
 def diff(first: str, second: str, as_json: bool) -> int:
-    """What is not the same in two plan files. Exit code 1: something is."""
+    """List the differences of two plan files. Exit code 1: there are some."""
     from lowtide.planner.records import Plan
     from lowtide.report.plan_text import compare, show_diff
 

@@ -17,7 +17,7 @@ from lowtide.cli.script_or_profile import (
 
 
 @click.command("rehearse", context_settings=OWN_OPTIONS_FIRST)
-@click.option("--plain", is_flag=True, help="Run one step more without any plan, for its true peak and time.")
+@click.option("--plain", is_flag=True, help="Run one more step without a plan, to measure its peak and time.")
 @in_place_option
 @output_option("--json", "json_to", 'Write the profile to FILE; "-": print that alone.')
 @report_option
@@ -31,14 +31,14 @@ def rehearse(
     args: tuple[str, ...],
     is_module: bool,
 ) -> int:
-    """What a training step of SCRIPT needs, and how far down plans can go.
+    """Profile the training step of SCRIPT: its memory, and the smallest peak of any plan.
 
-    Runs the script, which stays as it is, until its model has been rehearsed, and ends it there: after two steps of
-    training, of which the first needs about as much memory as checkpointing every block does, and the second less.
-    Where batches are of several sizes it takes up to 20, until the largest came twice. Options of its own come before
-    SCRIPT; all that follows is the script's.
+    Runs the unchanged script until its model has been rehearsed, and ends it there: after two steps of training, of
+    which the first needs about as much memory as checkpointing every block does, and the second less. Where batches
+    are of several sizes it takes up to 20, until the largest came twice. Options of this command come before SCRIPT;
+    all that follows is the script's.
 
-    The profile is what `lowtide plan make` and `lowtide frontier` work on. Exit code 2: the script failed before.
+    `lowtide plan make` and `lowtide frontier` read the profile. Exit code 2: the script failed before.
     """
     if is_profile(target, is_module=is_module) and plain:
         raise click.UsageError(f"{target} is a profile, and --plain is for scripts: give that.")

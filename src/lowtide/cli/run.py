@@ -74,7 +74,7 @@ def run(
     if budget is not None:
         check_budget(budget)
 
-    from lowtide.levers import in_script
+    from lowtide.levers import parse_script_lever
     from lowtide.planner.records import Plan
     from lowtide.report.run_record import record_of, with_frontier
     from lowtide.script.apply_plan import Applying
@@ -87,7 +87,7 @@ def run(
         return run_watched(script, Applying(Plan.from_json(Path(plan_file)), say), untrained=say)
     assert budget is not None
     importlib.import_module("scipy.optimize")  # load the solver before the script takes all the memory
-    crew = Fitting(budget, say, tuple(map(in_script, levers)), in_place=not no_in_place)
+    crew = Fitting(budget, say, tuple(map(parse_script_lever, levers)), in_place=not no_in_place)
     kept: list[RunRecord] = []
 
     def keep(plan: Plan) -> None:

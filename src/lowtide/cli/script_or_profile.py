@@ -137,12 +137,12 @@ def profile_of(
     from lowtide.utils.optional_deps import require_torch
 
     require_torch(f"lowtide, to rehearse {target},")
-    from lowtide.levers import in_script
+    from lowtide.levers import parse_script_lever
     from lowtide.script.rehearse_steps import Rehearsing
     from lowtide.script.run_listened import run_watched
     from lowtide.script.runner import INTERRUPTED, Script
 
-    crew = Rehearsing(plain=plain, levers=tuple(map(in_script, levers)), in_place=not no_in_place)
+    crew = Rehearsing(plain=plain, levers=tuple(map(parse_script_lever, levers)), in_place=not no_in_place)
     script = Script(target=target, args=args, is_module=is_module)
     with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
         code = run_watched(script, crew)

@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 @click.command("snapshot")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--device", type=click.IntRange(0), metavar="N", help="Which device.  [default: the only one]")
+@click.option("--device", type=click.IntRange(0), metavar="N", help="Number of the device.  [default: the only one]")
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, metavar="N", help="Origins to list.")
 @click.option(
     "--alloc-conf",
     "settings",
     multiple=True,
     metavar="TEXT",
-    help="Also say what the same requests would reserve with these allocator settings, as in "
+    help="Also simulate the reserved memory of the same requests under these allocator settings, as in "
     '"expandable_segments:True". May be given several times; "" for the defaults.',
 )
-@click.option("--json", "as_json", is_flag=True, help="Print all that was found as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def snapshot(file: Path, device: int | None, top: int, settings: tuple[str, ...], as_json: bool) -> None:
-    """Say what FILE holds: the peak and what was alive there, and where reserved memory went.
+    """Summarize FILE: the peak, the memory alive there, and the reserved memory.
 
-    FILE is what torch.cuda.memory._dump_snapshot writes, or Lowtide. Only plain data is read from it, so it may come
-    from anywhere.
+    FILE is a snapshot by torch.cuda.memory._dump_snapshot or by Lowtide. Only plain data is read from it, so it may
+    come from anywhere.
     """
     from lowtide.memory.allocator.config import AllocatorConfig
     from lowtide.memory.snapshot_summary import summarize

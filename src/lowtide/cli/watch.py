@@ -10,15 +10,14 @@ from lowtide.utils.messages import speaker
 
 
 @click.command("watch", context_settings=OWN_OPTIONS_FIRST)
-@output_option("--json", "json_to", 'Write what was found to FILE; "-": to stdout, after what the script wrote.')
+@output_option("--json", "json_to", 'Write the findings to FILE; "-": to stdout, after the script\'s output.')
 @report_option
 @script_arguments()
 def watch(json_to: str | None, report_to: str | None, target: str, args: tuple[str, ...], is_module: bool) -> int:
-    """Run SCRIPT with its ARGS, and say what it leaves in memory.
+    """Run SCRIPT with its ARGS, and report the tensors and graphs that it leaves in memory.
 
-    Finds graphs and tensors that stay although nobody needs them: bytes, since which step, who holds them, which line
-    made them, and how to mend it. The findings go to stderr, also when the script is interrupted. Exit code 1: there
-    are some; 2: the script failed.
+    Each finding has the bytes, the first step, the holder, the line that made the tensors, and the fix. Findings go to
+    stderr, also when the script is interrupted. Exit code 1: there are some; 2: the script failed.
     """
     from lowtide.diagnostics.leaks.watcher import Watch
     from lowtide.script.runner import INTERRUPTED, Script

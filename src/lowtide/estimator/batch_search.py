@@ -86,10 +86,23 @@ def largest_batch(
             they would in training.
         optimizer: as for `estimate`.
 
+    Returns:
+        The size, the estimate for it, and the peaks of all sizes that were tried.
+
     Raises:
         Infeasible: size 1 does not fit.
         BudgetError: neither a budget nor a GPU is given.
         LowtideError: any error that `estimate` raises.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = torch.ones(128, 64)
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> print(lowtide.largest_batch(model, step, batch, budget="4MiB"))
+        size 1078 fits: 4194056 B peak predicted, and there is 4194304 B; size 1079 would need 4197640 B
     """
     if most < 1:
         raise LowtideError(f"most is the largest size that may be tried, at least 1; found {most}.")

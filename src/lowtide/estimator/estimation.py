@@ -18,13 +18,13 @@ from lowtide.estimator.fake_step_state import Everything
 from lowtide.estimator.fake_tensors import placed
 from lowtide.estimator.values.assumptions import ValueOracle
 from lowtide.estimator.values.queries import PythonQueries
-from lowtide.levers import of_plan
+from lowtide.levers import enable_plan_levers
 from lowtide.memory.gpu_specs import GpuSpec, parse_gpu
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Plan
 from lowtide.profiler.preconditions import NESTED, check
 from lowtide.runtime.fingerprint import device_of, tensors_in
-from lowtide.state.containers import handing_back
+from lowtide.state.containers import container_restorer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,10 +89,23 @@ def estimate(
         optimizer: needed only if neither the step nor the model refers to it.
         allocator: settings of the CUDA caching allocator, by default the environment's; only with `device`.
 
+    Returns:
+        The estimate: `peak_bytes`, the timeline, and the operators whose scratch memory is unknown.
+
     Raises:
         DataDependentStepError: the step branches on contents of other tensors; the error names the line.
         RehearsalError: the step can't be rehearsed.
         StalePlan: the plan is for another model.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = torch.ones(128, 64)
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> lowtide.estimate(model, step, batch).peak_bytes
+        789256
     """
     if plan is not None:
         Plan.expect(plan, "estimate")
@@ -107,8 +120,8 @@ def estimate(
     answers, trials = ValueOracle(fakes), Trials()
     ledger = AllocationTracker(own, fakes, answers, scratch := Scratch(own, trials))
     everything = (*model.parameters(), *model.buffers(), *tensors_in(batch))
-    kept, hand_back = Everything(model, step, batch, optimizer), handing_back(batch)
-    with exclusive(fakes), placed(everything, own, fakes), kept, of_plan(plan, model, optimizer):
+    kept, hand_back = Everything(model, step, batch, optimizer), container_restorer(batch)
+    with exclusive(fakes), placed(everything, own, fakes), kept, enable_plan_levers(plan, model, optimizer):
         names = Names(engine, ledger.mark)
         with ledger, PythonQueries(answers, ledger), unpatched():
             adopt(ledger, everything)

@@ -32,7 +32,7 @@ from lowtide.planner.records import Plan, Static
 from lowtide.runtime.fingerprint import check_made_for, tensors_in
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.runtime.planned_engine import Planned
-from lowtide.state.observed_changes import not_put_back
+from lowtide.state.observed_changes import describe_unrestored
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,7 +47,7 @@ COMPILED = "compiled code (torch.compile) needs what it needs as it was written;
 
 def left(kept: Everything) -> tuple[str, ...]:
     """Return a note on state that is not restored, such as an iterator's position."""
-    return (not_put_back(kept.left),) if kept.left else ()
+    return (describe_unrestored(kept.left),) if kept.left else ()
 
 
 def compiled(model: nn.Module) -> tuple[str, ...]:

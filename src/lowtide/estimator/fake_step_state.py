@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.patching import this_thread_only
 from lowtide.state.introspection import origin
-from lowtide.state.observed_changes import is_left_alone
+from lowtide.state.observed_changes import is_excluded
 from lowtide.state.reachable_objects import ReachableObjects
 from lowtide.state.reachable_state import LEAVES, is_generator
 from lowtide.state.step_snapshot import RandomState, state_of
@@ -40,7 +40,7 @@ class Everything(ReachableObjects):
     """
 
     largest = 100_000
-    loosely = False
+    weakly = False
 
     def __init__(self, *roots: Any) -> None:
         self._roots = roots
@@ -57,11 +57,11 @@ class Everything(ReachableObjects):
     @property
     def reached(self) -> tuple[Any, ...]:
         """Every object found so far, including the roots."""
-        return tuple(self.things)
+        return tuple(self.visited)
 
     def __enter__(self) -> Self:
         self._random = RandomState.now()
-        self.note(*self._roots)
+        self.visit(*self._roots)
         self._hook = register_optimizer_step_pre_hook(this_thread_only(self._stepping, self._has))
         return self
 
@@ -81,14 +81,14 @@ class Everything(ReachableObjects):
 
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers[id(optimizer)] = optimizer
-        self.note(optimizer)  # for an optimizer that no root reaches; it has not stepped yet
+        self.visit(optimizer)  # for an optimizer that no root reaches; it has not stepped yet
 
     # --- the walk
 
     def _is_of_interest(self, thing: Any) -> bool:
         return True
 
-    def _is_left_alone(self, thing: Any) -> bool:
+    def _is_excluded(self, thing: Any) -> bool:
         return False
 
     def _is_walked(self, thing: Any) -> bool:
@@ -99,13 +99,13 @@ class Everything(ReachableObjects):
         found = () if is_ours else self._variables(function)
         own = (function.__defaults__, function.__kwdefaults__, None if is_ours else vars(function))
         wrapped = getattr(function, "__wrapped__", None)
-        return (*found, *self._named.code(function), *self._cells(function), *own, wrapped)
+        return (*found, *self._named.add_code(function), *self._cells(function), *own, wrapped)
 
     def _object(self, thing: Any) -> Iterable[Any]:
         if is_generator(thing):
             set_state, state = state_of(thing)
-            self._others.append(functools.partial(set_state, state))
-        elif is_left_alone(thing):
+            self._other_restores.append(functools.partial(set_state, state))
+        elif is_excluded(thing):
             self.watch(thing)
         return super()._object(thing)
 
@@ -121,7 +121,7 @@ class Everything(ReachableObjects):
             if cache.cache_info().misses != n_misses and _has_fakes(cache):
                 cache.cache_clear()
 
-        self._others.append(restore)
+        self._other_restores.append(restore)
         return super()._cache(cache)
 
 

@@ -40,14 +40,14 @@ class LeverStack(Removable):
     """Several active levers. `remove()` turns them off."""
 
     def __init__(self, undo: contextlib.ExitStack, on: tuple[ActiveLever, ...]) -> None:
-        self._undo, self._on = undo, on
+        self._undo, self._levers = undo, on
 
     def check(self) -> None:
         """Check each lever after steps with it on.
 
         Raises LeverNotApplicable if a lever changed nothing in the steps, or must not stay on.
         """
-        for each in self._on:
+        for each in self._levers:
             each.check()
 
     def remove(self) -> None:
@@ -62,17 +62,17 @@ def enable(model: nn.Module, levers: Iterable[AppliedLever], optimizer: Optimize
     none is.
     """
     optimizers = listed(optimizer)
-    one = optimizers[0] if len(optimizers) == 1 else None
+    only_optimizer = optimizers[0] if len(optimizers) == 1 else None
     with contextlib.ExitStack() as undo:
         on = []
-        for pulled in levers:
-            each = named(pulled.name).enable(model, one, pulled.settings)
+        for applied in levers:
+            each = lever_named(applied.name).enable(model, only_optimizer, applied.settings)
             undo.callback(each.remove)
             on.append(each)
         return LeverStack(undo.pop_all(), tuple(on))
 
 
-def of_plan(plan: Plan | None, model: nn.Module, optimizer: Optimizers) -> LeverStack:
+def enable_plan_levers(plan: Plan | None, model: nn.Module, optimizer: Optimizers) -> LeverStack:
     """Enable the levers of `plan`, none if it is None. Raises LowtideError if a lever can't be enabled."""
     try:
         return enable(model, () if plan is None else plan.levers, optimizer)
@@ -80,14 +80,14 @@ def of_plan(plan: Plan | None, model: nn.Module, optimizer: Optimizers) -> Lever
         raise LowtideError(f"a lever of this plan can't be put on: {why}.") from why
 
 
-def in_script(text: str) -> AppliedLever:
+def parse_script_lever(text: str) -> AppliedLever:
     """Parse a lever for a script's model from the command line: `loss head`, `micro-batches=4`.
 
     Raises LowtideError for an unknown name, and for a lever that changes the optimizer, which is unknown before it
     steps.
     """
     name, _, number = text.partition("=")
-    lever = named(name)
+    lever = lever_named(name)
     if lever.wants_optimizer:
         raise LowtideError(f"the lever {name!r} changes the optimizer: use lowtide.fit, or change it in the script.")
     if lever.name == ProductsApart.name:
@@ -102,7 +102,7 @@ def in_script(text: str) -> AppliedLever:
     return AppliedLever(name=name, what=lever.in_words(settings), exact=lever.exact, settings=settings)
 
 
-def named(name: str) -> Lever:
+def lever_named(name: str) -> Lever:
     """Return the lever called `name`. Raises LowtideError if none is."""
     if name not in LEVERS:
         raise LowtideError(f"there is no lever {name!r}. There are: {', '.join(map(repr, LEVERS))}.")

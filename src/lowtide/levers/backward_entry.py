@@ -26,7 +26,7 @@ from lowtide.runtime.call_interceptor import OuterInterceptor
 if TYPE_CHECKING:
     from torch import nn
 
-Enters = Callable[[Sequence[GradientEdge], Sequence[Tensor]], None]
+OnEntry = Callable[[Sequence[GradientEdge], Sequence[Tensor]], None]
 """Called with the outputs that get a gradient, and these gradients, before backward continues into the model."""
 
 _PARAMETERS: set[int] = set()
@@ -40,34 +40,34 @@ def runs_twice(parameter: Tensor) -> bool:
 class BackwardEntry:
     """A hook that calls `on_entry`, a method, when backward reaches outputs of a call of `model`, until `remove`."""
 
-    def __init__(self, model: nn.Module, on_entry: Enters) -> None:
+    def __init__(self, model: nn.Module, on_entry: OnEntry) -> None:
         self._model = weakref.ref(model)
-        self._enters = weakref.WeakMethod(on_entry)  # weak, since graphs hold it
-        self._front = OuterInterceptor(model, self._around)
+        self._on_entry = weakref.WeakMethod(on_entry)  # weak, since graphs hold it
+        self._interceptor = OuterInterceptor(model, self._intercept)
         self._parameters = {id(parameter) for parameter in model.parameters()}
         _PARAMETERS.update(self._parameters)
 
-    def _around(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _intercept(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output, model = inner(*args, **kwargs), self._model()
         if model is None or not torch.is_grad_enabled() or in_backward() or any(map(is_gathering, model.parameters())):
             return output
-        found = {id(tensor): tensor for tensor in _tensors(output) if tensor.grad_fn is not None and is_plain(tensor)}
-        if not found:
+        tensors = {id(tensor): tensor for tensor in _tensors(output) if tensor.grad_fn is not None and is_plain(tensor)}
+        if not tensors:
             return output
-        led: Any = _Entered.apply
-        return _rebuilt(output, dict(zip(found, led(self._enters, *found.values()), strict=True)))
+        enter: Any = _EntryFunction.apply
+        return _replace_tensors(output, dict(zip(tensors, enter(self._on_entry, *tensors.values()), strict=True)))
 
     def remove(self) -> None:
         """Restore plain calls of the model. Repeated calls do nothing."""
-        self._front.remove()
+        self._interceptor.remove()
         _PARAMETERS.difference_update(self._parameters)
 
 
-class _Entered(torch.autograd.Function):
+class _EntryFunction(torch.autograd.Function):
     """The identity, whose backward calls `on_entry`."""
 
     @staticmethod
-    def forward(ctx: Any, on_entry: weakref.WeakMethod[Enters], *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, on_entry: weakref.WeakMethod[OnEntry], *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.on_entry = on_entry
         return tuple(output.detach() for output in outputs)  # no views: these could not be changed in place
@@ -76,13 +76,15 @@ class _Entered(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         on_entry = ctx.on_entry()
         if on_entry is not None:
-            there = [(edge, g) for edge, g in zip(ctx.next_functions, gradients, strict=True) if g is not None]
-            on_entry([GradientEdge(node, output) for (node, output), _ in there], [gradient for _, gradient in there])
+            arrived = [(edge, g) for edge, g in zip(ctx.next_functions, gradients, strict=True) if g is not None]
+            on_entry(
+                [GradientEdge(node, output) for (node, output), _ in arrived], [gradient for _, gradient in arrived]
+            )
         return None, *gradients
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a model's output, in the kinds of objects that `_rebuilt` supports."""
+    """Yield the tensors in a model's output, in the kinds of objects that `_replace_tensors` supports."""
     if isinstance(output, Tensor):
         yield output
     else:
@@ -102,11 +104,11 @@ def _items(output: Any) -> list[tuple[Any, Any]]:
     return []
 
 
-def _rebuilt(output: Any, made: dict[int, Tensor]) -> Any:
-    """Return `output` with the tensors whose ids are in `made` replaced."""
+def _replace_tensors(output: Any, replacements: dict[int, Tensor]) -> Any:
+    """Return `output` with the tensors whose ids are in `replacements` replaced."""
     if isinstance(output, Tensor):
-        return made.get(id(output), output)
-    items = {key: _rebuilt(item, made) for key, item in _items(output)}
+        return replacements.get(id(output), output)
+    items = {key: _replace_tensors(item, replacements) for key, item in _items(output)}
     if all(items[key] is item for key, item in _items(output)):
         return output
     if isinstance(output, tuple):

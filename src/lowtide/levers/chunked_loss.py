@@ -48,17 +48,17 @@ class LossHead(Lever):
         head = parts.get("loss head", 0)
         return head + parts.get("temporaries", 0) if head else 0
 
-    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
+    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _Active:
         """Make the output layer return logits that are not computed while the model trains."""
-        return _On(_layer(model))
+        return _Active(_layer(model))
 
 
-class _On:
+class _Active:
     def __init__(self, layer: nn.Linear) -> None:
         self._head = Head(layer)
-        self._front = OuterInterceptor(layer, self._around)
+        self._interceptor = OuterInterceptor(layer, self._intercept)
 
-    def _around(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _intercept(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         layer = self._head.layer
         hidden = args[0] if len(args) == 1 and not kwargs else None
         if not (layer.training and torch.is_grad_enabled() and isinstance(hidden, Tensor) and hidden.dim() >= 2):
@@ -77,7 +77,7 @@ class _On:
             raise LeverNotApplicable("no cross entropy was computed from the logits")
 
     def remove(self) -> None:
-        self._front.remove()
+        self._interceptor.remove()
 
 
 def _layer(model: nn.Module) -> nn.Linear:

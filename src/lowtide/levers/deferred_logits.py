@@ -44,16 +44,16 @@ class Logits(Tensor):
     compute: Callable[[], Tensor]
     hidden: Tensor
     version: tuple[int, int]
-    there: dict[bool, Tensor]
+    computed: dict[bool, Tensor]
 
     @staticmethod
     def of(head: Head, hidden: Tensor, compute: Callable[[], Tensor], dtype: torch.dtype) -> Logits:
         """Return logits that `compute()` computes on demand, in the shape of `hidden` except the last dimension."""
         shape = (*hidden.shape[:-1], head.layer.out_features)
-        made: Logits = wrapper(Logits, shape, dtype, hidden.device)
-        made.head, made.hidden, made.compute, made.there = head, hidden, compute, {}
-        made.version = hidden._version, head.layer.weight._version
-        return made
+        logits: Logits = wrapper(Logits, shape, dtype, hidden.device)
+        logits.head, logits.hidden, logits.compute, logits.computed = head, hidden, compute, {}
+        logits.version = hidden._version, head.layer.weight._version
+        return logits
 
     def rows(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Logits:
         """Return the logits after `change`, which leaves the last dimension alone."""
@@ -62,14 +62,14 @@ class Logits(Tensor):
     def get(self) -> Tensor:
         """Compute the logits. Raises LowtideError if the hidden states or the weights have changed since."""
         wants_graph = torch.is_grad_enabled()
-        if wants_graph not in self.there:
+        if wants_graph not in self.computed:
             if self.version != (self.hidden._version, self.head.layer.weight._version):
                 raise LowtideError(
                     "the logits of this step were not computed, and can't be any more: the weights have changed since "
                     "(lever 'loss head'). Read them before the optimizer steps, or fit again without that lever."
                 )
-            self.there[wants_graph] = self.compute()
-        return self.there[wants_graph]
+            self.computed[wants_graph] = self.compute()
+        return self.computed[wants_graph]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Logits({list(self.shape)}, {self.dtype}, not computed)"
@@ -85,30 +85,30 @@ class Logits(Tensor):
                 return function(*args, **kwargs)
         shortcut = _SHORTCUTS.get(function)
         if shortcut is not None and args and isinstance(args[0], Logits):
-            found = shortcut(*args, **kwargs)
-            if found is not None:
-                return found
-        return function(*_computed(args, function), **_computed(kwargs, function))
+            result = shortcut(*args, **kwargs)
+            if result is not None:
+                return result
+        return function(*_compute_logits(args, function), **_compute_logits(kwargs, function))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run `function`, called by C++ past `__torch_function__`, on computed logits."""
-        return function(*_computed(args, function), **_computed(dict(kwargs or {}), function))
+        return function(*_compute_logits(args, function), **_compute_logits(dict(kwargs or {}), function))
 
 
-def _computed(thing: Any, function: Any) -> Any:
+def _compute_logits(argument: Any, function: Any) -> Any:
     """Return arguments of `function` with logits replaced by computed tensors."""
-    if isinstance(thing, Logits):
+    if isinstance(argument, Logits):
         if torch.is_grad_enabled():
-            thing.head.needed_by = thing.head.needed_by or _name(function)
-        return thing.get()
-    if isinstance(thing, tuple | list):
-        return type(thing)(_computed(item, function) for item in thing)
-    if isinstance(thing, dict):
-        return {key: _computed(value, function) for key, value in thing.items()}
-    return thing
+            argument.head.needed_by = argument.head.needed_by or _name(function)
+        return argument.get()
+    if isinstance(argument, tuple | list):
+        return type(argument)(_compute_logits(item, function) for item in argument)
+    if isinstance(argument, dict):
+        return {key: _compute_logits(value, function) for key, value in argument.items()}
+    return argument
 
 
 def _name(function: Any) -> str:
@@ -174,12 +174,12 @@ def _getitem(logits: Logits, index: Any) -> Logits | None:
     return logits.rows(lambda tensor: tensor[index])
 
 
-def _times(logits: Logits, factor: Any) -> Logits | None:
+def _multiply(logits: Logits, factor: Any) -> Logits | None:
     return logits.rows(lambda tensor: tensor * factor) if _may_scale(logits, factor) else None
 
 
-def _divided(logits: Logits, divisor: Any, **how: Any) -> Logits | None:
-    return logits.rows(lambda tensor: tensor / divisor) if _may_scale(logits, divisor) and not how else None
+def _divide(logits: Logits, divisor: Any, **options: Any) -> Logits | None:
+    return logits.rows(lambda tensor: tensor / divisor) if _may_scale(logits, divisor) and not options else None
 
 
 def _may_scale(logits: Logits, number: Any) -> bool:
@@ -235,8 +235,8 @@ _SHORTCUTS: dict[Any, Callable[..., Tensor | None]] = {
     Tensor.flatten: _flatten,
     torch.flatten: _flatten,
     Tensor.__getitem__: _getitem,
-    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _times),
-    **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _divided),
+    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _multiply),
+    **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _divide),
     functional.cross_entropy: _cross_entropy,
 }
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any
 
-from lowtide.state.introspection import users_functions
+from lowtide.state.introspection import user_functions
 
 
 def reason_to_read(step: Callable[..., Any], fields: Iterable[str]) -> str | None:
@@ -23,13 +23,13 @@ def reason_to_read(step: Callable[..., Any], fields: Iterable[str]) -> str | Non
     constant text or 0, since the indexed object might be the model's outputs.
     """
     names = frozenset(fields)
-    found = False
-    for function in users_functions(step):
-        found = True
+    has_code = False
+    for function in user_functions(step):
+        has_code = True
         for code in _nested(function.__code__):
             if why := _in_code(code, names):
                 return f"{code.co_name} (line {code.co_firstlineno}) {why}"
-    return None if found else f"the code of a {type(step).__name__} can't be read"
+    return None if has_code else f"the code of a {type(step).__name__} can't be read"
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

@@ -44,12 +44,12 @@ class FusedOptimizer(Lever):
         in_step = not (parts.get("activations") or parts.get("loss head"))
         return min(parts.get("temporaries", 0), parts.get("parameters", 0)) if in_step else 0
 
-    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
+    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _Active:
         """Make `optimizer` step with its fused kernels."""
-        return _On(_fusible(optimizer))
+        return _Active(_fusible(optimizer))
 
 
-class _On:
+class _Active:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._before: list[dict[str, Any]] = [

@@ -56,18 +56,18 @@ class Outputs(Lever):
         """Return 0: the saving is unknown before the step is rehearsed with the lever."""
         return 0
 
-    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
+    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _Active:
         """Make `model` return its loss alone while it trains, if it has a loss."""
-        return _On(model)
+        return _Active(model)
 
 
-class _On:
+class _Active:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._released = False
-        self._front = OuterInterceptor(model, self._around)
+        self._interceptor = OuterInterceptor(model, self._intercept)
 
-    def _around(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _intercept(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output = inner(*args, **kwargs)
         model = self._model()
         if model is None or not (model.training and torch.is_grad_enabled() and is_model_output(output)):
@@ -84,7 +84,7 @@ class _On:
             raise LeverNotApplicable("the model gives no outputs of transformers with a loss among them")
 
     def remove(self) -> None:
-        self._front.remove()
+        self._interceptor.remove()
 
 
 def _check_use(site: StepContext) -> None:
@@ -126,6 +126,6 @@ def is_model_output(output: Any) -> bool:
 def _other_fields(model: nn.Module) -> tuple[str, ...]:
     """Return the fields, except the loss, of all output classes in the Python modules that define the model's class."""
     modules = [sys.modules[kind.__module__] for kind in type(model).__mro__ if kind.__module__ in sys.modules]
-    kinds: list[Any] = [thing for module in modules for thing in vars(module).values() if inspect.isclass(thing)]
+    kinds: list[Any] = [member for module in modules for member in vars(module).values() if inspect.isclass(member)]
     names = {name for kind in kinds if issubclass(kind, dict) for name in getattr(kind, "__dataclass_fields__", ())}
     return tuple(sorted(names - {"loss"}))

@@ -23,7 +23,7 @@ from lowtide._torch.modules import BatchNorm
 from lowtide._torch.nodes import output_metadata
 from lowtide._torch.tensors import has_gradient_hooks
 from lowtide.errors import LowtideError
-from lowtide.levers.accumulation.accumulate import accumulated
+from lowtide.levers.accumulation.accumulate import accumulate_weighted
 from lowtide.levers.accumulation.loss_reduction import SumOver
 from lowtide.levers.accumulation.split_batch import rows_of
 from lowtide.levers.lever import Lever, LeverNotApplicable, Settings, StepContext
@@ -51,7 +51,7 @@ class MicroBatches(Lever):
 
         Raises LeverNotApplicable if the batch can't be split.
         """
-        return {"n": next(numbers(site), 2)}
+        return {"n": next(piece_counts(site), 2)}
 
     def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
         """Return the bytes that grow with the batch, less those of one row; 0 for models not of transformers."""
@@ -63,13 +63,13 @@ class MicroBatches(Lever):
         grows = sum(parts.get(name, 0) for name in ("activations", "loss head", "recomputed", "temporaries"))
         return grows - grows // rows
 
-    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
+    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _Active:
         """Make training calls of `model` run in `n` pieces."""
         _check(model)
-        return _On(model, int(settings["n"]))
+        return _Active(model, int(settings["n"]))
 
 
-def numbers(site: StepContext) -> Iterator[int]:
+def piece_counts(site: StepContext) -> Iterator[int]:
     """Yield the numbers of pieces that make pieces smaller, fewest first.
 
     Raises LeverNotApplicable for a batch without rows.
@@ -85,14 +85,14 @@ def numbers(site: StepContext) -> Iterator[int]:
             yield n
 
 
-class _On:
+class _Active:
     def __init__(self, model: nn.Module, n: int) -> None:
         self._model = weakref.ref(model)
         self._n = n
         self._gathered = False
-        self._front = OuterInterceptor(model, self._around)
+        self._interceptor = OuterInterceptor(model, self._intercept)
 
-    def _around(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _intercept(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         model = self._model()
         if model is None or not (model.training and torch.is_grad_enabled()) or in_backward():
             return inner(*args, **kwargs)
@@ -101,8 +101,8 @@ class _On:
         def loss_of(piece: Any) -> Tensor:
             output = inner(*piece[0], **piece[1])
             if is_model_output(output):
-                there = OrderedDict.__iter__(output)  # bypasses fields that the lever `outputs` has released
-                kinds.append((type(output), tuple(name for name in there if name != "loss")))
+                names = OrderedDict.__iter__(output)  # bypasses fields that the lever `outputs` has released
+                kinds.append((type(output), tuple(name for name in names if name != "loss")))
                 output = getattr(output, "loss", None)
             if not isinstance(output, Tensor) or output.numel() != 1:
                 raise LowtideError(
@@ -123,14 +123,14 @@ class _On:
             n_items = kwargs.get("num_items_in_batch")
             weight = None if n_items is None else SumOver(float(n_items))
             with gathering(trained):
-                total = accumulated(loss_of, (args, kwargs), self._n, weight)
-            found = [(p, p.grad) for p in trained if p.grad is not None]
+                total = accumulate_weighted(loss_of, (args, kwargs), self._n, weight)
+            gathered = [(p, p.grad) for p in trained if p.grad is not None]
         finally:
             for parameter, gradient in before:
                 parameter.grad = gradient
         self._gathered = True
-        gather: Any = _Gathered.apply
-        loss = gather(total, [gradient for _, gradient in found], *(parameter for parameter, _ in found))
+        gather: Any = _GatherFunction.apply
+        loss = gather(total, [gradient for _, gradient in gathered], *(parameter for parameter, _ in gathered))
         return only_loss(*kinds[-1], loss=loss, lever=MicroBatches.name) if kinds else loss
 
     def check(self) -> None:
@@ -138,10 +138,10 @@ class _On:
             raise LeverNotApplicable("the model was not called in training")
 
     def remove(self) -> None:
-        self._front.remove()
+        self._interceptor.remove()
 
 
-class _Gathered(torch.autograd.Function):
+class _GatherFunction(torch.autograd.Function):
     """A loss whose gradients are computed already."""
 
     @staticmethod

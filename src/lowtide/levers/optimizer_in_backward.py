@@ -31,10 +31,10 @@ from lowtide.levers.optimizer_observer import (
     BY_VALUE,
     Clip,
     GroupSettings,
-    Seen,
+    ObservedStep,
+    changed_setting,
     group_settings,
     observe,
-    set_between,
 )
 from lowtide.levers.partial_gradients import is_gathering
 from lowtide.levers.two_pass_clipping import OTHERS, CommonNorm, order_of
@@ -107,16 +107,16 @@ class StepInBackward(Lever):
             return 0
         return parts.get("gradients", 0)
 
-    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
+    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _Active:
         """Make backward passes update the optimizer's parameters."""
-        return _On(model, _steppable(optimizer), settings)
+        return _Active(model, _steppable(optimizer), settings)
 
 
-class _On:
+class _Active:
     def __init__(self, model: nn.Module, optimizer: Optimizer, settings: Settings, *, on_trial: bool = False) -> None:
         self._optimizer = optimizer
         self._backwards = int(settings.get("backwards", 1))
-        clip = Clip.told(settings)
+        clip = Clip.from_settings(settings)
         self._clip: Clip | CommonNorm | None = clip
         self._step = step_without_hooks(optimizer)
         self._lock = threading.Lock()
@@ -129,12 +129,16 @@ class _On:
             del trained[:1]  # left to the loop's own calls: clip_grad_value_ fails without any gradient
         if clip is not None and clip.kind == BY_COMMON_NORM:
             self._clip = CommonNorm(model, optimizer, clip, int(settings.get("order", 0)), on_trial=on_trial)
-        self._hooks: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(self._arrives) for p in trained]
-        self._hooks.append(optimizer.register_step_post_hook(self._ends))
+        self._hooks: list[RemovableHandle] = [
+            p.register_post_accumulate_grad_hook(self._count_gradient) for p in trained
+        ]
+        self._hooks.append(optimizer.register_step_post_hook(self._finish_step))
 
-    def _arrives(self, parameter: Tensor) -> None:
+    def _count_gradient(self, parameter: Tensor) -> None:
         """Count a backward pass that has added to the parameter's gradient; update the parameter after the last one."""
-        if is_gathering(parameter) or (isinstance(self._clip, CommonNorm) and self._clip.takes(parameter)):
+        if is_gathering(parameter) or (
+            isinstance(self._clip, CommonNorm) and self._clip.take_first_gradient(parameter)
+        ):
             return
         if several_processes():  # may have started after the lever was enabled
             raise LowtideError(f"the lever 'step in backward' can't stay on: {TOGETHER}. Fit without it.")
@@ -162,23 +166,23 @@ class _On:
             self._optimizer.param_groups = groups
         parameter.grad = None
 
-    def _ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _finish_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Finish the step after `optimizer.step()`, which found gradients only if backward ran less often."""
         self._arrived.clear()
         settings, self._settings = self._settings, []
-        if settings and (name := set_between(settings, group_settings(optimizer))):
+        if settings and (name := changed_setting(settings, group_settings(optimizer))):
             raise LowtideError(
                 f"{name!r} of a parameter group was set between backward and optimizer.step(). The lever 'step in "
                 "backward' had updated the parameters by then, with what it was before. Set it before backward, or fit "
                 "without the lever."
             )
         if isinstance(self._clip, CommonNorm):
-            self._clip.ends()
+            self._clip.finish_step()
 
     def check(self) -> None:
         if not isinstance(self._clip, CommonNorm):
             return
-        if not self._clip.seen:
+        if not self._clip.n_known_steps:
             raise LeverNotApplicable("the common norm of the gradients was never known in time")
         if self._clip.differed:
             raise LeverNotApplicable(f"gradients are clipped by their common norm, and {OTHERS}")
@@ -211,7 +215,7 @@ def _steppable(optimizer: Optimizer | None) -> Optimizer:
     return optimizer
 
 
-def _check_two_passes(model: nn.Module, seen: Seen) -> None:
+def _check_two_passes(model: nn.Module, seen: ObservedStep) -> None:
     """Raise LeverNotApplicable if a gradient may not be computed twice."""
     if seen.backwards > 1:
         raise LeverNotApplicable(
@@ -230,7 +234,7 @@ def _check_two_passes(model: nn.Module, seen: Seen) -> None:
 def _try_two_passes(site: StepContext, optimizer: Optimizer, settings: Settings) -> None:
     """Run the step with the lever on, then restore all state. Raises LeverNotApplicable if the step fails."""
     with StepSnapshot(site.model, site.batch, optimizer, site.step):
-        on = _On(site.model, optimizer, settings, on_trial=True)
+        on = _Active(site.model, optimizer, settings, on_trial=True)
         try:
             site.step(site.batch)
             on.check()

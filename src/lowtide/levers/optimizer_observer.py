@@ -47,7 +47,7 @@ class Clip:
     """The parameters whose gradients have a norm in common, in the order in which it is computed."""
 
     @classmethod
-    def told(cls, settings: Settings) -> Self | None:
+    def from_settings(cls, settings: Settings) -> Self | None:
         """Return the clipping that a lever's settings name."""
         for kind in (BY_VALUE, BY_NORM, BY_COMMON_NORM):
             if kind in settings:
@@ -60,16 +60,16 @@ class Clip:
 
     @property
     def settings(self) -> Settings:
-        """The settings from which `told` returns this clipping."""
+        """The settings from which `from_settings` returns this clipping."""
         is_infinite = math.isinf(self.norm_type)  # JSON has no number for infinity
-        found = {self.kind: self.limit, **({} if is_infinite else {"norm_type": self.norm_type})}
+        settings = {self.kind: self.limit, **({} if is_infinite else {"norm_type": self.norm_type})}
         if is_infinite:
-            found["infinite"] = math.copysign(1.0, self.norm_type)
+            settings["infinite"] = math.copysign(1.0, self.norm_type)
         if self.raises:
-            found["error_if_nonfinite"] = 1.0
+            settings["error_if_nonfinite"] = 1.0
         if self.foreach is not None:
-            found["foreach"] = float(self.foreach)
-        return found
+            settings["foreach"] = float(self.foreach)
+        return settings
 
     def apply(self, parameter: Tensor) -> None:
         """Clip one parameter's gradient with the function that the loop uses."""
@@ -92,12 +92,12 @@ class _Call:
     """Ids of the gradients, in order."""
 
     @property
-    def way(self) -> tuple[object, ...]:
+    def arguments(self) -> tuple[object, ...]:
         return self.kind, self.limit, self.norm_type, self.raises, self.foreach
 
 
 @dataclass(slots=True)
-class Seen:
+class ObservedStep:
     """Observations of one step."""
 
     backwards: int = 0
@@ -114,27 +114,27 @@ class Seen:
     _calls: list[_Call] = field(default_factory=list)
 
 
-def observe(site: StepContext, optimizer: Optimizer) -> Seen:
+def observe(site: StepContext, optimizer: Optimizer) -> ObservedStep:
     """Run the step once and observe its gradients. All state is restored."""
-    seen = Seen()
+    seen = ObservedStep()
     arrived: dict[Tensor, int] = {}
     versions: dict[Tensor, tuple[int, int]] = {}
     digests: dict[Tensor, str] = {}
     settings: list[GroupSettings] = []
 
-    def arrives(parameter: Tensor) -> None:
+    def note_arrival(parameter: Tensor) -> None:
         arrived[parameter] = arrived.get(parameter, 0) + 1
         assert parameter.grad is not None
         versions[parameter] = id(parameter.grad), parameter.grad._version
         digests[parameter] = digest(parameter)  # the parameter's version does not count writes through `.data`
         settings[:] = group_settings(optimizer)
 
-    def sets(name: str) -> None:
+    def on_set(name: str) -> None:
         seen.set_late = name if arrived else seen.set_late
 
-    def steps(*_: Any) -> None:
+    def note_update(*_: Any) -> None:
         if arrived:
-            seen.set_late = set_between(settings, group_settings(optimizer)) or seen.set_late
+            seen.set_late = changed_setting(settings, group_settings(optimizer)) or seen.set_late
         seen.backwards = max([seen.backwards, *arrived.values()])
         for parameter, before in versions.items():
             grad = parameter.grad
@@ -148,10 +148,10 @@ def observe(site: StepContext, optimizer: Optimizer) -> Seen:
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     with StepSnapshot(site.model, site.batch, optimizer, site.step), contextlib.ExitStack() as hooks:
         for parameter in parameters:
-            hooks.callback(parameter.register_post_accumulate_grad_hook(arrives).remove)
-        hooks.callback(optimizer.register_step_pre_hook(steps).remove)
-        hooks.enter_context(_watching_groups(optimizer, sets))
-        with _watching_calls(seen):
+            hooks.callback(parameter.register_post_accumulate_grad_hook(note_arrival).remove)
+        hooks.callback(optimizer.register_step_pre_hook(note_update).remove)
+        hooks.enter_context(_watch_groups(optimizer, on_set))
+        with _watch_calls(seen):
             site.step(site.batch)
     return seen
 
@@ -163,13 +163,13 @@ GroupSettings = dict[str, Any]
 def group_settings(optimizer: Optimizer) -> list[GroupSettings]:
     """Return the current settings of all parameter groups."""
 
-    def known(value: Any) -> Any:
+    def comparable(value: Any) -> Any:
         return (id(value), value._version) if isinstance(value, Tensor) else value
 
-    return [{k: known(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return [{k: comparable(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
-def set_between(before: list[GroupSettings], after: list[GroupSettings]) -> str:
+def changed_setting(before: list[GroupSettings], after: list[GroupSettings]) -> str:
     """Return the name of a setting that differs between `before` and `after`; "" if all are equal."""
     for one, other in zip(before, after, strict=True):
         for name in one.keys() | other.keys():
@@ -181,10 +181,10 @@ def set_between(before: list[GroupSettings], after: list[GroupSettings]) -> str:
 class _Group(dict[str, Any]):
     """A parameter group that reports every setting that is set, even to the value that it has."""
 
-    sets: Callable[[str], None]
+    on_set: Callable[[str], None]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self.sets(name)
+        self.on_set(name)
         super().__setitem__(name, value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -193,11 +193,11 @@ class _Group(dict[str, Any]):
 
 
 @contextlib.contextmanager
-def _watching_groups(optimizer: Optimizer, sets: Callable[[str], None]) -> Iterator[None]:
+def _watch_groups(optimizer: Optimizer, on_set: Callable[[str], None]) -> Iterator[None]:
     groups = list(optimizer.param_groups)
     for number, group in enumerate(groups):
         optimizer.param_groups[number] = watched = _Group(group)
-        watched.sets = sets
+        watched.on_set = on_set
     try:
         yield
     finally:
@@ -210,7 +210,7 @@ def _clip_of(calls: list[_Call], parameter_of: dict[int, Tensor]) -> Clip | None
         return None
     first, clipped, why = calls[0], [gradient for call in calls for gradient in call.gradients], ""
     kind = BY_COMMON_NORM if first.kind == BY_NORM and len(first.gradients) > 1 else first.kind
-    if len({call.way for call in calls}) > 1:
+    if len({call.arguments for call in calls}) > 1:
         why = "gradients are clipped in more than one way"
     elif math.isinf(first.limit):
         why = "gradients are clipped by an infinite norm: for what clip_grad_norm_ returns, which would be 0"
@@ -233,7 +233,7 @@ _HOOKING = frozenset({"register_hook", "register_prehook", "retain_grad"})
 
 
 @contextlib.contextmanager
-def _watching_calls(seen: Seen) -> Iterator[None]:
+def _watch_calls(seen: ObservedStep) -> Iterator[None]:
     """Note calls of torch's clipping functions, GradScaler.step and functions that hook gradients, in this thread."""
     clips = {
         _code(clip_grad.clip_grad_value_): (BY_VALUE, "clip_value"),
@@ -249,10 +249,10 @@ def _watching_calls(seen: Seen) -> Iterator[None]:
             return
         if frame.f_code in clips:
             kind, limit = clips[frame.f_code]
-            found = frame.f_locals
-            ids = tuple(id(gradient) for gradient in torch_optim.clipped(found))
-            norm_type, raises = float(found.get("norm_type", 2.0)), bool(found.get("error_if_nonfinite", False))
-            seen._calls.append(_Call(kind, float(found[limit]), norm_type, raises, found["foreach"], ids))
+            variables = frame.f_locals
+            ids = tuple(id(gradient) for gradient in torch_optim.clipped(variables))
+            norm_type, raises = float(variables.get("norm_type", 2.0)), bool(variables.get("error_if_nonfinite", False))
+            seen._calls.append(_Call(kind, float(variables[limit]), norm_type, raises, variables["foreach"], ids))
         elif frame.f_code is scaler:
             seen.scaled = True
         elif frame.f_code in hooks:

@@ -43,14 +43,14 @@ class ProductsApart(Lever):
         """Return all temporaries, an upper bound: gradients that wait for a sum are among them."""
         return parts.get("temporaries", 0) if is_planned_by_its_compiler(site.model, site.step) else 0
 
-    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
+    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _Active:
         """Recompile compiled code with products apart."""
         from lowtide.runtime.compiled_plan import Partitioner  # imports inductor, which takes seconds
 
-        return _On(partition_by(Partitioner(apart=True, is_lever=True)))
+        return _Active(partition_by(Partitioner(apart=True, is_lever=True)))
 
 
-class _On(Removable):
+class _Active(Removable):
     def __init__(self, undo: Callable[[], None]) -> None:
         self._undo = undo
 

@@ -21,25 +21,25 @@ def without(output: Any, released: tuple[str, ...]) -> Any:
 
 def only_loss(kind: Any, released: tuple[str, ...], *, loss: Tensor, lever: str) -> Any:
     """Build an output as `without` does, from its class and a loss; errors name `lever` as the reason."""
-    poorer: Any = _kind_without(kind, released, lever)
-    made = poorer.__new__(poorer)
-    OrderedDict.__init__(made)
-    made["loss"] = loss
-    return made
+    cls: Any = _class_without(kind, released, lever)
+    output = cls.__new__(cls)
+    OrderedDict.__init__(output)
+    output["loss"] = loss
+    return output
 
 
 @functools.cache
-def _kind_without(kind: Any, released: tuple[str, ...], lever: str) -> type:
+def _class_without(kind: Any, released: tuple[str, ...], lever: str) -> type:
     """Build the class of such outputs. Few are needed: one for each kind of model."""
     first = next(iter(kind.__dataclass_fields__))
 
     def refuse(self: Any, *_: Any) -> NoReturn:
-        raise _read(", ".join(released), lever)
+        raise _refused_read(", ".join(released), lever)
 
     def getitem(self: Any, key: Any) -> Any:
         key = first if key == 0 else key
         if not isinstance(key, str) or key in released:
-            raise _read(key if isinstance(key, str) else f"[{key!r}]", lever)
+            raise _refused_read(key if isinstance(key, str) else f"[{key!r}]", lever)
         return OrderedDict.__getitem__(self, key)
 
     def contains(self: Any, key: Any) -> bool:
@@ -56,12 +56,12 @@ def _kind_without(kind: Any, released: tuple[str, ...], lever: str) -> type:
 
 
 def _refused(name: str, lever: str, self: Any) -> NoReturn:
-    raise _read(name, lever)
+    raise _refused_read(name, lever)
 
 
-def _read(what: str, lever: str) -> Refused:
+def _refused_read(field: str, lever: str) -> Refused:
     return Refused(
-        f"{what} of the model's outputs was let go of to save memory: the lever {lever!r} is on, since the rehearsed "
+        f"{field} of the model's outputs was let go of to save memory: the lever {lever!r} is on, since the rehearsed "
         f"steps read nothing but the loss. To read it, fit again with levers=() or others without {lever!r}, or remove "
         "the plan for this call."
     )

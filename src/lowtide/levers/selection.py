@@ -17,7 +17,7 @@ from lowtide._torch.device_timing import now_ms
 from lowtide.errors import Infeasible, LowtideError
 from lowtide.levers import DEFAULT, LEVERS, enable
 from lowtide.levers.lever import Lever, LeverNotApplicable, Settings, StepContext
-from lowtide.levers.micro_batches import MicroBatches, numbers
+from lowtide.levers.micro_batches import MicroBatches, piece_counts
 from lowtide.levers.released_fields import Refused
 from lowtide.planner.planning import in_place_peak_bytes, plain_peak_bytes, plan, smallest_peak
 from lowtide.planner.records import AppliedLever, Prediction, Profile
@@ -102,27 +102,27 @@ class Trial:
 
 def _rehearse_with(site: StepContext, before: Trial, lever: Lever, settings: Settings) -> Trial:
     """Return `before` with one more lever. Raises LeverNotApplicable if the lever can't be enabled, or does not pay."""
-    pulled = AppliedLever(name=lever.name, what=lever.in_words(settings), exact=lever.exact, settings=dict(settings))
-    found = rehearsed(site, (*before.profile.levers, pulled))
-    more_ms = 0.0 if lever.is_free(settings) else _more_ms(site, before.profile.levers, found.levers)
+    applied = AppliedLever(name=lever.name, what=lever.in_words(settings), exact=lever.exact, settings=dict(settings))
+    profile = rehearse_with_levers(site, (*before.profile.levers, applied))
+    more_ms = 0.0 if lever.is_free(settings) else _more_ms(site, before.profile.levers, profile.levers)
 
-    def saving(saved_bytes: int) -> Trial:
-        levers = (*before.profile.levers, replace(pulled, bytes=saved_bytes, extra_ms=more_ms))
-        return Trial(replace(found, levers=levers, step_ms=before.profile.step_ms), before.budget_bytes)
+    def with_saving(saved_bytes: int) -> Trial:
+        levers = (*before.profile.levers, replace(applied, bytes=saved_bytes, extra_ms=more_ms))
+        return Trial(replace(profile, levers=levers, step_ms=before.profile.step_ms), before.budget_bytes)
 
-    after = saving(max(0, before.peak_bytes - Trial(found, 0).peak_bytes))
+    after = with_saving(max(0, before.peak_bytes - Trial(profile, 0).peak_bytes))
     if before.peak_bytes <= after.peak_bytes:
-        after = saving(max(0, before.smallest_bytes - after.smallest_bytes))
+        after = with_saving(max(0, before.smallest_bytes - after.smallest_bytes))
     if not after.profile.levers[-1].bytes or (before.has_plan and not after.has_plan):
         raise LeverNotApplicable("no peak is lower with it")
     if lever.name in DEFAULT and after.profile.levers[-1].bytes < SMALL * before.peak_bytes:
         raise LeverNotApplicable("it saves too little")
     if more_ms and before.has_plan and (saved_ms := before.extra_ms - after.extra_ms + more_ms) <= more_ms:
-        raise LeverNotApplicable(does_not_pay(more_ms, saved_ms))
+        raise LeverNotApplicable(explain_not_paying(more_ms, saved_ms))
     return after
 
 
-def does_not_pay(more_ms: float, saved_ms: float) -> str:
+def explain_not_paying(more_ms: float, saved_ms: float) -> str:
     """Explain why a lever that takes `more_ms` a step is not used; `saved_ms` may be negative."""
     saved = format_time(saved_ms) if saved_ms > 0 else "nothing"
     return f"it takes {format_time(more_ms)} a step, and saves {saved} of recomputes and replays"
@@ -130,23 +130,23 @@ def does_not_pay(more_ms: float, saved_ms: float) -> str:
 
 def _more_ms(site: StepContext, before: tuple[AppliedLever, ...], after: tuple[AppliedLever, ...]) -> float:
     """Measure the extra time of a step with levers `after` over `before`; 0 if either step does not fit in memory."""
-    took = []
+    times_ms = []
     for levers in (before, after):
-        unchanged = StepSnapshot(site.model, site.batch, site.optimizer, site.step)
-        with unchanged, enable(site.model, levers, site.optimizer):
+        snapshot = StepSnapshot(site.model, site.batch, site.optimizer, site.step)
+        with snapshot, enable(site.model, levers, site.optimizer):
             try:
-                took.append(min(_timed(site, unchanged) for _ in range(TIMED)))
+                times_ms.append(min(_time_step(site, snapshot) for _ in range(TIMED)))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 return 0.0
-    return max(0.0, took[1] - took[0])
+    return max(0.0, times_ms[1] - times_ms[0])
 
 
-def _timed(site: StepContext, unchanged: StepSnapshot) -> float:
+def _time_step(site: StepContext, snapshot: StepSnapshot) -> float:
     place = place_of(site.model)
     began = now_ms(place)
-    unchanged.run(site.batch)
+    snapshot.run(site.batch)
     return now_ms(place) - began
 
 
@@ -157,12 +157,12 @@ def _search_micro_batches(site: StepContext, before: Trial, lever: Lever) -> Tri
 
     A binary search: with more pieces, each is smaller and so is the peak.
     """
-    candidates = list(numbers(site))
+    candidates = list(piece_counts(site))
     if not candidates:
         raise LeverNotApplicable("the batch has a single row")
-    found = _rehearse_with(site, before, lever, {"n": candidates.pop()})
-    if not found.has_plan:
-        return found
+    best = _rehearse_with(site, before, lever, {"n": candidates.pop()})
+    if not best.has_plan:
+        return best
     while candidates:
         middle = len(candidates) // 2
         try:
@@ -171,11 +171,11 @@ def _search_micro_batches(site: StepContext, before: Trial, lever: Lever) -> Tri
             candidates = candidates[middle + 1 :]
             continue
         candidates = candidates[:middle] if tried.has_plan else candidates[middle + 1 :]
-        found = tried if tried.has_plan else found
-    return found
+        best = tried if tried.has_plan else best
+    return best
 
 
-def rehearsed(site: StepContext, levers: tuple[AppliedLever, ...]) -> Profile:
+def rehearse_with_levers(site: StepContext, levers: tuple[AppliedLever, ...]) -> Profile:
     """Rehearse the step with `levers` on. Raises LeverNotApplicable, with the reason, if a lever must not be on."""
     with enable(site.model, levers, site.optimizer) as on:
         try:
@@ -194,7 +194,9 @@ def rehearsed(site: StepContext, levers: tuple[AppliedLever, ...]) -> Profile:
     return replace(profile, levers=levers)
 
 
-def advice(site: StepContext, names: Collection[str], unused: Collection[str], error: Infeasible) -> tuple[str, ...]:
+def suggest_levers(
+    site: StepContext, names: Collection[str], unused: Collection[str], error: Infeasible
+) -> tuple[str, ...]:
     """Suggest levers beyond `names` that may help if no plan fits, each beside the levers that are not `unused`."""
     if site.optimizer is None:
         try:
@@ -202,19 +204,19 @@ def advice(site: StepContext, names: Collection[str], unused: Collection[str], e
         except Exception as failed:
             if not is_out_of_memory(failed):
                 raise
-    found = []
+    suggestions = []
     for lever in LEVERS.values():
         if (
             lever.name not in names
             and (saved := lever.estimated_saving(site, error.parts))
-            and _can_be_pulled(site, lever)
+            and _is_applicable(site, lever)
         ):
-            asked = tuple(name for name in LEVERS if (name in names and name not in unused) or name == lever.name)
-            found.append(f"levers={asked!r} (up to {format_bytes(saved)} less)")
-    return tuple(found)
+            lever_names = tuple(name for name in LEVERS if (name in names and name not in unused) or name == lever.name)
+            suggestions.append(f"levers={lever_names!r} (up to {format_bytes(saved)} less)")
+    return tuple(suggestions)
 
 
-def _can_be_pulled(site: StepContext, lever: Lever) -> bool:
+def _is_applicable(site: StepContext, lever: Lever) -> bool:
     """Return True unless the lever is known not to apply to the step."""
     try:
         lever.settings(site)
@@ -229,8 +231,10 @@ def _can_be_pulled(site: StepContext, lever: Lever) -> bool:
 def optimizer_of(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> Optimizer | None:
     """Find the one optimizer that steps on parameters of `model` in `step(batch)`, which is run once and undone."""
     check(model, step, batch)
-    with StepSnapshot(model, batch, step=step) as unchanged:
+    with StepSnapshot(model, batch, step=step) as snapshot:
         step(batch)
-        mine = {id(parameter) for parameter in model.parameters()}
-        found = [o for o in unchanged.optimizers if any(id(p) in mine for g in o.param_groups for p in g["params"])]
-    return found[0] if len(found) == 1 else None
+        parameter_ids = {id(parameter) for parameter in model.parameters()}
+        optimizers = [
+            o for o in snapshot.optimizers if any(id(p) in parameter_ids for g in o.param_groups for p in g["params"])
+        ]
+    return optimizers[0] if len(optimizers) == 1 else None

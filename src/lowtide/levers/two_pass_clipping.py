@@ -49,21 +49,21 @@ ORDERS = ("model", "optimizer")
 """Orders in which the common norm may be computed, on which its last bit depends: the model's or the optimizer's."""
 
 
-def ordered(model: nn.Module, optimizer: Optimizer, order: int) -> list[Tensor]:
+def ordered_parameters(model: nn.Module, optimizer: Optimizer, order: int) -> list[Tensor]:
     """Return the optimizer's trained parameters, in one of `ORDERS`."""
-    mine = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if ORDERS[order] == "optimizer":
-        return mine
-    known = set(mine)
+        return trained
+    known = set(trained)
     return [parameter for parameter in model.parameters() if parameter in known]
 
 
 def order_of(model: nn.Module, optimizer: Optimizer, clipped: Sequence[Tensor]) -> int:
     """Return the index in `ORDERS` of the order of `clipped`. Raises LeverNotApplicable for any other order."""
-    there = set(clipped)
+    clipped_set = set(clipped)
     for order in range(len(ORDERS)):
-        found = [parameter for parameter in ordered(model, optimizer, order) if parameter in there]
-        if list(map(id, found)) == list(map(id, clipped)):
+        in_order = [parameter for parameter in ordered_parameters(model, optimizer, order) if parameter in clipped_set]
+        if list(map(id, in_order)) == list(map(id, clipped)):
             return order
     raise LeverNotApplicable(
         "clip_grad_norm_ is given gradients in another order than that of the model or of the optimizer"
@@ -84,28 +84,28 @@ class CommonNorm:
     ) -> None:
         """Start observing; on trial buffers are compared, too, which takes time."""
         self._model, self._optimizer, self._clip, self._on_trial = model, optimizer, clip, on_trial
-        self._parameters = ordered(model, optimizer, order)
-        self._mine = set(self._parameters)
-        self._before: dict[Tensor, Tensor] = {}
+        self._parameters = ordered_parameters(model, optimizer, order)
+        self._trained = set(self._parameters)
+        self._first_norms: dict[Tensor, Tensor] = {}
         """Norms of the gradients of the first pass."""
-        self._found: dict[Tensor, Tensor] = {}
+        self._second_norms: dict[Tensor, Tensor] = {}
         """Norms of the gradients of the second pass that have arrived."""
         self._total: Tensor | None = None
         self._pass = _NONE
         """The number of the second pass; the first one runs inside it."""
         self._is_first = False
-        self.seen = 0
+        self.n_known_steps = 0
         """Steps whose norm was known in time."""
         self.differed = False
         """True once gradients had other norms when they were computed again. On trial this is no error."""
         self.changed = ""
         """On trial, the name of a buffer that the first pass has changed."""
-        self._entrance = BackwardEntry(model, self._enters)
-        self._listens = subscribe(self._handed_out)
+        self._entry = BackwardEntry(model, self._run_first_pass)
+        self._unsubscribe = subscribe(self._take_gathered)
 
     # --- the first pass
 
-    def _enters(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    def _run_first_pass(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
         """Run the first pass: backward has reached the outputs of a call of the model."""
         if torch.is_grad_enabled():
             raise LowtideError("the gradients are to be differentiated again (create_graph), and have no norm yet.")
@@ -116,7 +116,7 @@ class CommonNorm:
                 "all of it is there."
             )
         parameters, buffers = self._check(), self._buffers()
-        self._begin()
+        self._begin_pass()
         self._is_first = True
         try:
             torch.autograd.backward(edges, gradients, retain_graph=True, inputs=parameters)
@@ -125,32 +125,32 @@ class CommonNorm:
             for parameter in parameters:
                 parameter.grad = None
         self.changed = next((name for name, now in self._buffers().items() if now != buffers[name]), self.changed)
-        self._know()
+        self._compute_total()
 
-    def takes(self, parameter: Tensor) -> bool:
+    def take_first_gradient(self, parameter: Tensor) -> bool:
         """Return True for a gradient of the first pass, after taking its norm and freeing it."""
         if not self._is_first or backward_number() == self._pass:
             return False
         assert parameter.grad is not None
-        self._before[parameter] = self._norm(parameter, parameter.grad)
+        self._first_norms[parameter] = self._norm(parameter, parameter.grad)
         parameter.grad = None
         return True
 
-    def _handed_out(self, gathered: Gathered) -> None:
+    def _take_gathered(self, gathered: Gathered) -> None:
         """Take the norms of micro-batches' gradients, which exist all at once, so that no first pass is needed."""
-        mine = [(parameter, gradient) for parameter, gradient in gathered if parameter in self._mine]
-        if mine:
+        own = [(parameter, gradient) for parameter, gradient in gathered if parameter in self._trained]
+        if own:
             self._check()
-            self._begin()
-            self._before = {parameter: self._norm(parameter, gradient) for parameter, gradient in mine}
-            self._know()
+            self._begin_pass()
+            self._first_norms = {parameter: self._norm(parameter, gradient) for parameter, gradient in own}
+            self._compute_total()
 
     def _check(self) -> list[Tensor]:
         """Return the parameters. Raises LowtideError if a gradient would have another norm than in the first pass."""
-        if self._found:
+        if self._second_norms:
             raise LowtideError("there was one more backward pass before optimizer.step(): the update has been made.")
         groups: Iterable[Tensor] = (p for group in self._optimizer.param_groups for p in group["params"])
-        if {p for p in (*groups, *self._model.parameters()) if p.requires_grad} != self._mine:
+        if {p for p in (*groups, *self._model.parameters()) if p.requires_grad} != self._trained:
             raise LowtideError(
                 "other parameters need gradients than those of the optimizer when the lever was put on: apply it anew."
             )
@@ -172,17 +172,17 @@ class CommonNorm:
     def _buffers(self) -> dict[str, str]:
         return {name: digest(buffer) for name, buffer in self._model.named_buffers()} if self._on_trial else {}
 
-    def _begin(self) -> None:
+    def _begin_pass(self) -> None:
         self._pass, self._total = backward_number(), None
-        self._before, self._found = {}, {}
+        self._first_norms, self._second_norms = {}, {}
 
-    def _know(self) -> None:
+    def _compute_total(self) -> None:
         """Compute the common norm from those of the gradients, in torch's order."""
-        parameters = [parameter for parameter in self._parameters if parameter in self._before]
+        parameters = [parameter for parameter in self._parameters if parameter in self._first_norms]
         if parameters:
-            norms = [self._before[parameter] for parameter in as_grouped(parameters)]
-            self._total = self._common([norm.to(parameters[0].device) for norm in norms])
-            self.seen += 1
+            norms = [self._first_norms[parameter] for parameter in as_grouped(parameters)]
+            self._total = self._common_norm([norm.to(parameters[0].device) for norm in norms])
+            self.n_known_steps += 1
             if not self._total.isfinite():
                 self._refuse(self._total)
 
@@ -200,7 +200,7 @@ class CommonNorm:
             "steps out, fit without the lever."
         )
 
-    def _common(self, norms: list[Tensor]) -> Tensor:
+    def _common_norm(self, norms: list[Tensor]) -> Tensor:
         common: Tensor = torch.linalg.vector_norm(torch.stack(norms), self._clip.norm_type)
         return common
 
@@ -217,23 +217,23 @@ class CommonNorm:
     def apply(self, parameter: Tensor) -> None:
         """Clip one parameter's gradient. Raises LowtideError if the common norm is unknown."""
         assert parameter.grad is not None
-        if self._total is None or self._pass != backward_number() or parameter not in self._before:
+        if self._total is None or self._pass != backward_number() or parameter not in self._first_norms:
             raise LowtideError(
                 "a gradient came that does not come from what one call of the model returned: its norm is not known."
             )
-        self._found[parameter] = self._norm(parameter, parameter.grad)
+        self._second_norms[parameter] = self._norm(parameter, parameter.grad)
         clip_grads_with_norm_(parameter, self._clip.limit, self._total, self._clip.foreach)
 
-    def ends(self) -> None:
+    def finish_step(self) -> None:
         """End the step. Raises LowtideError if gradients were clipped by a norm that is not theirs.
 
         Reads one number from the device for this check.
         """
-        before, found, total = self._before, self._found, self._total
-        self._pass, self._total, self._before, self._found = _NONE, None, {}, {}
-        if total is None or not found:
+        first, second, total = self._first_norms, self._second_norms, self._total
+        self._pass, self._total, self._first_norms, self._second_norms = _NONE, None, {}, {}
+        if total is None or not second:
             return
-        share = self._apart(before, found, total) if before.keys() == found.keys() else math.inf
+        share = self._largest_difference(first, second, total) if first.keys() == second.keys() else math.inf
         is_exact = total.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
         if share <= (0.0 if is_exact else NEAR):
             return
@@ -249,14 +249,14 @@ class CommonNorm:
                 f"gradients were clipped by a norm that was off by {share:.1e} of it: {OTHERS}.", stacklevel=2
             )
 
-    def _apart(self, before: dict[Tensor, Tensor], found: dict[Tensor, Tensor], total: Tensor) -> float:
+    def _largest_difference(self, first: dict[Tensor, Tensor], second: dict[Tensor, Tensor], total: Tensor) -> float:
         """Return the largest difference from the norms of the first pass, as a share of the common norm."""
-        one, other = (torch.stack([n[p].to(total.device, torch.float64) for p in before]) for n in (before, found))
-        apart = (one - other).abs().nan_to_num(0.0).max()  # NaN where both are infinite
-        apart = torch.where((one.isfinite() == other.isfinite()).all(), apart, math.inf)
-        return float(torch.where(apart == 0, 0.0, apart / total.abs()))
+        one, other = (torch.stack([n[p].to(total.device, torch.float64) for p in first]) for n in (first, second))
+        difference = (one - other).abs().nan_to_num(0.0).max()  # NaN where both are infinite
+        difference = torch.where((one.isfinite() == other.isfinite()).all(), difference, math.inf)
+        return float(torch.where(difference == 0, 0.0, difference / total.abs()))
 
     def remove(self) -> None:
         """Remove all hooks from the model."""
-        self._entrance.remove()
-        self._listens()
+        self._entry.remove()
+        self._unsubscribe()

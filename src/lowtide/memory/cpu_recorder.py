@@ -198,10 +198,10 @@ class CpuRecorder(Recorder):
         if self._profile is not None:
             self._annotate(free)
 
-    def _annotate(self, what: Mark | Free) -> None:
+    def _annotate(self, mark: Mark | Free) -> None:
         # The profiler orders by time, with a clock that may be coarse (41 ns on some ARM): wait one tick on both sides.
         number = len(self._marks)
-        self._marks.append(what)
+        self._marks.append(mark)
         tick = perf_counter_ns()
         while perf_counter_ns() == tick:
             pass

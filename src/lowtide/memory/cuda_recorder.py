@@ -150,11 +150,13 @@ def _settle(device: str) -> None:
 
 def cuda_index(device: torch.device | str | int) -> int:
     """Return the index of a CUDA device. Raises RehearsalError for other devices and if CUDA is missing."""
-    found = torch.device(device)
+    cuda_device = torch.device(device)
     n_devices = torch.cuda.device_count()
-    if found.type != "cuda" or (found.index or 0) >= n_devices:
-        raise RehearsalError(f"the memory of {found} cannot be recorded: torch finds {n_devices} CUDA devices here.")
-    return torch.cuda.current_device() if str(found) == "cuda" else found.index
+    if cuda_device.type != "cuda" or (cuda_device.index or 0) >= n_devices:
+        raise RehearsalError(
+            f"the memory of {cuda_device} cannot be recorded: torch finds {n_devices} CUDA devices here."
+        )
+    return torch.cuda.current_device() if str(cuda_device) == "cuda" else cuda_device.index
 
 
 def parse_trace(
@@ -197,10 +199,10 @@ def parse_trace(
 def _marks_before(action: Mapping[str, Any], marks: Sequence[PlacedMark], n_placed: int, key: str) -> int:
     """Return how many marks were made before `action`, given that the first `n_placed` were."""
     text = action.get("user_metadata") or ""
-    thread, made = -1, n_placed
+    thread, n_made = -1, n_placed
     if text.startswith(key):
-        thread, made = map(int, text.removeprefix(key).split())
-    reached = max(n_placed, made)
+        thread, n_made = map(int, text.removeprefix(key).split())
+    reached = max(n_placed, n_made)
     # Its own thread's marks are all counted by now; another thread may have made some since.
     while reached < len(marks) and marks[reached].thread != thread and marks[reached].time_us <= action["time_us"]:
         reached += 1

@@ -20,7 +20,7 @@ from torch import Tensor, UntypedStorage
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch.backward import ENGINE, in_backward
-from lowtide._torch.patching import stand_in, this_thread_only
+from lowtide._torch.patching import replace_function, this_thread_only
 from lowtide._torch.tensors import storage_number
 from lowtide.errors import RehearsalError
 from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark
@@ -43,14 +43,14 @@ class Del:
     saved_bytes: int
 
     def __str__(self) -> str:
-        what = f"del {', '.join(self.names)} {self.moment}: {format_bytes(self.freed_bytes)}"
+        text = f"del {', '.join(self.names)} {self.moment}: {format_bytes(self.freed_bytes)}"
         if not self.freed_bytes:
-            return f"{what}, nothing"
-        return f"{what}, {format_bytes(self.saved_bytes) if self.saved_bytes else 'nothing'} of the peak"
+            return f"{text}, nothing"
+        return f"{text}, {format_bytes(self.saved_bytes) if self.saved_bytes else 'nothing'} of the peak"
 
 
 @dataclass(slots=True, eq=False)
-class _Look:
+class _Inspection:
     """Memory that only variables hold at one moment: each storage's number, its bytes, and the variables."""
 
     moments: tuple[Moment, ...]
@@ -62,12 +62,12 @@ class _Look:
 
 
 @dataclass(slots=True)
-class Looks:
+class DelObserver:
     """Inspections of the variables of `frame` from `begin` to `end`; `mark` puts a mark among the events recorded."""
 
     frame: FrameType | None
     mark: Callable[[str, object], None]
-    _looks: list[_Look] = field(default_factory=list)
+    _inspections: list[_Inspection] = field(default_factory=list)
     _alive: dict[int, tuple[weakref.ref[UntypedStorage], int]] = field(default_factory=dict)
     _n_storages: int = 0
     _at_start: dict[str, list[weakref.ref[Tensor]]] = field(default_factory=dict)
@@ -79,13 +79,13 @@ class Looks:
 
     def begin(self) -> None:
         """Take the first look, at leftovers of the previous step, and intercept backward passes and optimizer steps."""
-        self._look("at the end of the step", is_first=True)
+        self._inspect("at the end of the step", is_first=True)
 
-        def make(engine: Callable[..., Any]) -> Callable[..., Any]:
+        def wrap_engine(engine: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
                 if self.frame is None or threading.get_ident() != self._thread or in_backward():
                     return engine(outputs, *args, **kwargs)
-                self._look("before backward")
+                self._inspect("before backward")
                 try:
                     return engine(outputs, *args, **kwargs)
                 finally:
@@ -93,8 +93,8 @@ class Looks:
 
             return run_backward
 
-        hook = register_optimizer_step_pre_hook(this_thread_only(lambda *_: self._look_after_backward()))
-        self._undo = [stand_in(torch.autograd, ENGINE, make), hook.remove]
+        hook = register_optimizer_step_pre_hook(this_thread_only(lambda *_: self._inspect_after_backward()))
+        self._undo = [replace_function(torch.autograd, ENGINE, wrap_engine), hook.remove]
 
     def end(self, *, has_failed: bool) -> None:
         """Take the last look, unless an exception ends the block; then restore torch."""
@@ -102,9 +102,9 @@ class Looks:
             self._undo.pop()()
         if not has_failed:
             moments: tuple[Moment, ...] = ("after backward",) if self._is_after_backward else ()
-            self._look(*moments, "at the end of the step")
+            self._inspect(*moments, "at the end of the step")
         else:
-            self._looks.clear()
+            self._inspections.clear()
         self.frame = None
 
     def result(self, stream: EventStream) -> tuple[Del, ...]:
@@ -117,7 +117,7 @@ class Looks:
                 positions[event.data] = len(events)
             else:
                 events.append(event)
-        for look in self._looks:
+        for look in self._inspections:
             look.position = positions[look]
         levels = [0, *Timeline(EventStream(tuple(events), stream.device)).curve]
         ends = {number: positions.get((id(self), number), len(events)) for number in range(self._n_storages)}
@@ -125,26 +125,26 @@ class Looks:
 
     # --- looks ------------------------------------------------------------------------------------------------------
 
-    def _look_after_backward(self) -> None:
+    def _inspect_after_backward(self) -> None:
         """Take a look once backward has returned: until then its frames still refer to the loss."""
         if self._is_after_backward and threading.get_ident() == self._thread:
             self._is_after_backward = False
-            self._look("after backward")
+            self._inspect("after backward")
 
-    def _look(self, *moments: Moment, is_first: bool = False) -> None:
+    def _inspect(self, *moments: Moment, is_first: bool = False) -> None:
         assert self.frame is not None
-        found = held_by_variables(self.frame)
+        held_memory = held_by_variables(self.frame)
         if is_first:
-            self._at_start = {name: [weakref.ref(t) for t in inside] for name, inside in found.tensors.items()}
-        self._note_rebound(found)
-        held = [(self._number(storage), storage.nbytes(), names) for storage, names in found.storages]
-        look = _Look(moments, found.names, held, is_first)
-        self._looks.append(look)
+            self._at_start = {name: [weakref.ref(t) for t in inside] for name, inside in held_memory.tensors.items()}
+        self._note_rebound(held_memory)
+        held = [(self._number(storage), storage.nbytes(), names) for storage, names in held_memory.storages]
+        look = _Inspection(moments, held_memory.names, held, is_first)
+        self._inspections.append(look)
         self.mark(_LABEL, look)
 
-    def _note_rebound(self, found: Held) -> None:
+    def _note_rebound(self, held_memory: Held) -> None:
         for name, before in self._at_start.items():
-            now = {id(tensor) for tensor in found.tensors.get(name, ())}
+            now = {id(tensor) for tensor in held_memory.tensors.get(name, ())}
             if not any((tensor := reference()) is not None and id(tensor) in now for reference in before):
                 self._rebound.add(name)
 
@@ -153,10 +153,10 @@ class Looks:
         if key not in self._alive:
             number = self._n_storages
             self._n_storages += 1
-            self._alive[key] = weakref.ref(storage, lambda _: self._gone(key, number)), number
+            self._alive[key] = weakref.ref(storage, lambda _: self._record_freed(key, number)), number
         return self._alive[key][1]
 
-    def _gone(self, key: int, number: int) -> None:
+    def _record_freed(self, key: int, number: int) -> None:
         if self._alive.pop(key, None) is None:
             return
         try:
@@ -171,19 +171,19 @@ class Looks:
     def _dels(self, levels: list[int], ends: dict[int, int]) -> Iterator[Del]:
         moments: tuple[Moment, ...] = ("before backward", "after backward", "at the end of the step")
         for moment in moments:
-            looks = [look for look in self._looks if moment in look.moments]
+            looks = [look for look in self._inspections if moment in look.moments]
             names = dict.fromkeys(name for look in looks for name in self._names_of(look))
             together = dict.fromkeys(owners for look in looks for _, _, owners in look.held if len(owners) > 1)
             groups = [frozenset([name]) for name in names] + [owners for owners in together if owners <= names.keys()]
             for group in groups:
                 yield self._del(group, moment, looks, levels, ends)
 
-    def _names_of(self, look: _Look) -> Iterable[str]:
+    def _names_of(self, look: _Inspection) -> Iterable[str]:
         """Return the variables of a look; of the first look only those that the step rebinds, as leftovers."""
         return [name for name in look.names if name in self._rebound] if look.is_first else look.names
 
     def _del(
-        self, group: frozenset[str], moment: Moment, looks: list[_Look], levels: list[int], ends: dict[int, int]
+        self, group: frozenset[str], moment: Moment, looks: list[_Inspection], levels: list[int], ends: dict[int, int]
     ) -> Del:
         freed_bytes, missing, seen = 0, [0] * (len(levels) + 1), set(self._unsure)
         for look in looks:
@@ -215,7 +215,11 @@ def alive_before_backward(stream: EventStream) -> frozenset[int]:
             alive.add(event.block)
         elif type(event) is Free:
             alive.discard(event.block)
-        elif isinstance(event, Mark) and isinstance(look := event.data, _Look) and "before backward" in look.moments:
+        elif (
+            isinstance(event, Mark)
+            and isinstance(look := event.data, _Inspection)
+            and "before backward" in look.moments
+        ):
             found |= alive
     return frozenset(found)
 

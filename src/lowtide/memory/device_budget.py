@@ -34,12 +34,12 @@ def on_device(budget: int | str, device: torch.device, say: Callable[[str], obje
     free, total = torch.cuda.mem_get_info(device)
     if (share := share_of_gpu(budget)) is not None:
         return int(total * share)
-    found, text = automatic(free, total, torch.cuda.memory_reserved(device))
+    budget_bytes, text = automatic_budget(free, total, torch.cuda.memory_reserved(device))
     say(text)
-    return found
+    return budget_bytes
 
 
-def automatic(free_bytes: int, total_bytes: int, reserved_bytes: int) -> tuple[int, str]:
+def automatic_budget(free_bytes: int, total_bytes: int, reserved_bytes: int) -> tuple[int, str]:
     """Return the budget that "auto" stands for, and its derivation in words."""
     ours = free_bytes + reserved_bytes
     margin = int(ours * MARGIN)

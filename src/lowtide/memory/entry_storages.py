@@ -54,13 +54,13 @@ def bytes_of(tensors: Iterable[Tensor]) -> dict[int, int]:
     Memory that torch borrows or shares is included. Mapped files on a disk and storages set aside are not.
     """
     borrowed: dict[int, int] = {}
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for storage in _on_the_host(tensors):
         if not is_aside(storage):
-            (found if storage.resizable() else borrowed)[storage.data_ptr()] = storage.nbytes()
+            (sizes if storage.resizable() else borrowed)[storage.data_ptr()] = storage.nbytes()
     files = _mapped_files() if borrowed else []
-    found.update((where, n_bytes) for where, n_bytes in borrowed.items() if not _is_inside(where, files))
-    return found
+    sizes.update((where, n_bytes) for where, n_bytes in borrowed.items() if not _is_inside(where, files))
+    return sizes
 
 
 def existing_tensors() -> Iterator[Tensor]:
@@ -71,10 +71,10 @@ def existing_tensors() -> Iterator[Tensor]:
     """
     held: list[Tensor] = []
     scripts: list[torch.jit.ScriptModule] = []
-    things: list[Any] = live_objects(Tensor, torch.jit.ScriptModule)
-    for thing in things:
-        (held if isinstance(thing, Tensor) else scripts).append(thing)
-    del things
+    objects: list[Any] = live_objects(Tensor, torch.jit.ScriptModule)
+    for obj in objects:
+        (held if isinstance(obj, Tensor) else scripts).append(obj)
+    del objects
     yield from held
     for script in scripts:
         with contextlib.suppress(Exception):  # a module under construction

@@ -74,18 +74,18 @@ def without_asides(events: Sequence[Event]) -> tuple[Event, ...]:
     """Return the events without marks ASIDE, and without blocks both allocated and freed between two of them."""
     if not any(isinstance(event, Mark) and event.label == ASIDE for event in events):
         return tuple(events)
-    aside = False
-    born: set[int] = set()
-    gone: set[int] = set()
+    is_aside = False
+    allocated: set[int] = set()
+    excluded: set[int] = set()
     for event in events:
         if isinstance(event, Mark) and event.label == ASIDE:
-            aside, born = bool(event.data), set()
-        elif aside and isinstance(event, Allocate):
-            born.add(event.block)
-        elif aside and isinstance(event, Free) and event.block in born:
-            gone.add(event.block)
+            is_aside, allocated = bool(event.data), set()
+        elif is_aside and isinstance(event, Allocate):
+            allocated.add(event.block)
+        elif is_aside and isinstance(event, Free) and event.block in allocated:
+            excluded.add(event.block)
     return tuple(
-        event for event in events if (event.label != ASIDE if isinstance(event, Mark) else event.block not in gone)
+        event for event in events if (event.label != ASIDE if isinstance(event, Mark) else event.block not in excluded)
     )
 
 
@@ -161,7 +161,7 @@ _LETTERS: dict[type, str] = {Allocate: "a", Free: "f", Mark: "m"}
 _KINDS: dict[str, type[Event]] = {"a": Allocate, "f": Free, "m": Mark}
 
 
-def most_between(stream: EventStream, begins: str, ends: str) -> Iterator[tuple[object, int]]:
+def peak_between(stream: EventStream, begins: str, ends: str) -> Iterator[tuple[object, int]]:
     """Yield for each mark `begins` its data, and the most bytes allocated between it and the next mark `ends`."""
     level = start = peak = 0
     for event in stream.events:
@@ -186,16 +186,16 @@ def write_json(record: Mapping[str, object], path: str | Path | None) -> str:
     return text
 
 
-def read_json(source: str | Path, what: str) -> dict[str, Any]:
+def read_json(source: str | Path, kind: str) -> dict[str, Any]:
     is_text = isinstance(source, str) and source.lstrip().startswith("{")
     try:
         record = msgspec.json.decode(str(source).encode() if is_text else unpacked(Path(source)))
         check_numbers(record)
     except (OSError, ValueError, RecursionError) as error:
         why = in_one_line(str(error))
-        raise LowtideError(f"no {what} could be read: {why}. Give JSON text or the path of a file.") from error
+        raise LowtideError(f"no {kind} could be read: {why}. Give JSON text or the path of a file.") from error
     if not isinstance(record, dict):
-        raise LowtideError(f"this is not a {what}: a JSON object was expected, found {type(record).__name__}.")
+        raise LowtideError(f"this is not a {kind}: a JSON object was expected, found {type(record).__name__}.")
     return record
 
 

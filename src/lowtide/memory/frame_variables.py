@@ -54,7 +54,7 @@ def held_by_variables(frame: FrameType) -> Held:
     objects inside these. Modules, optimizers, iterators and objects packed by a saved-tensor hook count as other
     holders, so that freed memory is never overstated.
     """
-    found = Held()
+    held = Held()
     owners = _Owners(frame)
     marks: dict[int, int] = {}  # storage -> bits
     kept: dict[int, Tensor] = {}
@@ -74,10 +74,10 @@ def held_by_variables(frame: FrameType) -> Held:
         if not mask & _OTHERS:
             storage = next(entry.storages_of([kept[number]]), None)
             if storage is not None:
-                found.storages.append((storage, owners.names_in(mask)))
-    found.tensors = owners.tensors()
-    found.names = tuple(found.tensors)
-    return found
+                held.storages.append((storage, owners.names_in(mask)))
+    held.tensors = owners.tensors()
+    held.names = tuple(held.tensors)
+    return held
 
 
 class _Owners:
@@ -104,10 +104,10 @@ class _Owners:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Return the tensors that each variable leads to; variables that lead to none are left out."""
-        found = {name: self._reachable([first]) for name, first in self._first.items()}
+        reachable = {name: self._reachable([first]) for name, first in self._first.items()}
         tensors = {
             name: [self._objects[i] for i in sorted(reached) if isinstance(self._objects[i], Tensor)]
-            for name, reached in found.items()
+            for name, reached in reachable.items()
         }
         return {name: inside for name, inside in tensors.items() if inside}
 
@@ -121,17 +121,17 @@ class _Owners:
         number = 0
         while number < len(self._objects) < _MOST_OBJECTS:
             if not isinstance(self._objects[number], Tensor):
-                for thing in gc.get_referents(self._objects[number]):
-                    if gc.is_tracked(thing) and not isinstance(thing, _NOT_ENTERED):
-                        inside = self._add(thing)
+                for obj in gc.get_referents(self._objects[number]):
+                    if gc.is_tracked(obj) and not isinstance(obj, _NOT_ENTERED):
+                        inside = self._add(obj)
                         self._n_known[inside] += 1
                         self._inside[number].append(inside)
             number += 1
 
-    def _add(self, thing: Any) -> int:
-        index = self._index.setdefault(id(thing), len(self._objects))
+    def _add(self, obj: Any) -> int:
+        index = self._index.setdefault(id(obj), len(self._objects))
         if index == len(self._objects):
-            self._objects.append(thing)
+            self._objects.append(obj)
             self._inside.append([])
             self._n_known.append(0)
         return index

@@ -87,9 +87,9 @@ def parse_gpu(text: str | GpuSpec) -> GpuSpec:
     if len(close) == 1:
         return close[0]
     near = close or [by_key[known] for known in difflib.get_close_matches(key, by_key, n=3, cutoff=0.5)] or list(GPUS)
-    what = "several GPUs" if close else "no GPU that is known"
+    matches = "several GPUs" if close else "no GPU that is known"
     raise LowtideError(
-        f"{text!r} is the name of {what}.\n"
+        f"{text!r} is the name of {matches}.\n"
         f"  {'Nearest' if len(near) < len(GPUS) else 'Known'}: {', '.join(gpu.name for gpu in near)}; "
         'or give its memory, as in "cuda:24GiB".'
     )

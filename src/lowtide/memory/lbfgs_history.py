@@ -24,18 +24,18 @@ _IN_A_SEARCH: Final = 9
 
 def tensors_of(optimizer: torch.optim.LBFGS) -> list[Tensor]:
     """Return the tensors in the state and in variables of an update in progress, except the parameters."""
-    found: list[object] = [*optimizer.state.values(), *_variables()]
+    pending: list[object] = [*optimizer.state.values(), *_variables()]
     tensors: list[Tensor] = []
-    while found:
-        thing = found.pop()
-        if isinstance(thing, Tensor):
-            tensors += () if isinstance(thing, torch.nn.Parameter) else (thing,)
-        elif isinstance(thing, (dict, list, tuple)):
-            found += thing.values() if isinstance(thing, dict) else thing
+    while pending:
+        obj = pending.pop()
+        if isinstance(obj, Tensor):
+            tensors += () if isinstance(obj, torch.nn.Parameter) else (obj,)
+        elif isinstance(obj, (dict, list, tuple)):
+            pending += obj.values() if isinstance(obj, dict) else obj
     return tensors
 
 
-def yet_to_come_bytes(optimizer: torch.optim.LBFGS) -> int:
+def missing_history_bytes(optimizer: torch.optim.LBFGS) -> int:
     """Return how many bytes more the optimizer will hold when its history is full and it evaluates the model."""
     (group,) = optimizer.param_groups
     numbers: list[Tensor] = [p for p in group["params"] if not p.is_meta]

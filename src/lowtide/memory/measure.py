@@ -20,7 +20,7 @@ from lowtide.memory import del_savings as dels
 from lowtide.memory import timeline_table as text
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.cuda_recorder import CudaRecorder
-from lowtide.memory.del_savings import Del, Looks
+from lowtide.memory.del_savings import Del, DelObserver
 from lowtide.memory.events import Category, EventStream, Label, Recorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.utils import interrupts as _interrupts
@@ -115,16 +115,32 @@ def measure(
 ) -> AbstractContextManager[Memory, None]:
     """Measure the memory of the code in the `with` block: `peak_bytes` over the level at entry, and the blocks alive.
 
-    With `model` or `optimizer`, blocks still alive at the end that are their parameters, gradients, buffers or
-    optimizer state are labelled so. On a CPU, all others that are alive when backward begins are activations. The rest
-    are temporaries. Blocks are named by operator. `device` is by default the model's,
-    else the current CUDA device if CUDA is in use, else the CPU. Nothing is kept alive. On CUDA, torch's own peak
-    counters are reset.
+    Blocks still alive at the end that are parameters, gradients, buffers or optimizer state are labelled so. On a CPU,
+    all others that are alive when backward begins are activations. The rest are temporaries. Blocks are named by
+    operator. Nothing is kept alive. On CUDA, torch's own peak counters are reset.
 
     Around one step of a plain loop, `memory.dels()` gives the saving of each `del`.
 
-    On CPU a `measure` inside another works, except inside a backward pass; on CUDA it is refused, since torch keeps one
-    history. Raises RehearsalError then, and while another profiler runs.
+    Args:
+        model: Names its parameters, gradients and buffers.
+        optimizer: Names its state.
+        device: The device to measure; by default the model's, else the current CUDA device if CUDA is in use, else the
+            CPU.
+
+    Returns:
+        The block to enter; it gives the memory, which is complete when the block ends.
+
+    Raises:
+        RehearsalError: While another profiler runs, and for a `measure` inside another one: on CUDA, since torch keeps
+            one history, and on the CPU inside a backward pass.
+
+    Example:
+        >>> import torch, lowtide
+        >>> with lowtide.measure() as memory:
+        ...     a = torch.ones(256, 1024)
+        ...     b = a.clone()
+        >>> memory.peak_bytes
+        2097152
     """
     return _Measuring(model, optimizer, _device(model, device))
 
@@ -137,7 +153,7 @@ class _Measuring(AbstractContextManager[Memory, None]):
         self._recorder: Recorder | None = None
         self._n_before = 0  # events that the outer recorder had recorded at entry
         self._entry_bytes = 0
-        self._looks: Looks | None = None
+        self._looks: DelObserver | None = None
 
     @entering
     def __enter__(self) -> Memory:
@@ -153,7 +169,7 @@ class _Measuring(AbstractContextManager[Memory, None]):
         recorder = self._outer or self._recorder
         frame = _measuring_frame() if self._device.type == "cpu" else None
         if recorder is not None and frame is not None:
-            self._looks = Looks(frame, recorder.mark)
+            self._looks = DelObserver(frame, recorder.mark)
             self._looks.begin()
         return self._memory
 

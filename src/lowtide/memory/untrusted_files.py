@@ -48,16 +48,16 @@ def check_numbers(record: Any) -> None:
     """Raise ValueError for a number in a record, or nested in it, that is too large to compute with."""
     pending = [record]
     while pending:
-        thing = pending.pop()
-        if isinstance(thing, int):
-            if not -LARGEST < thing < LARGEST:
-                raise ValueError(f"a number of {len(hex(thing)) - 2} hexadecimal digits is in it")
-        elif isinstance(thing, float):
-            if not -LARGEST_TIME < thing < LARGEST_TIME:
-                raise ValueError(f"it has the number {thing}")
-        elif isinstance(thing, tuple | list | frozenset):
-            pending += thing
-        elif isinstance(thing, Mapping):
-            pending += thing.values()
-        elif is_dataclass(thing):
-            pending += (getattr(thing, field.name) for field in fields(thing))
+        obj = pending.pop()
+        if isinstance(obj, int):
+            if not -LARGEST < obj < LARGEST:
+                raise ValueError(f"a number of {len(hex(obj)) - 2} hexadecimal digits is in it")
+        elif isinstance(obj, float):
+            if not -LARGEST_TIME < obj < LARGEST_TIME:
+                raise ValueError(f"it has the number {obj}")
+        elif isinstance(obj, tuple | list | frozenset):
+            pending += obj
+        elif isinstance(obj, Mapping):
+            pending += obj.values()
+        elif is_dataclass(obj):
+            pending += (getattr(obj, field.name) for field in fields(obj))

@@ -20,7 +20,7 @@ OFFLOAD: Final = "Offload"
 """Written for a tensor that is offloaded to host memory."""
 
 
-def with_noted(node: str, ordinals: Iterable[int]) -> str:
+def with_captured_operands(node: str, ordinals: Iterable[int]) -> str:
     """Return a node's name as plans write it if its recipe takes captured operands."""
     return f"{node}{NOTED} {','.join(map(str, sorted(ordinals)))}".rstrip()
 
@@ -36,14 +36,14 @@ def names_at(slots: Iterable[tuple[str, int]], nodes: Mapping[int, str]) -> dict
     `nodes` are the names by value, captured operands included. Only the call that saves a value first captures operands
     for it; later calls that save the same value do not.
     """
-    found, first = dict[str, str](), dict[int, str]()
+    names, first = dict[str, str](), dict[int, str]()
     for address, value in slots:
         if value in nodes:
             call = split_address(address)[0]
             name = nodes[value] if call == first.setdefault(value, call) else node_name(nodes[value])
-            if address not in found or NOTED in name:
-                found[address] = name
-    return found
+            if address not in names or NOTED in name:
+                names[address] = name
+    return names
 
 
 _CALL = r"[^\0]{0,4000}#[0-9]{1,9}"

@@ -58,7 +58,28 @@ def frontier(profile: Profile, *, n_budgets: int = N_BUDGETS) -> Frontier:
     """Plan for `n_budgets` budgets, evenly from the smallest reachable peak to the plain one, and list their costs.
 
     Peaks and extras are predicted. A budget whose plan is no cheaper than that of a smaller one adds no point, so there
-    may be fewer points than budgets. Raises ValueError for less than two budgets.
+    may be fewer points than budgets.
+
+    Args:
+        profile: The profile of the step, from `rehearse`.
+        n_budgets: Number of budgets, at least 2.
+
+    Returns:
+        The frontier: a point for each cost, smallest peak first; `print` it, or save it with `to_json`.
+
+    Raises:
+        ValueError: For less than two budgets.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = torch.ones(128, 64)
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> frontier = lowtide.frontier(lowtide.rehearse(model, step, batch), n_budgets=2)
+        >>> [point.peak_bytes for point in frontier.points]
+        [658184, 789256]
     """
     Profile.expect(profile, "frontier")
     if n_budgets < 2:
@@ -67,9 +88,9 @@ def frontier(profile: Profile, *, n_budgets: int = N_BUDGETS) -> Frontier:
     _, smallest = smallest_peak(profile)
     span = plain.peak_bytes - smallest.peak_bytes
     budgets = [smallest.peak_bytes + span * i // (n_budgets - 1) for i in range(n_budgets - 1)]
-    found = [cheapest(profile, budget) for budget in budgets if budget < plain_peak_bytes(profile)]
+    predictions = [cheapest(profile, budget) for budget in budgets if budget < plain_peak_bytes(profile)]
     points: list[Point] = []
-    for prediction in sorted([*found, plain], key=lambda p: (p.peak_bytes, p.extra_ms, p.extra_flops)):
+    for prediction in sorted([*predictions, plain], key=lambda p: (p.peak_bytes, p.extra_ms, p.extra_flops)):
         if not points or _cheaper(prediction, points[-1]):
             points.append(_point(prediction, plain.peak_bytes))
     return Frontier(

@@ -16,21 +16,21 @@ def without_in_place(profile: Profile) -> Profile:
     return replace(profile, in_place=(), allows_in_place=False)
 
 
-def numbers(profile: Profile) -> Iterator[int]:
+def prefix_lengths(profile: Profile) -> Iterator[int]:
     """Yield the prefix lengths of `profile.in_place` that a plan may use: all free entries, then one more each time."""
     free = next((n for n, each in enumerate(profile.in_place) if each.extra_ms), len(profile.in_place))
     yield from range(free, len(profile.in_place) + 1)
 
 
-def nodes_of(profile: Profile, n: int) -> dict[str, int]:
+def nodes_in_prefix(profile: Profile, n: int) -> dict[str, int]:
     """Return the kinds of nodes in the first `n` entries, with the least bytes of gradients written in place."""
     return {node: least for each in profile.in_place[:n] for node, least in each.nodes.items()}
 
 
-def number_of(profile: Profile, nodes: frozenset[str]) -> int:
+def prefix_length_of(profile: Profile, nodes: frozenset[str]) -> int:
     """Return the prefix length that holds just `nodes`. Raises ValueError if the profile has no such prefix."""
     for n in range(len(profile.in_place) + 1):
-        if nodes_of(profile, n).keys() == nodes:
+        if nodes_in_prefix(profile, n).keys() == nodes:
             return n
     raise ValueError(f"this profile says nothing of gradients in place for just {', '.join(sorted(nodes))}")
 

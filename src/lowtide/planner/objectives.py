@@ -14,7 +14,7 @@ DEARER = 10
 """Weight of a FLOP over the time it takes, in plans that minimize FLOPs."""
 
 
-def flops_first(profile: Profile) -> Profile:
+def with_flops_costs(profile: Profile) -> Profile:
     """Return `profile` with costs that make the solver minimize FLOPs first, and time second.
 
     Its milliseconds are no longer times: predict a plan's time with the original profile.
@@ -25,7 +25,7 @@ def flops_first(profile: Profile) -> Profile:
         return profile
     ms_of_flop = DEARER * sum(cost.cost_ms for cost in costs if cost.flops) / flops
 
-    def weighed(call: Call) -> Call:
+    def weigh(call: Call) -> Call:
         return replace(
             call,
             cost_ms=call.cost_ms + ms_of_flop * call.flops,
@@ -35,24 +35,24 @@ def flops_first(profile: Profile) -> Profile:
     return replace(
         profile,
         values=tuple(replace(value, cost_ms=value.cost_ms + ms_of_flop * value.flops) for value in profile.values),
-        calls=tuple(map(weighed, profile.calls)),
+        calls=tuple(map(weigh, profile.calls)),
     )
 
 
-def by_work(profile: Profile) -> Profile:
+def with_work_costs(profile: Profile) -> Profile:
     """Return `profile` with costs independent of any clock: one per byte produced, and one per FLOP.
 
     With such costs every rehearsal of a step leads to the same smallest peak. Counting a FLOP like a byte makes matrix
     products dearer than they are: the search ends lower if it takes them last.
     """
     end = len(profile.base_bytes)
-    made = np.zeros(end + 1, np.int64)
+    allocated_bytes = np.zeros(end + 1, np.int64)
     for storage in profile.storages:
-        made[min(storage.allocated_at, end)] += storage.bytes
-    made_before = np.concatenate(([0], made.cumsum()))
+        allocated_bytes[min(storage.allocated_at, end)] += storage.bytes
+    allocated_before = np.concatenate(([0], allocated_bytes.cumsum()))
 
     def cost_of(call: Call) -> int:
-        return int(made_before[min(call.exit, end)] - made_before[min(call.enter, end)])
+        return int(allocated_before[min(call.exit, end)] - allocated_before[min(call.enter, end)])
 
     return replace(
         profile,

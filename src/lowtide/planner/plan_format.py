@@ -41,8 +41,8 @@ def fold(
             numbers[family, kind, below, node] += number
     recomputed: dict[str, dict[str, str]] = defaultdict(dict)
     run: dict[str, dict[str, list[str]]] = {kind: defaultdict(list) for kind in KINDS}
-    for (family, kind, below, node), found in sorted(numbers.items()):
-        block = family.replace("{}", ranges(found))
+    for (family, kind, below, node), block_numbers in sorted(numbers.items()):
+        block = family.replace("{}", ranges(block_numbers))
         if kind == "recompute":
             recomputed[block][below] = node
         else:
@@ -50,7 +50,7 @@ def fold(
     blocks: dict[str, Block] = {}
     for block in sorted(set(recomputed).union(*run.values()), key=_natural):
         all_ = {"recompute": recomputed.get(block), **{kind: run[kind].get(block) for kind in KINDS}}
-        blocks[block] = {kind: made for kind, made in all_.items() if made}
+        blocks[block] = {kind: content for kind, content in all_.items() if content}
     return blocks
 
 
@@ -59,27 +59,27 @@ def unfold(blocks: Mapping[str, Block]) -> tuple[dict[str, str], *tuple[tuple[st
 
     Raises ValueError for an invalid decision.
     """
-    written = sum(len(each) for made in blocks.values() for each in made.values())
-    told = sum(_count(block) * sum(map(len, made.values())) for block, made in blocks.items())
-    if told > MOST + written:
-        raise ValueError(f"it has {told} decisions, and no step as many")
+    written = sum(len(each) for content in blocks.values() for each in content.values())
+    n_decisions = sum(_count(block) * sum(map(len, content.values())) for block, content in blocks.items())
+    if n_decisions > MOST + written:
+        raise ValueError(f"it has {n_decisions} decisions, and no step as many")
     recompute: dict[str, str] = {}
     run: dict[str, set[str]] = {kind: set() for kind in KINDS}
-    for block, made in blocks.items():
-        if unknown := made.keys() - {"recompute", *KINDS}:
+    for block, content in blocks.items():
+        if unknown := content.keys() - {"recompute", *KINDS}:
             raise ValueError(
                 f"{block[:100]!r} has {', '.join(sorted(unknown))}; it can have {', '.join(('recompute', *KINDS))}"
             )
-        recomputed, calls = made.get("recompute", {}), {kind: made.get(kind, []) for kind in KINDS}
-        if not isinstance(recomputed, dict) or not all(isinstance(found, list) for found in calls.values()):
+        recomputed, calls = content.get("recompute", {}), {kind: content.get(kind, []) for kind in KINDS}
+        if not isinstance(recomputed, dict) or not all(isinstance(entries, list) for entries in calls.values()):
             raise ValueError(
                 f"{block[:100]!r} must have an object of nodes by address as recompute, "
                 "a list of calls as replay or advance, of addresses as offload"
             )
         for path in _expand(block):
             recompute |= {join(path, below): node for below, node in recomputed.items()}
-            for kind, found in calls.items():
-                run[kind].update(join(path, below) for below in found)
+            for kind, entries in calls.items():
+                run[kind].update(join(path, below) for below in entries)
     return dict(sorted(recompute.items())), *(tuple(sorted(run[kind])) for kind in KINDS)
 
 
@@ -109,19 +109,19 @@ def _split(address: str) -> tuple[str, list[int], str]:
 
 
 def _expand(block: str) -> Iterator[str]:
-    found = _RANGES.search(block)
-    if found is None:
+    match = _RANGES.search(block)
+    if match is None:
         yield block
         return
-    for numbers in _numbers(block, found[1]):
+    for numbers in _numbers(block, match[1]):
         for number in numbers:
-            yield f"{block[: found.start()]}{number}{block[found.end() :]}"
+            yield f"{block[: match.start()]}{number}{block[match.end() :]}"
 
 
 def _count(block: str) -> int:
     """Return the number of blocks that a key stands for."""
-    found = _RANGES.search(block)
-    return 1 if found is None else sum(numbers.stop - numbers.start for numbers in _numbers(block, found[1]))
+    match = _RANGES.search(block)
+    return 1 if match is None else sum(numbers.stop - numbers.start for numbers in _numbers(block, match[1]))
 
 
 def _numbers(block: str, runs: str) -> Iterator[range]:

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from lowtide.errors import Infeasible
 from lowtide.planner.address_nodes import names_at
-from lowtide.planner.inplace_savings import extra_ms, nodes_of, number_of, numbers, with_in_place
-from lowtide.planner.objectives import Objective, flops_first
+from lowtide.planner.inplace_savings import extra_ms, nodes_in_prefix, prefix_length_of, prefix_lengths, with_in_place
+from lowtide.planner.objectives import Objective, with_flops_costs
 from lowtide.planner.records import Decided, Decisions, Plan, Prediction, Profile
 from lowtide.planner.simulate.simulator import Simulator
-from lowtide.planner.solve.ladder import Solver, most_saving, solve
+from lowtide.planner.solve.ladder import Solver, minimize_peak, solve
 from lowtide.planner.solve.lower_bound import lower_bound
 from lowtide.utils.amounts import parse_budget
 
@@ -29,7 +29,7 @@ def plain_peak_bytes(profile: Profile) -> int:
 
 def in_place_peak_bytes(profile: Profile) -> int:
     """Return the predicted peak of the step that keeps everything, with gradients in place where that costs nothing."""
-    return simulator_of(profile, in_place=next(numbers(profile))).predict(Decisions()).peak_bytes
+    return simulator_of(profile, in_place=next(prefix_lengths(profile))).predict(Decisions()).peak_bytes
 
 
 def plan(
@@ -44,20 +44,39 @@ def plan(
 ) -> Plan:
     """Decide what happens to each saved tensor so that the step's peak is at most `budget`, at little extra time.
 
-    A larger budget never gets a plan that takes longer, and the same budget always gets the same plan. `budget` is
-    bytes, text with a unit ("8GiB"), or a share of the plain step's peak ("60%"): of the measured peak if the profile
-    has one, else of the predicted one; with the levers that the profile was made with.
+    A larger budget never gets a plan that takes longer, and the same budget always gets the same plan.
 
-    - `allow="cheap"` recomputes no matrix product, convolution or attention.
-    - `minimize="flops"` looks for few FLOPs rather than little time, and has no bound; FLOPs are the same on any
-      machine, while times are those that the rehearsal measured.
-    - `offload=True` also copies tensors to host memory and back where that is cheaper; it needs a device that is
-      not the CPU.
-    - `time_limit_s` ends the search after so many seconds, except that the smallest peak is always searched for: the
-      plan is the best one found until then, its gap to the bound is reported, and another run may find another plan.
+    Args:
+        profile: The profile of the step, from `rehearse`. The plan has the levers that the profile was made with.
+        budget: Bytes, text with a unit ("8GiB"), or a share of the plain step's peak ("60%"): of the measured peak if
+            the profile has one, else of the predicted one.
+        allow: "cheap" recomputes no matrix product, convolution or attention.
+        minimize: "flops" looks for few FLOPs rather than little time, and has no bound; FLOPs are the same on any
+            machine, while times are those that the rehearsal measured.
+        offload: Also copy tensors to host memory and back where that is cheaper; not on a CPU.
+        time_limit_s: Ends the search after so many seconds, except that the smallest peak is always searched for: the
+            plan is the best one found until then, its gap to the bound is reported, and another run may find another
+            plan.
+        solver: Function that finds the decisions.
 
-    Raises BudgetError for a budget that cannot be read, LowtideError for a profile that contradicts itself, and
-    Infeasible, with the smallest peak that was found, if no plan fits.
+    Returns:
+        The plan, with its predicted peak and time, the plain step's, and a lower bound on the time of any plan.
+
+    Raises:
+        BudgetError: If the budget is not an amount of memory.
+        Infeasible: If no plan fits; it has the smallest peak that was found.
+        LowtideError: If the profile contradicts itself.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = torch.ones(128, 64)
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> plan = lowtide.plan(lowtide.rehearse(model, step, batch), "90%")
+        >>> plan.budget_bytes, plan.plain.peak_bytes, plan.predicted.peak_bytes
+        (710330, 789256, 658184)
     """
     Profile.expect(profile, "plan")
     simulator = simulator_of(profile, offload=offload)
@@ -68,26 +87,31 @@ def plan(
     if plain_bytes > budget_bytes:
         until = None if time_limit_s is None else time.monotonic() + time_limit_s
         search = solver if solver is not solve else functools.partial(solve, until=until)
-        asked = functools.partial(simulator_of, profile, allow, offload=offload)
-        found = {n: _found(simulator, asked(minimize, in_place=n), budget_bytes, n, search) for n in numbers(profile)}
-        made = [each for each in found.values() if isinstance(each, Decisions)]
-        if not made:
+        make_simulator = functools.partial(simulator_of, profile, allow, offload=offload)
+        results = {
+            n: _solve_with_in_place(simulator, make_simulator(minimize, in_place=n), budget_bytes, n, search)
+            for n in prefix_lengths(profile)
+        }
+        feasible = [each for each in results.values() if isinstance(each, Decisions)]
+        if not feasible:
             if minimize == "flops":  # its costs are no times, and the error reports the time of the smallest peak
-                solver(asked(in_place=len(profile.in_place)), budget_bytes)
-            raise next(each for each in reversed(found.values()) if isinstance(each, Infeasible))
-        decisions = min(made, key=lambda each: _cost(simulator.predict(each), minimize))
+                solver(make_simulator(in_place=len(profile.in_place)), budget_bytes)
+            raise next(each for each in reversed(results.values()) if isinstance(each, Infeasible))
+        decisions = min(feasible, key=lambda each: _cost(simulator.predict(each), minimize))
         if minimize == "time":
-            bound_ms = min(_bound_ms(simulator, asked(in_place=n), budget_bytes, n, found[n], until) for n in found)
+            bound_ms = min(
+                _bound_ms(simulator, make_simulator(in_place=n), budget_bytes, n, results[n], until) for n in results
+            )
     predicted = simulator.predict(decisions) if plain_bytes > budget_bytes else unplanned
     levers_ms = sum(lever.extra_ms for lever in profile.levers)
     assert predicted.peak_bytes <= budget_bytes or decisions == Decisions(), (
         "the solver's decisions are over the budget"
     )
     all_ = len(profile.in_place)
-    most = most_saving(simulator_of(profile, allow, minimize, offload=offload, in_place=all_))
-    larger = with_free(simulator, replace(most, in_place=frozenset(nodes_of(profile, all_))))
+    most = minimize_peak(simulator_of(profile, allow, minimize, offload=offload, in_place=all_))
+    larger = with_free_recomputes(simulator, replace(most, in_place=frozenset(nodes_in_prefix(profile, all_))))
     return Plan(
-        **_decided(profile, decisions),
+        **_decided_fields(profile, decisions),
         fingerprint=profile.fingerprint,
         budget_bytes=budget_bytes,
         predicted=replace(predicted, extra_ms=predicted.extra_ms + levers_ms) if levers_ms else predicted,
@@ -96,8 +120,10 @@ def plan(
         bound_ms=bound_ms + levers_ms,
         levers=profile.levers,
         input_shapes=profile.input_shapes,
-        fallback=None if larger == decisions or profile.graphs else Decided(**_decided(profile, larger)),
-        ambiguous_addresses=tuple(sorted((decisions.recompute | larger.recompute) & _differing(profile))),
+        fallback=None if larger == decisions or profile.graphs else Decided(**_decided_fields(profile, larger)),
+        ambiguous_addresses=tuple(
+            sorted((decisions.recompute | larger.recompute) & _find_ambiguous_addresses(profile))
+        ),
         draws=profile.draws,
         excluded_modules=profile.excluded_modules,
         allows_in_place=profile.allows_in_place,
@@ -119,11 +145,14 @@ def unplanned_step(profile: Profile) -> Prediction:
 def cheapest(profile: Profile, budget_bytes: int) -> Prediction:
     """Return the needs of the plan for a budget below the plain step's peak, without its bound, which takes time."""
     simulator = simulator_of(profile)
-    found = [_found(simulator, simulator_of(profile, in_place=n), budget_bytes, n, solve) for n in numbers(profile)]
-    made = [simulator.predict(each) for each in found if isinstance(each, Decisions)]
-    if not made:
-        raise next(each for each in reversed(found) if isinstance(each, Infeasible))
-    predicted = min(made, key=lambda each: (each.extra_ms, each.extra_flops))
+    results = [
+        _solve_with_in_place(simulator, simulator_of(profile, in_place=n), budget_bytes, n, solve)
+        for n in prefix_lengths(profile)
+    ]
+    predictions = [simulator.predict(each) for each in results if isinstance(each, Decisions)]
+    if not predictions:
+        raise next(each for each in reversed(results) if isinstance(each, Infeasible))
+    predicted = min(predictions, key=lambda each: (each.extra_ms, each.extra_flops))
     return replace(predicted, extra_ms=predicted.extra_ms + sum(lever.extra_ms for lever in profile.levers))
 
 
@@ -131,10 +160,10 @@ def smallest_plan(profile: Profile, minimize: Objective = "time") -> Plan:
     """Return the plan of the smallest peak at any cost. `minimize="flops"` looks for no bound and needs no SciPy."""
 
     def search(allowed: Simulator, budget_bytes: int) -> Decisions:
-        found = most_saving(allowed)
-        if (predicted := allowed.predict(found)).peak_bytes > budget_bytes:
+        decisions = minimize_peak(allowed)
+        if (predicted := allowed.predict(decisions)).peak_bytes > budget_bytes:
             raise Infeasible(budget_bytes=budget_bytes, smallest_peak_bytes=predicted.peak_bytes, parts=predicted.parts)
-        return found
+        return decisions
 
     return plan(profile, smallest_peak(profile)[1].peak_bytes, minimize=minimize, solver=search)
 
@@ -142,20 +171,22 @@ def smallest_plan(profile: Profile, minimize: Objective = "time") -> Plan:
 def smallest_peak(profile: Profile, *, offload: bool = False) -> tuple[Decisions, Prediction]:
     """Return the decisions with the smallest peak that the search finds, and their needs. `offload` as for `plan`."""
     n = len(profile.in_place)
-    found = most_saving(simulator_of(profile, offload=offload, in_place=n))
-    decisions = replace(found, in_place=frozenset(nodes_of(profile, n)))
+    smallest = minimize_peak(simulator_of(profile, offload=offload, in_place=n))
+    decisions = replace(smallest, in_place=frozenset(nodes_in_prefix(profile, n)))
     return decisions, simulator_of(profile, offload=offload).predict(decisions)
 
 
-def _found(
+def _solve_with_in_place(
     simulator: Simulator, allowed: Simulator, budget_bytes: int, n: int, search: Solver
 ) -> Decisions | Infeasible:
     """Return decisions with the first `n` gradients in place, as in `allowed`; or the Infeasible that was raised."""
     try:
-        found = search(allowed, budget_bytes)
+        decisions = search(allowed, budget_bytes)
     except Infeasible as error:
         return error
-    return with_free(simulator, replace(found, in_place=frozenset(nodes_of(simulator.profile, n))))
+    return with_free_recomputes(
+        simulator, replace(decisions, in_place=frozenset(nodes_in_prefix(simulator.profile, n)))
+    )
 
 
 def _cost(predicted: Prediction, minimize: Objective) -> tuple[float, float]:
@@ -168,29 +199,29 @@ def _bound_ms(
     allowed: Simulator,
     budget_bytes: int,
     n: int,
-    found: Decisions | Infeasible,
+    result: Decisions | Infeasible,
     until: float | None,
 ) -> float:
-    """Return a bound for plans with just the first `n` gradients in place, of which `found` is one if it fits."""
+    """Return a bound for plans with just the first `n` gradients in place, of which `result` is one if it fits."""
     own_ms = extra_ms(simulator.profile, n)
-    known_ms = simulator.predict(found).extra_ms - own_ms if isinstance(found, Decisions) else math.inf
+    known_ms = simulator.predict(result).extra_ms - own_ms if isinstance(result, Decisions) else math.inf
     return own_ms + lower_bound(allowed, budget_bytes, known_ms=known_ms, until=until)
 
 
-def _decided(profile: Profile, decisions: Decisions) -> dict[str, Any]:
+def _decided_fields(profile: Profile, decisions: Decisions) -> dict[str, Any]:
     """Return the fields of a Decided."""
-    made = {index: value.node for index, value in enumerate(profile.values) if value.recipe}
-    nodes = names_at(((slot.address, slot.value) for slot in profile.slots), made)
+    recomputable_nodes = {index: value.node for index, value in enumerate(profile.values) if value.recipe}
+    nodes = names_at(((slot.address, slot.value) for slot in profile.slots), recomputable_nodes)
     return {
         "recompute": {address: nodes[address] for address in sorted(decisions.recompute)},
         "replay": tuple(sorted(decisions.replay)),
         "advance": tuple(sorted(decisions.advance)),
         "offload": tuple(sorted(decisions.offload)),
-        "in_place": nodes_of(profile, number_of(profile, decisions.in_place)),
+        "in_place": nodes_in_prefix(profile, prefix_length_of(profile, decisions.in_place)),
     }
 
 
-def _differing(profile: Profile) -> set[str]:
+def _find_ambiguous_addresses(profile: Profile) -> set[str]:
     """Return the addresses at which different calls of the model save, or are given, the outputs of different nodes.
 
     Addresses at which some call saves a tensor without a recipe are included.
@@ -200,10 +231,10 @@ def _differing(profile: Profile) -> set[str]:
         value = profile.values[slot.value]
         nodes.setdefault(slot.address, set()).add(value.node if value.recipe is not None else "")
     without = {s.address for s in profile.slots if not s.is_input and profile.values[s.value].recipe is None}
-    return without | {address for address, found in nodes.items() if len(found) > 1}
+    return without | {address for address, node_names in nodes.items() if len(node_names) > 1}
 
 
-def with_free(simulator: Simulator, decisions: Decisions) -> Decisions:
+def with_free_recomputes(simulator: Simulator, decisions: Decisions) -> Decisions:
     """Add recomputes without cost and operands, such as that of a shape, unless they raise the peak or the time.
 
     Otherwise the whole tensor is kept, and another recompute might read it instead of producing its own.
@@ -233,19 +264,19 @@ def simulator_of(
     Its plain step has the first `in_place` gradients in place.
     """
     offload = offload and profile.offload_bytes_per_ms is not None
-    for known, *asked, simulator in _RECENT:
-        if known is profile and asked == [allow, minimize, offload, in_place]:
+    for known, *settings, simulator in _RECENT:
+        if known is profile and settings == [allow, minimize, offload, in_place]:
             return simulator
     usable = profile if offload else replace(profile, offload_bytes_per_ms=None)
-    usable = usable if allow == "all" else only_cheap(usable)
-    usable = usable if minimize == "time" else flops_first(usable)
+    usable = usable if allow == "all" else without_expensive(usable)
+    usable = usable if minimize == "time" else with_flops_costs(usable)
     simulator = Simulator(with_in_place(usable, in_place) if in_place else usable)
     _RECENT.append((profile, allow, minimize, offload, in_place, simulator))
     del _RECENT[:-8]
     return simulator
 
 
-def only_cheap(profile: Profile) -> Profile:
+def without_expensive(profile: Profile) -> Profile:
     """Return `profile` without expensive recomputes, recomputes that run one, and replays that cost FLOPs.
 
     A decision is about an address or an id, so one expensive occurrence refuses all. Predictions stay the same.

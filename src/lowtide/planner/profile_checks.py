@@ -69,9 +69,9 @@ def _check_amounts(profile: Profile) -> None:
         n_bytes.append(call.state_bytes)
         flops += (call.flops, call.advance_flops)
         ms += (call.cost_ms, call.advance_ms)
-    for what, amounts in (("bytes", n_bytes), ("FLOPs", flops), ("milliseconds", ms)):
+    for unit, amounts in (("bytes", n_bytes), ("FLOPs", flops), ("milliseconds", ms)):
         if min(amounts, default=0) < 0 or sum(amounts) > MOST:
-            raise contradiction(f"it has from {min(amounts)} to {max(amounts)} {what} at a place")
+            raise contradiction(f"it has from {min(amounts)} to {max(amounts)} {unit} at a place")
     levels = (*profile.base_bytes, *profile.gradient_bytes, *(n for each in profile.in_place for n in each.saved_bytes))
     if max(map(abs, levels)) > MOST or (profile.offload_bytes_per_ms or 1) <= 0:
         raise contradiction(f"it has {max(levels, key=abs)} bytes at a position")
@@ -79,5 +79,5 @@ def _check_amounts(profile: Profile) -> None:
         raise contradiction("its step needs no memory")
 
 
-def contradiction(what: str) -> LowtideError:
-    return LowtideError(f"this Profile contradicts itself: {what}. Rehearse again.")
+def contradiction(reason: str) -> LowtideError:
+    return LowtideError(f"this Profile contradicts itself: {reason}. Rehearse again.")

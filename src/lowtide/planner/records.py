@@ -36,7 +36,9 @@ class Fingerprint(Record):
     def differences(self, other: Fingerprint) -> tuple[str, ...]:
         """Return in words the parts that differ in `other`."""
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in ("torch", "model", "batch", "device"))
-        return tuple(f"{name}: made for {mine}, found {theirs}" for name, mine, theirs in pairs if mine != theirs)
+        return tuple(
+            f"{name}: made for {expected}, found {actual}" for name, expected, actual in pairs if expected != actual
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,8 +317,8 @@ def _unfolded(text: bytes, cls: type[_D]) -> _D:
     for kind, names in zip(KINDS, run, strict=True):
         check_names(kind, names)
     replayed, advanced, offloaded = run
-    made = msgspec.json.decode(msgspec.json.encode(rest), type=cls)
-    return replace(made, recompute=recompute, replay=replayed, advance=advanced, offload=offloaded)
+    record = msgspec.json.decode(msgspec.json.encode(rest), type=cls)
+    return replace(record, recompute=recompute, replay=replayed, advance=advanced, offload=offloaded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,5 +376,5 @@ class Plan(Decided):
     @classmethod
     def _read(cls, text: bytes) -> Self:
         fallback = msgspec.json.decode(text, type=dict[str, msgspec.Raw]).get("fallback")
-        made = _unfolded(text, cls)
-        return made if fallback is None else replace(made, fallback=_unfolded(fallback, Decided))
+        plan = _unfolded(text, cls)
+        return plan if fallback is None else replace(plan, fallback=_unfolded(fallback, Decided))

@@ -56,7 +56,7 @@ class Record(Displayed):
         except OSError as error:
             raise LowtideError(f"no {name} could be read: {error}. Give JSON text or the path of a file.") from error
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            what = (
+            problem = (
                 f"but a {kind}"
                 if (kind := kind_of(text)) not in (None, name)
                 else f"of format {FORMAT}: {in_one_line(str(error))}"
@@ -64,17 +64,17 @@ class Record(Displayed):
             this = "this" if is_text else str(source)
             command = f", or with `{_COMMANDS[name]}`" if name in _COMMANDS else ""
             raise LowtideError(
-                f"{this} is not a {name} {what}.\n  Write one with `{name.lower()}.to_json(path)`{command}."
+                f"{this} is not a {name} {problem}.\n  Write one with `{name.lower()}.to_json(path)`{command}."
             ) from error
         return record
 
     @classmethod
-    def expect(cls, thing: object, by: str) -> Self:
-        """Return `thing` if it is such a record, else raise LowtideError. `by` names the function that takes it."""
-        if not isinstance(thing, cls):
-            hint = f"; {cls.__name__}.from_json(path) reads one" if isinstance(thing, str | os.PathLike) else ""
-            raise LowtideError(f"{by} takes a {cls.__name__}, found {type(thing).__name__}{hint}.")
-        return thing
+    def expect(cls, obj: object, by: str) -> Self:
+        """Return `obj` if it is such a record, else raise LowtideError. `by` names the function that takes it."""
+        if not isinstance(obj, cls):
+            hint = f"; {cls.__name__}.from_json(path) reads one" if isinstance(obj, str | os.PathLike) else ""
+            raise LowtideError(f"{by} takes a {cls.__name__}, found {type(obj).__name__}{hint}.")
+        return obj
 
     def _written(self) -> object:
         """Return the contents of the JSON text."""

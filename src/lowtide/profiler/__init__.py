@@ -35,11 +35,11 @@ from lowtide.profiler.trace import MaxSavingEngine, Trace
 from lowtide.profiler.trial_updates import Updates
 from lowtide.runtime.fingerprint import Optimizers, fingerprint, place_of, static_bytes
 from lowtide.runtime.tensor_writers import Overwritten
-from lowtide.state.process_group import check_waits_for_nobody, n_sent
+from lowtide.state.process_group import check_waits_for_no_process, n_sent
 from lowtide.state.step_outcome import is_out_of_memory, unless_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.units import format_bytes
-from lowtide.utils.interrupts import held_back
+from lowtide.utils.interrupts import interrupts_delayed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,7 +70,7 @@ OTHER_WORK: Final = (
 )
 
 
-@held_back()
+@interrupts_delayed()
 def rehearse(
     model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizers = None, in_place: bool = True
 ) -> Profile:
@@ -104,7 +104,7 @@ def rehearse(
             unchanged.restore_for_rerun()
             engine, sent = MaxSavingEngine(model, audit), n_sent()
             trace, recorder = unless_out_of_memory(lambda: _trace(engine, seen, batch), _does_not_fit)
-            check_waits_for_nobody(sent)
+            check_waits_for_no_process(sent)
             return _Tried(audit, frugal, there, engine, trace, recorder)
 
         def profiled() -> tuple[_Tried, Profile]:

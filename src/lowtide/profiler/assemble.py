@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lowtide.memory.events import EventStream, most_between
+from lowtide.memory.events import EventStream, peak_between
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
 from lowtide.profiler.audit_inplace import InPlaceGroup, in_place, with_their_own
 from lowtide.profiler.backward_passes import Pass, in_passes, passes
@@ -261,7 +261,7 @@ def _one_storage_a_value(seen: TraceIndex, slots: list[SlotDraft]) -> None:
 
 def transients(values: Iterable[ValueDraft], stream: EventStream) -> None:
     """Fill in the bytes that each audited recipe allocated beyond its result, from the marks around its run."""
-    peaks = dict(most_between(stream, "making", "made"))
+    peaks = dict(peak_between(stream, "making", "made"))
     for draft in values:
         if draft.spent is not None and draft.recipe is not None:
             draft.transient_bytes = max(0, peaks.get(draft.spent, 0) - draft.bytes)

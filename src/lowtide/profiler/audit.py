@@ -3,7 +3,7 @@
 Each result is compared with the original tensor bit by bit; recipes and replays that differ on this model and device
 are not used. The same run counts FLOPs and measures times. All tensors stay in memory during the audit, so it needs the
 memory of the plain step. A frugal audit needs at most that, and less where modules have children: it frees the tensors
-of each block once the block has been audited, and replays the block in backward. Outside of blocks it frees tensors
+of each block as a trial replay brings them back, and replays the block in backward. Outside of blocks it frees tensors
 that kept ones recompute (`released_tensors.py`).
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lowtide._torch.backward import around_checkpoints, in_backward
+from lowtide._torch.backward import in_backward, observe_checkpointed_calls
 from lowtide._torch.device_timing import now_ms
 from lowtide._torch.nodes import next_sequence_number
 from lowtide._torch.tensors import storage_id
@@ -42,11 +42,11 @@ from lowtide.runtime.fingerprint import in_words, tensors_in
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_values import Geometry, Handle, Observer, Recomputation, Value
-from lowtide.state.appended_items import take_back
+from lowtide.state.appended_items import undo_appends
 from lowtide.state.bitwise import identical
-from lowtide.state.own_generators import DRAWS, OwnDraws
+from lowtide.state.own_generators import DRAWS, OwnGenerators
 from lowtide.state.process_group import n_sent
-from lowtide.state.side_effects import CHANGES, ITERATES, OwnState
+from lowtide.state.side_effects import CHANGES, ITERATES, CodeState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,13 +103,13 @@ class Audit(RecomputeAudit, Observer):
         )
         self._returned: Any = RAISED
         self._units = FsdpUnits(model)
-        self._own_draws = OwnDraws(model)
+        self._own_draws = OwnGenerators(model)
         self._witness = Witness(mark)
         self._results: list[Value] = []
         """Results of the block that was freed last."""
         self._given: set[int] = set()
         """Indices of values that are arguments of calls."""
-        self._own_states: dict[ReplayFrame, OwnState] = {}
+        self._own_states: dict[ReplayFrame, CodeState] = {}
         """State that calls in progress could change, as of their beginning."""
         self._read: list[tuple[CallDraft, list[tuple[Tensor, int]]]] = []
         """Tensors that a replay of each call would read, with the versions that it needs."""
@@ -122,7 +122,7 @@ class Audit(RecomputeAudit, Observer):
         self.install()
         values.probe = self
         try:
-            with self._units.watched(), around_checkpoints(self._checkpoints), contextlib.ExitStack() as stack:
+            with self._units.watched(), observe_checkpointed_calls(self._checkpoints), contextlib.ExitStack() as stack:
                 if self.allows_in_place:
                     self._tried_in_place = stack.enter_context(AuditInPlace(self._place, self._mark))
                 yield
@@ -200,7 +200,7 @@ class Audit(RecomputeAudit, Observer):
         else:
             self._open[-1] = len(self.calls) - 1, (frame := ReplayFrame(seam, args, kwargs, self.argument))
             if self._why_refused(seam.module) is None:
-                self._own_states[frame] = OwnState(seam.module, frame.surroundings)
+                self._own_states[frame] = CodeState(seam.module, frame.surroundings)
 
     def pack(self, now: ForwardPass, tensor: Tensor) -> Handle:
         handle = super().pack(now, tensor)
@@ -253,9 +253,6 @@ class Audit(RecomputeAudit, Observer):
             if call.refused is None:
                 call.state = self.state(frame.surroundings.nbytes)
                 self._read.append((call, frame.read(given=not self._frugal)))
-                if seam.module in self._freed:
-                    self.relied_on.frames.add(frame)
-                    self.let_go(call, frame, returned)
             self.lent.let_go()
         self._units.let_go(seam.module)
         self._open.pop()
@@ -274,11 +271,18 @@ class Audit(RecomputeAudit, Observer):
         if own.iterates or own.has_changed():
             return ITERATES if own.iterates else CHANGES
         frame.held, first, states = [], next_sequence_number(), self._own_draws.states()
-        refused = self.try_replay(call, frame)
+        freed = self.values_to_free(call, module, returned) if module in self._freed else {}
+        refused = self.try_replay(call, frame, freed)
         if refused is None and module in self._blocks and module not in self._units.apart:
             self.try_advance(call, frame, returned)
-        if frame.is_held_outside():
-            take_back(first, next_sequence_number())
+        leaks = frame.is_held_outside()
+        if freed and (refused is not None or leaks):
+            self.hold_again(frame, freed)
+        elif freed:
+            self.relied_on.frames.add(frame)
+            frame.values = {place: weakref.ref(value) for value, place in freed.items()}
+        if leaks:
+            undo_appends(first, next_sequence_number())
             if frame.is_held_outside():
                 self.leaked = str(frame.seam)
             call.result_value, refused = None, LEAKS
@@ -294,8 +298,12 @@ class Audit(RecomputeAudit, Observer):
         kinds = map(type, module.modules()) if self.refused else ()
         return next((self.refused[kind] for kind in kinds if kind in self.refused), None)
 
-    def try_replay(self, call: CallDraft, frame: ReplayFrame) -> str | None:
-        """Replay a call and compare all tensors that it saves. Return the reason why it can't be replayed, or None."""
+    def try_replay(self, call: CallDraft, frame: ReplayFrame, freed: dict[Value, int]) -> str | None:
+        """Replay a call and compare all tensors that it saves. Return the reason why it can't be replayed, or None.
+
+        Values in `freed`, each with a place among the saved tensors, are freed as soon as the replay has brought them
+        back: so a trial takes little more memory than the call.
+        """
         packed = range(call.first_slot, call.stop_slot)
         inputs = {slot.value for slot in call.inputs}
         inside = {self.slots[n].value for n in packed} - inputs
@@ -306,9 +314,13 @@ class Audit(RecomputeAudit, Observer):
         wrong, looked_ms = list[str](), [0.0]
 
         def look(place: int, tensor: Tensor) -> None:
-            began = now_ms(self._place)
-            if not wrong and (why := self.differs(call.first_slot + place, tensor)) is not None:
+            began, n = now_ms(self._place), call.first_slot + place
+            value = self._handles[n][0]
+            if not wrong and (why := self.differs(n, tensor, frame)) is not None:
                 wrong.append(why)
+            elif not wrong and value.maker is not frame and freed.get(value) == place:
+                self._witness.saved(n, self.slot_tensor(n))
+                self.lent.add(value, frame)
             looked_ms[0] += now_ms(self._place) - began
 
         try:
@@ -319,9 +331,18 @@ class Audit(RecomputeAudit, Observer):
             return f"running it again failed: {type(error).__name__}: {error}".splitlines()[0]
         return wrong[0] if wrong else None
 
-    def differs(self, n: int, tensor: Tensor) -> str | None:
-        """Compare slot `n` with the tensor that a second run saves there. Return why the two differ, or None."""
+    def slot_tensor(self, n: int) -> Tensor:
+        """Return the tensor of slot `n` with the geometry it was saved with."""
         value, view = self._handles[n]
+        return value.get() if view is None else value.get().as_strided(*view)
+
+    def differs(self, n: int, tensor: Tensor, frame: ReplayFrame) -> str | None:
+        """Compare slot `n` with the tensor that a run of `frame` saves there. Return why the two differ, or None."""
+        value, view = self._handles[n]
+        if value.maker is frame:  # freed by its first run
+            tensor = tensor if view is None else tensor.as_strided(*view)
+            is_other = self._witness.differs(n, tensor)
+            return f"a third run gives other bits for {self.slots[n].label}" if is_other else None
         try:
             saved = value.get()
         except RuntimeError as error:  # changed in place, which is an error in PyTorch only if backward reads it
@@ -340,30 +361,33 @@ class Audit(RecomputeAudit, Observer):
             call.result_value = self._index[value]
             self._passed_through.append(value)
 
-    def let_go(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> None:
-        """Free the tensors that an audited block saved; its replay recomputes them."""
+    def values_to_free(self, call: CallDraft, module: nn.Module, returned: Any) -> dict[Value, int]:
+        """Return the values that only a block's call has saved, each with its first place among its saved tensors."""
         self.let_go_of_results()
         for result in tensors_in_call((returned,), {}):
             if result.requires_grad:  # now, because its recompute may need tensors that are about to be freed
                 self._results.append(self.known(result)[0])
-        inputs = {slot.value for slot in call.inputs}
-        if frame.seam.module in self._units.apart:  # its results are read where the unit can't be replayed
+        kept = {slot.value for slot in call.inputs}
+        if module in self._units.apart:  # its results are read where the unit can't be replayed
             given = {storage_id(tensor) for tensor in tensors_in(returned)}
-            inputs |= {
+            kept |= {
                 self._index[value]
                 for value, _ in self._saved_in(call)
                 if value.tensor is not None and storage_id(value.tensor) in given
             }
-        mine: dict[Value, int] = {}
-        for n, (value, view) in enumerate(self._saved_in(call), call.first_slot):
+        freed: dict[Value, int] = {}
+        for place, (value, _) in enumerate(self._saved_in(call)):
             draft = self.values[self._index[value]]
-            if self._index[value] not in inputs and draft.bytes and not draft.is_seed:
-                tensor = value.get()
-                self._witness.saved(n, tensor if view is None else tensor.as_strided(*view))
-                mine.setdefault(value, n - call.first_slot)
-        for value in mine:
-            self.lent.add(value, frame)
-        frame.values = {place: weakref.ref(value) for value, place in mine.items()}
+            if self._index[value] not in kept and draft.bytes and not draft.is_seed:
+                freed.setdefault(value, place)
+        return freed
+
+    def hold_again(self, frame: ReplayFrame, freed: dict[Value, int]) -> None:
+        """Keep the values after all that a trial of `frame` has freed, because the call can't be replayed."""
+        lent = {place: value for value, place in freed.items() if value.maker is frame}
+        frame.values = {place: weakref.ref(value) for place, value in lent.items()}
+        if lent:
+            frame.look(lambda place, tensor: self.lent.give_back(lent[place], tensor))
 
     def let_go_of_results(self) -> None:
         """Free results of earlier blocks, because all recomputes from them have been tried."""

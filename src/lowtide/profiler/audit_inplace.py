@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lowtide._torch.device_timing import now_ms
-from lowtide.memory.events import most_between
+from lowtide.memory.events import peak_between
 from lowtide.planner import records
 from lowtide.profiler.measure_call import CAN_GO_WRONG
 from lowtide.runtime.inplace_gradients import MIN_BYTES, InPlace, available
@@ -100,7 +100,7 @@ def _ms(calls: list[float]) -> float:
 def _allocated(stream: EventStream) -> dict[tuple[str, int], int]:
     """Return the most bytes that torch's own kernels allocated at once, by node and bytes of the gradient."""
     found: dict[tuple[str, int], int] = defaultdict(int)
-    for call, n_bytes in most_between(stream, "own", "owned"):
+    for call, n_bytes in peak_between(stream, "own", "owned"):
         assert isinstance(call, tuple)
         found[call] = max(found[call], n_bytes)
     return found

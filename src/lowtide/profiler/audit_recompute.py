@@ -16,7 +16,7 @@ from torch import nn
 from lowtide._torch.device_timing import now_ms
 from lowtide._torch.nodes import sequence_number
 from lowtide._torch.tensors import parts_of, storage_id
-from lowtide.planner.address_nodes import MASK, NOTED, SHAPE, SIGNS, with_noted
+from lowtide.planner.address_nodes import MASK, NOTED, SHAPE, SIGNS, with_captured_operands
 from lowtide.profiler.drafts import OVERWRITTEN, SlotDraft, ValueDraft, describe
 from lowtide.profiler.fsdp_units import FsdpScopes
 from lowtide.profiler.measure_call import SHORT_MS, Flops, Meter
@@ -96,6 +96,8 @@ class RecomputeAudit(Engine):
         self.withdraw_overwritten()
         self._handles.clear()
         self._passed_through.clear()
+        for index in self._late.keys() - self._saved:  # nothing reads these values: their operands are not to wait
+            del self._late[index]
         self._meter.forget()
 
     def notes(self, scope: CallScope) -> bool:
@@ -300,7 +302,9 @@ class RecomputeAudit(Engine):
         elif identical(made, base):
             draft.recipe = maker.recipe.node
             if places:
-                draft.node = with_noted(draft.node, (place.ordinal for place in places if place.ordinal is not None))
+                draft.node = with_captured_operands(
+                    draft.node, (place.ordinal for place in places if place.ordinal is not None)
+                )
             del made
             if draft.cost_ms < SHORT_MS:
                 maker.make(value)  # again, in touched memory: the first run may have paid for new pages

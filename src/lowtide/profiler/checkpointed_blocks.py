@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lowtide._torch.backward import around_checkpoints
+from lowtide._torch.backward import observe_checkpointed_calls
 from lowtide.planner.planning import smallest_peak
 from lowtide.planner.records import CHECKPOINTED
 from lowtide.profiler.repeated_blocks import repeated_blocks
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def without_checkpoints() -> AbstractContextManager[None]:
     """Disable torch.utils.checkpoint inside this `with` block: the same bits, and every tensor saved."""
-    return around_checkpoints(lambda: None, off=True)
+    return observe_checkpointed_calls(lambda: None, off=True)
 
 
 def can_do_without(model: nn.Module) -> bool:

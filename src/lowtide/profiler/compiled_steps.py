@@ -27,7 +27,7 @@ from lowtide.runtime.compiled_plan import Partitioner
 from lowtide.runtime.fingerprint import Optimizers, fingerprint, place_of, static_bytes
 from lowtide.runtime.fingerprint import in_words as in_words_of
 from lowtide.state.step_snapshot import StepSnapshot
-from lowtide.utils.interrupts import held_back
+from lowtide.utils.interrupts import interrupts_delayed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.joint_slots import JointSlots
 
 
-@held_back()
+@interrupts_delayed()
 def rehearse_compiled(
     model: nn.Module, step: Callable[[Any], Any], batch: Any, *, optimizer: Optimizers = None
 ) -> Profile:

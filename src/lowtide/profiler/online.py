@@ -27,6 +27,7 @@ from lowtide.profiler.checkpointed_blocks import without_checkpoints
 from lowtide.profiler.differing_modules import modules_that_differ
 from lowtide.profiler.host_bandwidth import host_bandwidth
 from lowtide.profiler.other_memory import in_words, with_others
+from lowtide.profiler.peak_margin import DRAWS
 from lowtide.profiler.preconditions import (
     SEVERAL_STREAMS,
     by_contents,
@@ -52,6 +53,11 @@ if TYPE_CHECKING:
     from lowtide.runtime.replay import ReplayFrame
 
 NOT_RUN = "no plain step was run: its peak is predicted"
+
+VARIES = (
+    "the model does other work from step to step, as with LayerDrop: the plan is for the largest rehearsed step, "
+    "blocks that did not run in it get the decisions of others of their class, and a larger step may exceed the budget"
+)
 
 PATIENCE = 20
 """Steps during which the profiler waits for the largest size to recur. After them the largest traced size is used."""
@@ -96,6 +102,8 @@ class OnlineProfiler:
         self._fullest: _Audited | _Traced | None = None
         """Step that saved most."""
         self._seen: Counter[Fingerprint] = Counter()
+        self._is_drawn = False
+        """True once the model has called other modules, or in another order, than in a step before."""
         self._left_alone: frozenset[str] = frozenset()
         """Paths of modules that save different tensors in each step."""
         self._to_come: Update | None = None
@@ -174,6 +182,7 @@ class OnlineProfiler:
             )
         if found := modules_that_differ(audit.shapes, trace.calls):
             del self._audited[_form(watch.size)]
+            self._is_drawn |= "" in found
             if "" not in found:
                 self._leave_alone(found)
             raise _Unusable(
@@ -240,6 +249,8 @@ class OnlineProfiler:
             if self._to_come is not None:
                 found = replace(self._to_come.counted(found), notes=(*found.notes, *self._to_come.notes()))
             notes = [f"left alone, as it saves something else in each step: {', '.join(alone)}"] if alone else []
+            if self._is_drawn:
+                found, notes = replace(found, draws=DRAWS), [*notes, VARIES]
             self.profile = replace(found, excluded_modules=alone, notes=(*found.notes, *notes))
 
 

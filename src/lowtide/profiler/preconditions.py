@@ -11,7 +11,7 @@ from lowtide._torch.joint_graph import hindrances
 from lowtide._torch.modules import Convolution
 from lowtide.errors import RehearsalError
 from lowtide.runtime.fingerprint import listed, tensors_in
-from lowtide.state.introspection import names_in, users_functions, variables
+from lowtide.state.introspection import names_in, user_functions, variables
 from lowtide.state.process_group import check_sharding
 from lowtide.state.reachable_state import ReachableState
 
@@ -66,7 +66,7 @@ def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
 def _is_gone_through(step: Any, batch: Any) -> bool:
     """Return True if an input of a frozen model may be trained: a prompt, an image, or a tensor set so by the step."""
     tensors = (*tensors_in(batch), *ReachableState(step).tensors)
-    says = any("requires_grad" in name for function in users_functions(step) for name in names_in(function.__code__))
+    says = any("requires_grad" in name for function in user_functions(step) for name in names_in(function.__code__))
     return says or any(tensor.requires_grad for tensor in tensors)
 
 
@@ -140,9 +140,9 @@ def is_planned_by_its_compiler(model: torch.nn.Module, step: Any) -> bool:
 
 def _compiles_around(model: torch.nn.Module, step: Any) -> bool:
     """Return True if the step calls a compiled function (torch.compile) that calls `model`."""
-    functions = {id(found): found for function in users_functions(step) for _, _, found in variables(function)}
+    functions = {id(found): found for function in user_functions(step) for _, _, found in variables(function)}
     compiled = [found for found in (step, *functions.values()) if is_compiled_function(found)]
-    inside = (found for thing in compiled for function in users_functions(thing) for _, _, found in variables(function))
+    inside = (found for thing in compiled for function in user_functions(thing) for _, _, found in variables(function))
     return any(found is model for found in inside)
 
 

@@ -8,6 +8,7 @@ of NumPy's generators, are tried with several seeds.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from lowtide._torch.backward import in_backward
-from lowtide._torch.patching import stand_in, wrap_module_calls
+from lowtide._torch.patching import replace_function, wrap_module_calls
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,7 +57,7 @@ def drawn_as(share: float | None) -> Iterator[None]:
         yield
         return
     undo = [
-        stand_in(owner, name, partial(_fixed, at, share, is_method))
+        replace_function(owner, name, partial(_fixed, at, share, is_method))
         for at, owner, names, is_method in _PLACES
         for name in names
     ]
@@ -97,7 +98,7 @@ def fullest(run: Callable[[Draw], list[str]]) -> Draw:
 def _fixed(at: Callable[..., Any], share: float, is_method: bool, draw: Callable[..., Any]) -> Callable[..., Any]:
     def drawn(*args: Any, **kwargs: Any) -> Any:
         found = draw(*args, **kwargs)  # advances the generator as in the plain step
-        if isinstance(found, torch.Tensor) and (found.dim() > 1 or found.numel() > FEW):
+        if isinstance(found, (torch.Tensor, np.ndarray)) and (found.ndim > 1 or math.prod(found.shape) > FEW):
             return found
         return at(share, found, *args[is_method:], **kwargs)
 
@@ -105,7 +106,7 @@ def _fixed(at: Callable[..., Any], share: float, is_method: bool, draw: Callable
 
 
 def _even(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace a result of torch.rand, random.uniform and similar functions, which may take a range."""
+    """Replace a result of torch.rand, random.random and random.uniform, which may take a range."""
     if isinstance(found, torch.Tensor):
         return found.fill_(share)
     if not isinstance(found, float):
@@ -127,7 +128,7 @@ def _coin(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _whole(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace a result of randint; that of torch and of NumPy excludes the upper end."""
+    """Replace a result of randint; that of torch excludes the upper end."""
     bounds = [each for each in args if isinstance(each, int)]
     low, high = (0, *bounds)[-2:] if bounds else (kwargs.get("low", 0), kwargs.get("high"))
     if high is None:
@@ -142,6 +143,35 @@ def _chosen(share: float, found: Any, options: Any, *args: Any, **kwargs: Any) -
     return options[int(len(options) * share)]
 
 
+def _like(found: Any, number: Any) -> Any:
+    """Return `number` as NumPy's functions return it: an array like `found`, or one number of its type."""
+    if isinstance(found, np.ndarray):
+        return np.full_like(found, number)
+    return type(found)(number) if isinstance(found, np.generic) else number
+
+
+def _numpy_unit(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace a result of numpy.random.rand, random or random_sample."""
+    return _like(found, share)
+
+
+def _numpy_even(share: float, found: Any, low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
+    """Replace a result of numpy.random.uniform."""
+    return _like(found, low + (high - low) * share)
+
+
+def _numpy_whole(share: float, found: Any, low: int, high: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    """Replace a result of numpy.random.randint, which excludes the upper end."""
+    low, high = (0, low) if high is None else (low, high)
+    return _like(found, high - 1 if share > 0.5 else low)
+
+
+def _numpy_chosen(share: float, found: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace a result of numpy.random.choice, whose options may be a number."""
+    options = range(options) if isinstance(options, int) else options
+    return _like(found, options[int(len(options) * share)])
+
+
 _PLACES: Final[tuple[tuple[Callable[..., Any], Any, tuple[str, ...], bool], ...]] = (
     (_even, torch, ("rand",), False),
     (_coin, torch, ("bernoulli",), False),
@@ -154,6 +184,9 @@ _PLACES: Final[tuple[tuple[Callable[..., Any], Any, tuple[str, ...], bool], ...]
     (_even, random.Random, ("random", "uniform"), True),
     (_whole, random.Random, ("randint",), True),
     (_chosen, random.Random, ("choice",), True),
-    (_even, np.random, ("rand", "random", "random_sample", "uniform"), False),
+    (_numpy_unit, np.random, ("rand", "random", "random_sample"), False),
+    (_numpy_even, np.random, ("uniform",), False),
+    (_numpy_whole, np.random, ("randint",), False),
+    (_numpy_chosen, np.random, ("choice",), False),
 )
 """Random functions: replacement of the result, owner, names, and True if they are methods."""

@@ -21,7 +21,7 @@ from lowtide.memory.events import ASIDE
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_values import Observer
-from lowtide.state.bitwise import number_of
+from lowtide.state.bitwise import content_hash
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +41,11 @@ class Witness:
         """Store the checksum of a tensor that will be recomputed."""
         if not is_fake(tensor):
             self._saved[key] = self._sum(tensor)
+
+    def differs(self, key: int, tensor: Tensor) -> bool:
+        """Return True if the bits of `tensor` surely differ from those stored for `key`, if any."""
+        known = self._saved.get(key)
+        return known is not None and self._sum(tensor) != known
 
     def read(self, key: int, handle: Handle, tensor: Tensor) -> None:
         """Check `tensor`, which backward reads. Raises ReplayMismatch if its bits surely differ from the saved ones.
@@ -63,11 +68,11 @@ class Witness:
         )
 
     def _sum(self, tensor: Tensor) -> int:
-        """Return a checksum of all parts of `tensor`; see `number_of`."""
+        """Return a checksum of all parts of `tensor`; see `content_hash`."""
         self._mark(ASIDE, True)
         try:
             with torch.no_grad():
-                return hash(tuple(number_of(part) for part in parts_of(tensor)))
+                return hash(tuple(content_hash(part) for part in parts_of(tensor)))
         finally:
             self._mark(ASIDE, False)
 

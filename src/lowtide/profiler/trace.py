@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -213,7 +214,10 @@ def address(tensor: Tensor) -> int:
 
 
 def most_saving(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> Decisions:
-    """Return the most saving decisions: replay blocks of at most half of the saved bytes, recompute the rest."""
+    """Return the most saving decisions: replay blocks of at most half of the saved bytes, recompute most of the rest.
+
+    Kept is what only a replay can help to recompute: chains of it would bring every block back at once.
+    """
     total = [sum(values[i].bytes for i in {slots[n].value for n in range(c.first_slot, c.stop_slot)}) for c in calls]
     replay: set[int] = set()
     outside: set[int] = set()
@@ -225,5 +229,17 @@ def most_saving(values: list[ValueDraft], slots: list[SlotDraft], calls: list[Ca
                 replay.add(index)
             else:
                 outside.add(index)
-    recompute = {slot.address for slot in slots if slot.call in outside and values[slot.value].recipe is not None}
+    saved = {slot.value for slot in slots if slot.call in outside}
+    inside = {slot.value for slot in slots} - saved - {given.value for index in replay for given in calls[index].inputs}
+
+    @cache
+    def needs_a_replay(index: int) -> bool:
+        made_of = values[index].operands
+        return any(need in inside or (need not in saved and needs_a_replay(need)) for need in made_of)
+
+    recompute = {
+        slot.address
+        for slot in slots
+        if slot.call in outside and values[slot.value].recipe is not None and not needs_a_replay(slot.value)
+    }
     return Decisions(recompute=frozenset(recompute), replay=frozenset(calls[index].id for index in replay))

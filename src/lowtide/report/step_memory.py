@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lowtide.memory.events import PHASE, Allocate, Free, Mark
 from lowtide.memory.memory_timeline import Timeline
-from lowtide.planner.inplace_savings import number_of
+from lowtide.planner.inplace_savings import prefix_length_of
 from lowtide.planner.planning import simulator_of
 from lowtide.planner.records import Decisions, Profile, Static
 from lowtide.planner.serialization import Record
@@ -159,7 +159,7 @@ def predicted_memory(profile: Profile, decisions: Decisions | None = None) -> St
 
 def swept(profile: Profile, decisions: Decisions) -> tuple[Profile, Sweep]:
     """Return the step under `decisions`, and the profile that it is about: with their gradients in place."""
-    n = number_of(profile, decisions.in_place) if decisions.in_place else 0
+    n = prefix_length_of(profile, decisions.in_place) if decisions.in_place else 0
     simulator = simulator_of(profile, offload=bool(decisions.offload), in_place=n)
     return simulator.profile, simulator.sweep(simulator.choice(replace(decisions, in_place=frozenset())))
 

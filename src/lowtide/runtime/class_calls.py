@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from lowtide._torch.modules import CALL, own_call
-from lowtide._torch.patching import original, stand_in
+from lowtide._torch.modules import CALL, original_call
+from lowtide._torch.patching import original, replace_function
 
 _ONWARD = {"__call__", "_call_impl", "_wrapped_call_impl"}
 
@@ -54,7 +54,7 @@ def stand_in_calls(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
     """Make calls of such `modules` use CALL first, until each of the returned functions is called."""
     kinds = {kind for module in modules if (kind := class_of_call(module)) is not None}
     asked = functools.partial(functools.partial, _ask_first)
-    return [stand_in(kind, "__call__", asked, innermost=True) for kind in kinds]
+    return [replace_function(kind, "__call__", asked, innermost=True) for kind in kinds]
 
 
 def _ask_first(plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -65,4 +65,4 @@ def _ask_first(plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kw
 def past_fronts(module: nn.Module) -> Callable[..., Any]:
     """Return a function that calls `module` and bypasses the content of CALL."""
     kind = class_of_call(module)
-    return own_call(module) if kind is None else functools.partial(original(kind, "__call__"), module)
+    return original_call(module) if kind is None else functools.partial(original(kind, "__call__"), module)

@@ -317,7 +317,7 @@ class Engine:
             self.n_runs_in_eval_mode += 1
             return seam.inner(*args, **kwargs)
         self.n_runs += 1
-        _interrupts.stand()
+        _interrupts.install_handler()
         if in_transform():  # transforms allow no saved-tensor hooks: run as without a plan
             self.bypassed = IN_TRANSFORM
             if self.does_anything:

@@ -153,7 +153,7 @@ def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) 
     )
     state = add(_state(optimizers))
     growing = [o for o in optimizers if isinstance(o, torch.optim.LBFGS)]
-    state += sum(add(histories.tensors_of(o)) + histories.yet_to_come_bytes(o) for o in growing)
+    state += sum(add(histories.tensors_of(o)) + histories.missing_history_bytes(o) for o in growing)
     static = Static(parameters=parameters, gradients=gradients, optimizer=state, buffers=buffers, inputs=inputs)
     return static, frozenset(seen - {0})
 

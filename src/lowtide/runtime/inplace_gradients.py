@@ -35,7 +35,7 @@ from lowtide._torch.backward import ENGINE, in_backward, in_forward_mode, runnin
 from lowtide._torch.compiled_code import never_compiled, not_compiled_alone
 from lowtide._torch.fake_modes import without_modes
 from lowtide._torch.nodes import node_metadata
-from lowtide._torch.patching import stand_in
+from lowtide._torch.patching import replace_function
 from lowtide._torch.privateuse1 import below_autograd, is_dispatched_plainly, is_replaced, put_aside, with_aside
 from lowtide._torch.pytree import tree_leaves
 from lowtide._torch.tensors import is_plain, references
@@ -160,7 +160,7 @@ def _attend() -> None:
     global _stop_attending
     with _LOCK:
         if _stop_attending is None:
-            _stop_attending = stand_in(torch.autograd, ENGINE, functools.partial(functools.partial, _backward))
+            _stop_attending = replace_function(torch.autograd, ENGINE, functools.partial(functools.partial, _backward))
 
 
 @not_compiled_alone

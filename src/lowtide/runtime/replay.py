@@ -343,9 +343,13 @@ class _ReplayRun(_Reexecution):
 
     def hand_over(self) -> None:
         """Pass on the tensors saved so far, which are complete."""
-        self.found |= self._fresh.keys()
-        while self._fresh:
-            self._at(*self._fresh.popitem())
+        for place in list(self._fresh):
+            self.hand_over_one(place)
+
+    def hand_over_one(self, place: int) -> None:
+        """Pass on the tensor of one place."""
+        self.found.add(place)
+        self._at(place, self._fresh.pop(place))
 
     @never_compiled
     def pack(self, tensor: Tensor) -> Tensor | Token | None:
@@ -365,11 +369,13 @@ class _ReplayRun(_Reexecution):
                 raise _StopReplay
             self.hand_over()
             self._operator, self._is_complete = operator, True
-        has_history = tensor.grad_fn is not None or tensor.requires_grad or base_of(tensor) is not None
-        self._is_complete &= is_complete or has_history
+        is_complete |= tensor.grad_fn is not None or tensor.requires_grad or base_of(tensor) is not None
+        self._is_complete &= is_complete
         self._place += 1
         if self._place in self._wanted:
             self._fresh[self._place] = self._frame.as_saved(self._place, tensor)
+            if is_complete:
+                self.hand_over_one(self._place)
         if self._place >= self._last and self._is_complete:
             raise _StopReplay
 

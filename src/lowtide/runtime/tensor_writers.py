@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch.backward import in_backward
-from lowtide._torch.patching import stand_in
+from lowtide._torch.patching import replace_function
 from lowtide._torch.tensors import storage_id
 from lowtide.runtime.recipes import CannotRecompute
 from lowtide.runtime.saved_values import Value, changed_in_place, value_without_grad_fn
@@ -101,7 +101,7 @@ class ReliedOn:
         _watching.add(self)
         if not _undo:
             _undo.append(register_optimizer_step_pre_hook(_updates).remove)
-        stop = stand_in(
+        stop = replace_function(
             torch, "embedding_renorm_", functools.partial(functools.partial, _renormalise, weakref.ref(self))
         )
         self._stop = weakref.finalize(self, _leave, stop)

@@ -56,4 +56,4 @@ def at_hand() -> Iterator[Any]:
 
 def optimizers_at_hand() -> list[Optimizer]:
     """Return the optimizers reachable from the variables of calling functions."""
-    return [thing for thing in ReachableState(*at_hand()).things if isinstance(thing, Optimizer)]
+    return [thing for thing in ReachableState(*at_hand()).visited if isinstance(thing, Optimizer)]

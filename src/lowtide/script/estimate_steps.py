@@ -197,7 +197,7 @@ class Estimating(StepListener):
         self._told()
         # Parameters outside of modules, and sums whose device a loop compares, as transformers' Trainer does.
         there = [t for t in found.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
-        there += (t for t in found.things if isinstance(t, torch.Tensor) and not t.is_leaf and is_given(t))
+        there += (t for t in found.visited if isinstance(t, torch.Tensor) and not t.is_leaf and is_given(t))
         rehearsal.put([tensor for tensor in there if not _is_in(resizing, tensor)], lambda tensor: tensor)
 
     def ends(self, model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from lowtide._torch.backward import ENGINE
 from lowtide._torch.fake_modes import function_modes_in_backward
-from lowtide._torch.patching import stand_in
+from lowtide._torch.patching import replace_function
 from lowtide.estimator.cuda import process_groups as groups
 from lowtide.estimator.cuda.memory_stats import Usage
 from lowtide.estimator.cuda.redirect import cuda_is_there
@@ -65,7 +65,7 @@ def cuda_for_a_script(gpu: GpuSpec, crew: Estimating) -> Iterator[None]:
 
     checkpoint = torch.utils.checkpoint.checkpoint
     with contextlib.ExitStack() as stack:
-        stack.callback(stand_in(torch.autograd, ENGINE, functools.partial(functools.partial, runs_back)))
+        stack.callback(replace_function(torch.autograd, ENGINE, functools.partial(functools.partial, runs_back)))
         stack.enter_context(patch.object(torch.utils.checkpoint, "checkpoint", checkpoints))
         stack.enter_context(patch.object(torch, "compile", compiles))
         for owner, name, function in groups.stand_ins():

@@ -32,7 +32,8 @@ MOST_UNUSABLE = 6
 
 ONE_FORM = (
     "  Have the model do the same work in each step, or give a step of your own and the largest batch to "
-    "lowtide.rehearse or lowtide.fit."
+    "lowtide.rehearse or lowtide.fit. Where layers are drawn at random, as with LayerDrop, lowtide.fit plans for the "
+    "step in which every layer runs."
 )
 
 

@@ -13,7 +13,7 @@ from lowtide.script.composite_model import name_of
 from lowtide.script.runner import Script
 from lowtide.script.step_detector import Steps
 from lowtide.script.step_listener import Enough, StepListener
-from lowtide.utils.interrupts import held_back
+from lowtide.utils.interrupts import interrupts_delayed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,13 +47,13 @@ def watched(
             "one of the two out, or let the first block end before."
         )
     try:
-        with held_back(), Steps(crew, model, when_failed=when_failed) as steps:
+        with interrupts_delayed(), Steps(crew, model, when_failed=when_failed) as steps:
             yield steps
     finally:
         _alone.release()
 
 
-@held_back()
+@interrupts_delayed()
 def run_watched(script: Script, crew: StepListener, *, untrained: Callable[[str], None] | None = None) -> int:
     """Run `script` with `crew` on its steps; return its exit code.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from lowtide.errors import LowtideError
-from lowtide.utils.interrupts import held_back, none_lost
+from lowtide.utils.interrupts import interrupts_delayed, resend_dropped_interrupts
 
 INTERRUPTED = 130
 """The exit code of an interrupted script, as in shells."""
@@ -46,7 +46,7 @@ class Script:
         `within` is entered before the script begins and left while its variables still exist. LowtideError passes
         through.
         """
-        with held_back(), self._as_main() as main, none_lost(), within or nullcontext():
+        with interrupts_delayed(), self._as_main() as main, resend_dropped_interrupts(), within or nullcontext():
             try:
                 exec(self._code(main), main.__dict__)
             except SystemExit as end:

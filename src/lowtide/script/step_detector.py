@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lowtide._torch.backward import in_backward, in_transform, is_tracing
 from lowtide._torch.compiled_code import never_compiled, not_compiled_alone
-from lowtide._torch.patching import Make, stand_in
+from lowtide._torch.patching import Make, replace_function
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.runtime.class_calls import class_of_call, classes_of_calls
 from lowtide.runtime.fingerprint import tensors_in
@@ -121,10 +121,12 @@ class Steps:
     def _watch(self) -> None:
         """Patch the calls of all modules, including classes with their own `__call__`."""
         told = functools.partial(functools.partial, self._call)
-        self._unwatch.callback(stand_in(nn.Module, "__call__", told))
-        self._unwatch.callback(stand_in(nn.Module, "__init__", functools.partial(functools.partial, self._made, told)))
+        self._unwatch.callback(replace_function(nn.Module, "__call__", told))
+        self._unwatch.callback(
+            replace_function(nn.Module, "__init__", functools.partial(functools.partial, self._made, told))
+        )
         started = functools.partial(functools.partial, self._starts_process)
-        self._unwatch.callback(stand_in(BaseProcess, "start", started))
+        self._unwatch.callback(replace_function(BaseProcess, "start", started))
         for kind in classes_of_calls():
             self._watch_class(kind, told)
 
@@ -176,7 +178,7 @@ class Steps:
     def _watch_class(self, kind: type, told: Make) -> None:
         if kind not in self._own_calls:
             self._own_calls.add(kind)
-            self._unwatch.callback(stand_in(kind, "__call__", told))
+            self._unwatch.callback(replace_function(kind, "__call__", told))
 
     @not_compiled_alone
     def _call(self, plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

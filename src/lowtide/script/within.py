@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lowtide.api.fitted import check_has_no_plan
 from lowtide.errors import LowtideError
-from lowtide.levers import in_script
+from lowtide.levers import parse_script_lever
 from lowtide.report.text_table import decisions, extra_time, lever_lines
 from lowtide.script.calling_code import as_far_as
 from lowtide.script.fit_steps import Fitting, OnInfeasible, RunVerdict, check_on_infeasible
 from lowtide.script.run_listened import watched, why_not
 from lowtide.units import format_bytes, format_change
 from lowtide.utils.amounts import check_budget
-from lowtide.utils.interrupts import entering, none_lost, whole
+from lowtide.utils.interrupts import entering, resend_dropped_interrupts, whole
 from lowtide.utils.messages import note, tell
 from lowtide.utils.rendering import Displayed, short_repr
 
@@ -60,7 +60,7 @@ class Run(Displayed):
         if model is not None:
             check_has_no_plan(model)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(none_lost())
+            stack.enter_context(resend_dropped_interrupts())
             stack.enter_context(as_far_as())
             self._steps = stack.enter_context(watched(self._fitting, model, when_failed=self.leave))
             stack.callback(self._fitting.take_off)
@@ -153,6 +153,19 @@ def within(
         OverBudget: If the measured peaks stay above the budget.
         RehearsalError: If the steps can't be rehearsed.
         LowtideError: If another such block runs in this process, or the model has a plan already.
+
+    Example:
+        >>> import torch, lowtide
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> optimizer = torch.optim.SGD(model.parameters())
+        >>> with lowtide.within("90%", progress=False) as run:
+        ...     for _ in range(4):
+        ...         model(torch.ones(128, 64)).square().mean().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> run.verdict.within_budget
+        True
     """
     check_budget(budget)
     check_on_infeasible(on_infeasible)
@@ -163,7 +176,7 @@ def within(
     fitting = Fitting(
         budget,
         say,
-        tuple(map(in_script, levers)),
+        tuple(map(parse_script_lever, levers)),
         in_place=in_place,
         on_infeasible=on_infeasible,
         takes_turns=model is None,

@@ -19,32 +19,32 @@ _DEPTH = 3
 """Levels of nested tuples that are searched for a list."""
 
 
-def take_back(first: int, stop: int) -> None:
+def undo_appends(first: int, stop: int) -> None:
     """Remove tensors whose nodes have sequence numbers from `first` up to `stop` from all lists. Scans all objects.
 
     A tensor that replaced another one, as in a dict, stays: the replaced value is unknown.
     """
-    given = [tensor for tensor in live_objects(Tensor) if _is_of(tensor, first, stop)]
-    ours = {id(given)}
-    for index in range(len(given)):
-        _take_out(given[index], ours, _DEPTH)
+    appended = [tensor for tensor in live_objects(Tensor) if _was_made_between(tensor, first, stop)]
+    ours = {id(appended)}
+    for index in range(len(appended)):
+        _remove_from_lists(appended[index], ours, _DEPTH)
 
 
-def _is_of(tensor: Tensor, first: int, stop: int) -> bool:
+def _was_made_between(tensor: Tensor, first: int, stop: int) -> bool:
     node = producer(tensor)
     return node is not None and first <= sequence_number(node) < stop
 
 
-def _take_out(thing: Any, ours: set[int], depth: int) -> None:
-    for holder in _holders(thing, ours):
+def _remove_from_lists(obj: Any, ours: set[int], depth: int) -> None:
+    for holder in _holders(obj, ours):
         if isinstance(holder, list | deque):
             for place in reversed(range(len(holder))):
-                if holder[place] is thing:
+                if holder[place] is obj:
                     del holder[place]
         elif type(holder) is tuple and depth:
-            _take_out(holder, ours, depth - 1)
+            _remove_from_lists(holder, ours, depth - 1)
 
 
-def _holders(thing: Any, ours: set[int]) -> Iterator[Any]:
-    holders = gc.get_referrers(thing)
+def _holders(obj: Any, ours: set[int]) -> Iterator[Any]:
+    holders = gc.get_referrers(obj)
     yield from (holder for holder in holders if id(holder) not in ours and holder is not holders)

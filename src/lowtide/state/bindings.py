@@ -30,12 +30,12 @@ _COUNTS = (int, str, bytes, type(None), Enum)
 """Types of contents that are equal in each run of the same step; floats are excluded, because times are floats."""
 
 
-def kind_of(thing: Any) -> Any:
+def kind_of(obj: Any) -> Any:
     """Return the container type in `_KINDS` of an object; None if it is no container."""
-    return next((kind for kind in _KINDS if isinstance(thing, kind)), None)
+    return next((kind for kind in _KINDS if isinstance(obj, kind)), None)
 
 
-class Empty:
+class Missing:
     """Marker for a place without content."""
 
 
@@ -54,7 +54,7 @@ def has_graph(content: Any) -> bool:
     return any(isinstance(x, torch.Tensor) and producer(x) is not None for x in islice(iter(inside), LARGEST))
 
 
-class Loose:
+class WeakContent:
     """A content with a graph, held by weak reference: a step frees the previous step's graph and its memory."""
 
     __slots__ = ("_keys", "_kind", "_known", "_reference")
@@ -72,8 +72,8 @@ class Loose:
 
         Lists and dicts allow no weak references; entries that were appended to one are removed.
         """
-        if (there := self._reference()) is not None:
-            return there
+        if (content := self._reference()) is not None:
+            return content
         if id(now) == self._known and self._kind in (list, dict, OrderedDict) and isinstance(now, self._kind):
             for key in list(islice(now, self._keys, None)) if self._kind is not list else ():
                 self._kind.__delitem__(now, key)
@@ -82,106 +82,106 @@ class Loose:
         return now
 
 
-def _loose(content: Any) -> Any:
-    return content if type(content) in ATOMS or not has_graph(content) else Loose(content)
+def _weakened(content: Any) -> Any:
+    return content if type(content) in ATOMS or not has_graph(content) else WeakContent(content)
 
 
 ATOMS = (str, int, float, bool, types.NoneType, types.FunctionType, bytes, complex)
 
 
-class Places:
+class Bindings:
     """Places of one object, and their contents."""
 
     __slots__ = ("held",)
 
-    def __init__(self, *, loosely: bool) -> None:
-        now = self.now()
-        self.held: list[Any] = list(map(_loose, now)) if loosely and len(now) <= LARGEST else now
+    def __init__(self, *, weakly: bool) -> None:
+        now = self.current()
+        self.held: list[Any] = list(map(_weakened, now)) if weakly and len(now) <= LARGEST else now
         """Contents in order; for named places each name, followed by its content."""
 
-    def now(self) -> list[Any]:
+    def current(self) -> list[Any]:
         """Return the present contents, in the form of `held`."""
         raise NotImplementedError
 
-    def put(self, contents: list[Any]) -> None:
-        """Store these contents. `Empty` clears a place."""
+    def store(self, contents: list[Any]) -> None:
+        """Store these contents. `Missing` clears a place."""
         raise NotImplementedError
 
     def restore(self) -> None:
         """Store the same objects again, if others have replaced them."""
-        if (now := self.now()) and len(now) == len(self.held) and all(map(is_, now, self.held)):
+        if (now := self.current()) and len(now) == len(self.held) and all(map(is_, now, self.held)):
             return
         contents = self._contents(now)
         if len(now) != len(contents) or not all(map(is_, now, contents)):
-            self.put(contents)
+            self.store(contents)
 
     def _contents(self, now: list[Any]) -> list[Any]:
         """Return the `held` contents, with loose ones resolved."""
-        pairs = zip_longest(self.held, now[: len(self.held)], fillvalue=Empty)
-        return [held.content(there) if type(held) is Loose else held for held, there in pairs]
+        pairs = zip_longest(self.held, now[: len(self.held)], fillvalue=Missing)
+        return [held.content(current) if type(held) is WeakContent else held for held, current in pairs]
 
     def counts(self) -> Iterator[tuple[str, Any]]:
         """Yield numbers and strings that have changed, by the name of their place, and a changed number of places."""
-        now = self.now()
+        now = self.current()
         if len(now) != len(self.held):
             yield "", len(now)
         for place, (content, before) in enumerate(zip(now, self.held, strict=False)):
             if content is not before and isinstance(content, _COUNTS):
                 yield str(place), content
 
-    def name_of(self, thing: Any) -> str | None:
-        """Return the name of the place that holds `thing`."""
-        return next((f"[{place}]" for place, content in enumerate(self.held) if content is thing), None)
+    def name_of(self, obj: Any) -> str | None:
+        """Return the name of the place that holds `obj`."""
+        return next((f"[{place}]" for place, content in enumerate(self.held) if content is obj), None)
 
 
-class Named(Places):
+class NamedBindings(Bindings):
     """Places with names."""
 
     __slots__ = ()
 
     def _contents(self, now: list[Any]) -> list[Any]:
-        there = dict(zip(now[::2], now[1::2], strict=True))
-        found = []
+        current = dict(zip(now[::2], now[1::2], strict=True))
+        contents = []
         for name, held in zip(self.held[::2], self.held[1::2], strict=True):
-            content = held.content(there.get(name, Empty)) if type(held) is Loose else held
-            found += [] if content is Empty else [name, content]
-        return found
+            content = held.content(current.get(name, Missing)) if type(held) is WeakContent else held
+            contents += [] if content is Missing else [name, content]
+        return contents
 
     def counts(self) -> Iterator[tuple[str, Any]]:
         before = dict(zip(self.held[::2], self.held[1::2], strict=True))
-        for name, content in self._pairs(self.now()):
-            if before.get(name, Empty) is not content and isinstance(content, _COUNTS):
+        for name, content in self._pairs(self.current()):
+            if before.get(name, Missing) is not content and isinstance(content, _COUNTS):
                 yield repr(name), content
 
-    def name_of(self, thing: Any) -> str | None:
-        return next((self._said(name) for name, content in self._pairs(self.held) if content is thing), None)
+    def name_of(self, obj: Any) -> str | None:
+        return next((self._describe(name) for name, content in self._pairs(self.held) if content is obj), None)
 
-    def _pairs(self, found: list[Any]) -> Iterator[tuple[Any, Any]]:
-        return zip(found[::2], found[1::2], strict=True)
+    def _pairs(self, contents: list[Any]) -> Iterator[tuple[Any, Any]]:
+        return zip(contents[::2], contents[1::2], strict=True)
 
-    def _said(self, name: Any) -> str:
+    def _describe(self, name: Any) -> str:
         return f"[{name!r}]"
 
 
-class Entries(Named):
-    """Entries of a dict. With an `owner`, entries named in `apart` are left alone."""
+class Entries(NamedBindings):
+    """Entries of a dict. With an `owner`, entries named in `excluded` are left alone."""
 
-    __slots__ = ("_apart", "_kind", "_owner", "container")
+    __slots__ = ("_excluded", "_kind", "_owner", "container")
 
-    def __init__(self, table: Any, *, loosely: bool = False, owner: str = "", apart: Collection[str] = ()) -> None:
-        self.container, self._kind, self._owner, self._apart = table, kind_of(table), owner, apart
-        super().__init__(loosely=loosely)
+    def __init__(self, table: Any, *, weakly: bool = False, owner: str = "", excluded: Collection[str] = ()) -> None:
+        self.container, self._kind, self._owner, self._excluded = table, kind_of(table), owner, excluded
+        super().__init__(weakly=weakly)
 
-    def now(self) -> list[Any]:
+    def current(self) -> list[Any]:
         entries = self._kind.items(self.container)
-        if self._apart:
-            entries = [(name, content) for name, content in entries if name not in self._apart]
+        if self._excluded:
+            entries = [(name, content) for name, content in entries if name not in self._excluded]
         return [*chain.from_iterable(entries)]
 
-    def put(self, contents: list[Any]) -> None:
+    def store(self, contents: list[Any]) -> None:
         table, kind = self.container, self._kind
         wanted = dict(zip(contents[::2], contents[1::2], strict=True))
-        for name in [name for name in kind.keys(table) if name not in wanted and name not in self._apart]:
+        for name in [name for name in kind.keys(table) if name not in wanted and name not in self._excluded]:
             kind.__delitem__(table, name)
         for name, content in wanted.items():
             if not kind.__contains__(table, name) or kind.__getitem__(table, name) is not content:
@@ -191,24 +191,24 @@ class Entries(Named):
                 kind.__delitem__(table, name)
                 kind.__setitem__(table, name, content)
 
-    def _said(self, name: Any) -> str:
+    def _describe(self, name: Any) -> str:
         return f"{self._owner}.{name}" if self._owner else f"[{name!r}]"
 
 
-class Items(Places):
+class Items(Bindings):
     """Items of a list, a deque or a set."""
 
     __slots__ = ("_kind", "container")
 
-    def __init__(self, things: Any, *, loosely: bool = False) -> None:
-        self.container, self._kind = things, kind_of(things)
-        super().__init__(loosely=loosely)
+    def __init__(self, items: Any, *, weakly: bool = False) -> None:
+        self.container, self._kind = items, kind_of(items)
+        super().__init__(weakly=weakly)
 
-    def now(self) -> list[Any]:
+    def current(self) -> list[Any]:
         return [*self._kind.__iter__(self.container)]
 
-    def put(self, contents: list[Any]) -> None:
-        contents = [content for content in contents if content is not Empty]
+    def store(self, contents: list[Any]) -> None:
+        contents = [content for content in contents if content is not Missing]
         if self._kind is list:
             list.__setitem__(self.container, slice(None), contents)
             return
@@ -216,114 +216,114 @@ class Items(Places):
         (set.update if self._kind is set else deque.extend)(self.container, contents)
 
     def restore(self) -> None:
-        if self._kind is not set or {*map(id, self.now())} != {*map(id, self.held)}:
+        if self._kind is not set or {*map(id, self.current())} != {*map(id, self.held)}:
             super().restore()
 
 
-def contents_of(container: Any, *, loosely: bool = False) -> Entries | Items:
+def contents_of(container: Any, *, weakly: bool = False) -> Entries | Items:
     """Return the places of a container."""
     kind = Entries if issubclass(kind_of(container), dict) else Items
-    return kind(container, loosely=loosely)
+    return kind(container, weakly=weakly)
 
 
-class Slots(Places):
+class Slots(Bindings):
     """Slots of an object, frozen or not."""
 
-    __slots__ = ("_slots", "_thing")
+    __slots__ = ("_obj", "_slots")
 
-    def __init__(self, thing: Any, *, loosely: bool = False) -> None:
-        self._thing, self._slots = thing, slots_of(thing)
-        super().__init__(loosely=loosely)
+    def __init__(self, obj: Any, *, weakly: bool = False) -> None:
+        self._obj, self._slots = obj, slots_of(obj)
+        super().__init__(weakly=weakly)
 
-    def now(self) -> list[Any]:
-        return [_in_slot(slot, self._thing) for slot in self._slots]
+    def current(self) -> list[Any]:
+        return [_in_slot(slot, self._obj) for slot in self._slots]
 
-    def put(self, contents: list[Any]) -> None:
-        for slot, there, content in zip(self._slots, self.now(), contents, strict=True):
-            if content is Empty and there is not Empty:
-                slot.__delete__(self._thing)
-            elif content is not there:
-                slot.__set__(self._thing, content)
+    def store(self, contents: list[Any]) -> None:
+        for slot, current, content in zip(self._slots, self.current(), contents, strict=True):
+            if content is Missing and current is not Missing:
+                slot.__delete__(self._obj)
+            elif content is not current:
+                slot.__set__(self._obj, content)
 
-    def name_of(self, thing: Any) -> str | None:
-        names = (slot.__name__ for slot, content in zip(self._slots, self.held, strict=True) if content is thing)
-        return next((f"{type(self._thing).__name__}.{name}" for name in names), None)
+    def name_of(self, obj: Any) -> str | None:
+        names = (slot.__name__ for slot, content in zip(self._slots, self.held, strict=True) if content is obj)
+        return next((f"{type(self._obj).__name__}.{name}" for name in names), None)
 
 
-def _in_slot(slot: types.MemberDescriptorType, thing: Any) -> Any:
+def _in_slot(slot: types.MemberDescriptorType, obj: Any) -> Any:
     try:
-        return slot.__get__(thing)
+        return slot.__get__(obj)
     except AttributeError:
-        return Empty
+        return Missing
 
 
-class Variables(Places):
+class Variables(Bindings):
     """Selected variables of a module or a class, each bound or unbound."""
 
     __slots__ = ("_names", "_table")
 
-    def __init__(self, table: dict[str, Any], names: Iterable[str], *, loosely: bool = False) -> None:
+    def __init__(self, table: dict[str, Any], names: Iterable[str], *, weakly: bool = False) -> None:
         self._table, self._names = table, tuple(names)
-        super().__init__(loosely=loosely)
+        super().__init__(weakly=weakly)
 
-    def now(self) -> list[Any]:
-        return [self._table.get(name, Empty) for name in self._names]
+    def current(self) -> list[Any]:
+        return [self._table.get(name, Missing) for name in self._names]
 
-    def put(self, contents: list[Any]) -> None:
+    def store(self, contents: list[Any]) -> None:
         for name, content in zip(self._names, contents, strict=True):
-            if content is Empty:
+            if content is Missing:
                 self._table.pop(name, None)
             else:
                 self._table[name] = content
 
-    def name_of(self, thing: Any) -> str | None:
-        return next((name for name, content in zip(self._names, self.held, strict=True) if content is thing), None)
+    def name_of(self, obj: Any) -> str | None:
+        return next((name for name, content in zip(self._names, self.held, strict=True) if content is obj), None)
 
 
-class Cell(Places):
+class Cell(Bindings):
     """A function's variable that an inner function shares."""
 
     __slots__ = ("_cell", "_name")
 
-    def __init__(self, cell: types.CellType, name: str, *, loosely: bool = False) -> None:
+    def __init__(self, cell: types.CellType, name: str, *, weakly: bool = False) -> None:
         self._cell, self._name = cell, name
-        super().__init__(loosely=loosely)
+        super().__init__(weakly=weakly)
 
-    def now(self) -> list[Any]:
+    def current(self) -> list[Any]:
         try:
             return [self._cell.cell_contents]
         except ValueError:
-            return [Empty]
+            return [Missing]
 
-    def put(self, contents: list[Any]) -> None:
-        if contents[0] is Empty:
+    def store(self, contents: list[Any]) -> None:
+        if contents[0] is Missing:
             del self._cell.cell_contents
         else:
             self._cell.cell_contents = contents[0]
 
-    def name_of(self, thing: Any) -> str | None:
-        return self._name if self.held[0] is thing else None
+    def name_of(self, obj: Any) -> str | None:
+        return self._name if self.held[0] is obj else None
 
 
-class OfClass(Named):
+class ClassAttributes(NamedBindings):
     """Attributes of a class."""
 
     __slots__ = ("_class",)
 
-    def __init__(self, kind: type, *, loosely: bool = False) -> None:
+    def __init__(self, kind: type, *, weakly: bool = False) -> None:
         self._class = kind
-        super().__init__(loosely=loosely)
+        super().__init__(weakly=weakly)
 
-    def now(self) -> list[Any]:
+    def current(self) -> list[Any]:
         return [*chain.from_iterable(vars(self._class).items())]
 
-    def put(self, contents: list[Any]) -> None:
+    def store(self, contents: list[Any]) -> None:
         wanted, now = dict(self._pairs(contents)), dict(vars(self._class))
         for name in now.keys() - wanted.keys():
             type.__delattr__(self._class, name)
         for name, content in wanted.items():
-            if now.get(name, Empty) is not content:
+            if now.get(name, Missing) is not content:
                 type.__setattr__(self._class, name, content)
 
-    def _said(self, name: Any) -> str:
+    def _describe(self, name: Any) -> str:
         return f"{self._class.__name__}.{name}"

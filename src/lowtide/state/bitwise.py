@@ -34,7 +34,7 @@ def identical(one: Tensor, other: Tensor, view: Geometry | None = None) -> bool:
     return torch.equal(_integers(one), _integers(other))
 
 
-def number_of(tensor: Tensor) -> int:
+def content_hash(tensor: Tensor) -> int:
     """Return a hash of a strided tensor's contents, which depends on their order.
 
     Strides do not matter. On the CPU no torch memory is allocated: the hash serves steps that may have none left.
@@ -45,11 +45,11 @@ def number_of(tensor: Tensor) -> int:
 
 def _digest(array: Any) -> int:
     """Hash the contents of a NumPy array."""
-    found = hashlib.sha1(usedforsecurity=False)
+    hasher = hashlib.sha1(usedforsecurity=False)
     for piece in [array.reshape(-1)] if array.flags.c_contiguous else _pieces(array):
         if piece.size:
-            found.update(piece)
-    return int.from_bytes(found.digest()[:8], "little")
+            hasher.update(piece)
+    return int.from_bytes(hasher.digest()[:8], "little")
 
 
 def _weighted_sum(integers: Tensor) -> int:
@@ -62,10 +62,10 @@ def _weighted_sum(integers: Tensor) -> int:
     for piece in _pieces(integers):
         words = _words(piece)
         sums.append(torch.mul(words, weights[: words.numel()]).sum())
-    found = 0
+    total = 0
     for number in torch.stack(sums).tolist() if sums else ():
-        found = (found * _FACTOR + number) % 2**64
-    return found
+        total = (total * _FACTOR + number) % 2**64
+    return total
 
 
 _FACTOR = 0x9E3779B97F4A7C15

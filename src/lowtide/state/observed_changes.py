@@ -23,121 +23,121 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lowtide.memory.frame_locals import local_variables
 from lowtide.state.bindings import kind_of
-from lowtide.state.introspection import is_users, origin
+from lowtide.state.introspection import is_user_code, origin
 from lowtide.units import format_bytes
 from lowtide.utils.object_slots import slots_of
 
 SUMMED_BYTES = 2**28
 """Arrays with more bytes are not inspected."""
 
-MOST_SAID = 8
+MOST_SHOWN = 8
 
 _WORDS = (int, float, complex, str, bytes, type(None), Enum)
 _DATA = {"datasets", "multiprocessing", "queue", "_queue", "socket", "subprocess", "concurrent", "asyncio", "sqlite3"}
 """Packages of data and of data transport."""
-_WATCHING = ("torch.profiler", "torch.autograd.", "torch.utils.tensorboard", "torch.utils.data")
+_OBSERVERS = ("torch.profiler", "torch.autograd.", "torch.utils.tensorboard", "torch.utils.data")
 _OUTSIDE = _DATA | {"_thread", "threading", "_io", "ssl", "_ssl"}
 """Packages of external resources: a library's object with an attribute of one depends on outside state."""
 
 
-def is_left_alone(thing: Any) -> bool:
+def is_excluded(obj: Any) -> bool:
     """Return True for iterators, files, loaders, data sets, and library objects that use external resources."""
-    kind = type(thing)
-    if isinstance(thing, nn.Module):
+    kind = type(obj)
+    if isinstance(obj, nn.Module):
         return False
-    if hasattr(kind, "__next__") or isinstance(thing, io.IOBase | DataLoader | Dataset | Sampler):
+    if hasattr(kind, "__next__") or isinstance(obj, io.IOBase | DataLoader | Dataset | Sampler):
         return True
     defined_in = kind.__module__
-    if defined_in.partition(".")[0] in _DATA or defined_in.startswith(_WATCHING):
+    if defined_in.partition(".")[0] in _DATA or defined_in.startswith(_OBSERVERS):
         return True
-    attributes = getattr(thing, "__dict__", None)
-    if type(attributes) is not dict or is_users(kind):
+    attributes = getattr(obj, "__dict__", None)
+    if type(attributes) is not dict or is_user_code(kind):
         return False
     return any(type(content).__module__.partition(".")[0] in _OUTSIDE for content in attributes.values())
 
 
-def not_put_back(changes: tuple[str, ...]) -> str:
+def describe_unrestored(changes: tuple[str, ...]) -> str:
     """Format changes as one line."""
-    more = f", and {len(changes) - MOST_SAID} more" if len(changes) > MOST_SAID else ""
-    return f"not put back: {', '.join(changes[:MOST_SAID])}{more}"
+    more = f", and {len(changes) - MOST_SHOWN} more" if len(changes) > MOST_SHOWN else ""
+    return f"not put back: {', '.join(changes[:MOST_SHOWN])}{more}"
 
 
-class Watched:
+class WatchedObject:
     """An object that is left alone, and its observable state."""
 
-    __slots__ = ("_before", "thing")
+    __slots__ = ("_before", "obj")
 
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
-        self._before = dict(_seen_of(thing))
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+        self._before = dict(_observable_state(obj))
 
     def changes(self) -> Iterator[tuple[str, str]]:
         """Yield the changes since then: a name within the object, and a description."""
-        now = dict(_seen_of(self.thing))
+        now = dict(_observable_state(self.obj))
         for name in {**self._before, **now}:
             before, after = self._before.get(name, _NOTHING), now.get(name, _NOTHING)
             if before is not after and before != after:
-                if isinstance(self.thing, Tensor | np.ndarray):
-                    yield name, f"was written to ({format_bytes(self.thing.nbytes)})"
+                if isinstance(self.obj, Tensor | np.ndarray):
+                    yield name, f"was written to ({format_bytes(self.obj.nbytes)})"
                 else:
-                    yield name, f"went from {_said(before)} to {_said(after)}"
+                    yield name, f"went from {_quote(before)} to {_quote(after)}"
 
 
-class _Said(str):
+class _Unquoted(str):
     """Text that is printed without quotes."""
 
     __slots__ = ()
 
 
-_NOTHING = _Said("nothing")
+_NOTHING = _Unquoted("nothing")
 
 
-def _said(content: Any) -> str:
-    return str(content) if isinstance(content, _Said) else reprlib.repr(content)
+def _quote(content: Any) -> str:
+    return str(content) if isinstance(content, _Unquoted) else reprlib.repr(content)
 
 
-def _seen_of(thing: Any) -> Iterator[tuple[str, Any]]:
+def _observable_state(obj: Any) -> Iterator[tuple[str, Any]]:
     """Yield the observable numbers, strings and lengths of an object, each with its name within it."""
-    if isinstance(thing, Tensor):
-        if not thing.is_inference():
-            yield "", (thing._version, thing.untyped_storage().data_ptr())
-    elif isinstance(thing, np.ndarray):
-        if thing.nbytes <= SUMMED_BYTES and not thing.dtype.hasobject:
-            yield "", zlib.crc32(np.ascontiguousarray(thing).view(np.uint8).data)
-    elif isinstance(thing, types.GeneratorType):
-        if origin(thing.gi_code.co_filename) != "user":
+    if isinstance(obj, Tensor):
+        if not obj.is_inference():
+            yield "", (obj._version, obj.untyped_storage().data_ptr())
+    elif isinstance(obj, np.ndarray):
+        if obj.nbytes <= SUMMED_BYTES and not obj.dtype.hasobject:
+            yield "", zlib.crc32(np.ascontiguousarray(obj).view(np.uint8).data)
+    elif isinstance(obj, types.GeneratorType):
+        if origin(obj.gi_code.co_filename) != "user":
             return
-        if thing.gi_frame is not None:
-            with local_variables(thing.gi_frame) as variables:
-                yield from ((f".{name}", content) for name, content in _words(variables))
+        if obj.gi_frame is not None:
+            with local_variables(obj.gi_frame) as variables:
+                yield from ((f".{name}", content) for name, content in _observable_contents(variables))
         else:
-            yield "", _Said("its end")
-    elif isinstance(thing, io.IOBase):
+            yield "", _Unquoted("its end")
+    elif isinstance(obj, io.IOBase):
         with suppress(OSError, ValueError):
-            yield "", _Said(f"position {thing.tell()}")
-    elif isinstance(thing, itertools.count):
-        yield "", _Said(repr(thing))
+            yield "", _Unquoted(f"position {obj.tell()}")
+    elif isinstance(obj, itertools.count):
+        yield "", _Unquoted(repr(obj))
     else:
-        if (kind := kind_of(thing)) is not None:
-            yield "", _entries(kind.__len__(thing))
-        elif type(thing).__module__ in ("builtins", "collections", "itertools"):
+        if (kind := kind_of(obj)) is not None:
+            yield "", _entry_count(kind.__len__(obj))
+        elif type(obj).__module__ in ("builtins", "collections", "itertools"):
             with suppress(TypeError):
-                yield "", _Said(f"{length_hint(thing, 0):,} to come")
-        attributes = getattr(thing, "__dict__", None)
-        found = dict(attributes) if type(attributes) is dict else {}
-        for slot in slots_of(thing):
+                yield "", _Unquoted(f"{length_hint(obj, 0):,} to come")
+        attributes = getattr(obj, "__dict__", None)
+        contents = dict(attributes) if type(attributes) is dict else {}
+        for slot in slots_of(obj):
             with suppress(AttributeError):
-                found[slot.__name__] = slot.__get__(thing)
-        yield from ((f".{name}", content) for name, content in _words(found))
+                contents[slot.__name__] = slot.__get__(obj)
+        yield from ((f".{name}", content) for name, content in _observable_contents(contents))
 
 
-def _words(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _observable_contents(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, content in table.items():
         if isinstance(content, _WORDS):
             yield name, content
         elif (kind := kind_of(content)) is not None:
-            yield name, _entries(kind.__len__(content))
+            yield name, _entry_count(kind.__len__(content))
 
 
-def _entries(number: int) -> _Said:
-    return _Said("1 entry" if number == 1 else f"{number:,} entries")
+def _entry_count(number: int) -> _Unquoted:
+    return _Unquoted("1 entry" if number == 1 else f"{number:,} entries")

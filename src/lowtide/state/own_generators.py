@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DRAWS = "it draws from a generator of random numbers that a replay does not set back"
 
 
-class OwnDraws:
+class OwnGenerators:
     """The generators of torch, NumPy and Python that a model's code can reach."""
 
     def __init__(self, model: nn.Module) -> None:

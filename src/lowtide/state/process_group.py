@@ -47,11 +47,11 @@ def check_sharding(modules: Iterable[torch.nn.Module]) -> None:
                 "torch.distributed.fsdp.fully_shard (FSDP2) instead."
             )
     for unit in units(modules):
-        if why := _not_planned(unit):
+        if why := _unsupported_property(unit):
             raise RehearsalError(f"{type(unit).__name__} {why}, which is not planned for.")
 
 
-def _not_planned(unit: torch.nn.Module) -> str | None:
+def _unsupported_property(unit: torch.nn.Module) -> str | None:
     """Return the unsupported property of a unit, in words; None if it has none."""
     for group in shard_groups(unit):
         if group.is_on_host:
@@ -78,7 +78,7 @@ def _check_at_rest(groups: Iterable[ShardGroup]) -> None:
             )
 
 
-def check_waits_for_nobody(sent_before: int) -> None:
+def check_waits_for_no_process(sent_before: int) -> None:
     """Refuse a step that has waited for other processes. Raises RehearsalError."""
     if n := n_sent() - sent_before:
         raise RehearsalError(
@@ -115,9 +115,9 @@ class NoSync:
             )
         self._undo = ExitStack()
         for wrapper in wrappers:
-            for sends in ("require_backward_grad_sync", "require_forward_param_sync"):
-                self._undo.callback(setattr, wrapper, sends, getattr(wrapper, sends))
-                setattr(wrapper, sends, False)
+            for flag in ("require_backward_grad_sync", "require_forward_param_sync"):
+                self._undo.callback(setattr, wrapper, flag, getattr(wrapper, flag))
+                setattr(wrapper, flag, False)
         for group in groups:
             self._undo.callback(setattr, group, "senders", group.senders)
             group.senders = _LocalShard(), _LocalShard()

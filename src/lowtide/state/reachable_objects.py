@@ -29,10 +29,21 @@ from torch.optim import Optimizer
 from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.modules import CALL
 from lowtide._torch.tensors import is_leaf_tensor, is_plain
-from lowtide.state.bindings import Cell, Empty, Entries, Items, Loose, OfClass, Places, Slots, Variables, kind_of
-from lowtide.state.introspection import is_opaque, is_users, names_in, variables
-from lowtide.state.observed_changes import Watched, is_left_alone
-from lowtide.state.reachable_state import LEAVES, ReachableState, is_generator, is_state, is_torchs
+from lowtide.state.bindings import (
+    Bindings,
+    Cell,
+    ClassAttributes,
+    Entries,
+    Items,
+    Missing,
+    Slots,
+    Variables,
+    WeakContent,
+    kind_of,
+)
+from lowtide.state.introspection import is_opaque, is_user_code, names_in, variables
+from lowtide.state.observed_changes import WatchedObject, is_excluded
+from lowtide.state.reachable_state import LEAVES, ReachableState, is_generator, is_state, is_torch_function
 from lowtide.utils.object_slots import slots_of
 
 COPIED_BYTES = 2**26
@@ -46,7 +57,7 @@ LARGEST_HELD = 1_000_000
 MOST = 200_000
 """Most objects that the walk visits."""
 
-_TABLES: Final = frozenset(name for name, found in vars(nn.Module()).items() if isinstance(found, dict))
+_TABLES: Final = frozenset(name for name, table in vars(nn.Module()).items() if isinstance(table, dict))
 """Names of a module's own tables: parameters, buffers, modules, hooks."""
 _WALKED: Final = ("torch.nn.", "torch.optim.", "torch.amp.", "torch.cuda.amp.", "torch.distributions.")
 """Packages of torch whose objects have state."""
@@ -59,49 +70,49 @@ class ReachableObjects(ReachableState):
     """Snapshot of the objects that `roots` reach, kept until it is restored and closed."""
 
     largest = LARGEST
-    loosely = True
+    weakly = True
     """True if contents with a graph are held by weak reference only."""
 
     def __init__(self, *roots: Any) -> None:
-        self._places: list[Places] = []
+        self._places: list[Bindings] = []
         self._empty: list[Any] = []
         """Tables of modules without entries."""
-        self._others: list[Callable[[], object]] = []
-        self._watched: list[Watched] = []
-        self._torchs: set[int] = set()
+        self._other_restores: list[Callable[[], object]] = []
+        self._watched: list[WatchedObject] = []
+        self._optimizer_attributes: set[int] = set()
         """Ids of optimizers' attributes, which levers may leave out."""
         self._bound: set[tuple[int, str]] = set()
         """Module-level variables that the walk has visited."""
-        self._left_bytes = COPIED_BYTES
+        self._remaining_bytes = COPIED_BYTES
         self._is_complete, self._is_late = True, False
         self.reached_optimizers: list[Optimizer] = []
         super().__init__(*roots)
 
-    def take(self, n_bytes: int) -> bool:
+    def reserve_bytes(self, n_bytes: int) -> bool:
         """Return True if `n_bytes` may still be copied, and count them."""
-        if n_bytes > self._left_bytes:
+        if n_bytes > self._remaining_bytes:
             return False
-        self._left_bytes -= n_bytes
+        self._remaining_bytes -= n_bytes
         return True
 
-    def note_late(self, *roots: Any) -> None:
+    def visit_late(self, *roots: Any) -> None:
         """Walk from `roots` although the step has begun: gradients found there are the step's own."""
         self._is_late = True
         try:
-            self.note(*roots)
+            self.visit(*roots)
         finally:
             self._is_late = False
 
-    def watch(self, thing: Any) -> None:
-        """Report later changes of `thing` by name."""
-        self._watched.append(Watched(thing))
+    def watch(self, obj: Any) -> None:
+        """Report later changes of `obj` by name."""
+        self._watched.append(WatchedObject(obj))
 
     def restore(self) -> None:
         """Put everything back, even if one part fails."""
         error: BaseException | None = None
         restores: list[Callable[[], object]] = [places.restore for places in reversed(self._places)]
         restores += [functools.partial(kind_of(table).clear, table) for table in self._empty if table]
-        for restore in (*restores, *reversed(self._others)):
+        for restore in (*restores, *reversed(self._other_restores)):
             try:
                 restore()
             except BaseException as raised:  # raise the first error after everything has been put back
@@ -111,9 +122,16 @@ class ReachableObjects(ReachableState):
 
     def close(self) -> None:
         """Release all references."""
-        for found in (self._places, self._empty, self._others, self._watched, self.modules, self.tensors):
-            found.clear()
-        for more in (self.stateful, self.generators, self.reached_optimizers, self._seen, self._bound, self._torchs):
+        for collection in (self._places, self._empty, self._other_restores, self._watched, self.modules, self.tensors):
+            collection.clear()
+        for more in (
+            self.stateful,
+            self.generators,
+            self.reached_optimizers,
+            self._seen,
+            self._bound,
+            self._optimizer_attributes,
+        ):
             more.clear()
 
     def counts(self) -> dict[str, str]:
@@ -121,56 +139,56 @@ class ReachableObjects(ReachableState):
         return {
             f"{number} {place}": repr(content)
             for number, places in enumerate(self._places)
-            if id(places) not in self._torchs
+            if id(places) not in self._optimizer_attributes
             for place, content in places.counts()
         }
 
     def changes(self) -> tuple[str, ...]:
         """Describe changes that were not put back: `Stream.position` went from 0 to 9."""
-        found = [
-            f"`{self._name_of(watched.thing, name)}` {change}"
+        descriptions = [
+            f"`{self._name_of(watched.obj, name)}` {change}"
             for watched in self._watched
             for name, change in watched.changes()
         ]
         if not self._is_complete:
-            found.append(f"the step reaches more than {MOST:,} objects: what the others hold is not known")
-        return tuple(dict.fromkeys(found))
+            descriptions.append(f"the step reaches more than {MOST:,} objects: what the others hold is not known")
+        return tuple(dict.fromkeys(descriptions))
 
-    def _name_of(self, thing: Any, within: str) -> str:
-        """Return the variable or attribute that holds `thing`, and the name within it: `Trainer.stream.position`."""
-        if within and hasattr(thing, "__dict__"):
-            return f"{type(thing).__name__}{within}"
+    def _name_of(self, obj: Any, within: str) -> str:
+        """Return the variable or attribute that holds `obj`, and the name within it: `Trainer.stream.position`."""
+        if within and hasattr(obj, "__dict__"):
+            return f"{type(obj).__name__}{within}"
         if within:
-            return f"{getattr(thing, '__name__', type(thing).__name__)}{within}"
+            return f"{getattr(obj, '__name__', type(obj).__name__)}{within}"
         for _ in range(3):
-            holder = next((p for p in self._places if p.name_of(thing) is not None), None)
+            holder = next((p for p in self._places if p.name_of(obj) is not None), None)
             if holder is None:
                 break
-            within = f"{holder.name_of(thing)}{within}"
+            within = f"{holder.name_of(obj)}{within}"
             if not isinstance(holder, Items | Entries) or not within.startswith("["):
                 return within
-            thing = holder.container
-        return f"{type(thing).__name__}{within}"
+            obj = holder.container
+        return f"{type(obj).__name__}{within}"
 
     # --- the walk
 
-    def _is_of_interest(self, thing: Any) -> bool:
-        if is_lowtides(type(thing).__module__):
+    def _is_of_interest(self, obj: Any) -> bool:
+        if is_lowtide_module(type(obj).__module__):
             return False
-        if len(self._seen) >= MOST and not isinstance(thing, nn.Module):
+        if len(self._seen) >= MOST and not isinstance(obj, nn.Module):
             self._is_complete = False
             return False
         return True
 
-    def _hold(self, places: Places) -> Iterable[Any]:
+    def _record(self, places: Bindings) -> Iterable[Any]:
         """Record these places; return their contents."""
         self._places.append(places)
-        return [x for x in places.held if type(x) not in _WORDS and x is not Empty]
+        return [x for x in places.held if type(x) not in _WORDS and x is not Missing]
 
     def _tensor(self, tensor: Tensor) -> Iterable[Any]:
         if is_leaf_tensor(tensor) and not tensor.is_inference():
             if not self._is_late:
-                self._others.append(_gradient_of(tensor))
+                self._other_restores.append(_gradient_of(tensor))
             if is_state(tensor):
                 self.tensors.append(tensor)
         return ()
@@ -179,32 +197,30 @@ class ReachableObjects(ReachableState):
         kind = kind_of(container)
         own = () if type(container) is kind else self._object(container)
         n_entries = kind.__len__(container)
-        if n_entries > max(LARGEST_HELD, self.largest) or not self.take(8 * n_entries):
+        if n_entries > max(LARGEST_HELD, self.largest) or not self.reserve_bytes(8 * n_entries):
             self.watch(container)
             return own
-        inside = self._hold(
-            Entries(container, loosely=self.loosely)
-            if issubclass(kind, dict)
-            else Items(container, loosely=self.loosely)
+        inside = self._record(
+            Entries(container, weakly=self.weakly) if issubclass(kind, dict) else Items(container, weakly=self.weakly)
         )
         if n_entries > self.largest:
             inside = [x for x in inside if isinstance(x, nn.Module)]
         return (*inside, *own)
 
     def _function(self, function: types.FunctionType) -> Iterable[Any]:
-        if is_lowtides(function.__module__ or ""):
+        if is_lowtide_module(function.__module__ or ""):
             return ()
         own = (function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None))
         inside = [*own, *self._cells(function)]
-        if is_users(function):
-            return (*inside, vars(function), *self._variables(function), *self._named.code(function))
-        return inside if is_torchs(function) else (*inside, *self._variables(function, only=_is_data))
+        if is_user_code(function):
+            return (*inside, vars(function), *self._variables(function), *self._named.add_code(function))
+        return inside if is_torch_function(function) else (*inside, *self._variables(function, only=_is_data))
 
     def _cells(self, function: types.FunctionType) -> Iterator[Any]:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
-                yield from self._hold(Cell(cell, name, loosely=self.loosely))
+                yield from self._record(Cell(cell, name, weakly=self.weakly))
 
     def _variables(self, function: types.FunctionType, only: Callable[[Any], bool] | None = None) -> Iterator[Any]:
         """Yield module-level variables that the function names, and record those that it may be the first to bind."""
@@ -221,68 +237,68 @@ class ReachableObjects(ReachableState):
             new = [name for name in names[key] if (key, name) not in self._bound]
             self._bound.update((key, name) for name in new)
             if new:
-                yield from self._hold(Variables(table, new, loosely=self.loosely))
+                yield from self._record(Variables(table, new, weakly=self.weakly))
 
     def _class(self, kind: type) -> Iterable[Any]:
-        if not is_users(kind):
+        if not is_user_code(kind):
             return ()
-        self._hold(OfClass(kind, loosely=self.loosely))
-        return (*kind.__mro__[1:], *self._named.thing(kind))
+        self._record(ClassAttributes(kind, weakly=self.weakly))
+        return (*kind.__mro__[1:], *self._named.add_object(kind))
 
-    def _object(self, thing: Any) -> Iterable[Any]:
-        if isinstance(thing, np.ndarray):
-            return self._array(thing)
-        if isinstance(thing, _BUFFERS):
-            return self._buffer(thing)
-        if isinstance(thing, _CACHE):
-            return self._cache(thing)
-        if is_generator(thing):
-            self.generators.append(thing)
-        elif self._is_left_alone(thing):
-            self.watch(thing)
-            return filter(self._is_left_alone, [*_attributes(thing), *_inside(thing)])
-        if is_opaque(type(thing)) or not self._is_walked(thing):
+    def _object(self, obj: Any) -> Iterable[Any]:
+        if isinstance(obj, np.ndarray):
+            return self._array(obj)
+        if isinstance(obj, _BUFFERS):
+            return self._buffer(obj)
+        if isinstance(obj, _CACHE):
+            return self._cache(obj)
+        if is_generator(obj):
+            self.generators.append(obj)
+        elif self._is_excluded(obj):
+            self.watch(obj)
+            return filter(self._is_excluded, [*_attributes(obj), *_referents_of(obj)])
+        if is_opaque(type(obj)) or not self._is_walked(obj):
             return ()
-        if isinstance(thing, nn.Module):
-            return self._module(thing)
-        return self._attributes(thing)
+        if isinstance(obj, nn.Module):
+            return self._module(obj)
+        return self._attributes(obj)
 
-    def _sort(self, thing: Any) -> None:
-        if isinstance(thing, Optimizer):
-            self.reached_optimizers.append(thing)
+    def _classify(self, obj: Any) -> None:
+        if isinstance(obj, Optimizer):
+            self.reached_optimizers.append(obj)
         else:
-            super()._sort(thing)
+            super()._classify(obj)
 
-    def _is_left_alone(self, thing: Any) -> bool:
-        return is_left_alone(thing)
+    def _is_excluded(self, obj: Any) -> bool:
+        return is_excluded(obj)
 
-    def _is_walked(self, thing: Any) -> bool:
-        defined_in = type(thing).__module__
-        return isinstance(thing, nn.Module) or not defined_in.startswith("torch.") or defined_in.startswith(_WALKED)
+    def _is_walked(self, obj: Any) -> bool:
+        defined_in = type(obj).__module__
+        return isinstance(obj, nn.Module) or not defined_in.startswith("torch.") or defined_in.startswith(_WALKED)
 
-    def _attributes(self, thing: Any, apart: Collection[str] = ()) -> Iterable[Any]:
+    def _attributes(self, obj: Any, excluded: Collection[str] = ()) -> Iterable[Any]:
         """Record the slots and attributes of an object."""
-        self._sort(thing)
-        found: list[Any] = [type(thing), vars(type(thing)).get("__call__")]
-        if slots_of(thing):
-            found += self._hold(Slots(thing, loosely=self.loosely))
-        attributes = getattr(thing, "__dict__", None)
+        self._classify(obj)
+        contents: list[Any] = [type(obj), vars(type(obj)).get("__call__")]
+        if slots_of(obj):
+            contents += self._record(Slots(obj, weakly=self.weakly))
+        attributes = getattr(obj, "__dict__", None)
         if type(attributes) is dict and id(attributes) not in self._seen:  # several objects may share one
             self._seen[id(attributes)] = attributes
-            own = Entries(attributes, loosely=self.loosely, owner=type(thing).__name__, apart=apart)
-            found += self._hold(own)
-            self._torchs |= {id(own)} if type(thing).__module__.startswith("torch.optim.") else set()
-        return found
+            own = Entries(attributes, weakly=self.weakly, owner=type(obj).__name__, excluded=excluded)
+            contents += self._record(own)
+            self._optimizer_attributes |= {id(own)} if type(obj).__module__.startswith("torch.optim.") else set()
+        return contents
 
     def _module(self, module: nn.Module) -> Iterable[Any]:
         """Record a module, except for uninitialised parameters and those sharded over processes."""
         if isinstance(module, torch.jit.ScriptModule):  # its tables are no dicts
-            self._sort(module)
+            self._classify(module)
             return [*module.children(), *module.parameters()]
         tensors = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
         if type(module).__module__.startswith(_WRAPPERS) or any(t.is_meta or is_lazy(t) for t in tensors):
-            self._sort(module)
-            self._hold(Variables(vars(module), ["training"]))
+            self._classify(module)
+            self._record(Variables(vars(module), ["training"]))
             return [*module._modules.values(), *tensors]
         own = vars(module)
         tables = {name: own[name] for name in _TABLES if name in own}
@@ -292,12 +308,12 @@ class ReachableObjects(ReachableState):
             skipped.add(id(own["_parameters"]))
         return (*(x for x in self._attributes(module, (CALL,)) if id(x) not in skipped), *tensors)
 
-    def _array(self, found: np.ndarray[Any, Any]) -> Iterable[Any]:
-        now = np.asarray(found)  # bypass methods of a subclass
+    def _array(self, values: np.ndarray[Any, Any]) -> Iterable[Any]:
+        now = np.asarray(values)  # bypass methods of a subclass
         if not now.flags.writeable:
             return ()
-        if not self.take(now.nbytes):
-            self.watch(found)
+        if not self.reserve_bytes(now.nbytes):
+            self.watch(values)
             return ()
         before = now.copy()
 
@@ -305,24 +321,24 @@ class ReachableObjects(ReachableState):
             if now.tobytes() != before.tobytes():  # NaN included; arrays of objects compare addresses
                 now[...] = before
 
-        self._others.append(restore)
+        self._other_restores.append(restore)
         return before.ravel().tolist() if before.dtype == object and before.size <= self.largest else ()
 
-    def _buffer(self, found: Any) -> Iterable[Any]:
-        before = bytes(found)
-        if self.take(len(before)):
+    def _buffer(self, buffer: Any) -> Iterable[Any]:
+        before = bytes(buffer)
+        if self.reserve_bytes(len(before)):
 
             def restore() -> None:
-                if bytes(found) == before:
+                if bytes(buffer) == before:
                     return
-                if isinstance(found, array.array):
-                    found[:] = array.array(found.typecode, before)
-                elif isinstance(found, bytearray):
-                    found[:] = before
+                if isinstance(buffer, array.array):
+                    buffer[:] = array.array(buffer.typecode, before)
+                elif isinstance(buffer, bytearray):
+                    buffer[:] = before
                 else:
-                    ctypes.memmove(ctypes.addressof(found), before, len(before))
+                    ctypes.memmove(ctypes.addressof(buffer), before, len(before))
 
-            self._others.append(restore)
+            self._other_restores.append(restore)
         return ()
 
     def _cache(self, cache: Any) -> Iterable[Any]:
@@ -330,16 +346,16 @@ class ReachableObjects(ReachableState):
         return (cache.__wrapped__,)
 
 
-def looking_on(*roots: Any) -> Callable[[], tuple[str, ...]]:
+def observe_changes(*roots: Any) -> Callable[[], tuple[str, ...]]:
     """Return a function that describes changes of objects that `roots` reach and that are not put back."""
     return ReachableObjects(*roots).changes
 
 
-_WORDS: Final = frozenset({str, int, float, bool, bytes, complex, types.NoneType, types.ModuleType, Loose})
+_WORDS: Final = frozenset({str, int, float, bool, bytes, complex, types.NoneType, types.ModuleType, WeakContent})
 _BUFFERS: Final = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 
 
-def is_lowtides(module_name: str) -> bool:
+def is_lowtide_module(module_name: str) -> bool:
     """Return True for modules of Lowtide, which observe the step; False for the demo, which is trained."""
     return module_name.partition(".")[0] == "lowtide" and not module_name.startswith("lowtide.cli.demo")
 
@@ -350,12 +366,12 @@ def _is_data(content: Any) -> bool:
     return words or kind_of(content) is not None or isinstance(content, Tensor | nn.Module) or is_generator(content)
 
 
-def _attributes(thing: Any) -> Iterable[Any]:
-    attributes = getattr(thing, "__dict__", None)
+def _attributes(obj: Any) -> Iterable[Any]:
+    attributes = getattr(obj, "__dict__", None)
     return attributes.values() if type(attributes) is dict else ()
 
 
-def _inside(iterator: Any) -> Iterable[Any]:
+def _referents_of(iterator: Any) -> Iterable[Any]:
     """Return the objects that a built-in iterator refers to, such as iterators or data."""
     return gc.get_referents(iterator) if type(iterator).__module__ in ("builtins", "itertools", "collections") else ()
 

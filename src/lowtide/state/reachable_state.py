@@ -27,7 +27,7 @@ from lowtide._torch.optim import scaler_stages, set_scaler_stages
 from lowtide._torch.tensors import is_leaf_tensor
 from lowtide.memory.entry_storages import set_aside
 from lowtide.state.bindings import kind_of
-from lowtide.state.introspection import Named, is_opaque, is_users, variables
+from lowtide.state.introspection import NamedAttributes, is_opaque, is_user_code, variables
 from lowtide.utils.object_slots import in_slots
 
 LARGEST = 1000
@@ -57,47 +57,47 @@ class ReachableState:
         """Schedulers, gradient scalers, and other objects with `state_dict` and `load_state_dict`."""
         self.generators: list[Any] = []
         """Random number generators of torch, NumPy and Python."""
-        self._named = Named("forward")  # `model(x)` leads there
+        self._named = NamedAttributes("forward")  # `model(x)` leads there
         self._seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
-        self.note(*roots)
+        self.visit(*roots)
 
-    def note(self, *roots: Any) -> None:
+    def visit(self, *roots: Any) -> None:
         """Walk from `roots`, skipping objects that were visited before."""
         pending = deque(roots)
         while pending:
-            thing = pending.popleft()
-            if isinstance(thing, types.BuiltinFunctionType):
-                thing = thing.__self__  # such as `random.Random(0).random`
-            if not isinstance(thing, LEAVES) and id(thing) not in self._seen and self._is_of_interest(thing):
-                self._seen[id(thing)] = thing
-                pending.extend(self._look_at(thing))
+            obj = pending.popleft()
+            if isinstance(obj, types.BuiltinFunctionType):
+                obj = obj.__self__  # such as `random.Random(0).random`
+            if not isinstance(obj, LEAVES) and id(obj) not in self._seen and self._is_of_interest(obj):
+                self._seen[id(obj)] = obj
+                pending.extend(self._visit(obj))
 
-    def _is_of_interest(self, thing: Any) -> bool:
-        """Return True if `thing` should be visited."""
+    def _is_of_interest(self, obj: Any) -> bool:
+        """Return True if `obj` should be visited."""
         return True
 
     @property
-    def things(self) -> Collection[Any]:
+    def visited(self) -> Collection[Any]:
         """Return all visited objects."""
         return self._seen.values()
 
-    def _look_at(self, thing: Any) -> Iterable[Any]:
-        """Collect `thing` if it is state; return the objects that it refers to."""
-        if isinstance(thing, Tensor):
-            return self._tensor(thing)
-        if kind_of(thing) is not None:
-            return self._container(thing)
-        if isinstance(thing, tuple | frozenset):
-            return thing if len(thing) <= self.largest else ()
-        if isinstance(thing, types.FunctionType):
-            return self._function(thing)
-        if isinstance(thing, type):
-            return self._class(thing)
-        if isinstance(thing, types.MethodType):
-            return (thing.__self__, thing.__func__)
-        if isinstance(thing, functools.partial):
-            return (thing.func, thing.args, thing.keywords)
-        return self._object(thing)
+    def _visit(self, obj: Any) -> Iterable[Any]:
+        """Collect `obj` if it is state; return the objects that it refers to."""
+        if isinstance(obj, Tensor):
+            return self._tensor(obj)
+        if kind_of(obj) is not None:
+            return self._container(obj)
+        if isinstance(obj, tuple | frozenset):
+            return obj if len(obj) <= self.largest else ()
+        if isinstance(obj, types.FunctionType):
+            return self._function(obj)
+        if isinstance(obj, type):
+            return self._class(obj)
+        if isinstance(obj, types.MethodType):
+            return (obj.__self__, obj.__func__)
+        if isinstance(obj, functools.partial):
+            return (obj.func, obj.args, obj.keywords)
+        return self._object(obj)
 
     def _tensor(self, tensor: Tensor) -> Iterable[Any]:
         if is_state(tensor) and tensor.nbytes <= LARGEST_BYTES:
@@ -112,33 +112,33 @@ class ReachableState:
         return inside if len(inside) <= self.largest else [x for x in inside if isinstance(x, Tensor | nn.Module)]
 
     def _function(self, function: types.FunctionType) -> Iterable[Any]:
-        return (*referenced_objects(function), *self._named.code(function))
+        return (*referenced_objects(function), *self._named.add_code(function))
 
     def _class(self, kind: type) -> Iterable[Any]:
-        return self._named.thing(kind)
+        return self._named.add_object(kind)
 
-    def _object(self, thing: Any) -> Iterable[Any]:
-        if isinstance(thing, Optimizer | Dataset | DataLoader | Sampler):  # an optimizer is recorded when it steps
+    def _object(self, obj: Any) -> Iterable[Any]:
+        if isinstance(obj, Optimizer | Dataset | DataLoader | Sampler):  # an optimizer is recorded when it steps
             return ()
-        if is_generator(thing):
-            self.generators.append(thing)
+        if is_generator(obj):
+            self.generators.append(obj)
             return ()
-        attributes = getattr(thing, "__dict__", None)
-        defined_in = type(thing).__module__
-        if is_opaque(type(thing)) or defined_in.partition(".")[0] in DATA:
+        attributes = getattr(obj, "__dict__", None)
+        defined_in = type(obj).__module__
+        if is_opaque(type(obj)) or defined_in.partition(".")[0] in DATA:
             return ()
         if type(attributes) is not dict:
-            return (*in_slots(thing), *self._named.thing(thing)) if is_users(type(thing)) else ()
-        if defined_in.startswith("torch.distributed.") and not isinstance(thing, nn.Module):
+            return (*in_slots(obj), *self._named.add_object(obj)) if is_user_code(type(obj)) else ()
+        if defined_in.startswith("torch.distributed.") and not isinstance(obj, nn.Module):
             return ()  # such as FSDP's: tensors whose memory comes and goes
-        self._sort(thing)
-        return (attributes, vars(type(thing)).get("__call__"), *self._named.thing(thing))
+        self._classify(obj)
+        return (attributes, vars(type(obj)).get("__call__"), *self._named.add_object(obj))
 
-    def _sort(self, thing: Any) -> None:
-        if isinstance(thing, nn.Module):
-            self.modules.append(thing)
-        elif _has_state(type(thing)):
-            self.stateful.append(thing)
+    def _classify(self, obj: Any) -> None:
+        if isinstance(obj, nn.Module):
+            self.modules.append(obj)
+        elif _has_state(type(obj)):
+            self.stateful.append(obj)
 
 
 def is_state(tensor: Tensor) -> bool:
@@ -150,7 +150,7 @@ def _has_state(kind: type) -> bool:
     return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
 
 
-def is_torchs(function: types.FunctionType) -> bool:
+def is_torch_function(function: types.FunctionType) -> bool:
     """Return True for functions of torch, which have no state."""
     return (function.__module__ or "").partition(".")[0] == "torch"
 
@@ -160,7 +160,7 @@ def referenced_objects(function: types.FunctionType) -> Iterator[Any]:
 
     These are globals, closure and defaults.
     """
-    if is_torchs(function):
+    if is_torch_function(function):
         return
     for _, _, content in variables(function):
         yield content
@@ -184,35 +184,35 @@ class State:
 
     def restore(self) -> None:
         now = self._owner.state_dict()
-        if not _same(self._before, now):
-            self._owner.load_state_dict(_like(self._before, now))
+        if not _equal(self._before, now):
+            self._owner.load_state_dict(_copy_on_devices_of(self._before, now))
         if self._stages is not None:  # a step that failed halfway may have left them changed
             set_scaler_stages(self._owner, self._stages)
 
-    def calm(self) -> None:
+    def set_scale_to_one(self) -> None:
         """Make a gradient scaler scale by 1.
 
         Gradients that overflow, as they often do with its first scales, would skip the optimizer's step, and the memory
         of that step would go unseen.
         """
         if self.scales:
-            self._owner.load_state_dict({**_like(self._before, {}), "scale": 1.0})
+            self._owner.load_state_dict({**_copy_on_devices_of(self._before, {}), "scale": 1.0})
 
 
-def is_generator(thing: Any) -> bool:
-    """Return True if `thing` draws random numbers from a state; the system's generators have none."""
-    return isinstance(thing, _GENERATORS) and not isinstance(thing, random.SystemRandom)
+def is_generator(obj: Any) -> bool:
+    """Return True if `obj` draws random numbers from a state; the system's generators have none."""
+    return isinstance(obj, _GENERATORS) and not isinstance(obj, random.SystemRandom)
 
 
 def states(owners: Iterable[Any]) -> list[State]:
     """Return the states of owners that can report one now."""
-    found = []
+    reported = []
     for owner in owners:
         try:
-            found.append(State(owner))
+            reported.append(State(owner))
         except Exception:  # foreign code, which may depend on something that does not exist yet
             continue
-    return found
+    return reported
 
 
 def _copy(state: Any) -> Any:
@@ -225,25 +225,30 @@ def _copy(state: Any) -> Any:
     return state
 
 
-def _like(saved: Any, now: Any) -> Any:
+def _copy_on_devices_of(saved: Any, now: Any) -> Any:
     """Return a copy of `saved`, with its tensors on the devices of their counterparts in `now`."""
     if isinstance(saved, Tensor):
         return saved.to(now.device if isinstance(now, Tensor) else "cpu", copy=True)
     if isinstance(saved, dict):
-        return {key: _like(value, now.get(key) if isinstance(now, dict) else None) for key, value in saved.items()}
+        return {
+            key: _copy_on_devices_of(value, now.get(key) if isinstance(now, dict) else None)
+            for key, value in saved.items()
+        }
     if type(saved) in (list, tuple):
-        there = now if isinstance(now, list | tuple) else ()
-        return type(saved)(_like(value, of) for value, of in itertools.zip_longest(saved, there[: len(saved)]))
+        items = now if isinstance(now, list | tuple) else ()
+        return type(saved)(
+            _copy_on_devices_of(value, of) for value, of in itertools.zip_longest(saved, items[: len(saved)])
+        )
     return saved
 
 
-def _same(one: Any, other: Any) -> bool:
+def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other.cpu())
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(_equal, one, other))
     if one is other:
         return True
     try:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor, nn
 
-from lowtide._torch.fake_modes import as_written, bytes_of
+from lowtide._torch.fake_modes import bytes_of, uncompiled
 from lowtide._torch.tensors import is_leaf_tensor, is_plain
 from lowtide.state.bindings import Cell, Variables
-from lowtide.state.introspection import is_users, variables
-from lowtide.state.reachable_state import ReachableState, is_torchs
+from lowtide.state.introspection import is_user_code, variables
+from lowtide.state.reachable_state import ReachableState, is_torch_function
 from lowtide.utils.object_slots import in_slots
 
 if TYPE_CHECKING:
@@ -35,79 +35,79 @@ LARGEST_BYTES = 2**22
 """Uncounted writes to larger arrays and tensors go unseen."""
 
 
-class OwnState(ReachableState):
-    """Present state that the code of `module` can reach, except for the state that `surroundings` restores."""
+class CodeState(ReachableState):
+    """Present state that the code of `module` can reach, except for the state that `context` restores."""
 
-    def __init__(self, module: nn.Module, surroundings: CallContext) -> None:
+    def __init__(self, module: nn.Module, context: CallContext) -> None:
         parts = tuple(module.modules())
-        self._put_back = {id(vars(part).get(name)) for part in parts for name in _TORCHS}
-        self._put_back |= surroundings.attributes.put_back_ids
+        self._put_back = {id(vars(part).get(name)) for part in parts for name in _MODULE_ATTRIBUTES}
+        self._put_back |= context.attributes.put_back_ids
         self._put_back |= {id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())}
         hooks = [hook for part in parts for table in _HOOKS for hook in getattr(part, table).values()]
         self._bound: list[Cell | Variables] = []
         """Variables that functions refer to."""
-        kinds = {type(part) for part in parts if is_users(type(part))}
+        kinds = {type(part) for part in parts if is_user_code(type(part))}
         super().__init__(*(part.forward for part in parts), *parts, *hooks, *kinds)
-        self.iterates = any(hasattr(type(thing), "__next__") for thing in self.things)
+        self.iterates = any(hasattr(type(obj), "__next__") for obj in self.visited)
         tables = {id(vars(part)) for part in parts}
-        self._watched = [thing for thing in self.things if id(thing) not in tables]
-        self._before = list(map(_now, self._watched))
+        self._watched = [obj for obj in self.visited if id(obj) not in tables]
+        self._before = list(map(_comparable, self._watched))
 
-    def _is_of_interest(self, thing: Any) -> bool:
-        return id(thing) not in self._put_back and type(thing).__module__.partition(".")[0] != "lowtide"
+    def _is_of_interest(self, obj: Any) -> bool:
+        return id(obj) not in self._put_back and type(obj).__module__.partition(".")[0] != "lowtide"
 
-    def _look_at(self, thing: Any) -> Iterable[Any]:
-        if (written := as_written(thing)) is not thing:
+    def _visit(self, obj: Any) -> Iterable[Any]:
+        if (written := uncompiled(obj)) is not obj:
             return (written,)  # private state of its compiler may change at any time
-        is_private = type(thing).__module__.startswith("torch._") and not isinstance(thing, Tensor)
-        return () if is_private else super()._look_at(thing)
+        is_private = type(obj).__module__.startswith("torch._") and not isinstance(obj, Tensor)
+        return () if is_private else super()._visit(obj)
 
     def _function(self, function: types.FunctionType) -> Iterable[Any]:
-        for place, name, _ in variables(function) if not is_torchs(function) else ():
+        for place, name, _ in variables(function) if not is_torch_function(function) else ():
             self._bound.append(Cell(place, name) if isinstance(place, types.CellType) else Variables(place, [name]))
         return super()._function(function)
 
     def has_changed(self) -> bool:
         """Return True if any of the state has changed."""
-        if any(places.now()[0] is not places.held[0] for places in self._bound):
+        if any(places.current()[0] is not places.held[0] for places in self._bound):
             return True
-        return any(_now(thing) != before for thing, before in zip(self._watched, self._before, strict=True))
+        return any(_comparable(obj) != before for obj, before in zip(self._watched, self._before, strict=True))
 
 
-_TORCHS = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that every module has. Hooks in them come and go, such as transformers' hooks that collect outputs."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-def _now(thing: Any) -> Any:
-    """Return an object that compares equal while `thing` is unchanged. It keeps its subjects alive: ids are reused."""
-    if isinstance(thing, Tensor):
-        return None if thing.is_inference() else thing._version, _digest_of(thing)
-    if isinstance(thing, np.ndarray):
-        return _sum(thing)
-    if isinstance(thing, dict):
-        return _Same(tuple(dict.values(thing)))
-    if isinstance(thing, list | tuple | deque | set | frozenset):
-        return _Same(tuple(thing))
-    if isinstance(thing, type):
-        return _Same(tuple(vars(thing).values()))
-    return _Same(tuple(in_slots(thing))) if not hasattr(thing, "__dict__") else None
+def _comparable(obj: Any) -> Any:
+    """Return an object that compares equal while `obj` is unchanged. It keeps its subjects alive: ids are reused."""
+    if isinstance(obj, Tensor):
+        return None if obj.is_inference() else obj._version, _digest_of(obj)
+    if isinstance(obj, np.ndarray):
+        return _checksum(obj)
+    if isinstance(obj, dict):
+        return _ByIdentity(tuple(dict.values(obj)))
+    if isinstance(obj, list | tuple | deque | set | frozenset):
+        return _ByIdentity(tuple(obj))
+    if isinstance(obj, type):
+        return _ByIdentity(tuple(vars(obj).values()))
+    return _ByIdentity(tuple(in_slots(obj))) if not hasattr(obj, "__dict__") else None
 
 
-class _Same:
+class _ByIdentity:
     """Objects that are compared by identity."""
 
-    __slots__ = ("things",)
+    __slots__ = ("objects",)
 
-    def __init__(self, things: tuple[Any, ...]) -> None:
-        self.things = things
+    def __init__(self, objects: tuple[Any, ...]) -> None:
+        self.objects = objects
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, _Same)
-            and len(self.things) == len(other.things)
-            and all(one is another for one, another in zip(self.things, other.things, strict=True))
+            isinstance(other, _ByIdentity)
+            and len(self.objects) == len(other.objects)
+            and all(one is another for one, another in zip(self.objects, other.objects, strict=True))
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -117,10 +117,10 @@ def _digest_of(tensor: Tensor) -> int | None:
     """Return a digest of a small CPU tensor without a graph: writes to its `.data` are not counted as versions."""
     if not is_leaf_tensor(tensor) or tensor.device.type != "cpu" or not is_plain(tensor):
         return None
-    return None if tensor.untyped_storage().nbytes() > LARGEST_BYTES else _sum(bytes_of(tensor))
+    return None if tensor.untyped_storage().nbytes() > LARGEST_BYTES else _checksum(bytes_of(tensor))
 
 
-def _sum(array: np.ndarray[Any, Any]) -> int | None:
+def _checksum(array: np.ndarray[Any, Any]) -> int | None:
     if array.nbytes > LARGEST_BYTES or array.dtype.hasobject:
         return None
     return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)

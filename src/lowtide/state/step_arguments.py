@@ -10,25 +10,25 @@ from typing import Any
 from lowtide.errors import RehearsalError
 
 
-def of_one_argument(step: Callable[..., Any], batch: Any) -> Callable[[Any], Any]:
+def accept_batch(step: Callable[..., Any], batch: Any) -> Callable[[Any], Any]:
     """Return a step that takes `batch` as it is: a tuple or list is unpacked if `step` takes as many arguments.
 
     Raises RehearsalError if the step can be called neither with the batch nor with its items.
     """
-    takes = _signature(step)
-    if takes is None or _takes(takes, 1):
+    signature = _signature(step)
+    if signature is None or _accepts(signature, 1):
         return step
-    if isinstance(batch, tuple | list) and _takes(takes, len(batch)):
-        return functools.partial(_unpacked, step)
-    n_wanted = sum(each.default is each.empty for each in takes.parameters.values())
-    found = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
+    if isinstance(batch, tuple | list) and _accepts(signature, len(batch)):
+        return functools.partial(_call_unpacked, step)
+    n_required = sum(each.default is each.empty for each in signature.parameters.values())
+    given = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
     raise RehearsalError(
-        f"step takes {n_wanted} arguments, and the batch is a {found}: give a step of one argument, the batch, or a "
+        f"step takes {n_required} arguments, and the batch is a {given}: give a step of one argument, the batch, or a "
         "tuple of as many things as the step takes."
     )
 
 
-def _unpacked(step: Callable[..., Any], batch: Any) -> Any:
+def _call_unpacked(step: Callable[..., Any], batch: Any) -> Any:
     return step(*batch)
 
 
@@ -39,7 +39,7 @@ def _signature(step: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def _takes(signature: inspect.Signature, n: int) -> bool:
+def _accepts(signature: inspect.Signature, n: int) -> bool:
     try:
         signature.bind(*[None] * n)
     except TypeError:

@@ -45,8 +45,8 @@ def unless_out_of_memory(run: Callable[[], T], refuse: Callable[[str], LowtideEr
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        said = str(error).partition("\n")[0]
-    raise refuse(said)  # outside `except`: the failed step's frames and their tensors are freed by now
+        message = str(error).partition("\n")[0]
+    raise refuse(message)  # outside `except`: the failed step's frames and their tensors are freed by now
 
 
 _PIECE = 1 << 22
@@ -77,7 +77,7 @@ class Outcome:
         left by then, they are those that backward produced. `counts` is called afterwards.
         """
         gradients: dict[str, str] = {}
-        came: dict[str, str] = {}
+        arrived: dict[str, str] = {}
         optimizers: list[Optimizer] = []
         copied: dict[str, dict[str, Tensor]] = {"loss": {}, "gradients": {}, "parameters": {}} if copies else {}
 
@@ -85,28 +85,28 @@ class Outcome:
             for number, part in enumerate(_parts(tensor)) if copies else ():
                 copied[kind][f"{name}, {number}"] = set_aside(part.detach().to("cpu", copy=True))
 
-        def look(number: int) -> None:
+        def digest_gradients(number: int) -> None:
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
                     gradients[f"{name} ({number})"] = digest(parameter.grad)
                     copy("gradients", f"{name} ({number})", parameter.grad)
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
-            look(len(optimizers))
+            digest_gradients(len(optimizers))
             optimizers.append(optimizer)
 
-        def comes(name: str, parameter: Tensor) -> None:
+        def digest_arrived(name: str, parameter: Tensor) -> None:
             if parameter.grad is not None:  # a lever may have freed it by now
-                came[f"{name} (0)"] = digest(parameter.grad)
+                arrived[f"{name} (0)"] = digest(parameter.grad)
 
         with contextlib.ExitStack() as hooks:
             hooks.callback(register_optimizer_step_pre_hook(this_thread_only(before_step)).remove)
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
-                    hook = parameter.register_post_accumulate_grad_hook(partial(comes, name))  # type: ignore[no-untyped-call]
+                    hook = parameter.register_post_accumulate_grad_hook(partial(digest_arrived, name))  # type: ignore[no-untyped-call]
                     hooks.callback(hook.remove)
             result = step(batch)
-        look(len(optimizers))
+        digest_gradients(len(optimizers))
         unique = {id(optimizer): optimizer for optimizer in optimizers}.values()
         parameters = [(o, p) for o in unique for group in o.param_groups for p in group["params"]]
         state = [t for o, p in parameters if p in o.state for t in tensors_in(o.state[p])]
@@ -118,7 +118,7 @@ class Outcome:
         return cls(
             {
                 "loss": {str(i): digest(t) for i, t in enumerate(tensors_in(result))},
-                "gradients": gradients or came,
+                "gradients": gradients or arrived,
                 "parameters": {name: digest(p) for name, p in model.named_parameters()},
                 "buffers": {name: digest(b) for name, b in model.named_buffers()},
                 "optimizer state": {str(i): digest(t) for i, t in enumerate(state)},
@@ -139,25 +139,31 @@ class Outcome:
 
     def differences(self, other: Outcome) -> dict[str, tuple[str, ...]]:
         """Return for each kind the names whose bits differ in `other`; an empty tuple if all are equal."""
-        found = {}
-        for kind, mine in self.digests.items():
-            theirs = other.digests[kind]
-            found[kind] = tuple(sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n)))
-        return found
+        differing = {}
+        for kind, digests in self.digests.items():
+            others = other.digests[kind]
+            differing[kind] = tuple(
+                sorted(n for n in digests.keys() | others.keys() if digests.get(n) != others.get(n))
+            )
+        return differing
 
     def relative_differences(self, other: Outcome) -> dict[str, float]:
         """Return the relative distance of `other` from this outcome, for each kind that both have copies of.
 
         It is |other - this| / |this| in the Euclidean norm, with all tensors of a kind taken as one long vector.
         """
-        found = {}
-        for kind, mine in self.copies.items():
-            theirs = other.copies.get(kind, {})
-            if mine and mine.keys() == theirs.keys():
-                apart = sum(float((theirs[name].double() - mine[name].double()).square().sum()) for name in mine)
-                norm = sum(float(tensor.double().square().sum()) for tensor in mine.values())
-                found[kind] = 0.0 if apart == 0 else math.sqrt(apart / norm) if norm else math.inf
-        return found
+        distances = {}
+        for kind, tensors in self.copies.items():
+            others = other.copies.get(kind, {})
+            if tensors and tensors.keys() == others.keys():
+                squared_distance = sum(
+                    float((others[name].double() - tensors[name].double()).square().sum()) for name in tensors
+                )
+                norm = sum(float(tensor.double().square().sum()) for tensor in tensors.values())
+                distances[kind] = (
+                    0.0 if squared_distance == 0 else math.sqrt(squared_distance / norm) if norm else math.inf
+                )
+        return distances
 
 
 def digest(tensor: Tensor) -> str:

@@ -21,7 +21,7 @@ from lowtide.runtime.fingerprint import Optimizers, listed, place_of, tensors_in
 from lowtide.runtime.host_rng import numpy_state, python_state, set_numpy_state
 from lowtide.runtime.inplace_gradients import InPlace
 from lowtide.state.bitwise import identical
-from lowtide.state.containers import handing_back
+from lowtide.state.containers import container_restorer
 from lowtide.state.process_group import NoSync
 from lowtide.state.reachable_objects import ReachableObjects
 from lowtide.state.reachable_state import states
@@ -69,17 +69,17 @@ class StepSnapshot:
     def __enter__(self) -> Self:
         self._in_place = InPlace(place_of(self._model).type, alone=True)
         try:
-            return self._entered()
+            return self._take()
         except BaseException:
             self._in_place.remove()
             raise
 
-    def _entered(self) -> Self:
-        self._kept = kept = ReachableObjects(self._step, self._model, self._batch)
+    def _take(self) -> Self:
+        self._reachable = kept = ReachableObjects(self._step, self._model, self._batch)
         modules = list({id(m): m for root in (self._model, *kept.modules) for m in root.modules()}.values())
         self.modules = tuple(modules)
         """The model's modules, and all others that the step's code refers to."""
-        self._hand_back = handing_back(self._batch)
+        self._restore_containers = container_restorer(self._batch)
         parameters = [p for m in modules for p in m._parameters.values() if p is not None and not p.is_meta]
         content = _unique([*parameters, *tensors_in(self._batch)])
         buffers = [
@@ -90,45 +90,49 @@ class StepSnapshot:
             if buffer is not None
         ]
         self._known = {id(tensor) for tensor in (*content, *buffers)}
-        self._tensors = [*map(_TensorContents, _unique([*content, *buffers])), *self._copied(parameters)]
+        self._tensors = [*map(_TensorContents, _unique([*content, *buffers])), *self._copy_unowned(parameters)]
         leaves = [t for t in _unique([*content, *kept.tensors]) if is_leaf_tensor(t) and not t.is_inference()]
         self._gradients = [_TensorContents(set_aside(leaf.grad)) for leaf in leaves if leaf.grad is not None]
         self._states = states(kept.stateful)
         self._random = self._own_random = RandomState.now(kept.generators)
         for optimizer in listed(self._named):
-            self._noticed(optimizer)
+            self._record_optimizer(optimizer)
         self._n_updates = 0
-        self._alone = NoSync(modules)
-        self._hook: RemovableHandle = register_optimizer_step_pre_hook(this_thread_only(self._steps, self._has))
+        self._no_sync = NoSync(modules)
+        self._hook: RemovableHandle = register_optimizer_step_pre_hook(
+            this_thread_only(self._before_update, self._is_known)
+        )
         try:
-            self._synchronize()
+            self._set_scales_to_one()
         except BaseException:
             self.__exit__(None, None, None)
             raise
         return self
 
-    def _copied(self, parameters: list[nn.Parameter]) -> list[_TensorContents | _Storage]:
+    def _copy_unowned(self, parameters: list[nn.Parameter]) -> list[_TensorContents | _Storage]:
         """Return copies of tensors that no module owns, each storage once.
 
         Copied are tensors shaped like a parameter, such as averages of weights, and others while the limit on copied
         bytes allows. Changes of tensors that are not copied are reported by name.
         """
-        states = {id(t) for o in self._kept.reached_optimizers for entry in o.state.values() for t in tensors_in(entry)}
+        states = {
+            id(t) for o in self._reachable.reached_optimizers for entry in o.state.values() for t in tensors_in(entry)
+        }
         shapes = {parameter.shape for parameter in parameters} | {torch.Size([sum(p.numel() for p in parameters)])}
         copied: list[_TensorContents | _Storage] = []
         seen: set[int] = set()
-        for tensor in self._kept.tensors:
+        for tensor in self._reachable.tensors:
             if id(tensor) in self._known or id(tensor) in states:  # an optimizer's tensors are copied when it steps
                 continue
             self._known.add(id(tensor))
             storage = tensor.untyped_storage()
-            if is_plain(tensor) and (tensor.shape in shapes or self._kept.take(storage.nbytes())):
+            if is_plain(tensor) and (tensor.shape in shapes or self._reachable.reserve_bytes(storage.nbytes())):
                 copied.append(_Storage(tensor, is_first=storage.data_ptr() not in seen))
                 seen.add(storage.data_ptr())
-            elif self._kept.take(tensor.nbytes):
+            elif self._reachable.reserve_bytes(tensor.nbytes):
                 copied.append(_TensorContents(tensor))
             else:
-                self._kept.watch(tensor)
+                self._reachable.watch(tensor)
         return copied
 
     @property
@@ -150,16 +154,16 @@ class StepSnapshot:
     def restore(self) -> None:
         """Put everything back for the next step."""
         self._put_back()
-        self._synchronize()
+        self._set_scales_to_one()
 
-    def _synchronize(self) -> None:
+    def _set_scales_to_one(self) -> None:
         for state in self._states:
-            state.calm()
+            state.set_scale_to_one()
 
     def _put_back(self) -> None:
-        self._alone.forget_step()
-        self._kept.restore()
-        self._hand_back()
+        self._no_sync.forget_step()
+        self._reachable.restore()
+        self._restore_containers()
         with torch.no_grad():
             for content in (*self._tensors, *self._gradients):
                 content.restore()
@@ -172,7 +176,7 @@ class StepSnapshot:
 
     def counts(self) -> dict[str, str]:
         """Return whole numbers and strings held by Python that have changed, each with its place."""
-        return self._kept.counts()
+        return self._reachable.counts()
 
     def restore_for_rerun(self) -> None:
         """Put only the random numbers back: the next step draws the same numbers as the first one."""
@@ -180,7 +184,7 @@ class StepSnapshot:
 
     def seed(self, seed: int | None) -> None:
         """Start later steps from generators with this seed; None: from their state at `with`."""
-        self._random = self._own_random if seed is None else self._own_random.seeded(seed, self._kept.generators)
+        self._random = self._own_random if seed is None else self._own_random.seeded(seed, self._reachable.generators)
 
     def put_back(self, tensors: set[int]) -> None:
         """Put back only the contents of these tensors, given by id."""
@@ -195,7 +199,7 @@ class StepSnapshot:
         try:
             return self._step(batch)
         finally:
-            self._hand_back()
+            self._restore_containers()
 
     @whole
     def __exit__(
@@ -205,26 +209,28 @@ class StepSnapshot:
         self._random = self._own_random
         try:
             self._put_back()
-            self.changes = self._kept.changes()
+            self.changes = self._reachable.changes()
         finally:
-            self._kept.close()
-            self._alone.end()
+            self._reachable.close()
+            self._no_sync.end()
             self._in_place.remove()
 
-    def _steps(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._n_updates += 1
-        self._noticed(optimizer)
+        self._record_optimizer(optimizer)
 
-    def _has(self, tensor: Tensor) -> bool:
+    def _is_known(self, tensor: Tensor) -> bool:
         return id(tensor) in self._known
 
-    def _noticed(self, optimizer: Optimizer) -> None:
+    def _record_optimizer(self, optimizer: Optimizer) -> None:
         if id(optimizer) in self._stepped:
             return
         self._stepped[id(optimizer)] = optimizer
-        self._kept.note_late(optimizer)  # in case nothing reached it; it has not stepped yet
-        mine = tensors_in([*optimizer.param_groups, *optimizer.state.values()])
-        self._optimizers[id(optimizer)] = [_TensorContents(t) for t in _unique(mine) if id(t) not in self._known]
+        self._reachable.visit_late(optimizer)  # in case nothing reached it; it has not stepped yet
+        state_tensors = tensors_in([*optimizer.param_groups, *optimizer.state.values()])
+        self._optimizers[id(optimizer)] = [
+            _TensorContents(t) for t in _unique(state_tensors) if id(t) not in self._known
+        ]
 
 
 class _TensorContents:
@@ -259,8 +265,8 @@ class _Storage:
         now, then = self.tensor, self._alias
         if now.data_ptr() != then.data_ptr() or now.shape != then.shape or now.stride() != then.stride():
             now.data = then
-        if self._saved is not None and not torch.equal((there := _bytes_of(then)).cpu(), self._saved):
-            there.copy_(self._saved)
+        if self._saved is not None and not torch.equal((current := _bytes_of(then)).cpu(), self._saved):
+            current.copy_(self._saved)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -335,6 +341,6 @@ def seeded_state_of(seed: int, generator: Any) -> tuple[Callable[[Any], object],
     return set_state, state
 
 
-def _unique(found: list[Any]) -> list[Tensor]:
-    tensors = (item for item in found if isinstance(item, torch.Tensor))
+def _unique(items: list[Any]) -> list[Tensor]:
+    tensors = (item for item in items if isinstance(item, torch.Tensor))
     return list({id(tensor): tensor for tensor in tensors}.values())

@@ -69,22 +69,22 @@ def check_budget(budget: str | SupportsIndex) -> None:
     parse_budget(budget, of=2**40)
 
 
-def _read(asked: object, bytes_per_unit: Mapping[str, Fraction], understood: str) -> int:
-    def refused(why: str) -> BudgetError:
-        return BudgetError(f"{asked!r} is not an amount of memory: {why}.\n  Understood: {understood}.")
+def _read(amount: object, bytes_per_unit: Mapping[str, Fraction], understood: str) -> int:
+    def error_for(why: str) -> BudgetError:
+        return BudgetError(f"{amount!r} is not an amount of memory: {why}.\n  Understood: {understood}.")
 
-    if isinstance(asked, str):
-        match = _AMOUNT.fullmatch(asked)
+    if isinstance(amount, str):
+        match = _AMOUNT.fullmatch(amount)
         if match is None:
-            raise refused("it is not a number with a unit")
+            raise error_for("it is not a number with a unit")
         number, unit = match[1], match[2]
         if unit.lower() not in bytes_per_unit:
-            raise refused(_NOT_READ.get(unit.lower(), f"{unit} is not a unit of memory").format(number))
+            raise error_for(_NOT_READ.get(unit.lower(), f"{unit} is not a unit of memory").format(number))
         n_bytes = int(Fraction(number) * bytes_per_unit[unit.lower()])
-    elif isinstance(asked, SupportsIndex) and not isinstance(asked, bool):
-        n_bytes = operator.index(asked)
+    elif isinstance(amount, SupportsIndex) and not isinstance(amount, bool):
+        n_bytes = operator.index(amount)
     else:
-        raise refused(f"a {type(asked).__name__} has no unit")
+        raise error_for(f"a {type(amount).__name__} has no unit")
     if n_bytes < 1:
-        raise refused("it is less than one byte")
+        raise error_for("it is less than one byte")
     return n_bytes

@@ -1,14 +1,14 @@
 """Delay Ctrl-C while code of this package runs, so that every change of state it has begun is completed.
 
 Python raises KeyboardInterrupt between any two instructions: also between the start of a profiler and the line that
-would remember to stop it, or in the middle of restoring RNG state and buffers. So while a claim is held (`hold_back`),
-Lowtide's handler for SIGINT stands before the process's own and checks where the interrupt has arrived. In the user's
-code, in a module's forward or in pure computation the interrupt is passed on at once; anything open above is closed by
-its `finally`, during which a further interrupt waits. Elsewhere the interrupt is resent every few milliseconds, until
-it arrives at such a place or the last claim is released.
+would remember to stop it, or in the middle of restoring RNG state and buffers. So while a claim is held
+(`delay_interrupts`), Lowtide's handler for SIGINT stands before the process's own and checks where the interrupt has
+arrived. In the user's code, in a module's forward or in pure computation the interrupt is passed on at once; anything
+open above is closed by its `finally`, during which a further interrupt waits. Elsewhere the interrupt is resent every
+few milliseconds, until it arrives at such a place or the last claim is released.
 
-If another handler has been set since, as in the next cell of a notebook, Lowtide's is not installed: `stand` puts it
-back. Only the main thread gets signals; other threads change nothing.
+If another handler has been set since, as in the next cell of a notebook, Lowtide's is not installed: `install_handler`
+puts it back. Only the main thread gets signals; other threads change nothing.
 """
 
 from __future__ import annotations
@@ -76,23 +76,23 @@ class _Handler:
             _thread.start_new_thread(_send_again, ())  # threading's own locks may be held here
 
 
-def hold_back() -> Callable[[], None]:
+def delay_interrupts() -> Callable[[], None]:
     """Delay interrupts in code of this package until the returned function is called; that one passes them on."""
     claim = object()
     _claims.add(claim)
-    stand()
-    return functools.partial(_give_back, claim)
+    install_handler()
+    return functools.partial(_release_claim, claim)
 
 
-def stand() -> None:
+def install_handler() -> None:
     """Install Lowtide's handler in front of the process's handler, if another one has been set since."""
     if threading.get_ident() == threading.main_thread().ident:
-        found = signal.getsignal(signal.SIGINT)
-        if callable(found) and not isinstance(found, _Handler):
-            signal.signal(signal.SIGINT, _Handler(found))
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler) and not isinstance(handler, _Handler):
+            signal.signal(signal.SIGINT, _Handler(handler))
 
 
-def _give_back(claim: object) -> None:
+def _release_claim(claim: object) -> None:
     global _waits
     _claims.discard(claim)
     if _claims or threading.get_ident() != threading.main_thread().ident:
@@ -103,17 +103,17 @@ def _give_back(claim: object) -> None:
         if not _is_resent:
             break
         time.sleep(AGAIN_S / 10)
-    found = signal.getsignal(signal.SIGINT)
-    if isinstance(found, _Handler):
-        signal.signal(signal.SIGINT, found.before)
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Handler):
+        signal.signal(signal.SIGINT, handler.before)
         if waited:
-            found.before(signal.SIGINT, sys._getframe())
+            handler.before(signal.SIGINT, sys._getframe())
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
+def interrupts_delayed() -> Iterator[None]:
     """Delay interrupts in code of this package during the block."""
-    give_back = hold_back()
+    give_back = delay_interrupts()
     try:
         yield
     finally:
@@ -121,7 +121,7 @@ def held_back() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def none_lost() -> Iterator[None]:
+def resend_dropped_interrupts() -> Iterator[None]:
     """Resend an interrupt that Python drops during the block.
 
     Python raises an interrupt that arrives while C++ computes as soon as Python code runs again. In backward under a
@@ -129,11 +129,11 @@ def none_lost() -> Iterator[None]:
     """
     own = sys.unraisablehook
 
-    def dropped(what: sys.UnraisableHookArgs) -> None:
-        if what.exc_type is KeyboardInterrupt:  # do not raise here: exceptions do not get out of this hook either
+    def dropped(unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_type is KeyboardInterrupt:  # do not raise here: exceptions do not get out of this hook either
             threading.Thread(target=_interrupt_out_of, args=(dropped.__code__,), daemon=True).start()
         else:
-            own(what)
+            own(unraisable)
 
     sys.unraisablehook = dropped
     try:
@@ -162,7 +162,7 @@ def removed_if_interrupted(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with held_back():
+        with interrupts_delayed():
             result = function(*args, **kwargs)
             try:
                 _pass_on()
@@ -181,9 +181,9 @@ def _pass_on() -> None:
         return
     with _lock:
         waited, _waits = _waits, False
-    found = signal.getsignal(signal.SIGINT)
-    if waited and isinstance(found, _Handler):
-        found.before(signal.SIGINT, sys._getframe())
+    handler = signal.getsignal(signal.SIGINT)
+    if waited and isinstance(handler, _Handler):
+        handler.before(signal.SIGINT, sys._getframe())
 
 
 def whole(function: Callable[P, T]) -> Callable[P, T]:
@@ -194,7 +194,7 @@ def whole(function: Callable[P, T]) -> Callable[P, T]:
         global _whole
         if threading.get_ident() != threading.main_thread().ident:
             return function(*args, **kwargs)
-        with held_back():
+        with interrupts_delayed():
             _whole += 1
             try:
                 return function(*args, **kwargs)
@@ -210,7 +210,7 @@ def entering(enter: Callable[[T], U]) -> Callable[[T], U]:
 
     @functools.wraps(enter)
     def run(entered: T) -> U:
-        give_back = hold_back()
+        give_back = delay_interrupts()
         try:
             result = run_whole(entered)
         except BaseException:

@@ -16,11 +16,11 @@ def live_objects(*classes: type[T]) -> list[T]:
     """
     is_wanted: dict[int, bool] = {}  # by id, for a metaclass may make its classes unhashable
     objects = []
-    for thing in gc.get_objects():
-        key = id(type(thing))
+    for obj in gc.get_objects():
+        key = id(type(obj))
         wanted = is_wanted.get(key)
         if wanted is None:
-            wanted = is_wanted[key] = issubclass(type(thing), classes)
+            wanted = is_wanted[key] = issubclass(type(obj), classes)
         if wanted:
-            objects.append(thing)
+            objects.append(obj)
     return objects

@@ -36,11 +36,11 @@ def require_pictures(asked_by: str) -> None:
             ) from error
 
 
-def _message(asked_by: str, found: str) -> str:
+def _message(asked_by: str, installed: str) -> str:
     oldest = ".".join(map(str, OLDEST_TORCH))
     return (
         f"{asked_by} needs torch {oldest} or newer.\n"
-        f"  Found: {found} (in {sys.executable}).\n"
+        f"  Found: {installed} (in {sys.executable}).\n"
         '  Install it: pip install "lowtide[torch]"\n'
         "  That takes the build pip finds first. If your GPU or system needs another one (CPU only, an older CUDA, "
         "ROCm), install torch with PyTorch's own command for it before that."

@@ -37,8 +37,18 @@ def graph(
             `lowtide.diagnostics.graph.module_names`); its buffers count as parameters.
         names: Further tensors by name.
 
+    Returns:
+        The graph: its nodes, the tensors that each has saved, and their bytes.
+
     Raises:
         LowtideError: A tensor has no graph.
+
+    Example:
+        >>> import torch, lowtide
+        >>> w, x = torch.ones(3, 4, requires_grad=True), torch.ones(4)
+        >>> graph = lowtide.graph((w @ x).tanh().sum(), names={"w": w})
+        >>> graph.held_bytes  # x for the product, and the result of tanh
+        28
     """
     roots = [tensor] if isinstance(tensor, Tensor) else list(tensor)
     for root in roots:

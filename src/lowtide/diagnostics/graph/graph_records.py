@@ -86,8 +86,8 @@ class Value:
         return None
 
     def __repr__(self) -> str:
-        what = self.name or (f"output {self.output} of {self.producer.name}" if self.producer else "constant")
-        return f"Value({what}, {describe(self)})"
+        name = self.name or (f"output {self.output} of {self.producer.name}" if self.producer else "constant")
+        return f"Value({name}, {describe(self)})"
 
 
 class Node:

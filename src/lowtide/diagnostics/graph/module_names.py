@@ -76,4 +76,4 @@ def _enclose(graph: Graph, owner: dict[int, str]) -> None:
 
 def _common(one: str, other: str) -> str:
     pairs = zip(one.split("."), other.split("."), strict=False)
-    return ".".join(mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return ".".join(part for part, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -101,7 +101,7 @@ class SiteStats:
         """Return True if graphs are made at the site and no backward pass reaches any of them."""
         return bool(self.n_unreached) and not self.n_reached and not self.n_explained
 
-    def settle(self, call: Call) -> None:
+    def count_finished(self, call: Call) -> None:
         """Count a call whose graph is gone."""
         if not call.has_graph:
             return
@@ -198,7 +198,7 @@ class CallLog:
         metadata[_MARK] = mark = _Mark(call)
         call.is_alive = True
         call.n_marks += 1
-        self._watched[weakref.ref(mark, self._gone)] = call
+        self._watched[weakref.ref(mark, self._record_freed)] = call
         node.register_prehook(_Prehook(self, call, is_output))
 
     def between(self, first: int, last: int) -> list[Call]:
@@ -215,14 +215,14 @@ class CallLog:
                     calls.setdefault(number, call)
         return calls
 
-    def settle_all(self) -> None:
+    def finish_all(self) -> None:
         """Count all living calls as finished, because the watch ends."""
         for call in list(self.alive.values()):
-            call.stats.settle(call)
+            call.stats.count_finished(call)
         self.alive.clear()
         self._watched.clear()
 
-    def _gone(self, reference: weakref.ref[_Mark]) -> None:
+    def _record_freed(self, reference: weakref.ref[_Mark]) -> None:
         call = self._watched.pop(reference, None)
         if call is None:
             return
@@ -234,7 +234,7 @@ class CallLog:
 
     def _retire(self, call: Call) -> None:
         if self.alive.pop(call.number, None) is not None:
-            call.stats.settle(call)
+            call.stats.count_finished(call)
             self._recent.append(call)
 
     def forget_old(self) -> None:

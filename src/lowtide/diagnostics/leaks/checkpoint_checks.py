@@ -70,7 +70,7 @@ class CheckpointChecks:
         names = self._names()
         forward, backward = (names.get(id(m), type(m).__name__) for m in (first, second))
         text = f"the checkpoint at {place}: forward ran {forward}, backward ran {backward} in its place"
-        self._log.record("LT026", str(place), held_bytes=0, step=self._step(), text=text, made=place)
+        self._log.record("LT026", str(place), held_bytes=0, step=self._step(), text=text, made_at=place)
 
     def counted_twice(self, place: Place, module: nn.Module) -> None:
         """Record that statistics of `module` are updated in forward and again in backward."""
@@ -81,13 +81,13 @@ class CheckpointChecks:
         names = list(known.values())
         more = f" and {len(names) - 1} more like it" if len(names) > 1 else ""
         text = f"{names[0]}{more}, inside the checkpoint at {place}"
-        self._log.record("LT027", str(place), held_bytes=0, step=self._step(), text=text, name=names[0], made=place)
+        self._log.record("LT027", str(place), held_bytes=0, step=self._step(), text=text, name=names[0], made_at=place)
 
     def lost_gradients(self, place: Place, module: nn.Module) -> None:
         """Record that parameters of `module` get no gradient."""
         name = self._names().get(id(module), type(module).__name__)
         text = f"{name}: none of the inputs of the checkpoint at {place} needs a gradient"
-        self._log.record("LT028", str(place), held_bytes=0, step=self._step(), text=text, name=name, made=place)
+        self._log.record("LT028", str(place), held_bytes=0, step=self._step(), text=text, name=name, made_at=place)
 
 
 class _Region:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide._torch.backward import ENGINE, in_backward
 from lowtide._torch.checkpointed_functions import observe_checkpoints
-from lowtide._torch.patching import TOLD_CODE, stand_in, wrap_module_calls
+from lowtide._torch.patching import TOLD_CODE, replace_function, wrap_module_calls
 from lowtide.diagnostics.leaks.call_log import tensors_in
 from lowtide.errors import LowtideError
 from lowtide.memory.frame_locals import local_variables
@@ -42,9 +42,9 @@ class EventSources:
         self._undo = [step.remove, wrap_module_calls(self._watch.forward_begins, self._watch.forward_ends)]
         self._undo += [
             observe_checkpoints(self._watch.checkpointed),
-            stand_in(torch.autograd, ENGINE, self._engine),
-            stand_in(Optimizer, "zero_grad", self._zero_grad),
-            stand_in(nn.Module, "zero_grad", self._zero_grad),
+            replace_function(torch.autograd, ENGINE, self._engine),
+            replace_function(Optimizer, "zero_grad", self._zero_grad),
+            replace_function(nn.Module, "zero_grad", self._zero_grad),
         ]
 
     def remove(self) -> None:

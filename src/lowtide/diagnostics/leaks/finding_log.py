@@ -30,7 +30,7 @@ class Entry:
     fix: str = ""
     """Advice of the rule for this holder, a format string."""
     remedy: str = ""
-    made: Place | None = None
+    made_at: Place | None = None
     backward: Backward | None = None
     stats: SiteStats | None = None
     calls: set[int] = field(default_factory=set)
@@ -52,7 +52,7 @@ class Entry:
         fix = self.fix.format(
             name=self.name or "it",
             names=", ".join(self.names) or self.name or "it",
-            made=self.made or "that line",
+            made_at=self.made_at or "that line",
             backward=self.backward.place if self.backward else "backward()",
             remedy=self.remedy,
         )
@@ -62,7 +62,7 @@ class Entry:
             held_bytes=self.held_bytes,
             since_step=self.since_step,
             holder=self.text,
-            made_at=None if self.made is None else str(self.made),
+            made_at=None if self.made_at is None else str(self.made_at),
             fix=fix,
             unit=rule.unit,
             n_steps=max(1, self.n_inspections),
@@ -114,12 +114,12 @@ class FindingLog:
         text: str,
         name: str = "",
         remedy: str = "",
-        made: Place | None = None,
+        made_at: Place | None = None,
         backward: Backward | None = None,
     ) -> None:
         """Record the finding of an event under rule `code`; `key` identifies the holder from step to step."""
         entry = self.entries.setdefault(f"{code} {key}", Entry(since_step=step))
-        entry.rule, entry.text, entry.name, entry.made, entry.backward = RULES[code], text, name, made, backward
+        entry.rule, entry.text, entry.name, entry.made_at, entry.backward = RULES[code], text, name, made_at, backward
         entry.fix, entry.remedy = RULES[code].fix, remedy
         entry.held_bytes = max(entry.held_bytes, held_bytes)
         entry.n_inspections += 1
@@ -198,7 +198,7 @@ class FindingLog:
         calls = sorted((call for s in group for call in s.calls), key=lambda call: call.number)
         entry.calls = {call.number for call in calls}
         if calls:
-            entry.made, entry.stats = calls[0].place, calls[0].stats
+            entry.made_at, entry.stats = calls[0].place, calls[0].stats
         passes = [b for s in group for b in s.backwards]
         entry.backward = next((b for b in passes if b.retain_graph or b.is_partial), passes[0] if passes else None)
         unreached = [call for call in calls if call.has_graph and not call.backwards]
@@ -248,6 +248,6 @@ def _never_reached(stats: list[SiteStats]) -> Finding:
         since_step=min(s.first_unreached_step for s in stats),
         holder=f"nothing after the forward of {model}: its graph was made {n_times} times and never used",
         made_at=str(place),
-        fix=rule.fix.format(made=place),
+        fix=rule.fix.format(made_at=place),
         n_steps=n_times,
     )

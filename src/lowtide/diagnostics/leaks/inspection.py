@@ -107,11 +107,11 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
     retained = []
     for graph in graphs:
         if graph.is_empty and graph.tensors and graph.node_bytes >= LEAST_NODE_BYTES:
-            retained.append((_of_nodes(graph, view), graph.tensors[:1]))  # the newest leads to all others
+            retained.append((_retained_nodes(graph, view), graph.tensors[:1]))  # the newest leads to all others
         if not graph.unfreed:
             continue
-        item = _of_graph(graph, view, live, excused | of_user | view.inputs)
-        holding = [index for index in graph.tensors if _matters(index, graph, item, live)]
+        item = _retained_graph(graph, view, live, excused | of_user | view.inputs)
+        holding = [index for index in graph.tensors if _is_relevant(index, graph, item, live)]
         given = [index for index in holding if storage_id(tensors[index]) in view.inputs]
         retained.append((item, given + [index for index in holding if index not in given]))
     by_storage: dict[int, list[int]] = {}
@@ -121,7 +121,7 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
             by_storage.setdefault(number, []).append(index)
     outputs = view.calls.of_output(set(by_storage))
     for number, indices in by_storage.items():
-        retained.append((_of_storage(number, indices, outputs.get(number), view, live), indices))
+        retained.append((_retained_storage(number, indices, outputs.get(number), view, live), indices))
     retained.sort(key=lambda entry: -entry[0].held_bytes)
     if sum(item.held_bytes for item, _ in retained) >= view.least_bytes:
         _find_holders(retained, view, live)
@@ -134,20 +134,20 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
     return [item for item, _ in retained]
 
 
-def _matters(index: int, graph: Graph, item: RetainedObject, live: LiveObjects) -> bool:
+def _is_relevant(index: int, graph: Graph, item: RetainedObject, live: LiveObjects) -> bool:
     """Return True if letting go of the tensor frees part of the graph, or enough memory of its own."""
     own_bytes = item.storages.get(storage_id(live.tensors[index]), 0)
     return index in graph.keepers or 20 * own_bytes >= item.held_bytes
 
 
-def _of_graph(graph: Graph, view: InspectionInput, live: LiveObjects, excused: set[int]) -> RetainedObject:
+def _retained_graph(graph: Graph, view: InspectionInput, live: LiveObjects, excused: set[int]) -> RetainedObject:
     tensors = [live.tensors[index] for index in graph.tensors]
     own = {storage_id(t): storage_bytes(t) for t in tensors}
     unfreed = {number: n for number, n in graph.unfreed.items() if number not in excused}
     context = {number: n for number, n in graph.context.items() if number not in excused}
     alive = {**{number: n for number, n in own.items() if number not in excused}, **unfreed, **context}
     numbers = graph.numbers
-    calls = [call for call in view.calls.between(min(numbers), max(numbers)) if made_by(call, numbers)]
+    calls = [call for call in view.calls.between(min(numbers), max(numbers)) if has_made(call, numbers)]
     backwards = {id(b): b for b in [*(b for c in calls for b in c.backwards), *roots_among(graph.nodes)]}
     return RetainedObject(
         held_bytes=sum(alive.values()),
@@ -168,11 +168,11 @@ def _of_graph(graph: Graph, view: InspectionInput, live: LiveObjects, excused: s
     )
 
 
-def _of_nodes(graph: Graph, view: InspectionInput) -> RetainedObject:
+def _retained_nodes(graph: Graph, view: InspectionInput) -> RetainedObject:
     numbers = graph.numbers
     return RetainedObject(
         held_bytes=graph.node_bytes,
-        calls=[call for call in view.calls.between(min(numbers), max(numbers)) if made_by(call, numbers)],
+        calls=[call for call in view.calls.between(min(numbers), max(numbers)) if has_made(call, numbers)],
         steps=tuple(sorted({view.steps.of(number) for number in numbers})),
         born=min(view.steps.of(number) for number in numbers),
         storages={-min(numbers): graph.node_bytes},  # no storage has a negative number
@@ -181,16 +181,16 @@ def _of_nodes(graph: Graph, view: InspectionInput) -> RetainedObject:
     )
 
 
-def _of_storage(
+def _retained_storage(
     number: int, indices: list[int], output_of: Call | None, view: InspectionInput, live: LiveObjects
 ) -> RetainedObject:
     tensors = [live.tensors[index] for index in indices]
     n_bytes = storage_bytes(tensors[0])
     shown_bytes = sum(t.numel() * t.element_size() for t in tensors)
     call = output_of
-    made = [sequence_number(node) for t in tensors if (node := computed_by(t)) is not None]
-    if call is None and made:  # its graph is freed, but still tells its origin
-        call = next(iter(view.calls.between(min(made), max(made))), None)
+    numbers = [sequence_number(node) for t in tensors if (node := computed_by(t)) is not None]
+    if call is None and numbers:  # its graph is freed, but still tells its origin
+        call = next(iter(view.calls.between(min(numbers), max(numbers))), None)
     since = view.known.since(number)
     return RetainedObject(
         held_bytes=n_bytes,
@@ -199,7 +199,7 @@ def _of_storage(
         calls=[call] if call else [],
         subject="evaluation" if view.in_evaluation else "tensors",
         is_output=output_of is not None,
-        born=view.steps.of(min(made)) if made else call.step if call else since or view.last_step,
+        born=view.steps.of(min(numbers)) if numbers else call.step if call else since or view.last_step,
         storages={number: n_bytes},
         n_tensors=len(tensors),
     )
@@ -214,17 +214,19 @@ def _find_holders(retained: list[tuple[RetainedObject, list[int]]], view: Inspec
     for item, indices in retained:
         for index in indices:
             wanted.setdefault(index, []).append(item)
-    _name(wanted, search, [(index, live.tensors[index]) for index in wanted])
+    _assign_holders(wanted, search, [(index, live.tensors[index]) for index in wanted])
     without = {index: items for index, items in wanted.items() if not items[0].holders}
     if sum(items[0].held_bytes for items in without.values()) >= view.least_bytes:
-        _name(without, search, arrays_over({id(live.tensors[index]): index for index in without}))
+        _assign_holders(without, search, arrays_over({id(live.tensors[index]): index for index in without}))
 
 
-def _name(wanted: dict[int, list[RetainedObject]], search: HolderSearch, asked: list[tuple[int, Any]]) -> None:
-    """Note the holders of the objects in `asked`, each paired with the index of a tensor."""
-    search.ignored.add(id(asked))
-    search.ignored |= {id(pair) for pair in asked}
-    holders_of = search.holders(asked)
+def _assign_holders(
+    wanted: dict[int, list[RetainedObject]], search: HolderSearch, targets: list[tuple[int, Any]]
+) -> None:
+    """Note the holders of the objects in `targets`, each paired with the index of a tensor."""
+    search.ignored.add(id(targets))
+    search.ignored |= {id(pair) for pair in targets}
+    holders_of = search.holders(targets)
     for index, items in wanted.items():
         for item in items:
             have = item.holders
@@ -257,6 +259,6 @@ def _parameters(indices: set[int], view: InspectionInput, live: LiveObjects) -> 
     return f"{len(wanted)} leaves that are in no module"
 
 
-def made_by(call: Call, numbers: list[int]) -> bool:
+def has_made(call: Call, numbers: list[int]) -> bool:
     """Return True if the call made any of the nodes of these numbers."""
     return any(call.first <= number < call.stop for number in numbers)

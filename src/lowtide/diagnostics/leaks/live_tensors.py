@@ -46,8 +46,8 @@ def arrays_over(tensors: dict[int, int]) -> list[tuple[int, Any]]:
     if numpy is None or not tensors:
         return []
     arrays: dict[int, tuple[int, Any]] = {}
-    for thing in gc.get_objects():
-        referents = gc.get_referents(thing)
+    for obj in gc.get_objects():
+        referents = gc.get_referents(obj)
         if numpy.ndarray in map(type, referents):
             for array in referents:
                 base = array
@@ -70,27 +70,27 @@ class LiveObjects:
             "module": self.modules,
             "optimizer": self.optimizers,
         }
-        for thing in gc.get_objects():
-            kind = _kind(type(thing))
+        for obj in gc.get_objects():
+            kind = _kind(type(obj))
             if kind:
-                lists[kind].append(thing)
+                lists[kind].append(obj)
         self.standing: set[int] = set()
         """Storages of parameters, gradients, buffers and optimizer state."""
         self.buffers: dict[int, str] = {}
         """Ids of tensors that are buffers of a module -> their names."""
         parameters = (p for m in self.modules for p in m.__dict__.get("_parameters", {}).values())
         leaves = [t for t in self.tensors if isinstance(t, nn.Parameter)]
-        self._stand(t for group in (parameters, leaves) for t in group)
+        self._record_standing(t for group in (parameters, leaves) for t in group)
         for module in self.modules:
             buffers = {name: b for name, b in module.__dict__.get("_buffers", {}).items() if b is not None}
-            self._stand(buffers.values())
+            self._record_standing(buffers.values())
             self.buffers |= {id(buffer): f"{type(module).__name__}.{name}" for name, buffer in buffers.items()}
         for optimizer in self.optimizers:
             states = list(getattr(optimizer, "state", {}).values())
-            self._stand(t for state in states if isinstance(state, dict) for t in state.values())
-            self._stand(p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
+            self._record_standing(t for state in states if isinstance(state, dict) for t in state.values())
+            self._record_standing(p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
 
-    def _stand(self, tensors: Iterable[object]) -> None:
+    def _record_standing(self, tensors: Iterable[object]) -> None:
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self.standing.add(storage_id(tensor))

@@ -14,7 +14,7 @@ from lowtide._torch.nodes import output_metadata, sequence_number
 from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.leaks.call_log import Backward, Call
 from lowtide.diagnostics.leaks.finding_log import FindingLog
-from lowtide.diagnostics.leaks.inspection import InspectionInput, made_by, module_names
+from lowtide.diagnostics.leaks.inspection import InspectionInput, has_made, module_names
 from lowtide.diagnostics.leaks.live_tensors import LiveObjects, storage_bytes
 from lowtide.diagnostics.leaks.referrers import Holder, HolderSearch
 from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
@@ -52,7 +52,7 @@ def record_outputs_alive(view: InspectionInput, roots: list[Node], backward: Bac
                     step=call.step,
                     text=holder.text,
                     name=holder.name,
-                    made=call.place,
+                    made_at=call.place,
                     backward=backward,
                 )
                 break
@@ -67,7 +67,7 @@ def record_summed_graphs(view: InspectionInput, roots: list[Any], backward: Back
     graphs: dict[int, list[tuple[Call, int]]] = {}
     for part in components(summands) if len(summands) > 1 else ():
         numbers = [sequence_number(node) for node in part.nodes if is_numbered(node)]
-        calls = [call for call in view.calls.between(min(numbers), max(numbers)) if made_by(call, numbers)]
+        calls = [call for call in view.calls.between(min(numbers), max(numbers)) if has_made(call, numbers)]
         if len(calls) == 1 and not calls[0].backwards:
             saved, context = kept_by(part.nodes)
             shared = {
@@ -89,7 +89,7 @@ def record_summed_graphs(view: InspectionInput, roots: list[Any], backward: Back
             step=first.step,
             text=f"{holder.text if holder else 'the sum'}, with {len(group)} graphs until backward at {backward.place}",
             name=holder.name if holder else "the total",
-            made=first.place,
+            made_at=first.place,
         )
 
 
@@ -159,6 +159,6 @@ def record_duplicate_inputs(
 def _holders(view: InspectionInput, live: LiveObjects, tensor: Tensor) -> list[Holder]:
     ignored = {id(live.tensors), id(live.modules), id(live.optimizers)}
     search = HolderSearch(module_names(view.model, live.modules), RegisteredHooks(live.modules), ignored)
-    asked = (0, tensor)
-    search.ignored.add(id(asked))
-    return search.holders([asked]).get(0, [])
+    target = (0, tensor)
+    search.ignored.add(id(target))
+    return search.holders([target]).get(0, [])

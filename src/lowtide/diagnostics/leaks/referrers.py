@@ -80,22 +80,22 @@ class Holder:
 
 @dataclass(slots=True)
 class _ReferencePath:
-    """Path from tensors (by number) to `thing`, which reaches them by `path`, written from the outside in."""
+    """Path from tensors (by number) to `obj`, which reaches them by `path`, written from the outside in."""
 
-    thing: Any
+    obj: Any
     tensors: set[int]
     path: tuple[str, ...] = ()
     entries: int | None = None
-    """Entries of the containers inside `thing`."""
+    """Entries of the containers inside `obj`."""
     container: type | None = None
 
     @property
     def all_entries(self) -> int | None:
-        """Entries including those of `thing`."""
-        is_queue = isinstance(self.thing, deque) and self.thing.maxlen is not None  # bounded
-        if is_queue or not isinstance(self.thing, list | deque | set | dict):
+        """Entries including those of `obj`."""
+        is_queue = isinstance(self.obj, deque) and self.obj.maxlen is not None  # bounded
+        if is_queue or not isinstance(self.obj, list | deque | set | dict):
             return self.entries
-        return len(self.thing) + (self.entries or 0)
+        return len(self.obj) + (self.entries or 0)
 
 
 @dataclass(slots=True)
@@ -127,12 +127,12 @@ class HolderSearch:
                 break
             by_id: dict[int, list[_ReferencePath]] = {}
             for way in ways:
-                by_id.setdefault(id(way.thing), []).append(way)
-                seen.setdefault(id(way.thing), set()).update(way.tensors)
-                for variable in self.variables.referring_to(way.thing):
+                by_id.setdefault(id(way.obj), []).append(way)
+                seen.setdefault(id(way.obj), set()).update(way.tensors)
+                for variable in self.variables.referring_to(way.obj):
                     name, place, entries = variable.name, variable.place, way.all_entries
                     _add(holders_of, way, self._variable(way, name, place, "local variable", entries))
-            referrers = _referring_to(tuple(same[0].thing for same in islice(by_id.values(), MOST_TENSORS)))
+            referrers = _referring_to(tuple(same[0].obj for same in islice(by_id.values(), MOST_TENSORS)))
             self.ignored.add(id(referrers))
             ways = []
             for referrer in referrers:
@@ -151,9 +151,9 @@ class HolderSearch:
                         ways.append(way)
         return holders_of
 
-    def _variable(self, way: _ReferencePath, name: str, place: Place, what: str, entries: int | None) -> Holder:
+    def _variable(self, way: _ReferencePath, name: str, place: Place, kind: str, entries: int | None) -> Holder:
         where = str(place) if place.line else str(place).rpartition(":")[0]
-        shown, full_name = _shown(way, name, what)
+        shown, full_name = _shown(way, name, kind)
         return Holder(
             kind="variable",
             text=f"{where} {shown}",
@@ -173,11 +173,11 @@ class HolderSearch:
         labels = _labels(referrer)
         gathered: dict[tuple[str, ...], tuple[_ReferencePath, _ReferencePath]] = {}
         for way in inner:
-            is_namespace = isinstance(referrer, type) or getattr(referrer, "__dict__", None) is way.thing
+            is_namespace = isinstance(referrer, type) or getattr(referrer, "__dict__", None) is way.obj
             entries = way.entries if is_namespace else way.all_entries
             if labels is None:
                 yield _ReferencePath(referrer, way.tensors, way.path, entries), way
-            elif (label := labels.get(id(way.thing))) is not None:
+            elif (label := labels.get(id(way.obj))) is not None:
                 container = tuple if isinstance(referrer, tuple) else way.container
                 yield _ReferencePath(referrer, way.tensors, (label, *way.path), entries, container), way
             elif (same := gathered.get(way.path)) is None:
@@ -193,43 +193,43 @@ class HolderSearch:
 
     def _named(self, way: _ReferencePath, inner: _ReferencePath) -> Holder | None:
         """Return the holder if `way` has reached something named; otherwise the path goes on."""
-        thing = way.thing
-        if isinstance(thing, dict):
-            return self._namespace(way, thing)
-        if isinstance(thing, nn.Module):
+        obj = way.obj
+        if isinstance(obj, dict):
+            return self._namespace(way, obj)
+        if isinstance(obj, nn.Module):
             return self._module(way, inner)
-        if isinstance(thing, BackwardCFunction) and not is_of_torch(type(thing)):
+        if isinstance(obj, BackwardCFunction) and not is_of_torch(type(obj)):
             attribute = _attribute(way.path[0]) if way.path else "?"
-            of = type(thing).__name__.removesuffix("Backward")
+            of = type(obj).__name__.removesuffix("Backward")
             text = f"ctx attribute '{attribute}' of {of}"
             return Holder(kind="context", text=text, key=f"ctx {of} {attribute}", name=attribute)
-        if isinstance(thing, BaseException):
-            return self._exception(way, thing)
-        if isinstance(thing, GeneratorType):
-            frame = thing.gi_frame
-            local = name_in_frame(frame, inner.thing) if frame is not None else None
-            return self._inside("generator", f"generator '{thing.__name__}'", way, local)
-        if isinstance(thing, FunctionType):
-            hook = self.hooks.by_function.get(id(thing))
+        if isinstance(obj, BaseException):
+            return self._exception(way, obj)
+        if isinstance(obj, GeneratorType):
+            frame = obj.gi_frame
+            local = name_in_frame(frame, inner.obj) if frame is not None else None
+            return self._inside("generator", f"generator '{obj.__name__}'", way, local)
+        if isinstance(obj, FunctionType):
+            hook = self.hooks.by_function.get(id(obj))
             if hook is not None:
                 return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
-            place = Place(thing.__code__.co_filename, thing.__code__.co_firstlineno)
-            is_closed_over = inner.thing is thing.__closure__
-            local = thing.__code__.co_freevars[int(way.path[0].strip("[]"))] if is_closed_over else None
+            place = Place(obj.__code__.co_filename, obj.__code__.co_firstlineno)
+            is_closed_over = inner.obj is obj.__closure__
+            local = obj.__code__.co_freevars[int(way.path[0].strip("[]"))] if is_closed_over else None
             way.path = way.path[1:] if is_closed_over else way.path
-            return self._inside("closure", f"closure of '{thing.__qualname__}' at {place}", way, local)
-        if isinstance(thing, type):
-            name = f"{thing.__qualname__}.{_attribute(way.path[0]) if way.path else '?'}"
+            return self._inside("closure", f"closure of '{obj.__qualname__}' at {place}", way, local)
+        if isinstance(obj, type):
+            name = f"{obj.__qualname__}.{_attribute(way.path[0]) if way.path else '?'}"
             text = f"class attribute {name}{_path(way.path[1:])}"
             return Holder(kind="class", text=text, key=f"class attribute {name}", name=name, entries=way.entries)
-        if isinstance(thing, FrameType):
-            inside = name_in_frame(thing, inner.thing)
+        if isinstance(obj, FrameType):
+            inside = name_in_frame(obj, inner.obj)
             way.path = (f"['{inside}']", *inner.path) if inside else inner.path
-        elif isinstance(thing, TracebackType | CellType | MethodType | tuple | list | deque | set | frozenset):
+        elif isinstance(obj, TracebackType | CellType | MethodType | tuple | list | deque | set | frozenset):
             pass
-        elif getattr(thing, "__dict__", None) is inner.thing and way.path:
+        elif getattr(obj, "__dict__", None) is inner.obj and way.path:
             way.path = (f".{_attribute(way.path[0])}", *way.path[1:])
-        elif (held_as := _holding_attribute(thing, inner.thing)) is not None:
+        elif (held_as := _holding_attribute(obj, inner.obj)) is not None:
             way.path = (f".{held_as}", *inner.path)
         return None
 
@@ -262,10 +262,10 @@ class HolderSearch:
         return holder
 
     def _module(self, way: _ReferencePath, inner: _ReferencePath) -> Holder:
-        name = self.modules.get(id(way.thing), type(way.thing).__name__)
+        name = self.modules.get(id(way.obj), type(way.obj).__name__)
         path = way.path
-        if vars(way.thing) is not inner.thing:  # since Python 3.13 objects refer to their attributes directly
-            path = (f".{_holding_attribute(way.thing, inner.thing) or '?'}", *path)
+        if vars(way.obj) is not inner.obj:  # since Python 3.13 objects refer to their attributes directly
+            path = (f".{_holding_attribute(way.obj, inner.obj) or '?'}", *path)
         attribute = _attribute(path[0]) if path else "?"
         if attribute in ("_buffers", "_parameters", "_modules") and len(path) > 1:
             attribute, path = _attribute(path[1]), path[1:]
@@ -290,12 +290,12 @@ class HolderSearch:
                 return Holder(kind="exception", text=text, key=f"exception {kind}", name=name)
         return Holder(kind="exception", text=f"exception {kind} that is kept", key=f"exception {kind}")
 
-    def _is_ours(self, thing: Any) -> bool:
-        if isinstance(thing, FrameType):
-            return self.variables.is_running(thing) or origin(thing.f_code.co_filename) == "ours"
-        if isinstance(thing, FunctionType):
-            return origin(thing.__code__.co_filename) == "ours"
-        return type(thing) in (_ReferencePath, HolderSearch, RunningFrames) or isinstance(thing, BuiltinFunctionType)
+    def _is_ours(self, obj: Any) -> bool:
+        if isinstance(obj, FrameType):
+            return self.variables.is_running(obj) or origin(obj.f_code.co_filename) == "ours"
+        if isinstance(obj, FunctionType):
+            return origin(obj.__code__.co_filename) == "ours"
+        return type(obj) in (_ReferencePath, HolderSearch, RunningFrames) or isinstance(obj, BuiltinFunctionType)
 
 
 def _handled() -> set[int]:
@@ -324,7 +324,7 @@ def _referring_to(things: tuple[Any, ...]) -> list[Any]:
     """Return all objects that refer to one of `things`, except `things` itself."""
     if len(things) <= _MANY:
         return gc.get_referrers(*things)
-    numbers, own = {id(thing) for thing in things}, id(things)
+    numbers, own = {id(obj) for obj in things}, id(things)
     objects = gc.get_objects()
     return [o for o in objects if not numbers.isdisjoint(map(id, gc.get_referents(o))) and id(o) != own]
 
@@ -335,9 +335,9 @@ _CONTAINERS = (list, deque, set, frozenset, dict)
 def _labels(container: Any) -> dict[int, str] | None:
     """Map ids of objects to their names in a tuple or dict; None if `container` is no container."""
     if isinstance(container, tuple):
-        return {id(thing): f"[{index}]" for index, thing in enumerate(container)}
+        return {id(obj): f"[{index}]" for index, obj in enumerate(container)}
     if isinstance(container, dict):
-        return {id(thing): f"[{key!r}]" for key, thing in list(dict.items(container)) if isinstance(key, str)}
+        return {id(obj): f"[{key!r}]" for key, obj in list(dict.items(container)) if isinstance(key, str)}
     return {} if isinstance(container, _CONTAINERS) else None
 
 
@@ -345,13 +345,13 @@ def _gathers(way: _ReferencePath) -> bool:
     return way.container in _CONTAINERS and bool(way.path) and way.path[0].startswith("[")
 
 
-def _shown(way: _ReferencePath, name: str, what: str) -> tuple[str, str]:
+def _shown(way: _ReferencePath, name: str, kind: str) -> tuple[str, str]:
     """Return the description of a variable that holds tensors by this path, and its name with leading attributes."""
     if _gathers(way):
         assert way.container is not None
         shown = f"{way.container.__name__} '{name}' {_path(way.path)}"
     else:
-        shown = f"{what} '{name}'" + (f" -> {_path(way.path)}" if way.path else "")
+        shown = f"{kind} '{name}'" + (f" -> {_path(way.path)}" if way.path else "")
     if any(_ENTRY.fullmatch(step) for step in way.path[:-1]) and not _ENTRIES.fullmatch(way.path[-1]):
         steps = ("[..]" if _ENTRY.fullmatch(step) else step for step in way.path[:-1])  # a part of each entry
         return shown, "".join((name, *steps, way.path[-1]))
@@ -363,12 +363,12 @@ def _path(path: tuple[str, ...]) -> str:
     return "".join(path)
 
 
-def _holding_attribute(thing: Any, inner: Any) -> str | None:
+def _holding_attribute(obj: Any, inner: Any) -> str | None:
     """Return the attribute by which an object refers to `inner`, without running any property."""
-    slots = [name for cls in type(thing).__mro__ for name in cls.__dict__.get("__slots__", ())]
-    for name in slots if not hasattr(thing, "__dict__") else [*vars(thing), *slots]:
+    slots = [name for cls in type(obj).__mro__ for name in cls.__dict__.get("__slots__", ())]
+    for name in slots if not hasattr(obj, "__dict__") else [*vars(obj), *slots]:
         try:
-            if object.__getattribute__(thing, name) is inner:
+            if object.__getattribute__(obj, name) is inner:
                 return str(name)
         except AttributeError:
             continue

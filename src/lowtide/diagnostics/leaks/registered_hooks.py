@@ -43,15 +43,15 @@ class RegisteredHooks:
         self.by_function: dict[int, Hook] = {}
         self._by_global: dict[tuple[int, str], Hook] = {}
         for module in modules:
-            for table, what in _TABLES.items():
+            for table, kind in _TABLES.items():
                 for function in list(module.__dict__.get(table, {}).values()):
-                    self._read(function, what)
+                    self._read(function, kind)
 
     def using_global(self, namespace: dict[str, Any], name: str) -> Hook | None:
         """Return a hook whose code uses the global variable `name` of that module."""
         return self._by_global.get((id(namespace), name))
 
-    def _read(self, function: Any, what: str) -> None:
+    def _read(self, function: Any, kind: str) -> None:
         if isinstance(function, MethodType):
             function = function.__func__
         function = function if isinstance(function, FunctionType) else type(function).__dict__.get("__call__")
@@ -59,7 +59,7 @@ class RegisteredHooks:
             return
         code = function.__code__
         line = _registration(code.co_filename, function.__qualname__, code.co_firstlineno)
-        hook = Hook(what, Place(code.co_filename, line or code.co_firstlineno), line is not None)
+        hook = Hook(kind, Place(code.co_filename, line or code.co_firstlineno), line is not None)
         self.by_function[id(function)] = hook
         for name in code.co_names:
             if name in function.__globals__:

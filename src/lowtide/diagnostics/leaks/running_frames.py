@@ -49,9 +49,9 @@ class RunningFrames:
                     self._read(frame)
                 frame = frame.f_back
 
-    def referring_to(self, thing: object) -> list[Variable]:
+    def referring_to(self, obj: object) -> list[Variable]:
         """Return the local variables that refer to exactly this object."""
-        return self._by_object.get(id(thing), [])
+        return self._by_object.get(id(obj), [])
 
     def is_running(self, frame: FrameType) -> bool:
         return id(frame) in self._running
@@ -79,19 +79,19 @@ class RunningFrames:
                 self._by_object.setdefault(id(value), []).append(variable)
 
 
-def variable_name(thing: object) -> str | None:
-    """Return the variable of the nearest calling function or module of the user's that refers to `thing`."""
+def variable_name(obj: object) -> str | None:
+    """Return the variable of the nearest calling function or module of the user's that refers to `obj`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if origin(frame.f_code.co_filename) == "user" and (name := name_in_frame(frame, thing)) is not None:
+        if origin(frame.f_code.co_filename) == "user" and (name := name_in_frame(frame, obj)) is not None:
             return name
         frame = frame.f_back
     return None
 
 
-def name_in_frame(frame: FrameType, thing: object) -> str | None:
-    """Return the local variable of `frame` that refers to `thing`."""
+def name_in_frame(frame: FrameType, obj: object) -> str | None:
+    """Return the local variable of `frame` that refers to `obj`."""
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        return next((name for name, value in frame.f_locals.items() if value is thing), None)
+        return next((name for name, value in frame.f_locals.items() if value is obj), None)
     with local_variables(frame) as variables:
-        return next((name for name, value in variables.items() if value is thing), None)
+        return next((name for name, value in variables.items() if value is obj), None)

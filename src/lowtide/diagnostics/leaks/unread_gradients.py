@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.call_log import SiteStats
     from lowtide.diagnostics.leaks.finding_log import FindingLog
 
-_LOOKS = (2, 4)
+_INSPECTED_UPDATES = (2, 4)
 """Updates after which the process is looked at: first for candidates, then for whether they are still there."""
 
 
@@ -50,7 +50,7 @@ class UnreadGradients:
     def updated(self) -> None:
         """Handle an optimizer's update."""
         self._n_updates += 1
-        if self._n_updates == _LOOKS[0]:
+        if self._n_updates == _INSPECTED_UPDATES[0]:
             live = LiveObjects()
             self._candidates = {
                 id(p): _Candidate(weakref.ref(p), weakref.ref(gradient))
@@ -60,7 +60,7 @@ class UnreadGradients:
 
     def step_begins(self, model: nn.Module | None, stats: Iterable[SiteStats], step: int, least_bytes: int) -> None:
         """Handle the first forward of a step: gradients that are still there have not been read by an update."""
-        if self._n_updates < _LOOKS[1] or not self._candidates:
+        if self._n_updates < _INSPECTED_UPDATES[1] or not self._candidates:
             return
         live = LiveObjects()
         idle = {number for number, candidate in self._candidates.items() if candidate.is_idle}
@@ -91,7 +91,7 @@ class UnreadGradients:
             text=f"{name}: {format_bytes(gradient_bytes)} of gradients{saves}",
             name=name,
             remedy=remedy,
-            made=place,
+            made_at=place,
         )
 
 

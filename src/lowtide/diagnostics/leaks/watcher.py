@@ -111,10 +111,10 @@ class Watch(Displayed):
     ) -> None:
         try:
             if error is None:
-                self._guarded(self._end)
+                self._run_guarded(self._inspect_end)
         finally:
             self._events.remove()
-        self._calls.settle_all()
+        self._calls.finish_all()
         self._findings = self.findings
         if self._batches is not None and self._findings:
             _log.warning("%s", self)
@@ -154,14 +154,14 @@ class Watch(Displayed):
         findings = self.findings
         if self._failure is not None:
             return f"the watch ended early, by a fault of its own: {self._failure!r}"
-        untold = ""
+        caveat = ""
         where = f"{self.n_steps} step{'s' * (self.n_steps != 1)}"
         if self._has_begun and not self._boundaries.has_optimizer:
             where = f"{self._calls.n_calls} call{'s' * (self._calls.n_calls != 1)} of the model"
-            untold = "no optimizer has stepped, so steps are not told apart"
+            caveat = "no optimizer has stepped, so steps are not told apart"
         if not findings:
-            return "; ".join(filter(None, (f"nothing found in {where}", untold)))
-        return "\n\n".join(filter(None, (*map(str, findings), untold)))
+            return "; ".join(filter(None, (f"nothing found in {where}", caveat)))
+        return "\n\n".join(filter(None, (*map(str, findings), caveat)))
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the findings as JSON text, and write it to `path` if given."""
@@ -181,7 +181,7 @@ class Watch(Displayed):
             self._nested += id(module) == self._root
         elif not in_backward() and not torch.compiler.is_compiling():
             self._root = id(module)
-            self._guarded(lambda: self._begin_call(module))
+            self._run_guarded(lambda: self._begin_call(module))
 
     def forward_ends(self, module: nn.Module, output: Any) -> None:
         """Handle the return of a module; `output` is None if it raised."""
@@ -193,23 +193,23 @@ class Watch(Displayed):
         self._root = None
         call, self._call = self._call, None
         if call is not None:
-            self._guarded(lambda: self._end_call(call, module, output))
+            self._run_guarded(lambda: self._end_call(call, module, output))
 
     def backward_begins(self, roots: Iterable[Any], retain: bool, create: bool, partial: bool) -> None:
         """Handle the beginning of a backward pass at `roots`."""
         backward = Backward(calling_site().place, self._steps.now, retain, create, partial)
         self._calls.running_backward = backward
-        self._guarded(lambda: self._begin_backward(backward, list(roots)))
+        self._run_guarded(lambda: self._begin_backward(backward, list(roots)))
 
     def backward_ends(self) -> None:
         """Handle the end of a backward pass, also by an exception."""
         self._calls.running_backward = None
-        self._guarded(self._gradients.backward_ends)
+        self._run_guarded(self._gradients.backward_ends)
 
     def optimizer_stepped(self) -> None:
         """Handle an optimizer's update."""
         self._boundaries.stepped(next_sequence_number())
-        self._guarded(self._unread.updated)
+        self._run_guarded(self._unread.updated)
 
     def checkpointed(self, arguments: tuple[Any, ...], is_reentrant: bool) -> Any:
         """Handle a checkpointed call; return its region, if it is to be observed."""
@@ -222,7 +222,7 @@ class Watch(Displayed):
         if (set_to_none and not graph_is_waiting) or not is_called_by_user():
             return  # nothing to find, or a framework's own loop calls it where it does
         step, least_bytes = self._steps.now, self._least_bytes
-        self._guarded(
+        self._run_guarded(
             lambda: self._gradients.zeroed(
                 parameters, set_to_none, last if graph_is_waiting else None, step, least_bytes, calling_site().place
             )
@@ -240,7 +240,7 @@ class Watch(Displayed):
             self._watched_from = next_sequence_number() or 1
             self._known.note(LiveObjects().tensors, 0)
         if not torch.is_grad_enabled():
-            self._look_at_evaluation(site.key)
+            self._inspect_evaluation(site.key)
         else:
             if not self._has_begun:
                 self._has_begun = True
@@ -253,7 +253,7 @@ class Watch(Displayed):
                     self._inspect(self._boundaries.first_number, is_later=True)
                     self._at_boundary = False
             else:
-                self._suspect(site.key, module)
+                self._inspect_suspect(site.key, module)
             self._boundaries.called(site.key)
             if sys.exc_info()[1] is not None and self._n_exceptions < _SUSPICIONS:
                 self._n_exceptions += 1
@@ -275,7 +275,7 @@ class Watch(Displayed):
         stats.graph_bytes = max(stats.graph_bytes, call.graph_bytes)
         self._largest_graph_bytes = max(self._largest_graph_bytes, call.graph_bytes)
 
-    def _suspect(self, key: int, module: nn.Module) -> None:
+    def _inspect_suspect(self, key: int, module: nn.Module) -> None:
         """Inspect if a place calls again within one step and its last call's graph is still waiting."""
         stats = self._calls.stats.get((key, type(module).__name__))
         if stats is None or (stats.n_calls & (stats.n_calls - 1) and stats.n_calls > _SUSPICIONS):
@@ -290,7 +290,7 @@ class Watch(Displayed):
                 only=lambda s: s.has_graph and not s.backwards and any(call.number in ours for call in s.calls),
             )
 
-    def _look_at_evaluation(self, key: int) -> None:
+    def _inspect_evaluation(self, key: int) -> None:
         """Inspect after 2, 4, 8 ... calls without gradients from one place and no update in between, as time allows."""
         n_updates, n_calls = self._evaluations.get(key, (-1, 0))
         n_calls = n_calls + 1 if n_updates == self._boundaries.n_updates else 1
@@ -328,8 +328,8 @@ class Watch(Displayed):
                 record_duplicate_inputs(view, live, self._events.arguments(), self._finding_log)
         if is_later:
             self._finding_log.retract(retained)
-        chosen = retained if only is None else [item for item in retained if only(item)]
-        self._finding_log.add(chosen, least_bytes=self._least_bytes, largest_graph_bytes=self._largest_graph_bytes)
+        selected = retained if only is None else [item for item in retained if only(item)]
+        self._finding_log.add(selected, least_bytes=self._least_bytes, largest_graph_bytes=self._largest_graph_bytes)
         self._boundaries.inspected(time.perf_counter() - began)
 
     def _view(self, new_from: int) -> InspectionInput:
@@ -348,7 +348,7 @@ class Watch(Displayed):
     def _names(self) -> dict[int, str]:
         return module_names(self._model, LiveObjects().modules)
 
-    def _end(self) -> None:
+    def _inspect_end(self) -> None:
         if self._has_begun:
             self._calls.forget_old()
             self._inspect(  # an output left over at the end is in no forward's way
@@ -357,12 +357,12 @@ class Watch(Displayed):
                 is_later=True,
             )
 
-    def _guarded(self, do: Callable[[], None]) -> None:
-        """Run `do`; a failure ends the watch, which reports it, and never the user's training."""
+    def _run_guarded(self, handler: Callable[[], None]) -> None:
+        """Run `handler`; a failure ends the watch, which reports it, and never the user's training."""
         if self._failure is not None:
             return
         try:
-            do()
+            handler()
         except Exception as error:
             self._failure = error.with_traceback(None)
             _log.exception("the watch has a fault and goes on no further; the training does")
@@ -374,17 +374,25 @@ def watch(model: nn.Module | None = None, batches: Iterable[Any] | None = None) 
     Nothing is kept alive: only numbers and weak references are remembered. The first steps are inspected closely, later
     ones now and then, and when memory grows. Findings below 16 KiB or 1 % of the forward's graph are not reported.
 
-        with lowtide.watch(model) as watched:
-            for batch in loader: ...
-        print(watched)
-
-        for batch in lowtide.watch(model, loader): ...      # findings are logged at the end
-
     Args:
         model: Gives its parts their names in the findings; other models are watched too.
         batches: Batches to iterate over, if the watch is used as the loop's iterable.
 
     Returns:
-        The watch; it has the `findings`.
+        The watch; it has the `findings`. Iterated over, it logs them at the end.
+
+    Example:
+        >>> import torch, lowtide
+        >>> model = torch.nn.Linear(256, 256)
+        >>> optimizer, scores = torch.optim.SGD(model.parameters()), []
+        >>> with lowtide.watch(model) as watched:
+        ...     for _ in range(4):
+        ...         logits = model(torch.ones(64, 256))
+        ...         logits.mean().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         scores.append(logits.detach())
+        >>> print(watched.findings[0].name)
+        list that grows by tensors without a graph
     """
     return Watch(model, batches)

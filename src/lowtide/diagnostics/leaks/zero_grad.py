@@ -39,7 +39,7 @@ class ZeroGradChecks:
                 held_bytes=held_bytes,
                 step=step,
                 text=f"the gradients that {place} sets to zero",
-                made=place,
+                made_at=place,
             )
         elif waiting is not None:
             self._late = (held_bytes, step, place, waiting)
@@ -56,5 +56,5 @@ class ZeroGradChecks:
             held_bytes=held_bytes,
             step=step,
             text=f"the gradients of the step before, until zero_grad at {place}",
-            made=call.place,
+            made_at=call.place,
         )

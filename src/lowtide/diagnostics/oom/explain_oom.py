@@ -41,6 +41,18 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
             moment, which takes several steps' time and clears the local variables of the failed frames: a debugger
             finds none.
         batch: The batch to rehearse `step` with.
+
+    Raises:
+        LowtideError: If `step` is given without `model`.
+
+    Example:
+        >>> import torch, lowtide
+        >>> try:
+        ...     with lowtide.explain_oom():
+        ...         torch.empty(1 << 50)
+        ... except RuntimeError as error:
+        ...     print(error.__notes__[0].strip().splitlines()[0])
+        lowtide: out of memory: a single tensor is the problem [huge-tensor]
     """
 
     def __init__(

@@ -34,7 +34,7 @@ def facts_now(error: BaseException, model: nn.Module | None, optimizer: Optimize
     if optimizer is None:
         optimizer = next((instance for _, instance in _selves(frames, Optimizer)), None)
     graphs = separate_graphs(tensors_with_graphs())
-    left, left_bytes = _leftover(graphs)
+    n_leftover, left_bytes = _leftover(graphs)
     evaluated = _evaluated(graphs, model)
     roots = [root for graph in evaluated for root in graph.roots]
     limit = _limit()
@@ -46,7 +46,7 @@ def facts_now(error: BaseException, model: nn.Module | None, optimizer: Optimize
         inside=_inside(frames, model),
         evaluation_bytes=graph_behind(roots, None).held_bytes if roots else 0,
         evaluation_graphs=len(evaluated),
-        leftover_graphs=left,
+        leftover_graphs=n_leftover,
         leftover_bytes=left_bytes,
         new_state_bytes=_new_state_bytes(optimizer),
         holders=_holders(graphs, model, optimizer),
@@ -135,8 +135,8 @@ def _new_state_bytes(optimizer: Optimizer | None) -> int:
     for parameter in parameters:
         if parameter.grad is not None:
             state = optimizer.state.get(parameter, {})
-            there = sum(t.nbytes for t in tensors_in(state) if t.shape == parameter.shape)
-            missing += max(0, 2 * parameter.nbytes - there)
+            existing_bytes = sum(t.nbytes for t in tensors_in(state) if t.shape == parameter.shape)
+            missing += max(0, 2 * parameter.nbytes - existing_bytes)
     return missing
 
 

@@ -78,8 +78,8 @@ class Message(Record):
     @property
     def sure_others_bytes(self) -> int:
         """Least memory of other processes, whichever of them this one is."""
-        mine = [other.bytes for other in self.others if other.name in self.maybe_own]
-        return self.others_bytes - (max(mine, default=0) if self.process_bytes is None else 0)
+        own = [other.bytes for other in self.others if other.name in self.maybe_own]
+        return self.others_bytes - (max(own, default=0) if self.process_bytes is None else 0)
 
     @property
     def outside_bytes(self) -> int | None:
@@ -93,10 +93,10 @@ class Message(Record):
     @property
     def unnamed_bytes(self) -> int | None:
         """Memory that is neither free nor held by a process that the message names."""
-        mine = self.reserved_bytes if self.process_bytes is None else self.process_bytes
-        if self.total_bytes is None or self.free_bytes is None or mine is None:
+        own_bytes = self.reserved_bytes if self.process_bytes is None else self.process_bytes
+        if self.total_bytes is None or self.free_bytes is None or own_bytes is None:
             return None
-        return max(0, self.total_bytes - self.free_bytes - mine - self.others_bytes)
+        return max(0, self.total_bytes - self.free_bytes - own_bytes - self.others_bytes)
 
     @property
     def hidden_bytes(self) -> int | None:

@@ -27,11 +27,11 @@ from lowtide.estimator.fake_step_state import Everything
 from lowtide.estimator.fake_tensors import FakeTensors, swap
 from lowtide.estimator.values.assumptions import ValueOracle
 from lowtide.estimator.values.queries import PythonQueries
-from lowtide.levers import of_plan
+from lowtide.levers import enable_plan_levers
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.preconditions import NESTED
-from lowtide.state.containers import handing_back
+from lowtide.state.containers import container_restorer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -53,8 +53,8 @@ def estimate_on(
 ) -> GpuMemoryEstimate:
     """Estimate as `lowtide.estimate` does. Without `allocator`, the allocator has the environment's settings."""
     on_gpu = TwoStepGpuRun(gpu, model, batch, (step, optimizer), plan=plan, allocator=allocator)
-    with of_plan(plan, model, optimizer), on_gpu as rehearsal:
-        hand_back = handing_back(batch)
+    with enable_plan_levers(plan, model, optimizer), on_gpu as rehearsal:
+        hand_back = container_restorer(batch)
         step(batch)
         hand_back()
         rehearsal.second()
@@ -161,7 +161,7 @@ class TwoStepGpuRun:
     def turn_to(self, model: nn.Module) -> None:
         """Switch to training another, possibly new, model. A call of `second` has to follow."""
         self._running.close()
-        self._kept.note(model)
+        self._kept.visit(model)
         real = [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_fake(tensor)]
         self.put(real, lambda tensor: tensor)
         self._model, self._engine = model, planned(model, self._batch, None)

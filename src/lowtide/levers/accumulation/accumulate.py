@@ -53,10 +53,6 @@ def accumulate(
 ) -> Tensor:
     """Add the gradients of the loss over all of `batch` to `.grad`, by `n` micro-batches; return that loss, detached.
 
-        loss = lowtide.accumulate(lambda part: model(**part).loss, batch, 4)
-        optimizer.step()
-        optimizer.zero_grad()
-
     The gradients are equal to the whole batch's but for rounding, as long as rows do not depend on each other and the
     model draws no random numbers: with dropout, other masks are drawn.
 
@@ -83,13 +79,22 @@ def accumulate(
     Raises:
         LowtideError: Before the first backward if a loss or batch is not supported, and before a later one if its piece
             was averaged in another way than estimated; `.grad` then holds only the pieces before it: zero it.
+
+    Example:
+        >>> import torch, lowtide
+        >>> model, batch = torch.nn.Linear(3, 1), torch.ones(10, 3)
+        >>> loss = lowtide.accumulate(lambda part: model(part).square().mean(), batch, 4)
+        >>> torch.allclose(loss, model(batch).square().mean())
+        True
+        >>> model.weight.grad.shape
+        torch.Size([1, 3])
     """
     if not (weight is None or weight in ("rows", "sum") or callable(weight)):
         raise LowtideError(f'weight is "rows", "sum" or a function that counts what is in a piece; found {weight!r}.')
-    return accumulated(loss_of, batch, n, weight, shared, batch_norm, backward)
+    return accumulate_weighted(loss_of, batch, n, weight, shared, batch_norm, backward)
 
 
-def accumulated(
+def accumulate_weighted(
     loss_of: Callable[[Batch], Tensor],
     batch: Batch,
     n: int,
@@ -129,8 +134,10 @@ def accumulated(
 
 def _check(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise LowtideError(f"the function given to accumulate must return the loss, one number; it returned {found}.")
+        returned = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise LowtideError(
+            f"the function given to accumulate must return the loss, one number; it returned {returned}."
+        )
     if loss.grad_fn is None:
         raise LowtideError(
             "the function given to accumulate returned a loss without a graph. It must neither call backward nor "

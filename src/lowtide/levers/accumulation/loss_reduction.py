@@ -72,26 +72,26 @@ class SumOver:
 Weight = Literal["rows", "sum"] | SumOver | Callable[[Any], float | Tensor] | None
 """The average that a loss takes; None or a SumOver if it is read from the loss's node."""
 
-_NOTED = "lowtide.average"  # key in the metadata of nodes that do not reveal their average
+_AVERAGE_KEY = "lowtide.average"  # key in the metadata of nodes that do not reveal their average
 
 
 def note_average(loss: Tensor, average: Callable[[], Average]) -> None:
     """Note `average` on the node of `loss`, which does not reveal it. `average` is called when it is first needed."""
     if loss.grad_fn is not None:
-        node_metadata(loss.grad_fn)[_NOTED] = average
+        node_metadata(loss.grad_fn)[_AVERAGE_KEY] = average
 
 
 def average_of(loss: Tensor, weight: Weight = None) -> Average | None:
     """Return the average that `loss` takes; None if its node does not reveal it."""
-    node, divided = _reducing(loss, weight)
+    node, divided = _find_reduction(loss, weight)
     average = None if node is None else _average_by(node)
     return None if divided and average is not None and average.kind != "sum" else average
 
 
-def _reducing(loss: Tensor, weight: Weight) -> tuple[Node | None, bool]:
+def _find_reduction(loss: Tensor, weight: Weight) -> tuple[Node | None, bool]:
     """Return the node that reduced `loss` to a number, and True if the result was divided by the terms of `weight`."""
     node, divided = loss.grad_fn, False
-    while node is not None and _NOTED not in node_metadata(node):
+    while node is not None and _AVERAGE_KEY not in node_metadata(node):
         divides = not divided and isinstance(weight, SumOver) and _divides_by(node, weight.terms)
         if not divides and node.name() not in _SAME_NUMBER:
             break
@@ -108,14 +108,14 @@ def _divides_by(node: Node, terms: float) -> bool:
 
 
 def _average_by(node: Node) -> Average | None:
-    noted = node_metadata(node).get(_NOTED)
-    if noted is not None:
-        found: Average = noted()
-        return found
+    recorded = node_metadata(node).get(_AVERAGE_KEY)
+    if recorded is not None:
+        average: Average = recorded()
+        return average
     name = node.name()
     if name in _NLL:
-        return _likelihood(node)
-    if (smoothed := _smoothed(node)) is not None:
+        return _read_likelihood(node)
+    if (smoothed := _match_smoothing(node)) is not None:
         return smoothed.average()
     terms = _terms(node)
     if terms is None:
@@ -130,7 +130,7 @@ def _average_by(node: Node) -> Average | None:
     return None
 
 
-def _likelihood(node: Node) -> Average | None:
+def _read_likelihood(node: Node) -> Average | None:
     target, total, weight = (_saved(node, name) for name in ("target", "total_weight", "weight"))
     reduction = getattr(node, SAVED + "reduction", None)
     if target is None or total is None or reduction not in (_MEAN, _SUM):
@@ -156,15 +156,15 @@ class _Smoothed:
     smoothing: float
 
     def average(self) -> Average | None:
-        found = _likelihood(self.likelihood)
-        if found is None or (found.kind == "mean") != (self.divisor is not None):
+        average = _read_likelihood(self.likelihood)
+        if average is None or (average.kind == "mean") != (self.divisor is not None):
             return None
-        if self.divisor is not None and abs(float(self.divisor) - found.terms) > 1e-6 * found.terms:
+        if self.divisor is not None and abs(float(self.divisor) - average.terms) > 1e-6 * average.terms:
             return None
-        return replace(found, smoothing=self.smoothing)
+        return replace(average, smoothing=self.smoothing)
 
 
-def _smoothed(node: Node) -> _Smoothed | None:
+def _match_smoothing(node: Node) -> _Smoothed | None:
     """Return the parts that `node` adds; None for any other node."""
     if node.name() != "AddBackward0" or getattr(node, SAVED + "alpha", 1) != 1:
         return None
@@ -191,10 +191,10 @@ def _smoothed(node: Node) -> _Smoothed | None:
 
 def _saved(node: Node, name: str) -> Tensor | None:
     """Return a saved tensor, also if a plan of Lowtide holds it; None if other saved-tensor hooks do."""
-    found = peek(node, SAVED + name)
-    if isinstance(found, Handle):
-        return found.get() if found.value.kept else None
-    return found if isinstance(found, Tensor) else None
+    saved = peek(node, SAVED + name)
+    if isinstance(saved, Handle):
+        return saved.get() if saved.value.kept else None
+    return saved if isinstance(saved, Tensor) else None
 
 
 def _terms(node: Node) -> int | None:
@@ -209,9 +209,9 @@ def _terms(node: Node) -> int | None:
 
 def reduces_before(loss: Tensor, weight: Weight = None) -> bool:
     """Return True if `loss` depends on another reduction to one number: its node then reveals a part of the average."""
-    node, _ = _reducing(loss, weight)
+    node, _ = _find_reduction(loss, weight)
     assert node is not None
-    smoothed = _smoothed(node)
+    smoothed = _match_smoothing(node)
     pending = [node] if smoothed is None else [smoothed.likelihood, smoothed.total]
     seen = {*pending}
     for current in pending:  # grows during the loop
@@ -253,11 +253,11 @@ class Shares:
             and abs(average.terms - estimated) <= 1e-6 * estimated
         ):
             return
-        found = "in a way that can't be told" if average is None else f"as a {average.kind} over {average.terms:g}"
+        reduction = "in a way that can't be told" if average is None else f"as a {average.kind} over {average.terms:g}"
         if average is not None and average.smoothing != self._smoothing:
-            found += f", with label_smoothing={average.smoothing:g} and not {self._smoothing:g}"
+            reduction += f", with label_smoothing={average.smoothing:g} and not {self._smoothing:g}"
         raise LowtideError(
-            f"the loss of micro-batch {number} was reduced {found}, where a {self._kind} over {estimated:g} was "
+            f"the loss of micro-batch {number} was reduced {reduction}, where a {self._kind} over {estimated:g} was "
             "estimated from the first one. The gradients hold only the pieces before it: zero them. Say what each "
             "piece's mean is divided by: weight=lambda part: ..."
         )
@@ -279,15 +279,15 @@ def shares_for(
     average = average_of(loss, weight)
     if average is None or reduces_before(loss, weight):
         assert loss.grad_fn is not None
-        raise _cannot_tell(f"it comes out of {loss.grad_fn.name()}")
+        raise _unknown_average(f"it comes out of {loss.grad_fn.name()}")
     if average.target is not None:
-        counts = _counted(average, average.target, parts)
+        counts = _count_terms(average, average.target, parts)
         if counts is None:
-            raise _cannot_tell(
+            raise _unknown_average(
                 "which of the batch's tensors are its labels, as they are or shifted by one, is not known"
             )
     elif average.terms % rows[0]:
-        raise _cannot_tell(f"it is a {average.kind} over {average.terms:g} terms, from {rows[0]} rows")
+        raise _unknown_average(f"it is a {average.kind} over {average.terms:g} terms, from {rows[0]} rows")
     else:
         counts = [average.terms / rows[0] * each for each in rows]
     each = [1.0] * len(parts) if average.kind == "sum" else _normalized(counts)
@@ -303,24 +303,24 @@ def _normalized(counts: Sequence[float]) -> list[float]:
     return [count / total for count in counts]
 
 
-def _counted(average: Average, target: Tensor, parts: Sequence[Any]) -> list[float] | None:
+def _count_terms(average: Average, target: Tensor, parts: Sequence[Any]) -> list[float] | None:
     """Return for each part the divisor of its mean, from the tensor in the batch that the labels were taken from.
 
     Several tensors may equal the labels in the first part, such as a language model's tokens without padding. The rest
     of the batch distinguishes them: only labels contain ignored ones.
     """
-    found: set[tuple[float, ...]] = set()
+    divisors: set[tuple[float, ...]] = set()
     ignoring: set[tuple[float, ...]] = set()
     for name, labels in tensors_by_name(parts[0]):
         for used in _as_labels(labels, average.ignored):
             if _same(used(labels), target):
                 each = [used(dict(tensors_by_name(part))[name]) for part in parts]
-                counts = tuple(_counts(average, one) for one in each)
-                found.add(counts)
+                counts = tuple(_count(average, one) for one in each)
+                divisors.add(counts)
                 if any((one == average.ignored).any() for one in each):
                     ignoring.add(counts)
-    told = found if len(found) == 1 else ignoring
-    return list(told.pop()) if len(told) == 1 else None
+    candidates = divisors if len(divisors) == 1 else ignoring
+    return list(candidates.pop()) if len(candidates) == 1 else None
 
 
 def _as_labels(labels: Tensor, ignored: int) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -340,7 +340,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.numel() == other.numel() and torch.equal(one.flatten().to(other), other.flatten())
 
 
-def _counts(average: Average, labels: Tensor) -> float:
+def _count(average: Average, labels: Tensor) -> float:
     if average.kind == "sum":
         return float(labels.numel())
     counted = labels[labels != average.ignored]
@@ -349,7 +349,7 @@ def _counts(average: Average, labels: Tensor) -> float:
     return float(average.class_weight[counted.to(average.class_weight.device)].sum())
 
 
-def _cannot_tell(why: str) -> LowtideError:
+def _unknown_average(why: str) -> LowtideError:
     return LowtideError(
         f"it can't be told how this loss averages: {why}. Micro-batches that are weighted wrongly give other "
         'gradients, so say it to lowtide.accumulate: weight="rows" for a mean over rows, weight="sum" for a sum, or '

@@ -43,7 +43,7 @@ def check_rows_are_independent(
     if rows_of(rows, shared) < 2:
         return
     halves = micro_batches(rows, 2, shared=shared)
-    with _random_state_kept() as has_drawn, torch.no_grad():
+    with _preserve_random_state() as has_drawn, torch.no_grad():
         try:
             losses: list[Any] = [loss_of(part) for part in (rows, *halves)]
         except RuntimeError:  # a loss that computes gradients itself
@@ -86,16 +86,16 @@ def _share(half: Any, rows: Any, weight: Weight, shared: Collection[str]) -> flo
     return 1.0 if weight == "sum" else rows_of(half, shared) / rows_of(rows, shared)
 
 
-def _refusal(found: str) -> LowtideError:
+def _refusal(reason: str) -> LowtideError:
     return LowtideError(
-        f"the loss is not a sum over rows: {found}. Rows that see each other, such as in-batch negatives, give other "
+        f"the loss is not a sum over rows: {reason}. Rows that see each other, such as in-batch negatives, give other "
         "gradients in pieces. Give the whole batch to one backward (lowtide.fit makes room for it), or cache the "
         "embeddings of all pieces first, as GradCache does."
     )
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[Callable[[], bool]]:
+def _preserve_random_state() -> Iterator[Callable[[], bool]]:
     """Restore torch's random number generators afterwards; yield a function that returns True if numbers were drawn."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):

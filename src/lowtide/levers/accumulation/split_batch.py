@@ -38,11 +38,17 @@ def micro_batches(batch: Batch, n: int, *, shared: Collection[str] = ()) -> list
 
     Raises:
         LowtideError: If `n` is below 1, a tensor has another number of rows, or a container can't be split.
+
+    Example:
+        >>> import torch, lowtide
+        >>> batch = {"x": torch.ones(10, 3), "scale": 0.5}
+        >>> [part["x"].shape[0] for part in lowtide.micro_batches(batch, 4)]
+        [3, 3, 2, 2]
     """
     if n < 1:
         raise LowtideError(f"micro_batches was asked for {n} pieces; give 1 or more.")
     rows = rows_of(batch, shared)
-    cut = _Cut(rows, frozenset(shared))
+    cut = _Splitter(rows, frozenset(shared))
     return [cast("Batch", cut.part(batch, span, "")) for span in spans(rows, n)]
 
 
@@ -85,7 +91,7 @@ def _children(batch: Any) -> Iterator[tuple[str, Any]]:
         yield from ((field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch))
 
 
-class _Cut:
+class _Splitter:
     def __init__(self, rows: int, shared: frozenset[str]) -> None:
         self._rows = rows
         self._shared = shared
@@ -97,7 +103,7 @@ class _Cut:
         if isinstance(batch, Tensor):
             return self._tensor(batch, span, name)
         if isinstance(batch, PackedSequence):
-            raise self._refused(name, "a PackedSequence is ordered by length, not by row; pack the pieces instead")
+            raise self._refusal(name, "a PackedSequence is ordered by length, not by row; pack the pieces instead")
         children = {key: self.part(child, span, f"{name}.{key}" if name else key) for key, child in _children(batch)}
         if isinstance(batch, Mapping):
             return self._mapping(batch, children, span)
@@ -117,11 +123,11 @@ class _Cut:
 
     def _tensor(self, tensor: Tensor, span: Span, name: str) -> Tensor:
         if tensor.layout is not torch.strided or tensor.is_nested:
-            raise self._refused(name, "it is sparse or nested; make it dense, or cut the batch in the data loader")
+            raise self._refusal(name, "it is sparse or nested; make it dense, or cut the batch in the data loader")
         if tensor.dim() == 0 or (tensor.shape[0] == 1 and self._rows != 1):
             return tensor
         if tensor.shape[0] != self._rows:
-            raise self._refused(
+            raise self._refusal(
                 name,
                 f"it has {tensor.shape[0]} rows where the batch has {self._rows}. If every piece needs all of it, say "
                 f"shared={{{name.rpartition('.')[2]!r}}}",
@@ -138,19 +144,19 @@ class _Cut:
             changed._encodings = encodings[slice(*span)]  # type: ignore[attr-defined]
         return changed
 
-    def _other(self, thing: Any, span: Span, name: str) -> Any:
-        if thing is None or isinstance(thing, bool | int | float | complex | str | bytes | enum.Enum | type):
-            return thing
-        if isinstance(thing, torch.dtype | torch.device | torch.Generator):
-            return thing
-        shape = getattr(thing, "shape", None)  # NumPy arrays and similar types
-        if isinstance(shape, tuple) and hasattr(thing, "__getitem__"):
-            return thing[slice(*span)] if shape and shape[0] == self._rows else thing
-        raise self._refused(
+    def _other(self, obj: Any, span: Span, name: str) -> Any:
+        if obj is None or isinstance(obj, bool | int | float | complex | str | bytes | enum.Enum | type):
+            return obj
+        if isinstance(obj, torch.dtype | torch.device | torch.Generator):
+            return obj
+        shape = getattr(obj, "shape", None)  # NumPy arrays and similar types
+        if isinstance(shape, tuple) and hasattr(obj, "__getitem__"):
+            return obj[slice(*span)] if shape and shape[0] == self._rows else obj
+        raise self._refusal(
             name,
-            f"a {type(thing).__name__} can't be cut into rows. Pass dicts, lists, tuples or dataclasses; if every "
+            f"a {type(obj).__name__} can't be cut into rows. Pass dicts, lists, tuples or dataclasses; if every "
             f"piece needs all of it, say shared={{{name.rpartition('.')[2]!r}}}",
         )
 
-    def _refused(self, name: str, why: str) -> LowtideError:
+    def _refusal(self, name: str, why: str) -> LowtideError:
         return LowtideError(f"{name or 'this batch'} can't be cut into micro-batches: {why}.")

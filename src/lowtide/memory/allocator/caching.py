@@ -31,16 +31,16 @@ SegmentEvent = Callable[[str, int, int, int], None]
 class OutOfMemory(LowtideError, RuntimeError):
     """Error of a simulated device that has no room even after the cache was emptied. Amounts are bytes.
 
-    `asked` is the allocator's request to the device, for a request of `requested`.
+    `missing` is the allocator's request to the device, for a request of `requested`.
     """
 
     exit_code = 1
 
-    def __init__(self, *, requested: int, asked: int, allocated: int, reserved: int, capacity: int) -> None:
-        self.requested, self.asked, self.capacity = requested, asked, capacity
+    def __init__(self, *, requested: int, missing: int, allocated: int, reserved: int, capacity: int) -> None:
+        self.requested, self.missing, self.capacity = requested, missing, capacity
         self.allocated, self.reserved = allocated, reserved
         super().__init__(
-            f"out of memory: {format_bytes(asked)} more are needed for a request of {format_bytes(requested)}.\n"
+            f"out of memory: {format_bytes(missing)} more are needed for a request of {format_bytes(requested)}.\n"
             f"  Of {format_bytes(capacity)}, {format_bytes(reserved)} are reserved and {format_bytes(allocated)} "
             "allocated."
         )
@@ -301,7 +301,7 @@ class CachingAllocator:
         limits = [limit for limit in (self.capacity, self._allowed) if limit is not None]
         raise OutOfMemory(
             requested=n_bytes,
-            asked=segment_size(size, self.config),
+            missing=segment_size(size, self.config),
             allocated=self.allocated,
             reserved=self.reserved,
             capacity=min(limits),

@@ -45,8 +45,8 @@ def check(record: Mapping[str, Any], n_bytes: int | None = None) -> None:
     if n_bytes is not None and count * ENTRY_BYTES > n_bytes:
         raise _other(f"it lists {count} entries, many of them several times: its {n_bytes} bytes have room for fewer")
     known: set[int] = set()
-    for kind, found in entries.items():
-        _check_all(found, kind, known)
+    for kind, group in entries.items():
+        _check_all(group, kind, known)
     for segment in record["segments"]:
         _check_all(segment.get("blocks", []), "block", known)
     settings = record.get("allocator_settings") or {}
@@ -87,9 +87,9 @@ def _shown(value: object) -> str:
     return f"a large {type(value).__name__}" if isinstance(value, int) else f"of type {type(value).__name__}"
 
 
-def _list(value: object, what: str) -> list[Any]:
+def _list(value: object, name: str) -> list[Any]:
     if not isinstance(value, list):
-        raise _other(f"{what} are of type {type(value).__name__}, where a list was expected")
+        raise _other(f"{name} are of type {type(value).__name__}, where a list was expected")
     return value
 
 

@@ -72,11 +72,11 @@ class Snapshot:
         except (KeyError, TypeError, AttributeError) as error:
             raise LowtideError(f"this snapshot has entries of an unknown form: {in_one_line(repr(error))}.") from error
 
-    def _device(self, asked: int | None) -> int:
-        if asked is None and len(self.devices) == 1:
+    def _device(self, device: int | None) -> int:
+        if device is None and len(self.devices) == 1:
             return self.devices[0]
-        if asked is None or asked not in self.devices:
+        if device is None or device not in self.devices:
             known = ", ".join(map(str, self.devices)) or "none"
-            wanted = "it does not say of which device" if asked is None else f"device {asked} was asked for"
+            wanted = "it does not say of which device" if device is None else f"device {device} was asked for"
             raise LowtideError(f"no history could be taken from this snapshot: {wanted}. It knows devices: {known}.")
-        return asked
+        return device

@@ -83,17 +83,17 @@ class _Writer:
 
     def allocate(self, number: int | None, n_bytes: int, op: str, label: Label | None) -> None:
         block = self._allocator.malloc(n_bytes)
-        what = {"frames": _frames(op, label), "category": label.category if label else "unknown"}
-        self._trace.append({**self._action("alloc", block.address, n_bytes), **what})
-        self._used[block] = what
+        description = {"frames": _frames(op, label), "category": label.category if label else "unknown"}
+        self._trace.append({**self._action("alloc", block.address, n_bytes), **description})
+        self._used[block] = description
         if number is not None:
             self._numbered[number] = block
 
     def free(self, number: int) -> None:
         block = self._numbered.pop(number)
-        what = self._used.pop(block)
+        description = self._used.pop(block)
         for action in ("free_requested", "free_completed"):
-            self._trace.append({**self._action(action, block.address, block.requested), **what})
+            self._trace.append({**self._action(action, block.address, block.requested), **description})
         self._allocator.free(block)
 
     def annotate(self, phase: str) -> None:

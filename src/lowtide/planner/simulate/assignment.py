@@ -62,17 +62,17 @@ class Assignment(NamedTuple):
     """KEPT, PASSED, RECOMPUTED, REPLAYED, ADVANCED or OFFLOADED; for calls KEPT or REPLAYED."""
     by_call: Ints
     """The call that is replayed or advanced for a value, or -1."""
-    elsewhere: list[tuple[int, int]]
+    foreign_values: list[tuple[int, int]]
     """Pairs of a value and a replayed call that saves it, where the value is produced outside and is not an input.
     Other holders keep the value, so it costs no memory, but reading it runs the replay, which is held
     as long as the value."""
-    given: Ints
+    held_inputs: Ints
     """Rows of the input slots that calls hold at least while they run: all inputs of replayed and advanced calls, only
     the state for calls inside a replayed one."""
-    trips: list[int]
+    offloaded_storages: list[int]
     """Storages of offloaded values, in the order in which their copies to the host start."""
-    out: list[int]
-    """Position by which each of `trips` has started."""
+    offloaded_at: list[int]
+    """Position by which each of `offloaded_storages` has started."""
 
 
 def assign(index: Index, choice: DecisionVector) -> Assignment:
@@ -92,7 +92,7 @@ def assign(index: Index, choice: DecisionVector) -> Assignment:
 
     active = ~index.slot_is_input | holds_inputs[index.slot_call]
     around = owner[index.slot_within]
-    given = active & index.slot_is_input & ((around < 0) | index.slot_is_state)
+    held_inputs = active & index.slot_is_input & ((around < 0) | index.slot_is_state)
     recompute = active & choice.recompute[index.slot_address] & index.slot_recomputable
     replay = (around >= 0) & ~recompute & ~index.slot_is_state
     follows = is_replayed[index.followed_in]
@@ -126,14 +126,14 @@ def assign(index: Index, choice: DecisionVector) -> Assignment:
     rows = np.flatnonzero(offload)
     rows = rows[state[index.slot_value[rows]] == OFFLOADED]
     rows = rows[np.argsort(index.slot_order[rows], kind="stable")]
-    trips, first = np.unique(index.value_storage[index.slot_value[rows]], return_index=True)
-    trips, rows = trips[np.argsort(first)], rows[np.sort(first)]
+    offloaded_storages, first = np.unique(index.value_storage[index.slot_value[rows]], return_index=True)
+    offloaded_storages, rows = offloaded_storages[np.argsort(first)], rows[np.sort(first)]
     calls = np.where(is_replayed, REPLAYED, KEPT)
     return Assignment(
         state=np.concatenate((state, calls)),
         by_call=np.concatenate((by_call, np.full_like(calls, -1))),
-        elsewhere=list(zip(foreign.tolist(), by_call[foreign].tolist(), strict=True)),
-        given=np.flatnonzero(given),
-        trips=trips.tolist(),
-        out=np.minimum(index.freed_at[trips], index.slot_filled[rows]).tolist(),
+        foreign_values=list(zip(foreign.tolist(), by_call[foreign].tolist(), strict=True)),
+        held_inputs=np.flatnonzero(held_inputs),
+        offloaded_storages=offloaded_storages.tolist(),
+        offloaded_at=np.minimum(index.freed_at[offloaded_storages], index.slot_filled[rows]).tolist(),
     )

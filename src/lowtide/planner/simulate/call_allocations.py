@@ -7,7 +7,7 @@ import numpy as np
 from lowtide.planner.simulate.profile_index import Index, Ints
 
 
-class Forwards:
+class ForwardMemory:
     """Memory of repeated forwards of each call, derived from the trace of the first one."""
 
     def __init__(self, index: Index) -> None:
@@ -15,18 +15,18 @@ class Forwards:
         self._peaks: dict[tuple[int, tuple[int, ...]], int] = {}
         self._windows: dict[int, Ints] = {}
 
-    def peak(self, call: int, left: tuple[int, ...]) -> int:
-        """Return the peak bytes of one more forward of `call`, if it leaves the storages in `left`."""
-        if (call, left) not in self._peaks:
+    def peak(self, call: int, kept_storages: tuple[int, ...]) -> int:
+        """Return the peak bytes of one more forward of `call`, if it leaves the storages in `kept_storages`."""
+        if (call, kept_storages) not in self._peaks:
             enter, exit_ = int(self.index.enter[call]), int(self.index.exit[call])
             if enter == exit_:
                 return 0
-            held = list(left)
+            held = list(kept_storages)
             more = np.zeros(exit_ - enter + 1, np.int64)
             np.add.at(more, np.minimum(self.index.freed_at[held], exit_) - enter, self.index.storage_bytes[held])
             state = int(self.index.state_bytes[call])
-            self._peaks[call, left] = state + int((self._window(call) + more.cumsum()[:-1]).max())
-        return self._peaks[call, left]
+            self._peaks[call, kept_storages] = state + int((self._window(call) + more.cumsum()[:-1]).max())
+        return self._peaks[call, kept_storages]
 
     def _window(self, call: int) -> Ints:
         """Return the bytes that the forward of `call` allocates at each position, when nothing in it is kept."""

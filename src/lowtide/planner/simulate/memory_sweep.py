@@ -8,7 +8,7 @@ A profile holds one traced step on its axis of positions, so any plan's memory i
 reads a slot of it, a recompute demands its operands, a replay its inputs. Values and calls are the nodes of one graph,
 visited dependents first; each passes demands to the nodes that it needs:
 
-    made     first position of a demand: the node is recomputed then, once
+    demanded first position of a demand: the node is recomputed then, once
     wanted   until the last reader has released it and all nodes that demanded it have been recomputed
     held     until the last reader of it, and of all values computed from it, has released them: it could be demanded
              again
@@ -65,8 +65,8 @@ class Copies(NamedTuple):
 
     def at(self, position: int) -> Copies:
         """Return the copies in use at `position`."""
-        there = (self.start <= position) & (position < self.end)
-        return Copies(*(column[there] for column in self))
+        in_use = (self.start <= position) & (position < self.end)
+        return Copies(*(column[in_use] for column in self))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,48 +104,50 @@ class Sweeper:
         before = np.concatenate((index.base[:1], index.base[:-1]))
         self._rise = np.maximum(index.base - before, 0)
         """Least rise of `base` within each position: at its beginning it is no higher than in the position before."""
-        self._stretches = Segments(index)
+        self._segments = Segments(index)
 
     def sweep(self, choice: DecisionVector) -> Sweep:
         """Return the step under `choice`. Searches return to the same choices, so the latest sweeps are cached."""
         key = choice.key
-        found = self._recent.pop(key, None) or self._swept(choice)
-        self._recent[key] = found
+        sweep = self._recent.pop(key, None) or self._compute_sweep(choice)
+        self._recent[key] = sweep
         if len(self._recent) > self._most_recent:
             del self._recent[next(iter(self._recent))]
-        return found
+        return sweep
 
-    def _swept(self, choice: DecisionVector) -> Sweep:
-        index, fates = self.index, assign(self.index, choice)
-        visits = self._stretches.visits(fates)
+    def _compute_sweep(self, choice: DecisionVector) -> Sweep:
+        index, assignment = self.index, assign(self.index, choice)
+        visits = self._segments.visit_all(assignment)
 
-        rows = np.flatnonzero(fates.state[index.slot_value] == KEPT)
+        rows = np.flatnonzero(assignment.state[index.slot_value] == KEPT)
         ends = index.freed_at.copy()
         np.maximum.at(ends, index.slot_storage[rows], index.slot_release[rows])
-        rows = fates.given[fates.state[index.slot_value[fates.given]] == KEPT]
+        rows = assignment.held_inputs[assignment.state[index.slot_value[assignment.held_inputs]] == KEPT]
         np.maximum.at(ends, index.slot_storage[rows], index.exit[index.slot_call[rows]])
-        values, until = _joined((visit.holds for visit in visits), 2)
+        values, until = _concatenate((visit.holds for visit in visits), 2)
         np.maximum.at(ends, index.value_storage[values], until)
-        leave, returning = self._away(fates, _joined((visit.returns for visit in visits), 4))
-        ends[fates.trips] = np.maximum(ends[fates.trips], leave)
-        running = self._running(
-            _joined((visit.runs for visit in visits), 3), _joined((visit.waits for visit in visits), 2)
+        leave, returning = self._offload_copies(assignment, _concatenate((visit.returns for visit in visits), 4))
+        ends[assignment.offloaded_storages] = np.maximum(ends[assignment.offloaded_storages], leave)
+        running = self._running_copies(
+            _concatenate((visit.runs for visit in visits), 3), _concatenate((visit.waits for visit in visits), 2)
         )
-        copies = Copies(*_joined((*(visit.copies for visit in visits), running, returning), 4))
+        copies = Copies(*_concatenate((*(visit.copies for visit in visits), running, returning), 4))
         usage = self._usage(ends, copies)
         return Sweep(
             usage=usage,
             peak=int(usage.max()),
             # Exact sum, so that equal work in another order takes the same time.
-            extra_ms=math.fsum(chain(index.offload_ms[fates.trips].tolist(), *(visit.times for visit in visits))),
+            extra_ms=math.fsum(
+                chain(index.offload_ms[assignment.offloaded_storages].tolist(), *(visit.times for visit in visits))
+            ),
             extra_flops=sum(visit.flops for visit in visits),
-            state=fates.state,
+            state=assignment.state,
             ends=ends,
             copies=copies,
-            host_bytes=int(index.storage_bytes[fates.trips].sum()),
+            host_bytes=int(index.storage_bytes[assignment.offloaded_storages].sum()),
         )
 
-    def _running(self, runs: Ints, waits: Ints) -> Ints:
+    def _running_copies(self, runs: Ints, waits: Ints) -> Ints:
         """Return copies for running nodes: at each position the largest need, beyond the bytes computed later."""
         runs = runs[:, np.argsort(-runs[2], kind="stable")]
         _, first = np.unique(runs[0], return_index=True)
@@ -154,19 +156,19 @@ class Sweeper:
         np.add.at(waiting, *waits)
         return np.array((when, when + 1, np.maximum(need + waiting[when] - self._rise[when], 0), node))
 
-    def _away(self, fates: Assignment, returns: Ints) -> tuple[Ints, Ints]:
+    def _offload_copies(self, assignment: Assignment, returns: Ints) -> tuple[Ints, Ints]:
         """Return the position at which each offloaded storage leaves, and copies for the time after its return."""
         index, copies = self.index, []
         back: dict[int, tuple[int, int, int]] = {}
         for storage, when, until, value in returns.T.tolist():
             start, end, first = back.get(storage, (when, until, value))
             back[storage] = min(start, when), max(end, until), first
-        for storage, following in zip_longest(fates.trips, fates.trips[1:]):
+        for storage, following in zip_longest(assignment.offloaded_storages, assignment.offloaded_storages[1:]):
             start, end, value = back[storage]
             start = min(start, back[following][0]) if following is not None else start
             if start < end:
                 copies.append((start, end, index.bytes_of[storage], value))
-        leave = [*fates.out[1:], self._backward][: len(fates.trips)]
+        leave = [*assignment.offloaded_at[1:], self._backward][: len(assignment.offloaded_storages)]
         return np.array(leave, np.int64), np.array(copies, np.int64).reshape(-1, 4).T
 
     def _usage(self, ends: Ints, copies: Copies) -> Ints:
@@ -179,7 +181,7 @@ class Sweeper:
         return usage
 
 
-def _joined(columns: Iterable[Ints], n: int) -> Ints:
+def _concatenate(columns: Iterable[Ints], n: int) -> Ints:
     """Return `n` columns with their parts concatenated."""
     parts = [part for part in columns if part.shape[1]]
     return np.concatenate(parts, axis=1) if parts else np.zeros((n, 0), np.int64)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from lowtide.planner.profile_checks import check, contradiction
 from lowtide.planner.records import Profile, Slot
-from lowtide.planner.simulate.recompute_cost import Recipe, recipe_of
+from lowtide.planner.simulate.recompute_cost import RecomputeCost, recompute_cost_of
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -62,7 +62,7 @@ class Index:
         """For each slot a position by which it is filled."""
         self._index_values(profile, slots)
         self._index_inputs(slots)
-        self.order = self._dependents_first()
+        self.order = self._order_dependents_first()
         """Nodes, each after all nodes that could demand it."""
 
     def _order_of_slots(self) -> Ints:
@@ -132,17 +132,17 @@ class Index:
         self.may_pass = unsaved.copy()
         """Values that no slot holds, or only inputs of replays: recomputes go through them."""
         self.may_pass[list(only_input)] = True
-        self.shared = self._shared(saved - only_input)
+        self.shared = self._flag_shared(saved - only_input)
         """Values with bytes of their own that no slot is sure to hold and that several recomputes need."""
-        self.recipes = [self.recipe(value, unsaved) for value in range(self.n_values)]
-        """Recipe of each value when every value with a slot exists."""
-        self.passing = [
-            {need for need in recipe.operands if self.shared[need] and self.value_storage[need] < 0}
-            for recipe in self.recipes
+        self.recompute_costs = [self.recompute_cost(value, unsaved) for value in range(self.n_values)]
+        """Cost of recomputing each value when every value with a slot exists."""
+        self.shared_operands = [
+            {need for need in cost.operands if self.shared[need] and self.value_storage[need] < 0}
+            for cost in self.recompute_costs
         ]
-        """Operands of each recipe that no slot holds and that others need too: computed once for all of them."""
-        self.optional = [tuple(set(recipe.operands) & only_input) for recipe in self.recipes]
-        """Operands that are held only as inputs of replays: without such a replay, `recipes` is incomplete."""
+        """Operands of each recompute that no slot holds and that others need too: computed once for all of them."""
+        self.optional = [tuple(set(cost.operands) & only_input) for cost in self.recompute_costs]
+        """Operands that are held only as inputs of replays: without such a replay, `recompute_costs` is incomplete."""
 
     def _index_inputs(self, slots: list[Slot]) -> None:
         calls = self.profile.calls
@@ -155,10 +155,10 @@ class Index:
         for call, value in input_row:
             self.inputs[call] += (value,)
         both = list(zip(self.inputs, calls, strict=True))
-        self.replays = [Recipe(inputs, call.cost_ms, call.flops) for inputs, call in both]
-        self.advances = [Recipe(inputs, call.advance_ms, call.advance_flops) for inputs, call in both]
+        self.replays = [RecomputeCost(inputs, call.cost_ms, call.flops) for inputs, call in both]
+        self.advances = [RecomputeCost(inputs, call.advance_ms, call.advance_flops) for inputs, call in both]
         """Cost of running each call once more, except its memory."""
-        self.caught: list[set[int]] = [set() for _ in calls]
+        self.restorable: list[set[int]] = [set() for _ in calls]
         """For each call the values that a replay of it can restore: saved or passed on in it, and produced in it."""
         follows = []
         for row, slot in enumerate(slots):
@@ -169,16 +169,16 @@ class Index:
                     not slot.is_state
                     and calls[call].enter <= self.allocated_at[self.slot_storage[row]] < calls[call].exit
                 ):
-                    self.caught[call].add(slot.value)
+                    self.restorable[call].add(slot.value)
         self.follower, self.followed, self.followed_in = np.array(follows, np.int64).reshape(-1, 3).T
         """Tensors that are also an input of an enclosing call: row of the slot, row of the input, the call. For a row
         the innermost call first."""
-        self.result_value: list[int] = [self._given(call) for call in range(len(calls))]
+        self.result_value: list[int] = [self._result_value_of(call) for call in range(len(calls))]
         """For each call the value that it can be run forward again for, or -1."""
-        self._given_by: dict[int, list[int]] = {}
+        self._calls_by_result: dict[int, list[int]] = {}
         """Calls by the value that they can be run forward again for."""
         for call, value in enumerate(self.result_value):
-            self._given_by.setdefault(value, []).append(call)
+            self._calls_by_result.setdefault(value, []).append(call)
         self.rows_within: list[list[int]] = [
             [] if value < 0 else [r for r in np.flatnonzero(self.slot_value == value).tolist() if self._is_in(call, r)]
             for call, value in enumerate(self.result_value)
@@ -190,7 +190,7 @@ class Index:
             if value >= 0:
                 self.advances_of_id[self.id_index[calls[call].id]].append(call)
 
-    def _given(self, call: int) -> int:
+    def _result_value_of(self, call: int) -> int:
         value = self.profile.calls[call].result_value
         if value is None or value in self.inputs[call] or self.value_storage[value] < 0:
             return -1
@@ -199,26 +199,26 @@ class Index:
     def _is_in(self, call: int, row: int) -> bool:
         return call in self.around[int(self.slot_call[row])]
 
-    def recipe(self, value: int, passed: Flags) -> Recipe:
-        """Return the recipe for `value` if the values in `passed` are not held: they are computed on the way."""
+    def recompute_cost(self, value: int, passed: Flags) -> RecomputeCost:
+        """Return the cost of recomputing `value` if values in `passed` are not held: they are computed on the way."""
         on_the_way = passed & self.recomputable & ~self.shared
         try:
-            return recipe_of(value, self.profile.values, self.operands, on_the_way)
+            return recompute_cost_of(value, self.profile.values, self.operands, on_the_way)
         except RecursionError as error:
             raise contradiction(f"value {value} is made through more others than can be followed") from error
 
-    def could_need(self, node: int) -> set[int]:
-        """Return the nodes that the cost of making `node` can depend on."""
+    def possible_operands(self, node: int) -> set[int]:
+        """Return the nodes that the cost of producing `node` can depend on."""
         if node >= self.n_values:
             return set(self.inputs[node - self.n_values])
-        found = {value for call in self._given_by.get(node, ()) for value in self.inputs[call]}
+        nodes = {value for call in self._calls_by_result.get(node, ()) for value in self.inputs[call]}
         through = [node]
         for value in through:  # grows during the loop
-            found.update(self.operands[value])
+            nodes.update(self.operands[value])
             through += [need for need in self.operands[value] if self.may_pass[need] and need not in through]
-        return found
+        return nodes
 
-    def _shared(self, saved: set[int]) -> Flags:
+    def _flag_shared(self, saved: set[int]) -> Flags:
         """Flag recomputable values outside `saved` that several recomputes need, also through unsaved views."""
         needed_by = [0] * self.n_values
         for value in reversed(range(self.n_values)):
@@ -230,18 +230,18 @@ class Index:
         shared: Flags = self.recomputable & unsaved & (counts > 1) & (np.array(self.value_bytes, np.int64) > 0)
         return shared
 
-    def _dependents_first(self) -> Ints:
-        asked_by: dict[int, set[int]] = {node: set() for node in range(self.n_values + len(self.inputs))}
+    def _order_dependents_first(self) -> Ints:
+        dependents: dict[int, set[int]] = {node: set() for node in range(self.n_values + len(self.inputs))}
         for value, operands in enumerate(self.operands):
             for need in operands:
-                asked_by[need].add(value)
+                dependents[need].add(value)
         for call, inputs in enumerate(self.inputs):
-            asked_by[self.n_values + call] |= self.caught[call]
+            dependents[self.n_values + call] |= self.restorable[call]
             for value in inputs:
-                asked_by[value].add(self.n_values + call)
+                dependents[value].add(self.n_values + call)
                 if self.result_value[call] >= 0:
-                    asked_by[value].add(self.result_value[call])
+                    dependents[value].add(self.result_value[call])
         try:
-            return np.array(list(graphlib.TopologicalSorter(asked_by).static_order()), np.int64)
+            return np.array(list(graphlib.TopologicalSorter(dependents).static_order()), np.int64)
         except graphlib.CycleError as error:
             raise contradiction(f"a replay needs what it makes (nodes {error.args[1]})") from error

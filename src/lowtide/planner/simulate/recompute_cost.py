@@ -18,7 +18,7 @@ import numpy.typing as npt
 from lowtide.planner.records import Value
 
 
-class Recipe(NamedTuple):
+class RecomputeCost(NamedTuple):
     """Cost of one recompute, including values that exist only while it runs; or of a replay, or an advance."""
 
     operands: tuple[int, ...]
@@ -32,32 +32,32 @@ class Recipe(NamedTuple):
     expensive: bool = False
 
 
-def recipe_of(
+def recompute_cost_of(
     value: int, values: Sequence[Value], operands: Sequence[Sequence[int]], passes: npt.NDArray[np.bool_]
-) -> Recipe:
-    """Return the recipe for `value`, with the values that `passes` flags computed on the way."""
+) -> RecomputeCost:
+    """Return the cost of recomputing `value`, with the values that `passes` flags computed on the way."""
     ahead: dict[int, int] = {}
-    made: dict[int, int] = {}
-    there = most = 0
+    computed: dict[int, int] = {}
+    held_bytes = most = 0
 
-    def make(current: int) -> None:
-        nonlocal there, most
-        before = there
+    def compute(current: int) -> None:
+        nonlocal held_bytes, most
+        before = held_bytes
         for need in reversed(operands[current]):
             if not passes[need]:
-                ahead.setdefault(need, there)
-            elif need not in made:
-                make(need)
-        is_over = values[current].overwrites in made
+                ahead.setdefault(need, held_bytes)
+            elif need not in computed:
+                compute(need)
+        is_over = values[current].overwrites in computed
         result = 0 if current == value else values[current].bytes
         room = 0 if current == value and not is_over else values[value].bytes  # the result's own, not allocated yet
-        most = max(most, there + (0 if is_over else result) + values[current].transient_bytes - room)
-        there = before + result if result else there  # a view holds its base
-        made[current] = there - before
+        most = max(most, held_bytes + (0 if is_over else result) + values[current].transient_bytes - room)
+        held_bytes = before + result if result else held_bytes  # a view holds its base
+        computed[current] = held_bytes - before
 
-    make(value)
-    parts = [values[index] for index in made]
-    return Recipe(
+    compute(value)
+    parts = [values[index] for index in computed]
+    return RecomputeCost(
         operands=tuple(ahead),
         ahead_bytes=tuple(ahead.values()),
         ms=sum(part.cost_ms for part in parts),

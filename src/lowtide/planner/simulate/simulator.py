@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lowtide.planner.inplace_savings import extra_ms, number_of, with_in_place
+from lowtide.planner.inplace_savings import extra_ms, prefix_length_of, with_in_place
 from lowtide.planner.records import Decisions, Prediction, Profile
 from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.memory_sweep import Sweep, Sweeper
@@ -38,9 +38,9 @@ class Simulator:
     def predict(self, decisions: Decisions) -> Prediction:
         """Return the same as the function `predict`, for this profile."""
         if decisions.in_place:
-            n = number_of(self.profile, decisions.in_place)
-            found = self._in_place(n).predict(replace(decisions, in_place=frozenset()))
-            return replace(found, extra_ms=found.extra_ms + extra_ms(self.profile, n))
+            n = prefix_length_of(self.profile, decisions.in_place)
+            prediction = self._in_place(n).predict(replace(decisions, in_place=frozenset()))
+            return replace(prediction, extra_ms=prediction.extra_ms + extra_ms(self.profile, n))
         sweep = self.sweep(self.choice(decisions))
         position = int(sweep.usage.argmax())
         return Prediction(
@@ -61,7 +61,7 @@ class Simulator:
 
     def choice(self, decisions: Decisions) -> DecisionVector:
         """Return `decisions` as flags. Raises ValueError for those that the profile does not know or support."""
-        index, choice = self.index, self.nothing()
+        index, choice = self.index, self.keep_everything()
         for address in decisions.recompute:
             if address not in index.address_index:
                 raise ValueError(f"no slot of this profile has the address {address!r}")
@@ -77,8 +77,10 @@ class Simulator:
             if not index.can_offload:
                 raise ValueError(f"{address} may not be offloaded: the profile says nothing of a way to the host")
             choice.offload[index.address_index[address]] = True
-        asked = choice.recompute[index.slot_address]
-        impossible = set(index.slot_address[asked]) - set(index.slot_address[asked & index.slot_recomputable])
+        is_recomputed = choice.recompute[index.slot_address]
+        impossible = set(index.slot_address[is_recomputed]) - set(
+            index.slot_address[is_recomputed & index.slot_recomputable]
+        )
         for row in sorted(impossible):
             raise ValueError(f"{index.addresses[row]} has no recipe that can recompute it")
         for call in self.profile.calls:
@@ -88,7 +90,7 @@ class Simulator:
                 raise ValueError(f"{call.id} may not be advanced: nothing says that its result can be made so")
         return choice
 
-    def nothing(self) -> DecisionVector:
+    def keep_everything(self) -> DecisionVector:
         """Return the choice to keep everything."""
         addresses, ids = len(self.index.addresses), len(self.index.ids)
         return DecisionVector(*(np.zeros(size, np.bool_) for size in (addresses, ids, ids, addresses)))
@@ -108,12 +110,12 @@ class Simulator:
 
     def _storages_at(self, sweep: Sweep, position: int) -> dict[str, int]:
         """Return the bytes by category of the storages that exist at `position`."""
-        there = np.flatnonzero((self.index.allocated_at <= position) & (position < sweep.ends))
-        found = {"activations": 0, "loss head": 0}
-        for storage in there.tolist():
+        storages = np.flatnonzero((self.index.allocated_at <= position) & (position < sweep.ends))
+        bytes_by_category = {"activations": 0, "loss head": 0}
+        for storage in storages.tolist():
             category = self.profile.storages[storage].category
-            found[category] = found.get(category, 0) + self.profile.storages[storage].bytes
-        return found
+            bytes_by_category[category] = bytes_by_category.get(category, 0) + self.profile.storages[storage].bytes
+        return bytes_by_category
 
     def _parts(self, sweep: Sweep, position: int) -> dict[str, int]:
         static, gradients = self.profile.static, self.profile.gradient_bytes[position]

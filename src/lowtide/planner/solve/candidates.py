@@ -64,7 +64,7 @@ def replays_of(index: Index) -> dict[int, Replay]:
     """Return the calls whose replay restores something, by id."""
     profile = index.profile
     brings_back = {
-        id_: frozenset(int(index.value_storage[value]) for call in calls for value in index.caught[call])
+        id_: frozenset(int(index.value_storage[value]) for call in calls for value in index.restorable[call])
         for id_, calls in enumerate(index.calls_of_id)
     }
     around: dict[int, set[int]] = {id_: set() for id_, storages in brings_back.items() if storages}
@@ -86,7 +86,7 @@ def replays_of(index: Index) -> dict[int, Replay]:
 
 def groups_of(index: Index, replays: dict[int, Replay]) -> list[Group]:
     """Return the groups that can be recomputed, joined where they share an address or a storage."""
-    joined = _joined(index, np.flatnonzero(index.slot_recomputable).tolist())
+    joined = _join_slots(index, np.flatnonzero(index.slot_recomputable).tolist())
     around = [set(index.around[call]) for call in index.slot_call.tolist()]
     for row in np.flatnonzero(index.slot_is_input).tolist():
         around[row].discard(int(index.slot_call[row]))
@@ -94,31 +94,31 @@ def groups_of(index: Index, replays: dict[int, Replay]) -> list[Group]:
     for row, storage in enumerate(index.slot_storage.tolist()):
         rows_of.setdefault(storage, []).append(row)
 
-    found: list[Group] = []
+    groups: list[Group] = []
     for members in joined.sets():
         storages = frozenset(number for kind, number in members if kind == "storage")
         rows = [row for storage in storages for row in rows_of[storage]]
         values = sorted({value for value in index.slot_value[rows].tolist() if index.recomputable[value]})
-        passing = set().union(*(index.passing[value] for value in values))
-        recipes = [index.recipes[value] for value in (*values, *sorted(passing))]
+        passing = set().union(*(index.shared_operands[value] for value in values))
+        costs = [index.recompute_costs[value] for value in (*values, *sorted(passing))]
         ids = ({index.id_index[index.profile.calls[call].id] for call in around[row]} & replays.keys() for row in rows)
-        found.append(
+        groups.append(
             Group(
-                number=len(found),
+                number=len(groups),
                 addresses=np.array(sorted(number for kind, number in members if kind == "address"), np.int64),
                 storages=storages,
-                cost=sum(recipe.ms + recipe.flops * MS_PER_FLOP for recipe in recipes),
-                expensive=any(recipe.expensive for recipe in recipes),
+                cost=sum(cost.ms + cost.flops * MS_PER_FLOP for cost in costs),
+                expensive=any(cost.expensive for cost in costs),
                 inside=frozenset(id_ for id_ in set.intersection(*ids) if storages <= replays[id_].storages),
             )
         )
-    return found
+    return groups
 
 
 def advances_of(index: Index) -> list[Advance]:
     """Return the calls that can be run forward for their results, in the order of the forward pass."""
     calls = index.profile.calls
-    found = [
+    advances = [
         Advance(
             id=id_,
             start=int(index.enter[its[0]]),
@@ -128,18 +128,18 @@ def advances_of(index: Index) -> list[Advance]:
         for id_, its in enumerate(index.advances_of_id)
         if its
     ]
-    return sorted(found, key=lambda advance: (advance.start, advance.id))
+    return sorted(advances, key=lambda advance: (advance.start, advance.id))
 
 
 def offloads_of(index: Index, n_groups: int) -> list[Group]:
     """Return the groups that can be offloaded, joined like recomputes; numbered after the `n_groups` of those."""
     rows = np.flatnonzero(~index.slot_is_state).tolist() if index.can_offload else ()
-    found: list[Group] = []
-    for members in _joined(index, rows).sets():
+    groups: list[Group] = []
+    for members in _join_slots(index, rows).sets():
         storages = frozenset(number for kind, number in members if kind == "storage")
-        found.append(
+        groups.append(
             Group(
-                number=n_groups + len(found),
+                number=n_groups + len(groups),
                 addresses=np.array(sorted(number for kind, number in members if kind == "address"), np.int64),
                 storages=storages,
                 cost=float(index.offload_ms[list(storages)].sum()),
@@ -147,18 +147,18 @@ def offloads_of(index: Index, n_groups: int) -> list[Group]:
                 inside=frozenset(),
             )
         )
-    return found
+    return groups
 
 
-def _joined(index: Index, rows: Iterable[int]) -> _Joined:
+def _join_slots(index: Index, rows: Iterable[int]) -> _DisjointSets:
     """Return the addresses and storages of some slots, joined where one slot has both."""
-    joined = _Joined()
+    joined = _DisjointSets()
     for row in rows:
         joined.join(("address", int(index.slot_address[row])), ("storage", int(index.slot_storage[row])))
     return joined
 
 
-class _Joined:
+class _DisjointSets:
     """Disjoint sets, in the order in which their first members were added."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class _Joined:
         return node
 
     def sets(self) -> list[list[_Node]]:
-        found: dict[_Node, list[_Node]] = {}
+        sets: dict[_Node, list[_Node]] = {}
         for node in self._leader:
-            found.setdefault(self._find(node), []).append(node)
-        return list(found.values())
+            sets.setdefault(self._find(node), []).append(node)
+        return list(sets.values())

@@ -16,9 +16,9 @@ import numpy as np
 
 from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.simulator import Simulator
-from lowtide.planner.solve.greedy import Search
+from lowtide.planner.solve.greedy import GreedySearch
 from lowtide.planner.solve.linear_program import Floats, Row, covering_of
-from lowtide.planner.solve.milp import Programme, is_over
+from lowtide.planner.solve.milp import MilpProblem, is_over
 from lowtide.planner.solve.moves import Moves
 from lowtide.planner.solve.pareto_pool import Candidate, CostRange
 
@@ -34,7 +34,7 @@ TIE = 0.01
 """Relative accuracy of measured times: FLOPs decide between times that are closer."""
 
 
-class Exact:
+class BranchAndBound:
     """The covering problem of one profile, to be solved for any limit."""
 
     def __init__(self, simulator: Simulator, moves: Moves) -> None:
@@ -46,88 +46,95 @@ class Exact:
         self.tie = TIE * ms / flops if flops else 0.0
         self.cost: Floats = covering.ms + self.tie * covering.flops
         self._call_ids = [(v, index.id_index[simulator.profile.calls[call].id]) for call, v in covering.runs.items()]
-        self._groups = [[covering.n_storages + storage for storage in sorted(g.storages)] for g in moves.groups]
+        self._recompute_variables = [
+            [covering.n_storages + storage for storage in sorted(g.storages)] for g in moves.groups
+        ]
         """Variables that say that a group is recomputed."""
         self._advance_ids = [(v, index.id_index[simulator.profile.calls[c].id]) for c, v in covering.advances.items()]
         calls = [[covering.runs[call] for call in calls if call in covering.runs] for calls in index.calls_of_id]
         calls += [[covering.advances[call] for call in calls] for calls in index.advances_of_id]
-        self._trips = [[covering.offloads[storage] for storage in sorted(g.storages)] for g in moves.offloads]
+        self._offload_variables = [
+            [covering.offloads[storage] for storage in sorted(g.storages)] for g in moves.offloads
+        ]
         """Variables that say that a group is offloaded."""
-        self._together: list[Row] = []
+        self._equalities: list[Row] = []
         """Rows that keep groups whole, and make a call run again in every call of the model."""
-        for first, *others in filter(None, [*self._groups, *self._trips, *calls]):
+        for first, *others in filter(None, [*self._recompute_variables, *self._offload_variables, *calls]):
             for other in others:
-                self._together += [({first: 1.0, other: -1.0}, 0.0), ({other: 1.0, first: -1.0}, 0.0)]
+                self._equalities += [({first: 1.0, other: -1.0}, 0.0), ({other: 1.0, first: -1.0}, 0.0)]
 
     def search(
-        self, search: Search, limit: int, span: CostRange, left_out: Bytes, until: float | None = None
+        self, search: GreedySearch, limit: int, span: CostRange, omitted_bytes: Bytes, until: float | None = None
     ) -> tuple[float, Bytes]:
         """Add choices that fit `limit`, at costs within `span`, to the pool of `search`.
 
-        `left_out` has the positions that mattered for a limit like this one, and the memory that the rows left out
-        there. Returns a lower bound on the cost of any choice that fits, FLOPs included, if as much is left out then:
-        infinite if none fits, 0 if too much is left out to tell; and `left_out` for this limit. Ends early at `until`.
+        `omitted_bytes` has the positions that mattered for a limit like this one, and the memory that the rows omit
+        there. Returns a lower bound on the cost of any choice that fits, FLOPs included, if as much is omitted then:
+        infinite if none fits, 0 if too much is omitted to tell; and `omitted_bytes` for this limit. Ends early at
+        `until`.
         """
-        if is_rough(left_out, limit):
-            return 0.0, left_out
-        programme = Programme(self.covering, limit, self.cost, list(left_out), rows=list(self._together), until=until)
-        programme.more = dict(left_out)
-        relaxed = programme.relaxed()
-        if relaxed.variables is None and programme.more:
-            programme.more = {}
-            relaxed = programme.relaxed()
+        if is_rough(omitted_bytes, limit):
+            return 0.0, omitted_bytes
+        problem = MilpProblem(
+            self.covering, limit, self.cost, list(omitted_bytes), rows=list(self._equalities), until=until
+        )
+        problem.omitted_bytes = dict(omitted_bytes)
+        relaxed = problem.solve_relaxation()
+        if relaxed.variables is None and problem.omitted_bytes:
+            problem.omitted_bytes = {}
+            relaxed = problem.solve_relaxation()
         if relaxed.variables is None:
-            return relaxed.bound, left_out
-        choice, fits = search.simulator.nothing(), False
+            return relaxed.bound, omitted_bytes
+        choice, fits = search.simulator.keep_everything(), False
         for _ in range(ROUNDS):
             if is_over(until):
                 break
             # Capacities with omitted memory subtracted are guesses: then accept any decisions that are found quickly.
-            answer = programme.decisions(any_will_do=any(programme.more.values()))
-            if answer.variables is None and programme.more and not fits:
-                programme.more = {}
-                answer = programme.decisions()
+            answer = problem.solve_decisions(accept_any=any(problem.omitted_bytes.values()))
+            if answer.variables is None and problem.omitted_bytes and not fits:
+                problem.omitted_bytes = {}
+                answer = problem.solve_decisions()
             if answer.variables is None:
                 break
             choice = self.choice(answer.variables)
             sweep = search.sweep(choice)
-            left_out = {
-                position: programme.more.get(position, 0.0)
+            omitted_bytes = {
+                position: problem.omitted_bytes.get(position, 0.0)
                 for position, usage in answer.usage.items()
                 if usage > TIGHT * limit
             }
             fits = sweep.peak <= limit
-            if fits and span.holds((sweep.extra_ms, sweep.extra_flops)):
+            if fits and span.contains((sweep.extra_ms, sweep.extra_flops)):
                 break
             if fits:
-                programme.rows += self._within(span)
-            for position in programme.positions:
+                problem.rows += self._within(span)
+            for position in problem.positions:
                 if (over := float(sweep.usage[position])) > limit:
-                    more = programme.more.get(position, 0.0) + over - answer.usage[position]
-                    programme.more[position] = max(more, 0.0)
-            if is_rough(programme.more, limit):
-                left_out |= programme.more
+                    more = problem.omitted_bytes.get(position, 0.0) + over - answer.usage[position]
+                    problem.omitted_bytes[position] = max(more, 0.0)
+            if is_rough(problem.omitted_bytes, limit):
+                omitted_bytes |= problem.omitted_bytes
                 break
-            programme.add(sweep.usage.astype(np.float64))
+            problem.add(sweep.usage.astype(np.float64))
         if is_over(until):
-            return relaxed.bound, left_out
+            return relaxed.bound, omitted_bytes
         if not fits:
-            choice = search.reduced(choice, limit)
-        if search.fits(choice, limit) and (not fits or any(programme.more.values())):
-            search.pruned(choice, limit)  # more than needed may have been subtracted from the capacity
-        return relaxed.bound, left_out
+            choice = search.reduce(choice, limit)
+        if search.fits(choice, limit) and (not fits or any(problem.omitted_bytes.values())):
+            search.prune(choice, limit)  # more than needed may have been subtracted from the capacity
+        return relaxed.bound, omitted_bytes
 
-    def cost_of(self, found: Candidate) -> float:
+    def cost_of(self, candidate: Candidate) -> float:
         """Return the objective of a simulated choice."""
-        return found.extra_ms + self.tie * found.extra_flops
+        return candidate.extra_ms + self.tie * candidate.extra_flops
 
     def choice(self, variables: Floats) -> DecisionVector:
         """Return the decisions that the variables stand for."""
-        choice = self.simulator.nothing()
-        for group, of_storages in zip(self.moves.groups, self._groups, strict=True):
+        choice = self.simulator.keep_everything()
+        for group, of_storages in zip(self.moves.groups, self._recompute_variables, strict=True):
             if variables[of_storages].max() > 0.5:
                 choice.recompute[group.addresses] = True
-        for group, of_storages in zip(self.moves.offloads, self._trips, strict=True):
+        for group, of_storages in zip(self.moves.offloads, self._offload_variables, strict=True):
             if variables[of_storages].max() > 0.5:
                 choice.offload[group.addresses] = True
         for variable, id_ in self._call_ids:
@@ -149,6 +156,6 @@ class Exact:
         return [(row, span.most.extra_ms / total), (less, -span.least.extra_ms / total)]
 
 
-def is_rough(left_out: Bytes, limit: int) -> bool:
+def is_rough(omitted_bytes: Bytes, limit: int) -> bool:
     """Return True if the rows leave out so much that solving them is useless."""
-    return max(left_out.values(), default=0.0) > ROUGH * limit
+    return max(omitted_bytes.values(), default=0.0) > ROUGH * limit

@@ -38,13 +38,13 @@ MANY_DETOURS, SOME = 64, 16
 """Beyond MANY_DETOURS detours only about SOME of them are simulated, in several rounds."""
 
 
-class Search:
+class GreedySearch:
     """Greedy searches on one profile. Limits are peaks in bytes beyond `static`."""
 
     def __init__(self, moves: Moves) -> None:
         self.simulator: Simulator = moves.simulator
         self.moves = moves
-        self.seen = ParetoPool()
+        self.pool = ParetoPool()
         """The best of all choices simulated, including intermediate ones."""
         self._known: set[bytes] = set()
         """Keys of the simulated choices."""
@@ -53,7 +53,7 @@ class Search:
         sweep = self.simulator.sweep(choice)
         if choice.key not in self._known:
             self._known.add(choice.key)
-            self.seen.add(choice, sweep)
+            self.pool.add(choice, sweep)
         return sweep
 
     def cost(self, choice: DecisionVector) -> float:
@@ -62,51 +62,53 @@ class Search:
     def fits(self, choice: DecisionVector, limit: int) -> bool:
         return self.sweep(choice).peak <= limit
 
-    def attempts(self, limit: int, *starts: DecisionVector) -> Iterator[DecisionVector]:
+    def fitting_choices(self, limit: int, *starts: DecisionVector) -> Iterator[DecisionVector]:
         """Yield choices that fit: greedy ones from `starts`; all cheap recomputes with replays of the first calls."""
-        cheap = self.moves.recomputed(expensive=False)
+        cheap = self.moves.recompute_all(expensive=False)
         for start in starts:
-            if self.fits(choice := self.reduced(start, limit), limit):
+            if self.fits(choice := self.reduce(start, limit), limit):
                 yield choice
-        for level in self.moves.levels():
+        for level in self.moves.replay_levels():
             # Early calls first, as they hold their tensors longest. The peak falls with each, except for small bumps.
             prefixes = range(1, len(level) + 1)
-            count = bisect.bisect_left(prefixes, True, key=lambda n: self.fits(_replayed(cheap, level[:n]), limit))
+            count = bisect.bisect_left(prefixes, True, key=lambda n: self.fits(_with_replays(cheap, level[:n]), limit))
             if count < len(level):
-                yield _replayed(cheap, level[: count + 1])
+                yield _with_replays(cheap, level[: count + 1])
 
-    def reduced(self, choice: DecisionVector, limit: int) -> DecisionVector:
+    def reduce(self, choice: DecisionVector, limit: int) -> DecisionVector:
         """Return `choice` with moves made until it fits or no move helps."""
-        in_vain: set[Move] = set()
+        useless: set[Move] = set()
         sweep = self.sweep(choice)
         while sweep.peak > limit:
             worth = self.moves.worth(choice, sweep, np.maximum(sweep.usage - limit, 0))
-            likely = [(float(worth[n]), self.moves.moves[n]) for n in np.argsort(-worth, kind="stable") if worth[n] > 0]
+            promising = [
+                (float(worth[n]), self.moves.moves[n]) for n in np.argsort(-worth, kind="stable") if worth[n] > 0
+            ]
             here = (choice, sweep, limit)
             move = (
-                self._best(*here, [pair for pair in likely if pair[1] not in in_vain], in_vain)
-                or self._best(*here, [pair for pair in likely if pair[1] in in_vain], set())
+                self._best(*here, [pair for pair in promising if pair[1] not in useless], useless)
+                or self._best(*here, [pair for pair in promising if pair[1] in useless], set())
                 or self._best_detour(*here, self.moves.detours(choice, sweep))
             )
             if move is None:
                 break
-            choice = move.after(choice)
+            choice = move.apply_to(choice)
             sweep = self.sweep(choice)
         return choice
 
     def _best(
-        self, choice: DecisionVector, sweep: Sweep, limit: int, moves: list[tuple[float, Move]], in_vain: set[Move]
+        self, choice: DecisionVector, sweep: Sweep, limit: int, moves: list[tuple[float, Move]], useless: set[Move]
     ) -> Move | None:
         """Return one of the best of `moves`, which are given with upper bounds of their worth, best first."""
-        missing, cost = _missing(sweep, limit), self.moves.cost(sweep)
+        missing, cost = _excess_bytes(sweep, limit), self.moves.cost(sweep)
         best, most = None, 0.0
         for tried, (bound, move) in enumerate(moves):
             if best is not None and (most >= GOOD_ENOUGH * bound or (tried >= MOST_TRIED and bound < math.inf)):
                 break
-            after = self.sweep(move.after(choice))
-            covered = missing - _missing(after, limit)
+            after = self.sweep(move.apply_to(choice))
+            covered = missing - _excess_bytes(after, limit)
             if covered <= 0:
-                in_vain.add(move)
+                useless.add(move)
                 continue
             worth = covered / max(self.moves.cost(after) - cost, 1e-9)
             if worth > most:
@@ -122,49 +124,49 @@ class Search:
         def best(numbers: Iterable[int]) -> Move | None:
             return self._best(choice, sweep, limit, [(math.inf, moves[n]) for n in numbers], set())
 
-        apart = len(moves) // SOME if len(moves) > MANY_DETOURS else 1
-        found = best(range(apart // 2, len(moves), apart))
-        if found is None and apart > 1:
+        stride = len(moves) // SOME if len(moves) > MANY_DETOURS else 1
+        best_move = best(range(stride // 2, len(moves), stride))
+        if best_move is None and stride > 1:
             return best(range(len(moves)))
-        while found is not None and apart > 1:
-            at, reach, apart = moves.index(found), apart, max(1, 2 * apart // SOME)
-            found = best(sorted({at, *range(max(0, at - reach), min(len(moves), at + reach + 1), apart)}))
-        return found
+        while best_move is not None and stride > 1:
+            at, reach, stride = moves.index(best_move), stride, max(1, 2 * stride // SOME)
+            best_move = best(sorted({at, *range(max(0, at - reach), min(len(moves), at + reach + 1), stride)}))
+        return best_move
 
-    def pruned(self, choice: DecisionVector, limit: int) -> DecisionVector:
+    def prune(self, choice: DecisionVector, limit: int) -> DecisionVector:
         """Return `choice` without decisions that are not needed to fit: costly ones go first, of equal ones the later.
 
         Several decisions are removed at once as long as the choice still fits, which takes fewer simulations.
         """
         sweep = self.sweep(choice)
-        full = self._unkeepable(sweep, limit)
-        left, size = self.moves.undoing(choice), 1
-        while left:
-            part = [move for move in left[:size] if not self._is_in_vain(move, choice, full)]
+        full = self._storages_without_room(sweep, limit)
+        undoing, size = self.moves.undo_moves(choice), 1
+        while undoing:
+            part = [move for move in undoing[:size] if not self._is_useless(move, choice, full)]
             less = choice
             for move in part:
-                less = move.after(less)
+                less = move.apply_to(less)
             after = self.sweep(less)
             if after.peak <= limit and self.moves.cost(after) <= self.moves.cost(sweep):
                 if part:
                     choice, sweep = less, after
-                    full = self._unkeepable(sweep, limit)
-                left, size = left[size:], 2 * size
+                    full = self._storages_without_room(sweep, limit)
+                undoing, size = undoing[size:], 2 * size
             elif size > 1:
                 size = max(1, size // 4)
             else:
-                left = left[1:]
+                undoing = undoing[1:]
         return choice
 
     @staticmethod
-    def _is_in_vain(move: Move, choice: DecisionVector, full: Flags) -> bool:
+    def _is_useless(move: Move, choice: DecisionVector, full: Flags) -> bool:
         """Return True if a storage that `move` keeps again has no room, which is known without a simulation."""
         kept = [group for group in move.keep if not choice.replay[list(group.inside)].any()]
         return any(full[list(piece.storages)].any() for piece in (*kept, *move.unoffload)) or any(
             full[list(advance.storages)].any() for advance in move.unadvance
         )
 
-    def _unkeepable(self, sweep: Sweep, limit: int) -> Flags:
+    def _storages_without_room(self, sweep: Sweep, limit: int) -> Flags:
         """Return flags of storages without room between the end of forward and their recompute; simulates nothing."""
         index = self.simulator.index
         node, start = sweep.copies.node, sweep.copies.start
@@ -179,7 +181,7 @@ class Search:
         full: Flags = index.storage_bytes > limit - np.where(index.freed_at < back, most, 0)
         return full
 
-    def tidied(self, choice: DecisionVector) -> DecisionVector:
+    def drop_ineffective(self, choice: DecisionVector) -> DecisionVector:
         """Return `choice` without decisions that change nothing."""
         index, sweep = self.simulator.index, self.sweep(choice)
         calls = [call for id_ in np.flatnonzero(choice.replay) for call in index.calls_of_id[id_]]
@@ -190,32 +192,36 @@ class Search:
         needed[index.slot_address[effective]] = True
         leaving = np.zeros_like(choice.offload)
         leaving[index.slot_address[sweep.state[index.slot_value] == OFFLOADED]] = True
-        tidy = DecisionVector(choice.recompute & needed, choice.replay, choice.advance, choice.offload & leaving)
-        same = self.sweep(tidy)
-        return tidy if (same.peak, same.extra_ms) == (sweep.peak, sweep.extra_ms) else choice
+        tidied = DecisionVector(choice.recompute & needed, choice.replay, choice.advance, choice.offload & leaving)
+        same = self.sweep(tidied)
+        return tidied if (same.peak, same.extra_ms) == (sweep.peak, sweep.extra_ms) else choice
 
-    def smallest(self) -> list[DecisionVector]:
+    def search_smallest(self) -> list[DecisionVector]:
         """Return choices with the smallest peak: everything at once, and greedy searches for ever lower limits."""
         moves = self.moves
-        starts = [self.simulator.nothing(), moves.recomputed(expensive=False), moves.recomputed(expensive=True)]
-        starts += [
-            move.after(start)
-            for start in starts
-            for move in (*(Move(replay=level) for level in moves.levels()), *moves.deep())
+        starts = [
+            self.simulator.keep_everything(),
+            moves.recompute_all(expensive=False),
+            moves.recompute_all(expensive=True),
         ]
-        starts += sorted(moves.chains(), key=lambda choice: self.simulator.sweep(choice).peak)[:1]
+        starts += [
+            move.apply_to(start)
+            for start in starts
+            for move in (*(Move(replay=level) for level in moves.replay_levels()), *moves.nested_replays())
+        ]
+        starts += sorted(moves.sparse_recomputes(), key=lambda choice: self.simulator.sweep(choice).peak)[:1]
         best, peak = min(((start, self.sweep(start).peak) for start in starts), key=lambda pair: pair[1])
-        other, step = self.simulator.nothing(), (peak - self._floor()) // 2
+        other, step = self.simulator.keep_everything(), (peak - self._floor()) // 2
         while step > peak // 200:
-            choice = self.reduced(best, peak - step)
+            choice = self.reduce(best, peak - step)
             if len(moves.moves) <= MANY:
-                other = self.reduced(other, peak - step)
+                other = self.reduce(other, peak - step)
                 choice = min(choice, other, key=lambda choice: self.sweep(choice).peak)
             if self.fits(choice, peak - step):
                 best, peak = choice, self.sweep(choice).peak
             else:
                 step //= 2
-        best = min(self.seen.found, key=lambda found: (found.peak, found.cost)).choice
+        best = min(self.pool.candidates, key=lambda candidate: (candidate.peak, candidate.cost)).choice
         return [best, *([other] if self.fits(other, self.sweep(best).peak) else [])]
 
     def _floor(self) -> int:
@@ -227,10 +233,10 @@ class Search:
         return int((index.base + changes.cumsum()[:-1]).max())
 
 
-def _missing(sweep: Sweep, limit: int) -> int:
+def _excess_bytes(sweep: Sweep, limit: int) -> int:
     """Return the bytes over the limit, added up over all positions."""
     return int(np.maximum(sweep.usage - limit, 0).sum())
 
 
-def _replayed(choice: DecisionVector, replays: Sequence[Replay]) -> DecisionVector:
-    return Move(replay=tuple(replays)).after(choice)
+def _with_replays(choice: DecisionVector, replays: Sequence[Replay]) -> DecisionVector:
+    return Move(replay=tuple(replays)).apply_to(choice)

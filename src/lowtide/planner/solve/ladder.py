@@ -26,12 +26,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lowtide.errors import Infeasible
-from lowtide.planner.objectives import by_work
+from lowtide.planner.objectives import with_work_costs
 from lowtide.planner.records import CHECKPOINTED, Decisions, Profile
 from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.simulator import Simulator
-from lowtide.planner.solve.exact import Bytes, Exact, is_rough
-from lowtide.planner.solve.greedy import MANY, Search
+from lowtide.planner.solve.exact import BranchAndBound, Bytes, is_rough
+from lowtide.planner.solve.greedy import MANY, GreedySearch
 from lowtide.planner.solve.milp import is_over
 from lowtide.planner.solve.moves import Moves
 from lowtide.planner.solve.pareto_pool import Candidate, CostRange, ParetoPool, pareto_front
@@ -87,21 +87,21 @@ def solve_greedily(simulator: Simulator, budget_bytes: int) -> Decisions:
 
 def _solve(ladder: BudgetLadder, budget_bytes: int, until: float | None = None) -> Decisions:
     simulator = ladder.simulator
-    found = ladder.best(budget_bytes - simulator.profile.static.total, until)
-    if found is None:
+    candidate = ladder.best(budget_bytes - simulator.profile.static.total, until)
+    if candidate is None:
         raise infeasible(simulator, budget_bytes, ladder.bottom.choice)
-    return simulator.decisions(Search(ladder.moves).tidied(found.choice))
+    return simulator.decisions(GreedySearch(ladder.moves).drop_ineffective(candidate.choice))
 
 
-def most_saving(simulator: Simulator) -> Decisions:
+def minimize_peak(simulator: Simulator) -> Decisions:
     """Return the decisions with the smallest peak that the search finds."""
     ladder = ladder_of(simulator)
-    return simulator.decisions(Search(ladder.moves).tidied(ladder.bottom.choice))
+    return simulator.decisions(GreedySearch(ladder.moves).drop_ineffective(ladder.bottom.choice))
 
 
 def infeasible(simulator: Simulator, budget_bytes: int, smallest: DecisionVector) -> Infeasible:
-    """Return the error for a budget below the peak of `smallest`."""
-    prediction, plain = (simulator.predict(made) for made in (simulator.decisions(smallest), Decisions()))
+    """Return the error for a budget below the peak of `search_smallest`."""
+    prediction, plain = (simulator.predict(decisions) for decisions in (simulator.decisions(smallest), Decisions()))
     step_ms = simulator.profile.step_ms
     # The simulator may have gradients in place, which saves memory, too.
     plain_bytes = max(plain.peak_bytes, simulator.profile.measured_plain_peak_bytes or 0)
@@ -125,9 +125,9 @@ class BudgetStep:
     """The plan for one limit, the choices simulated for it, and the input of `exact.py` for the next limit."""
 
     limit: int
-    found: Candidate
+    candidate: Candidate
     pool: ParetoPool
-    left_out: Bytes
+    omitted_bytes: Bytes
 
 
 class BudgetLadder:
@@ -136,21 +136,21 @@ class BudgetLadder:
     def __init__(self, simulator: Simulator, *, exact: bool = True) -> None:
         self.simulator = simulator
         self.moves = Moves(simulator)
-        self.exact = Exact(simulator, self.moves) if exact else None
+        self.exact = BranchAndBound(simulator, self.moves) if exact else None
         self._rungs: dict[int, BudgetStep] = {}
         self._quick = self.exact is None or len(self.moves.moves) <= MANY
         """True if greedy searches are fast here, or the only search."""
-        search, low = Search(self.moves), _low(simulator.profile, self._quick)
-        for found in low:
-            search.sweep(found.choice)
+        search, low = GreedySearch(self.moves), _smallest_candidates(simulator.profile, self._quick)
+        for candidate in low:
+            search.sweep(candidate.choice)
         peak = low[0].peak
-        pruned = search.pruned(low[0].choice, peak)
+        pruned = search.prune(low[0].choice, peak)
         choice = pruned if search.sweep(pruned).peak == peak else low[0].choice
         self.bottom = Candidate.of(choice, search.sweep(choice))
         """A choice with the smallest peak. Luck with times may have found a smaller peak, which no error promises."""
-        search.sweep(simulator.nothing())
-        self.top = min(search.seen.found, key=lambda found: (found.cost, found.peak))
-        self._first = BudgetStep(self.bottom.peak, self.bottom, search.seen, {})
+        search.sweep(simulator.keep_everything())
+        self.top = min(search.pool.candidates, key=lambda candidate: (candidate.cost, candidate.peak))
+        self._first = BudgetStep(self.bottom.peak, self.bottom, search.pool, {})
         self._halvings = HALVINGS
         storages = len(simulator.index.storage_bytes)
         while storages > DEPTH and self._halvings > 1:
@@ -167,79 +167,79 @@ class BudgetLadder:
             return self.top
         if limit == self.bottom.peak:
             return self.bottom
-        low, high, span, way = self.bottom.peak, self.top.peak, CostRange(self.top, self.bottom), [self._first]
+        low, high, span, path = self.bottom.peak, self.top.peak, CostRange(self.top, self.bottom), [self._first]
         for _ in range(self._halvings):
             middle = (low + high) // 2
             if middle == low or span.is_narrow(NEAR):
                 break
             rung = self._rungs.get(middle)
             if rung is None:
-                rung = self._solved(middle, span, way, until)
+                rung = self._solve_step(middle, span, path, until)
                 if is_over(until):  # cut short, so it depends on the clock: cache nothing
-                    return self._so_far(limit, [*way, rung])
+                    return self._best_so_far(limit, [*path, rung])
                 self._rungs[middle] = rung
-            way.append(rung)
+            path.append(rung)
             if middle <= limit:
-                is_stuck = span.is_narrow(STUCK) and CostRange(rung.found, span.most).is_narrow(NOTHING_NEW)
-                low, span = middle, CostRange(span.least, rung.found)
+                is_stuck = span.is_narrow(STUCK) and CostRange(rung.candidate, span.most).is_narrow(NOTHING_NEW)
+                low, span = middle, CostRange(span.least, rung.candidate)
                 if is_stuck:
                     break
-            elif rung.found.peak <= limit:
-                return rung.found
+            elif rung.candidate.peak <= limit:
+                return rung.candidate
             else:  # from the rung's own peak on, no choice is cheaper
-                high, span = rung.found.peak, CostRange(rung.found, span.most)
-        steps = pareto_front([span.least, *(found for rung in way for found in rung.pool.found)], span)
+                high, span = rung.candidate.peak, CostRange(rung.candidate, span.most)
+        steps = pareto_front([span.least, *(candidate for rung in path for candidate in rung.pool.candidates)], span)
         return [step for step in steps if step.peak <= limit][-1]
 
-    def _so_far(self, limit: int, way: list[BudgetStep]) -> Candidate:
+    def _best_so_far(self, limit: int, path: list[BudgetStep]) -> Candidate:
         """Return the cheapest choice found on the way, or one that a single greedy search finds."""
-        search = Search(self.moves)
-        search.reduced(self.simulator.nothing(), limit)
-        found = (each for pool in (search.seen, *(rung.pool for rung in way)) for each in pool.found)
-        return min((each for each in found if each.peak <= limit), key=lambda each: each.cost, default=self.bottom)
+        search = GreedySearch(self.moves)
+        search.reduce(self.simulator.keep_everything(), limit)
+        candidates = (each for pool in (search.pool, *(rung.pool for rung in path)) for each in pool.candidates)
+        return min((each for each in candidates if each.peak <= limit), key=lambda each: each.cost, default=self.bottom)
 
-    def _solved(self, limit: int, span: CostRange, way: list[BudgetStep], until: float | None) -> BudgetStep:
-        """Return the rung `limit`, with a cost in `span`; the rungs in `way` lead to it. Ends early at `until`."""
-        search, seen = Search(self.moves), [rung.pool for rung in way]
+    def _solve_step(self, limit: int, span: CostRange, path: list[BudgetStep], until: float | None) -> BudgetStep:
+        """Return the rung `limit`, with a cost in `span`; the rungs in `path` lead to it. Ends early at `until`."""
+        search, seen = GreedySearch(self.moves), [rung.pool for rung in path]
         # Where the rows leave out too much to be a guide, they may still be one for a larger limit.
-        guides = (rung for rung in reversed(way) if rung.limit > limit or not is_rough(rung.left_out, rung.limit))
-        bound, left_out = 0.0, next(guides).left_out
+        guides = (rung for rung in reversed(path) if rung.limit > limit or not is_rough(rung.omitted_bytes, rung.limit))
+        bound, omitted_bytes = 0.0, next(guides).omitted_bytes
         if self.exact is not None:
-            bound, left_out = self.exact.search(search, limit, span, left_out, until)
-        found = _cheapest(limit, span, [*seen, search.seen])
+            bound, omitted_bytes = self.exact.search(search, limit, span, omitted_bytes, until)
+        cheapest = _cheapest(limit, span, [*seen, search.pool])
         enough = GOOD if self._quick else POOR
-        if not is_over(until) and (self.exact is None or self.exact.cost_of(found) > enough * bound):
+        if not is_over(until) and (self.exact is None or self.exact.cost_of(cheapest) > enough * bound):
             if self._quick:
                 begin = [span.least.choice]
                 if limit > NEAR_PLAIN * self.top.peak:
-                    begin += [self.simulator.nothing(), self.moves.recomputed(expensive=False)]
-                starts = [*search.attempts(limit, *begin), found.choice]
+                    begin += [self.simulator.keep_everything(), self.moves.recompute_all(expensive=False)]
+                starts = [*search.fitting_choices(limit, *begin), cheapest.choice]
             else:
-                starts = [search.reduced(span.least.choice, limit)]
+                starts = [search.reduce(span.least.choice, limit)]
             for choice in {choice.key: choice for choice in starts}.values():
                 if not is_over(until) and search.fits(choice, limit):
-                    search.pruned(choice, limit)
-            found = _cheapest(limit, span, [*seen, search.seen])
-        return BudgetStep(limit, found, search.seen, left_out)
+                    search.prune(choice, limit)
+            cheapest = _cheapest(limit, span, [*seen, search.pool])
+        return BudgetStep(limit, cheapest, search.pool, omitted_bytes)
 
 
-def _low(profile: Profile, is_quick: bool) -> list[Candidate]:
+def _smallest_candidates(profile: Profile, is_quick: bool) -> list[Candidate]:
     """Return choices with small peaks, smallest first. No clock is involved: each rehearsal of a step finds them."""
-    search = Search(Moves(Simulator(by_work(profile))))
-    smallest = search.smallest()
+    search = GreedySearch(Moves(Simulator(with_work_costs(profile))))
+    smallest = search.search_smallest()
     peak = search.sweep(smallest[0]).peak
-    others = search.attempts(peak, search.moves.recomputed(expensive=False)) if is_quick else ()
+    others = search.fitting_choices(peak, search.moves.recompute_all(expensive=False)) if is_quick else ()
     for choice in (*smallest, *others):
-        search.pruned(choice, peak)
-    return sorted(search.seen.found, key=lambda found: (found.peak, found.cost))
+        search.prune(choice, peak)
+    return sorted(search.pool.candidates, key=lambda candidate: (candidate.peak, candidate.cost))
 
 
 def _cheapest(limit: int, span: CostRange, seen: Sequence[ParetoPool]) -> Candidate:
-    """Return the cheapest choice in `seen` that fits and has a cost within `span`."""
+    """Return the cheapest choice in `pool` that fits and has a cost within `span`."""
     if span.least.peak <= limit:
         return span.least
-    found = (pool.best(limit, span) for pool in seen)
-    return min((span.most, *(each for each in found if each is not None)), key=lambda each: each.cost)
+    fitting = (pool.best(limit, span) for pool in seen)
+    return min((span.most, *(each for each in fitting if each is not None)), key=lambda each: each.cost)
 
 
 _RECENT: list[BudgetLadder] = []

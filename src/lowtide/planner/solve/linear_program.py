@@ -41,7 +41,7 @@ NEAREST = 16
 
 
 class Rows(NamedTuple):
-    """Rows of a program, entry by entry. Variables from `Covering.n_fixed` on belong to these rows only."""
+    """Rows of a program, entry by entry. Variables from `CoveringProblem.n_fixed` on belong to these rows only."""
 
     row: Ints
     variable: Ints
@@ -68,21 +68,21 @@ class Spans(NamedTuple):
         changes = np.zeros(n_positions + 1)
         np.add.at(changes, self.start, size)
         np.subtract.at(changes, self.end, size)
-        found: Floats = changes.cumsum()[:-1]
-        return found
+        usage: Floats = changes.cumsum()[:-1]
+        return usage
 
 
-class Covering:
+class CoveringProblem:
     """Rows and costs for one profile. Memory is in bytes beyond `static`, costs are in milliseconds."""
 
     def __init__(self, simulator: Simulator) -> None:
         index = self.index = simulator.index
         self.simulator = simulator
-        self.calls = [call for calls in index.calls_of_id for call in calls if index.caught[call]]
+        self.calls = [call for calls in index.calls_of_id for call in calls if index.restorable[call]]
         n = self.n_storages = len(index.storage_bytes)
         self.runs = {call: 2 * n + number for number, call in enumerate(self.calls)}
         """The variable of each call."""
-        passing = sorted(set().union(*index.passing))
+        passing = sorted(set().union(*index.shared_operands))
         self.passes = {value: 2 * n + len(self.calls) + number for number, value in enumerate(passing)}
         """The variable of each value that is computed once for several recomputes."""
         first = 2 * n + len(self.calls) + len(passing)
@@ -93,31 +93,31 @@ class Covering:
         self.offloads = {storage: first + storage for storage in range(n)} if index.can_offload else {}
         """The variable of each storage that can be copied to the host."""
         self.n_fixed = first + len(self.offloads)
-        self._given: dict[int, list[int]] = {}
+        self._advances_by_value: dict[int, list[int]] = {}
         for call, variable in self.advances.items():
-            self._given.setdefault(index.result_value[call], []).append(variable)
+            self._advances_by_value.setdefault(index.result_value[call], []).append(variable)
 
         rows = np.flatnonzero(~index.slot_is_input)
         pairs = sorted(set(zip(index.slot_storage[rows].tolist(), index.slot_value[rows].tolist(), strict=True)))
         self._values: list[list[int]] = [[] for _ in range(n)]
         for storage, value in pairs:
             self._values[storage].append(value)
-        self.alone = {storage: values[0] for storage, values in enumerate(self._values) if len(values) == 1}
+        self.sole_value = {storage: values[0] for storage, values in enumerate(self._values) if len(values) == 1}
         """The only saved value of each storage that has just one."""
-        self._storage_of = {value: storage for storage, value in self.alone.items()}
-        self._bring: dict[int, list[int]] = {}
+        self._storage_of = {value: storage for storage, value in self.sole_value.items()}
+        self._restoring_calls: dict[int, list[int]] = {}
         for call in self.calls:
-            for value in sorted(index.caught[call]):
-                self._bring.setdefault(value, []).append(call)
-        self._asks: dict[int, list[int]] = {}
+            for value in sorted(index.restorable[call]):
+                self._restoring_calls.setdefault(value, []).append(call)
+        self._dependents: dict[int, list[int]] = {}
         """For each value the saved values whose recompute needs it."""
-        for value in self.alone.values():
-            for operand in index.recipes[value].operands if index.recomputable[value] else ():
-                self._asks.setdefault(operand, []).append(value)
-        self._needing: dict[int, list[int]] = {}
+        for value in self.sole_value.values():
+            for operand in index.recompute_costs[value].operands if index.recomputable[value] else ():
+                self._dependents.setdefault(operand, []).append(value)
+        self._calls_needing: dict[int, list[int]] = {}
         for call in self.calls:
             for value in index.inputs[call]:
-                self._needing.setdefault(value, []).append(call)
+                self._calls_needing.setdefault(value, []).append(call)
 
         self._memory()
         self._costs()
@@ -125,9 +125,9 @@ class Covering:
         """Rows that hold at every position."""
         self._early = sorted(
             (int(index.read[value]), storage, value)
-            for storage, value in self.alone.items()
+            for storage, value in self.sole_value.items()
             if self.upper[storage]
-            and (value in self._asks or value in self._bring or value in self._needing)
+            and (value in self._dependents or value in self._restoring_calls or value in self._calls_needing)
             and self.copy_bytes[storage] > IGNORED * self.plain
         )
         self._at: dict[int, Rows] = {}
@@ -140,7 +140,7 @@ class Covering:
         self.copy_bytes = np.zeros(n, np.int64)
         for storage, values in enumerate(self._values):
             until[storage] = min((index.released[value] for value in values), default=0)
-        for storage, value in self.alone.items():
+        for storage, value in self.sole_value.items():
             start[storage], end[storage] = index.read[value], index.released[value]
             self.copy_bytes[storage] = min(index.bytes_of[storage], index.value_bytes[value])
         self.base = index.base + Spans(index.allocated_at, index.freed_at, index.storage_bytes).usage(index.end)
@@ -156,15 +156,17 @@ class Covering:
         self.ms, self.flops, self.upper = np.zeros(self.n_fixed), np.zeros(self.n_fixed), np.ones(self.n_fixed)
         for storage, values in enumerate(self._values):
             read = [value for value in values if index.read[value] < index.end]
-            made = (index.recomputable[v] or v in self._bring or v in self._given for v in values)
-            self.upper[storage] = (all(made) or index.can_offload) and bool(values)
+            restorable = (
+                index.recomputable[v] or v in self._restoring_calls or v in self._advances_by_value for v in values
+            )
+            self.upper[storage] = (all(restorable) or index.can_offload) and bool(values)
             self.upper[n + storage] = self.upper[storage] and any(
                 index.recomputable[v] or v not in read for v in values
             )
             if len(read) == len(values):
-                recipes = [index.recipes[value] for value in read if index.recomputable[value]]
-                self.ms[n + storage] = min((recipe.ms for recipe in recipes), default=0.0)
-                self.flops[n + storage] = min((recipe.flops for recipe in recipes), default=0)
+                costs = [index.recompute_costs[value] for value in read if index.recomputable[value]]
+                self.ms[n + storage] = min((cost.ms for cost in costs), default=0.0)
+                self.flops[n + storage] = min((cost.flops for cost in costs), default=0)
         for call, variable in self.runs.items():
             self.ms[variable] = self.simulator.profile.calls[call].cost_ms
             self.flops[variable] = self.simulator.profile.calls[call].flops
@@ -174,31 +176,36 @@ class Covering:
         for storage, variable in self.offloads.items():
             self.ms[variable] = index.offload_ms[storage]
         for value, variable in self.passes.items():
-            self.ms[variable], self.flops[variable] = index.recipes[value].ms, index.recipes[value].flops
+            self.ms[variable], self.flops[variable] = (
+                index.recompute_costs[value].ms,
+                index.recompute_costs[value].flops,
+            )
 
     def _structure(self) -> list[Row]:
-        index, n, found = self.index, self.n_storages, list[Row]()
+        index, n, rows = self.index, self.n_storages, list[Row]()
         for storage, values in enumerate(self._values):
-            bring = {self.runs[call] for value in values for call in self._bring.get(value, ())}
-            bring |= {variable for value in values for variable in self._given.get(value, ())}
+            bring = {self.runs[call] for value in values for call in self._restoring_calls.get(value, ())}
+            bring |= {variable for value in values for variable in self._advances_by_value.get(value, ())}
             bring |= {self.offloads[storage]} if self.offloads else set()
-            found.append(({storage: 1.0, n + storage: -1.0, **dict.fromkeys(bring, -1.0)}, 0.0))
-            found.append(({n + storage: 1.0, storage: -1.0}, 0.0))
+            rows.append(({storage: 1.0, n + storage: -1.0, **dict.fromkeys(bring, -1.0)}, 0.0))
+            rows.append(({n + storage: 1.0, storage: -1.0}, 0.0))
         follows = set(index.slot_value[index.follower].tolist())
         slot_calls: dict[int, list[int]] = {}
         for row in np.flatnonzero(~index.slot_is_input).tolist():
             slot_calls.setdefault(int(index.slot_value[row]), []).append(int(index.slot_call[row]))
         self.inside: dict[int, list[int]] = {call: [] for call in self.calls}
         """For each call the storages that its replay always restores, unless they are recomputed."""
-        for storage, value in self.alone.items():
-            for call in self._bring.get(value, ()) if value not in follows else ():
+        for storage, value in self.sole_value.items():
+            for call in self._restoring_calls.get(value, ()) if value not in follows else ():
                 if all(call in index.around[inner] for inner in slot_calls[value]):
                     self.inside[call].append(storage)
-                    found.append(({self.runs[call]: 1.0, storage: -1.0}, 0.0))
-        made = [(n + storage, value) for storage, value in self.alone.items() if index.read[value] < index.end]
-        for variable, value in [*made, *((variable, value) for value, variable in self.passes.items())]:
-            found += [({variable: 1.0, self.passes[need]: -1.0}, 0.0) for need in sorted(index.passing[value])]
-        return found
+                    rows.append(({self.runs[call]: 1.0, storage: -1.0}, 0.0))
+        recomputed = [
+            (n + storage, value) for storage, value in self.sole_value.items() if index.read[value] < index.end
+        ]
+        for variable, value in [*recomputed, *((variable, value) for value, variable in self.passes.items())]:
+            rows += [({variable: 1.0, self.passes[need]: -1.0}, 0.0) for need in sorted(index.shared_operands[value])]
+        return rows
 
     def usage(self, dropped: Floats) -> Floats:
         """Return bytes at each position for shares `dropped` of the storages, without values recomputed early."""
@@ -207,7 +214,7 @@ class Covering:
     def at(self, position: int) -> Rows:
         """Return the rows for one position. The last is its capacity: at most 0, plus the caller's limit / `plain`."""
         if position not in self._at:
-            rows, early = self._made_early(position)
+            rows, early = self._early_recomputes(position)
             capacity: dict[int, float] = {}
             kept, copied = self.kept.at(position), self.copied.at(position)
             for storage in np.flatnonzero(kept | copied).tolist():
@@ -218,7 +225,7 @@ class Covering:
             self._at[position] = _joined(rows, self.n_fixed)
         return self._at[position]
 
-    def _made_early(self, position: int) -> tuple[list[Row], dict[int, int]]:
+    def _early_recomputes(self, position: int) -> tuple[list[Row], dict[int, int]]:
         """Return rows for values recomputed before backward reads them, and the variable of each, by storage."""
         index, n, rows, first = self.index, self.n_storages, list[Row](), self.n_fixed
         ahead = [
@@ -226,50 +233,54 @@ class Covering:
             for read, storage, value in self._early
             if index.freed_at[storage] <= position < min(read, index.released[value])
         ][:NEAREST]
-        there = {storage: first + number for number, (storage, _) in enumerate(ahead)}
+        early = {storage: first + number for number, (storage, _) in enumerate(ahead)}
         recomputed = {value: first + len(ahead) + number for number, (_, value) in enumerate(ahead)}
-        runs = {call for _, value in ahead for call in (*self._bring.get(value, ()), *self._needing.get(value, ()))}
-        ran = {call: first + 2 * len(ahead) + number for number, call in enumerate(sorted(runs))}
+        runs = {
+            call
+            for _, value in ahead
+            for call in (*self._restoring_calls.get(value, ()), *self._calls_needing.get(value, ()))
+        }
+        early_runs = {call: first + 2 * len(ahead) + number for number, call in enumerate(sorted(runs))}
 
-        def made(value: int) -> int | None:
+        def recomputed_variable(value: int) -> int | None:
             """Return the variable that says that `value` has been recomputed by now."""
             if index.read[value] <= position:
                 return n + self._storage_of[value]
             return recomputed.get(value)
 
-        for call in ran:
+        for call in early_runs:
             for storage in self.inside[call]:
-                if index.read[self.alone[storage]] <= position:
+                if index.read[self.sole_value[storage]] <= position:
                     others = self._other_ways(call, storage)
-                    rows.append(({self.runs[call]: 1.0, n + storage: -1.0, ran[call]: -1.0, **others}, 0.0))
+                    rows.append(({self.runs[call]: 1.0, n + storage: -1.0, early_runs[call]: -1.0, **others}, 0.0))
         for storage, value in ahead:
-            asked = [v for u in self._asks.get(value, ()) if (v := made(u)) is not None]
-            asked += [ran[call] for call in self._needing.get(value, ())]
-            for variable in asked:
-                rows.append(({variable: 1.0, storage: 1.0, there[storage]: -1.0}, 1.0))
+            variables = [v for u in self._dependents.get(value, ()) if (v := recomputed_variable(u)) is not None]
+            variables += [early_runs[call] for call in self._calls_needing.get(value, ())]
+            for variable in variables:
+                rows.append(({variable: 1.0, storage: 1.0, early[storage]: -1.0}, 1.0))
                 rows.append(({variable: 1.0, n + storage: 1.0, recomputed[value]: -1.0}, 1.0))
-                bringing = dict.fromkeys((ran[call] for call in self._bring.get(value, ())), -1.0)
-                bringing |= dict.fromkeys(self._given.get(value, ()), -1.0)
+                bringing = dict.fromkeys((early_runs[call] for call in self._restoring_calls.get(value, ())), -1.0)
+                bringing |= dict.fromkeys(self._advances_by_value.get(value, ()), -1.0)
                 bringing |= {self.offloads[storage]: -1.0} if self.offloads else {}
                 rows.append(({variable: 1.0, storage: 1.0, n + storage: -1.0, **bringing}, 1.0))
-            for call in self._bring.get(value, ()):
+            for call in self._restoring_calls.get(value, ()):
                 if storage in self.inside[call]:
                     others = self._other_ways(call, storage)
-                    rows.append(({ran[call]: 1.0, n + storage: -1.0, there[storage]: -1.0, **others}, 0.0))
-        return rows, there
+                    rows.append(({early_runs[call]: 1.0, n + storage: -1.0, early[storage]: -1.0, **others}, 0.0))
+        return rows, early
 
     def _other_ways(self, call: int, storage: int) -> dict[int, float]:
         """Return other ways to restore a storage saved in `call` than its replay: that of a call inside, an advance."""
-        value = self.alone[storage]
-        inner = (self.runs[c] for c in self._bring[value] if c != call and call in self.index.around[c])
+        value = self.sole_value[storage]
+        inner = (self.runs[c] for c in self._restoring_calls[value] if c != call and call in self.index.around[c])
         offload = (self.offloads[storage],) if self.offloads else ()
-        return dict.fromkeys((*inner, *self._given.get(value, ()), *offload), -1.0)
+        return dict.fromkeys((*inner, *self._advances_by_value.get(value, ()), *offload), -1.0)
 
 
 @lru_cache(maxsize=4)
-def covering_of(simulator: Simulator) -> Covering:
+def covering_of(simulator: Simulator) -> CoveringProblem:
     """Return the covering problem of `simulator`, built once for the solver and for the bound."""
-    return Covering(simulator)
+    return CoveringProblem(simulator)
 
 
 def _joined(rows: list[Row], n_fixed: int) -> Rows:

@@ -15,7 +15,7 @@ import numpy as np
 
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.solve.linear_program import covering_of
-from lowtide.planner.solve.milp import Programme, is_over
+from lowtide.planner.solve.milp import MilpProblem, is_over
 
 SLACK = 1e-6
 """Share of all costs that covers HiGHS's tolerance."""
@@ -33,11 +33,11 @@ def lower_bound(
     limit = budget_bytes - simulator.profile.static.total
     if limit <= 0:
         return np.inf if int(covering.base.max()) > limit else 0.0
-    programme = Programme(covering, limit, covering.ms, until=until)
+    problem = MilpProblem(covering, limit, covering.ms, until=until)
     slack = SLACK * float(covering.ms.sum())
-    shares = programme.relaxed().bound
+    shares = problem.solve_relaxation().bound
     if shares in (0.0, np.inf):
         return shares
     if is_over(until):
         return max(0.0, shares - slack)
-    return max(0.0, shares - slack, programme.bound(known_ms) - slack)
+    return max(0.0, shares - slack, problem.tighten_bound(known_ms) - slack)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lowtide.planner.simulate.profile_index import Flags
-from lowtide.planner.solve.linear_program import Covering, Floats, Row
+from lowtide.planner.solve.linear_program import CoveringProblem, Floats, Row
 from lowtide.utils.stderr_filter import without_noise
 
 AT_ONCE = 4
@@ -49,7 +49,7 @@ SMALL = 300
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
+class Solution:
     """A solution of HiGHS. `variables` are the fixed ones of the covering problem; None if none was found."""
 
     variables: Floats | None
@@ -61,20 +61,20 @@ class Answer:
     """Bytes at the positions of the program, corrections included."""
 
 
-NOTHING = Answer(None, np.inf, 0.0, {})
-IMPOSSIBLE = Answer(None, np.inf, np.inf, {})
+NO_SOLUTION = Solution(None, np.inf, 0.0, {})
+IMPOSSIBLE = Solution(None, np.inf, np.inf, {})
 
 
 @dataclass(slots=True)
-class Programme:
+class MilpProblem:
     """One limit, the positions that matter for it, and further rows that a solution must satisfy."""
 
-    covering: Covering
+    covering: CoveringProblem
     limit: int
     cost: Floats
     """Cost of each fixed variable."""
     positions: list[int] = field(default_factory=list)
-    more: dict[int, float] = field(default_factory=dict)
+    omitted_bytes: dict[int, float] = field(default_factory=dict)
     """Bytes by position that the covering problem omits and that a simulation found there."""
     rows: list[Row] = field(default_factory=list)
     """Rows in the fixed variables, beyond those of the covering problem."""
@@ -84,16 +84,16 @@ class Programme:
 
     def add(self, usage: Floats) -> bool:
         """Add the positions at which `usage` is most over the limit; return True if any is new."""
-        new = binding(usage, self.limit, self.positions)
+        new = worst_positions(usage, self.limit, self.positions)
         self.positions += new
         return bool(new)
 
-    def relaxed(self) -> Answer:
+    def solve_relaxation(self) -> Solution:
         """Return the cheapest shares of decisions, with positions added until none is over the limit."""
         covering = self.covering
         if not self.positions:
             self.add(covering.usage(np.zeros(covering.n_storages)))
-        best = Answer(np.zeros(covering.n_fixed), 0.0, 0.0, {})
+        best = Solution(np.zeros(covering.n_fixed), 0.0, 0.0, {})
         for _ in range(ROUNDS if self.positions else 0):
             answer = self._relaxation().answer
             if answer.variables is None:
@@ -103,8 +103,8 @@ class Programme:
                 break
         return best
 
-    def decisions(self, *, any_will_do: bool = False) -> Answer:
-        """Return decisions for the current positions: near the cheapest, or if `any_will_do` the first found.
+    def solve_decisions(self, *, accept_any: bool = False) -> Solution:
+        """Return decisions for the current positions: near the cheapest, or if `accept_any` the first found.
 
         Cores are searched one after the other, until a larger one would take more time than it is worth.
         """
@@ -112,21 +112,21 @@ class Programme:
         least = relaxed.answer.bound
         if relaxed.answer.variables is None:
             return relaxed.answer
-        best, tried, known = NOTHING, 0.0, None
+        best, tried, known = NO_SOLUTION, 0.0, None
         for share, enough in CORES:
             slack = min(share * max(least, FREE), best.cost - least)
             if slack <= tried:
                 break
-            settled, tried = relaxed.settled(slack), slack
+            settled, tried = relaxed.fixed_variables(slack), slack
             if known is None or not np.array_equal(settled, known):  # otherwise the solution is the same
-                best = min(best, relaxed.rows.whole(settled), key=lambda answer: answer.cost)
+                best = min(best, relaxed.rows.solve_integers(settled), key=lambda answer: answer.cost)
             known = settled
-            found = best.variables is not None
-            if best.cost <= (1 + enough) * least or (found and (any_will_do or relaxed.n_open > FEW_OPEN)):
+            has_decisions = best.variables is not None
+            if best.cost <= (1 + enough) * least or (has_decisions and (accept_any or relaxed.n_open > FEW_OPEN)):
                 break
         return best
 
-    def bound(self, known: float) -> float:
+    def tighten_bound(self, known: float) -> float:
         """Return a lower bound on the cost of decisions for the current positions; some decisions cost `known`.
 
         It improves on the bound of shares only if that is not close to `known`, and not too many decisions are open.
@@ -139,13 +139,13 @@ class Programme:
         is_small = self.covering.n_fixed <= SMALL
         if relaxed.n_open > (FEW_OPEN if slack > FAR * least else MANY_OPEN) and not is_small:
             return least
-        return max(least, min(relaxed.rows.whole(relaxed.settled(slack)).bound, known))
+        return max(least, min(relaxed.rows.solve_integers(relaxed.fixed_variables(slack)).bound, known))
 
     def _relaxation(self) -> _Relaxation:
         """Return the relaxation of the current rows; the previous one if nothing has changed since."""
-        now = len(self.positions), len(self.rows), tuple(self.more.items())
+        now = len(self.positions), len(self.rows), tuple(self.omitted_bytes.items())
         if self._last is None or self._last[0] != now:
-            self._last = now, _Rows(self).relaxed()
+            self._last = now, _MatrixForm(self).solve_relaxation()
         return self._last[1]
 
 
@@ -158,10 +158,10 @@ def is_over(until: float | None) -> bool:
 class _Relaxation:
     """The solution in shares, and the least extra cost of a solution with a variable away from 0, or away from 1."""
 
-    rows: _Rows
-    answer: Answer
-    more: Floats
-    less: Floats
+    rows: _MatrixForm
+    answer: Solution
+    cost_above_zero: Floats
+    cost_below_one: Floats
 
     @property
     def n_open(self) -> int:
@@ -169,25 +169,25 @@ class _Relaxation:
         assert self.answer.variables is not None
         return int(np.count_nonzero(np.abs(self.answer.variables - 0.5) < 0.5 - OPEN))
 
-    def settled(self, slack: float) -> tuple[Flags, Flags]:
+    def fixed_variables(self, slack: float) -> tuple[Flags, Flags]:
         """Return the decisions that are 0, and those that are 1, in every solution that costs at most `slack` more."""
         fixed = np.arange(self.rows.n) < self.rows.covering.n_fixed
-        return fixed & (self.more > slack), fixed & (self.less > slack)
+        return fixed & (self.cost_above_zero > slack), fixed & (self.cost_below_one > slack)
 
 
-class _Rows:
+class _MatrixForm:
     """A program as A @ variables <= b. Imports SciPy only to solve, so that reading records does not wait for it."""
 
-    def __init__(self, programme: Programme) -> None:
+    def __init__(self, problem: MilpProblem) -> None:
         from scipy.sparse import csr_array
 
-        self.programme = programme
-        covering = self.covering = programme.covering
+        self.problem = problem
+        covering = self.covering = problem.covering
         rows, variables, values, most = [], [], [], []
         n_rows, n_own, n_fixed = 0, 0, covering.n_fixed
         self.capacity: list[int] = []
         """Rows of the memory capacity, one for each position."""
-        for part in (covering.structure, *map(covering.at, programme.positions)):
+        for part in (covering.structure, *map(covering.at, problem.positions)):
             rows.append(part.row + n_rows)
             variables.append(np.where(part.variable >= n_fixed, part.variable + n_own, part.variable))
             values.append(part.value)
@@ -195,7 +195,7 @@ class _Rows:
             n_rows, n_own = n_rows + len(part.most), n_own + part.n_own
             self.capacity.append(n_rows - 1)
         del self.capacity[0]
-        for row, limit in programme.rows:
+        for row, limit in problem.rows:
             rows.append(np.full(len(row), n_rows))
             variables.append(np.array(list(row), np.int64))
             values.append(np.array(list(row.values()), np.float64))
@@ -207,57 +207,59 @@ class _Rows:
         entries = np.concatenate(values), places
         self.matrix = csr_array(entries, shape=(n_rows, self.n))
         self.most: Floats = np.concatenate(most)
-        room = [programme.limit - programme.more.get(position, 0.0) for position in programme.positions]
+        room = [problem.limit - problem.omitted_bytes.get(position, 0.0) for position in problem.positions]
         self.most[self.capacity] += np.array(room, np.float64) / covering.plain
-        self.cost = np.concatenate([programme.cost, np.zeros(n_own)])
+        self.cost = np.concatenate([problem.cost, np.zeros(n_own)])
         self.upper = np.concatenate([covering.upper, np.ones(n_own)])
 
-    def relaxed(self) -> _Relaxation:
+    def solve_relaxation(self) -> _Relaxation:
         """Return the solution in shares of decisions."""
         from scipy.optimize import linprog
 
         bounds = np.column_stack((np.zeros(self.n), self.upper))
-        found = linprog(self.cost, A_ub=self.matrix, b_ub=self.most, bounds=bounds, method="highs")
-        if found.status != 0:
+        solution = linprog(self.cost, A_ub=self.matrix, b_ub=self.most, bounds=bounds, method="highs")
+        if solution.status != 0:
             none = np.zeros(self.n)
-            return _Relaxation(self, IMPOSSIBLE if found.status == 2 else NOTHING, none, none)
-        return _Relaxation(self, self._answer(found.x, float(found.fun)), found.lower.marginals, -found.upper.marginals)
+            return _Relaxation(self, IMPOSSIBLE if solution.status == 2 else NO_SOLUTION, none, none)
+        return _Relaxation(
+            self, self._answer(solution.x, float(solution.fun)), solution.lower.marginals, -solution.upper.marginals
+        )
 
-    def whole(self, settled: tuple[Flags, Flags]) -> Answer:
-        """Return decisions close to the bound, with `settled` variables fixed."""
+    def solve_integers(self, settled: tuple[Flags, Flags]) -> Solution:
+        """Return decisions close to the bound, with `fixed_variables` variables fixed."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         lower, upper = np.where(settled[1], self.upper, 0.0), np.where(settled[0], 0.0, self.upper)
         options: dict[str, float] = {"node_limit": NODES, "mip_rel_gap": NEAR_ENOUGH}
-        if self.programme.until is not None:
-            options["time_limit"] = max(0.0, self.programme.until - time.monotonic())
+        if self.problem.until is not None:
+            options["time_limit"] = max(0.0, self.problem.until - time.monotonic())
         with without_noise(1, NOISE):
-            found = milp(
+            solution = milp(
                 self.cost,
                 integrality=np.arange(self.n) < self.covering.n_fixed,
                 bounds=Bounds(lower, upper),
                 constraints=LinearConstraint(self.matrix, -np.inf, self.most),
                 options=options,
             )
-        if found.x is None:
-            return IMPOSSIBLE if found.status == 2 else NOTHING
-        return self._answer(found.x, float(found.mip_dual_bound))
+        if solution.x is None:
+            return IMPOSSIBLE if solution.status == 2 else NO_SOLUTION
+        return self._answer(solution.x, float(solution.mip_dual_bound))
 
-    def _answer(self, variables: Floats, bound: float) -> Answer:
+    def _answer(self, variables: Floats, bound: float) -> Solution:
         slack = (self.matrix @ variables - self.most)[self.capacity]
-        usage = slack * self.covering.plain + self.programme.limit
-        at = dict(zip(self.programme.positions, usage.tolist(), strict=True))
-        return Answer(variables[: self.covering.n_fixed], float(self.cost @ variables), max(0.0, bound), at)
+        usage = slack * self.covering.plain + self.problem.limit
+        at = dict(zip(self.problem.positions, usage.tolist(), strict=True))
+        return Solution(variables[: self.covering.n_fixed], float(self.cost @ variables), max(0.0, bound), at)
 
 
-def binding(usage: Floats, limit: int, known: list[int]) -> list[int]:
+def worst_positions(usage: Floats, limit: int, known: list[int]) -> list[int]:
     """Return positions over the limit that are not `known`: each the worst around it, the worst of all first."""
     over = np.array(usage, np.float64) - limit * (1 + 1e-7)
     over[known] = 0
-    found: list[int] = []
+    positions: list[int] = []
     reach = max(1, len(usage) // 50)
-    while len(found) < AT_ONCE and over.max() > 0:
+    while len(positions) < AT_ONCE and over.max() > 0:
         worst = int(over.argmax())
-        found.append(worst)
+        positions.append(worst)
         over[max(0, worst - reach) : worst + reach + 1] = 0
-    return found
+    return positions

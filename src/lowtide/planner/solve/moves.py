@@ -42,7 +42,7 @@ class Move:
     offload: tuple[Group, ...] = ()
     unoffload: tuple[Group, ...] = ()
 
-    def after(self, choice: DecisionVector) -> DecisionVector:
+    def apply_to(self, choice: DecisionVector) -> DecisionVector:
         """Return `choice`, changed by this move."""
         more = choice.copy()
         for group in self.keep:
@@ -140,12 +140,12 @@ class Moves:
         move, storage = self._relieves
         gain = np.bincount(move, relief[storage], n)
 
-        made = choice.recompute[self._group_address]
+        is_recomputed = choice.recompute[self._group_address]
         cost = self._call_cost.copy()
         move, group = self._recomputes
-        cost += np.bincount(move, self._group_cost[group] * ~made[group], n)
+        cost += np.bincount(move, self._group_cost[group] * ~is_recomputed[group], n)
         move, group = self._keeps
-        cost -= np.bincount(move, self._group_cost[group] * made[group], n)
+        cost -= np.bincount(move, self._group_cost[group] * is_recomputed[group], n)
         move, id_ = self._unreplays
         cost -= np.bincount(move, self._id_cost[id_] * choice.replay[id_], n)
         move, id_ = self._clashes
@@ -154,29 +154,29 @@ class Moves:
         impossible = done + np.bincount(move, choice.advance[id_], n) > 0
         move, id_ = self._within
         impossible |= self._is_around & (np.bincount(move, choice.replay[id_], n) == 0)
-        found: Floats = np.where(impossible, 0.0, gain / np.maximum(cost, 1e-9))
-        return found
+        worth: Floats = np.where(impossible, 0.0, gain / np.maximum(cost, 1e-9))
+        return worth
 
     def detours(self, choice: DecisionVector, sweep: Sweep) -> list[Move]:
         """Return moves that may still lower the peak if dropping does not: keep values there, or replay inner calls."""
         at = int(sweep.usage.argmax())
-        there = set(sweep.copies.at(at).node.tolist())
+        nodes = set(sweep.copies.at(at).node.tolist())
         index, n_values = self.simulator.index, self.simulator.index.n_values
-        storages = {int(index.value_storage[node]) for node in there if node < n_values}
-        ids = {index.id_index[self.simulator.profile.calls[node - n_values].id] for node in there if node >= n_values}
-        found = [Move(keep=(group,)) for group in self.groups if group.storages & storages]
-        found += [Move(unoffload=(group,)) for group in self.offloads if group.storages & storages]
-        found += [Move(unadvance=(a,)) for a in self.advances if a.storages & storages and choice.advance[a.id]]
+        storages = {int(index.value_storage[node]) for node in nodes if node < n_values}
+        ids = {index.id_index[self.simulator.profile.calls[node - n_values].id] for node in nodes if node >= n_values}
+        detours = [Move(keep=(group,)) for group in self.groups if group.storages & storages]
+        detours += [Move(unoffload=(group,)) for group in self.offloads if group.storages & storages]
+        detours += [Move(unadvance=(a,)) for a in self.advances if a.storages & storages and choice.advance[a.id]]
         for id_ in sorted(ids):
             replay = self.replays[id_]
             inner = tuple(self.replays[i] for i in sorted(replay.within) if not self.replays[i].around & replay.within)
-            found += [
+            detours += [
                 Move(unreplay=(replay,)),
                 *([Move(replay=inner, unreplay=(replay,)), Move(replay=inner)] if inner else []),
             ]
-        return found
+        return detours
 
-    def undoing(self, choice: DecisionVector) -> list[Move]:
+    def undo_moves(self, choice: DecisionVector) -> list[Move]:
         """Return moves that undo each group and call of `choice`: costly ones first, of equal ones the later."""
         index = self.simulator.index
         parts: list[tuple[float, int, Move]] = [
@@ -197,18 +197,18 @@ class Moves:
         parts += [(-a.cost, -a.start, Move(unadvance=(a,))) for a in self.advances if choice.advance[a.id]]
         return [move for _, _, move in sorted(parts, key=lambda part: part[:2])]
 
-    def recomputed(self, *, expensive: bool) -> DecisionVector:
+    def recompute_all(self, *, expensive: bool) -> DecisionVector:
         """Return the choice to recompute every cheap group, and all others too if `expensive`."""
         groups = tuple(group for group in self.groups if expensive or not group.expensive)
-        return Move(recompute=groups).after(self.simulator.nothing())
+        return Move(recompute=groups).apply_to(self.simulator.keep_everything())
 
-    def chains(self) -> list[DecisionVector]:
+    def sparse_recomputes(self) -> list[DecisionVector]:
         """Return choices that recompute all but every n-th group, in forward order: small peaks of long chains."""
         groups = sorted(self.groups, key=lambda group: min(self.simulator.index.allocated_at[list(group.storages)]))
-        everything = self.recomputed(expensive=True)
-        return [Move(keep=tuple(groups[every - 1 :: every])).after(everything) for every in _strides(len(groups))]
+        everything = self.recompute_all(expensive=True)
+        return [Move(keep=tuple(groups[every - 1 :: every])).apply_to(everything) for every in _strides(len(groups))]
 
-    def levels(self) -> list[tuple[Replay, ...]]:
+    def replay_levels(self) -> list[tuple[Replay, ...]]:
         """Return sets of calls that can be replayed together, outermost first; each in the forward order."""
         replays = sorted(self.replays.values(), key=lambda replay: (replay.start, replay.id))
         depth = max((len(replay.around) for replay in replays), default=-1)
@@ -217,29 +217,29 @@ class Moves:
             for at in range(depth + 1)
         ]
 
-    def deep(self) -> list[Move]:
+    def nested_replays(self) -> list[Move]:
         """Return schedules for small peaks: all calls of a level replayed inside those of the level above.
 
         Variants keep every n-th result, or offload everything that the schedules keep.
         """
-        levels = self.levels()
-        found = [Move(replay=(*outer, *inner)) for outer, inner in pairwise(levels)]
+        levels = self.replay_levels()
+        schedules = [Move(replay=(*outer, *inner)) for outer, inner in pairwise(levels)]
         for every in _strides(len(self.advances)):
             advance = tuple(a for number, a in enumerate(self.advances, 1) if number % every)
-            found += [Move(replay=level, advance=advance) for level in levels]
+            schedules += [Move(replay=level, advance=advance) for level in levels]
         if self.offloads:
-            found += [Move(offload=tuple(self.offloads))]
-            found += [Move(replay=level, offload=tuple(self.offloads)) for level in levels]
-        return found
+            schedules += [Move(offload=tuple(self.offloads))]
+            schedules += [Move(replay=level, offload=tuple(self.offloads)) for level in levels]
+        return schedules
 
 
 def _strides(n: int) -> list[int]:
     """Return the distances between kept results, for `n` advanceable calls; the last keeps none."""
-    found, stride = [], 2
+    strides, stride = [], 2
     while stride <= n:
-        found.append(stride)
+        strides.append(stride)
         stride += max(1, stride // 3)
-    return [*found, n + 1] if n else []
+    return [*strides, n + 1] if n else []
 
 
 def _pairs(moves: Iterable[Sequence[_Part]], numbers: Callable[[_Part], Iterable[int]]) -> tuple[Ints, Ints]:

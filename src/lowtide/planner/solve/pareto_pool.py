@@ -35,7 +35,7 @@ class CostRange(NamedTuple):
     least: Candidate
     most: Candidate
 
-    def holds(self, cost: tuple[float, int]) -> bool:
+    def contains(self, cost: tuple[float, int]) -> bool:
         return self.least.cost <= cost <= self.most.cost
 
     def is_narrow(self, share: float) -> bool:
@@ -47,25 +47,25 @@ class ParetoPool:
     """Choices none of which another dominates in both peak and cost. The first of equal ones stays."""
 
     def __init__(self) -> None:
-        self.found: list[Candidate] = []
+        self.candidates: list[Candidate] = []
 
     def add(self, choice: DecisionVector, sweep: Sweep) -> None:
         """Add `choice` unless another dominates it, and drop those that it dominates."""
         new = Candidate.of(choice, sweep)
-        if not any(f.peak <= new.peak and f.cost <= new.cost for f in self.found):
-            self.found = [f for f in self.found if f.peak < new.peak or f.cost < new.cost]
-            self.found.append(new)
+        if not any(f.peak <= new.peak and f.cost <= new.cost for f in self.candidates):
+            self.candidates = [f for f in self.candidates if f.peak < new.peak or f.cost < new.cost]
+            self.candidates.append(new)
 
     def best(self, limit: int, span: CostRange) -> Candidate | None:
         """Return the cheapest choice with a peak of at most `limit` and a cost within `span`, or None."""
-        fitting = (f for f in self.found if f.peak <= limit and span.holds(f.cost))
-        return min(fitting, key=lambda found: found.cost, default=None)
+        fitting = (f for f in self.candidates if f.peak <= limit and span.contains(f.cost))
+        return min(fitting, key=lambda candidate: candidate.cost, default=None)
 
 
-def pareto_front(found: Iterable[Candidate], span: CostRange) -> list[Candidate]:
-    """Return a chain of candidates from `found` and `span` with ever larger peaks and ever lower costs."""
+def pareto_front(candidates: Iterable[Candidate], span: CostRange) -> list[Candidate]:
+    """Return a chain of candidates from `candidates` and `span` with ever larger peaks and ever lower costs."""
     chain = [span.most]
-    for each in sorted(found, key=lambda each: (each.peak, each.cost)):
+    for each in sorted(candidates, key=lambda each: (each.peak, each.cost)):
         if each.peak > chain[-1].peak and span.least.cost <= each.cost < chain[-1].cost:
             chain.append(each)
     return chain
