@@ -19,10 +19,10 @@ from lowtide.cli.script_or_profile import (
     write,
 )
 from lowtide.errors import Infeasible, LowtideError, OverBudget
-from lowtide.utils.amounts import check_budget
 from lowtide.utils.messages import say
 
 if TYPE_CHECKING:
+    from lowtide.memory.device_budget import BudgetFor
     from lowtide.planner.records import Plan
     from lowtide.report.run_record import RunRecord
 
@@ -31,21 +31,31 @@ if TYPE_CHECKING:
 @click.option(
     "--budget",
     metavar="AMOUNT",
-    help='Peak to stay within, for all memory of the step: "8GiB", "500MB", or "60%" of the plain step\'s peak.',
+    help='Peak to stay within, for all memory of the step: "8GiB", "500MB", or "60%" of the plain step\'s peak; on a '
+    'GPU also "90% of gpu" or "auto".',
+)
+@click.option(
+    "--budget-for",
+    type=click.Choice(["requested", "reserved"]),
+    default="requested",
+    help="Bytes that --budget bounds: those that tensors request, or those that the GPU's allocator reserves.",
 )
 @click.option("--plan", "plan_file", type=click.Path(exists=True, dir_okay=False), help="A plan that was made before.")
 @output_option("--save", "save_to", "Write the plan that --budget led to, for --plan the next time.")
 @report_option
 @lever_option
 @in_place_option
+@click.option("--no-progress", is_flag=True, help="Show no bar while steps are rehearsed and planned for.")
 @script_arguments()
 def run(
     budget: str | None,
+    budget_for: BudgetFor,
     plan_file: str | None,
     save_to: str | None,
     report_to: str | None,
     levers: tuple[str, ...],
     no_in_place: bool,
+    no_progress: bool,
     target: str,
     args: tuple[str, ...],
     is_module: bool,
@@ -71,10 +81,11 @@ def run(
         raise click.UsageError("--lever goes with --budget: the plan of --plan says which levers it has.")
     if no_in_place and budget is None:
         raise click.UsageError("--no-in-place goes with --budget: the plan of --plan says what it writes in place.")
-    if budget is not None:
-        check_budget(budget)
+    if budget_for == "reserved" and budget is None:
+        raise click.UsageError("--budget-for goes with --budget: the plan of --plan says what its budget is for.")
 
     from lowtide.levers import parse_script_lever
+    from lowtide.memory.device_budget import check_on_device
     from lowtide.planner.records import Plan
     from lowtide.report.run_record import record_of, with_frontier
     from lowtide.script.apply_plan import Applying
@@ -82,12 +93,21 @@ def run(
     from lowtide.script.run_listened import run_watched
     from lowtide.script.runner import Script
 
+    if budget is not None:
+        check_on_device(budget, None, budget_for)
     script = Script(target=target, args=args, is_module=is_module)
     if plan_file is not None:
         return run_watched(script, Applying(Plan.from_json(Path(plan_file)), say), untrained=say)
     assert budget is not None
     importlib.import_module("scipy.optimize")  # load the solver before the script takes all the memory
-    crew = Fitting(budget, say, tuple(map(parse_script_lever, levers)), in_place=not no_in_place)
+    crew = Fitting(
+        budget,
+        say,
+        tuple(map(parse_script_lever, levers)),
+        budget_for=budget_for,
+        in_place=not no_in_place,
+        progress=not no_progress,
+    )
     kept: list[RunRecord] = []
 
     def keep(plan: Plan) -> None:

@@ -9,6 +9,7 @@ from types import CodeType
 from typing import TYPE_CHECKING
 
 from lowtide.errors import LowtideError
+from lowtide.memory.device_budget import BudgetFor
 from lowtide.script.fit_steps import OnInfeasible
 from lowtide.script.run_listened import forget_left_over, left_over
 from lowtide.script.within import Run, within
@@ -25,9 +26,15 @@ class HostRun:
     """
 
     def __init__(
-        self, budget: int | str, on_infeasible: OnInfeasible, levers: Collection[str], in_place: bool, progress: bool
+        self,
+        budget: int | str,
+        budget_for: BudgetFor,
+        on_infeasible: OnInfeasible,
+        levers: Collection[str],
+        in_place: bool,
+        progress: bool,
     ) -> None:
-        self._budget, self._on_infeasible = budget, on_infeasible
+        self._budget, self._budget_for, self._on_infeasible = budget, budget_for, on_infeasible
         self._levers, self._in_place, self._progress = levers, in_place, progress
         self._new()  # rejects a bad budget now
         self.run: Run | None = None
@@ -71,6 +78,7 @@ class HostRun:
     def _new(self, model: nn.Module | None = None) -> Run:
         return within(
             self._budget,
+            budget_for=self._budget_for,
             model=model,
             on_infeasible=self._on_infeasible,
             levers=self._levers,
@@ -94,12 +102,13 @@ class BudgetCallback:
         self,
         budget: int | str,
         *,
+        budget_for: BudgetFor = "requested",
         on_infeasible: OnInfeasible = "raise",
         levers: Collection[str] = (),
         in_place: bool = True,
         progress: bool = True,
     ) -> None:
-        self._host = HostRun(budget, on_infeasible, levers, in_place, progress)
+        self._host = HostRun(budget, budget_for, on_infeasible, levers, in_place, progress)
 
     @property
     def run(self) -> Run | None:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lowtide.memory.measure import recorder_for
-from lowtide.memory.memory_timeline import Timeline
-from lowtide.profiler.other_memory import with_others
+from lowtide.profiler.peak_margin import peak_of
 from lowtide.runtime.fingerprint import place_of, static_bytes
 from lowtide.script.step_listener import StepListener
 from lowtide.units import format_bytes
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lowtide.api.apply import Applied
+    from lowtide.memory.device_budget import BudgetFor
 
 _PASSED_OVER = (
     "another model is trained now, without a plan: a plan is for one model object, the first that was trained. Run "
@@ -82,8 +82,16 @@ class Measured:
     Raises RehearsalError if its memory can't be recorded, ReplayMismatch in backward.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...], applied: Applied) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        optimizers: tuple[Optimizer, ...],
+        applied: Applied,
+        budget_for: BudgetFor = "requested",
+    ) -> None:
         self._static, self._addresses = static_bytes(model, batch, optimizers)
+        self._budget_for = budget_for
         self._stack = contextlib.ExitStack()
         self._recorder = self._stack.enter_context(recorder_for(place_of(model)))
         self._stack.enter_context(applied.checked())
@@ -91,8 +99,7 @@ class Measured:
     def peak_bytes(self) -> int:
         """Return the step's peak now that it is over, memory from before the step included."""
         self.leave()
-        there = with_others(self._static, self._addresses, self._recorder)
-        return there.total + Timeline(self._recorder.stream).peak_bytes
+        return peak_of(self._static, self._addresses, self._recorder, self._budget_for)
 
     def leave(self) -> None:
         """End the recording at any point. Repeated calls do nothing."""

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Self
 from lowtide.api.fitted import check_has_no_plan
 from lowtide.errors import LowtideError
 from lowtide.levers import parse_script_lever
+from lowtide.memory.device_budget import BudgetFor, check_on_device
 from lowtide.report.text_table import decisions, extra_time, lever_lines
+from lowtide.runtime.fingerprint import place_of
 from lowtide.script.calling_code import as_far_as
 from lowtide.script.fit_steps import Fitting, OnInfeasible, RunVerdict, check_on_infeasible
 from lowtide.script.run_listened import watched, why_not
 from lowtide.units import format_bytes, format_change
-from lowtide.utils.amounts import check_budget
 from lowtide.utils.interrupts import entering, resend_dropped_interrupts, whole
 from lowtide.utils.messages import note, tell
 from lowtide.utils.rendering import Displayed, short_repr
@@ -116,6 +117,7 @@ class Run(Displayed):
 def within(
     budget: int | str,
     *,
+    budget_for: BudgetFor = "requested",
     model: nn.Module | None = None,
     on_infeasible: OnInfeasible = "raise",
     levers: Collection[str] = (),
@@ -137,18 +139,20 @@ def within(
         budget: Bytes, "8GiB", "500MB" or "60%" of the plain step's peak, for all memory of the step: parameters,
             gradients, optimizer state and batch included, and anything else in memory, such as other models. On a GPU
             also "90% of gpu", or "auto": the memory that is free there, less a margin for fragmentation.
+        budget_for: The bytes that the budget bounds: the "requested" ones, or on a GPU "reserved" ones, as for `fit`.
         model: The model to plan for, which the loop may call through a wrapper. By default the one that is trained.
         on_infeasible: If no plan fits, "raise" ends training with the error, "smallest" goes on under the most saving
             plan, and "plain" goes on without any. The updates so far stand, and are those of the plain loop.
         levers: Changes of the step, as `lowtide run --lever` takes them: "outputs", "loss head", "micro-batches=4".
         in_place: False lets no gradient be written over the one that it is computed from.
-        progress: False writes nothing to stderr; the log named "lowtide" has all lines.
+        progress: If False, nothing is written to stderr, no bar either; the log named "lowtide" has all lines.
 
     Returns:
         The block to enter; it has the plans and the verdict.
 
     Raises:
-        BudgetError: If the budget is not an amount of memory.
+        BudgetError: If the budget is no amount of memory, or one that only a GPU has, and the model is on another
+            device.
         Infeasible: If no plan fits. Raised from the optimizer's step, as are the errors below.
         OverBudget: If the measured peaks stay above the budget.
         RehearsalError: If the steps can't be rehearsed.
@@ -167,19 +171,21 @@ def within(
         >>> run.verdict.within_budget
         True
     """
-    check_budget(budget)
     check_on_infeasible(on_infeasible)
     if isinstance(levers, str):
         levers = (levers,)
     _check_trained(model)
+    check_on_device(budget, None if model is None else place_of(model), budget_for)
     say = tell if progress else note
     fitting = Fitting(
         budget,
         say,
         tuple(map(parse_script_lever, levers)),
+        budget_for=budget_for,
         in_place=in_place,
         on_infeasible=on_infeasible,
         takes_turns=model is None,
+        progress=progress,
     )
     return Run(fitting, model, say)
 
