@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import nn
 
@@ -98,6 +99,17 @@ class Applied(Removable):
     def checked(self) -> AbstractContextManager[None]:
         """Return a block for one step, which raises ReplayMismatch if backward reads other bits than were saved."""
         return Checked(self._engine).running()
+
+    def save_most(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Run calls of the size of these arguments, and larger ones, under the most saving plan from now on.
+
+        Returns False if they do already.
+        """
+        return self._engine.save_most(args, kwargs)
+
+    def also(self, remove: Callable[[], object]) -> None:
+        """Call `remove` when the plan is removed, before that."""
+        self._undo.callback(remove)
 
     def _partitioned(self, say: Callable[[str], None]) -> Callable[[], None]:
         """Make inductor compile as the plan decides, until the returned function is called."""

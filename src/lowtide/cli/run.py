@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lowtide.memory.device_budget import BudgetFor
     from lowtide.planner.records import Plan
     from lowtide.report.run_record import RunRecord
+    from lowtide.script.plan_monitor import PlanMonitor
+    from lowtide.script.runner import Script
 
 
 @click.command("run", context_settings=OWN_OPTIONS_FIRST)
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 @lever_option
 @in_place_option
 @click.option("--no-progress", is_flag=True, help="Show no bar while steps are rehearsed and planned for.")
+@click.option("--retry", is_flag=True, help="Repeat a step that runs out of memory once, under the most saving plan.")
 @script_arguments()
 def run(
     budget: str | None,
@@ -56,6 +59,7 @@ def run(
     levers: tuple[str, ...],
     no_in_place: bool,
     no_progress: bool,
+    retry: bool,
     target: str,
     args: tuple[str, ...],
     is_module: bool,
@@ -64,12 +68,13 @@ def run(
 
     With --budget the first two steps of training are rehearsed, the third is the first under the plan, and its peak is
     measured. All of them train the model as they would have, bit for bit, unless --lever changes the step. Where
-    batches are of several sizes, up to 20 steps are looked at, until the largest size came twice; a step that is
-    larger than the one that was planned gets the most saving plan, and it is said; the next one of such a size is
-    rehearsed, and has a plan of its own from then on. With --plan the plan is in force from the first step on, and the
-    peak of the second is measured. Options of its own come before SCRIPT; all that follows is the script's. The exit
-    code is the script's; 1 also if no plan fits the budget, or the measured peak is above it, and 2 if the script can't
-    be planned for, or has ended before.
+    batches are of several sizes, up to 20 steps are looked at, until the largest size came twice; a step that is larger
+    than the one that was planned gets the most saving plan, and it is said; the next one of such a size is rehearsed,
+    and has a plan of its own from then on. With --retry a step that runs out of memory under the plan is repeated once
+    under the most saving one, to the same bits. With --plan the plan is in force from the first step on, and the peak
+    of the second is measured. Options of its own come before SCRIPT; all that follows is the script's. The exit code is
+    the script's; 1 also if no plan fits the budget, or the measured peak is above it, and 2 if the script can't be
+    planned for, or has ended before.
     """
     if (budget is None) == (plan_file is None):
         raise click.UsageError("give either --budget or --plan, before the script: what follows it is its own.")
@@ -90,14 +95,13 @@ def run(
     from lowtide.report.run_record import record_of, with_frontier
     from lowtide.script.apply_plan import Applying
     from lowtide.script.fit_steps import Fitting
-    from lowtide.script.run_listened import run_watched
     from lowtide.script.runner import Script
 
     if budget is not None:
         check_on_device(budget, None, budget_for)
     script = Script(target=target, args=args, is_module=is_module)
     if plan_file is not None:
-        return run_watched(script, Applying(Plan.from_json(Path(plan_file)), say), untrained=say)
+        return _train(script, Applying(Plan.from_json(Path(plan_file)), say, retry=retry))
     assert budget is not None
     importlib.import_module("scipy.optimize")  # load the solver before the script takes all the memory
     crew = Fitting(
@@ -106,6 +110,7 @@ def run(
         tuple(map(parse_script_lever, levers)),
         budget_for=budget_for,
         in_place=not no_in_place,
+        retry=retry,
         progress=not no_progress,
     )
     kept: list[RunRecord] = []
@@ -120,7 +125,7 @@ def run(
     command = command_line()
     crew.when_kept = keep
     try:
-        code = run_watched(script, crew, untrained=say)
+        code = _train(script, crew)
     except (Infeasible, OverBudget) as why:
         if report_to is not None and crew.profile is not None:
             refused = replace(record_of(command, profile=crew.profile), refusal=str(why))
@@ -128,6 +133,17 @@ def run(
         raise
     if report_to is not None and kept:
         write_report(with_frontier(kept[0]), report_to)
+    return code
+
+
+def _train(script: Script, crew: PlanMonitor) -> int:
+    """Run the script; count its repeated steps at the end."""
+    from lowtide.script.repeat_step import told_repeated
+    from lowtide.script.run_listened import run_watched
+
+    code = run_watched(script, crew, untrained=say)
+    if crew.n_repeated:
+        say(told_repeated(crew.n_repeated))
     return code
 
 

@@ -25,6 +25,7 @@ class LowtideCallback(BudgetCallback, lightning.Callback):
         on_infeasible: As for `lowtide.within`.
         levers: As for `lowtide.within`.
         in_place: As for `lowtide.within`.
+        retry: As for `lowtide.within`.
         progress: As for `lowtide.within`.
     """
 

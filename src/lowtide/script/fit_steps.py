@@ -112,10 +112,11 @@ class Fitting(PlanMonitor):
         in_place: bool = True,
         on_infeasible: OnInfeasible = "raise",
         takes_turns: bool = True,
+        retry: bool = False,
         progress: bool = True,
     ) -> None:
         """Begin without a plan; other models trained in turn with this one are awaited only if it `takes_turns`."""
-        super().__init__(say)
+        super().__init__(say, retry=retry)
         self.plan: Plan | None = None
         """The plan for the largest batches so far."""
         self.verdict: RunVerdict | None = None
@@ -328,6 +329,7 @@ class Fitting(PlanMonitor):
         if self._budget_for == "reserved":
             torch.cuda.empty_cache()  # gives back the segments of rehearsed steps
         self._applied = _InForce(model, self.plans, self._say, self._outgrown, self._rehearsing)
+        self._guard(model, self._applied)
 
     def _announce(self, plan: Plan) -> None:
         from lowtide.report.text_table import decisions, lever_lines

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.memory.measure import recorder_for
 from lowtide.profiler.peak_margin import peak_of
 from lowtide.runtime.fingerprint import place_of, static_bytes
+from lowtide.script.repeat_step import StepRepeater
 from lowtide.script.step_listener import StepListener
 from lowtide.units import format_bytes
 
@@ -28,9 +29,12 @@ _PASSED_OVER = (
 class PlanMonitor(StepListener):
     """A plan in force on the model, whose steps are measured."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], *, retry: bool = False) -> None:
+        """Begin without a plan; with `retry` a step that runs out of memory under one is repeated once."""
         self.done = False
-        self._say = say
+        self.n_repeated = 0
+        """Steps that ran out of memory and were repeated."""
+        self._say, self._retry = say, retry
         self._applied: Applied | None = None
         self._gone: Applied | None = None
         """The plan in force on a model that was given up."""
@@ -68,6 +72,14 @@ class PlanMonitor(StepListener):
         if self._open is not None:
             self._open.leave()
             self._open = None
+
+    def _guard(self, model: nn.Module, applied: Applied) -> None:
+        """Repeat steps of `model` that run out of memory while the plan is in force, if that is asked for."""
+        if self._retry:
+            applied.also(StepRepeater(model, applied, self._say, self._has_repeated).remove)
+
+    def _has_repeated(self) -> None:
+        self.n_repeated += 1
 
     def _say_smaller_only(self) -> None:
         """Say that no batch of the plan's size came."""

@@ -15,6 +15,7 @@ from lowtide.report.text_table import decisions, extra_time, lever_lines
 from lowtide.runtime.fingerprint import place_of
 from lowtide.script.calling_code import as_far_as
 from lowtide.script.fit_steps import Fitting, OnInfeasible, RunVerdict, check_on_infeasible
+from lowtide.script.repeat_step import told_repeated
 from lowtide.script.run_listened import watched, why_not
 from lowtide.units import format_bytes, format_change
 from lowtide.utils.interrupts import entering, resend_dropped_interrupts, whole
@@ -52,6 +53,29 @@ class Run(Displayed):
     def verdict(self) -> RunVerdict | None:
         """Memory of the steps under `plan`, as measured; None before."""
         return self._fitting.verdict
+
+    @property
+    def n_repeated(self) -> int:
+        """Steps that ran out of memory and were repeated."""
+        return self._fitting.n_repeated
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers for a training log; none before there is a plan.
+
+        Names are letters and underscores, which TensorBoard, Weights & Biases and MLflow all take.
+        """
+        plan, verdict = self.plan, self.verdict
+        if plan is None:
+            return {}
+        measured_bytes = None if verdict is None else verdict.measured_peak_bytes
+        return {
+            "lowtide_budget_bytes": plan.budget_bytes,
+            "lowtide_peak_bytes": plan.predicted.peak_bytes if measured_bytes is None else measured_bytes,
+            "lowtide_plain_peak_bytes": plan.plain.peak_bytes,
+            "lowtide_extra_ms": plan.predicted.extra_ms,
+            "lowtide_plans": len(self.plans),
+            "lowtide_repeated_steps": self.n_repeated,
+        }
 
     @entering
     def __enter__(self) -> Self:
@@ -111,7 +135,8 @@ class Run(Displayed):
 
     def _proof(self, plan: Plan) -> list[str]:
         proof = "not measured yet" if self.verdict is None else str(self.verdict)
-        return [*lever_lines(plan), proof, *(f"note: {noted}" for noted in plan.notes)]
+        repeated = [told_repeated(self.n_repeated)] if self.n_repeated else []
+        return [*lever_lines(plan), proof, *repeated, *(f"note: {noted}" for noted in plan.notes)]
 
 
 def within(
@@ -122,6 +147,7 @@ def within(
     on_infeasible: OnInfeasible = "raise",
     levers: Collection[str] = (),
     in_place: bool = True,
+    retry: bool = False,
     progress: bool = True,
 ) -> Run:
     """Keep the training steps of a `with` block within `budget`, at little extra time and to the same bits.
@@ -145,6 +171,8 @@ def within(
             plan, and "plain" goes on without any. The updates so far stand, and are those of the plain loop.
         levers: Changes of the step, as `lowtide run --lever` takes them: "outputs", "loss head", "micro-batches=4".
         in_place: False lets no gradient be written over the one that it is computed from.
+        retry: True repeats a step that runs out of memory under its plan once, under the most saving one, to the same
+            bits. If memory runs out again, the error has the explanation of `lowtide explain`.
         progress: If False, nothing is written to stderr, no bar either; the log named "lowtide" has all lines.
 
     Returns:
@@ -185,6 +213,7 @@ def within(
         in_place=in_place,
         on_infeasible=on_infeasible,
         takes_turns=model is None,
+        retry=retry,
         progress=progress,
     )
     return Run(fitting, model, say)
