@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lowtide.planner import plan
     from lowtide.planner.budget_frontier import Frontier, frontier
     from lowtide.planner.records import Plan, Profile
+    from lowtide.report.run_record import RunRecord
     from lowtide.script.within import Run, RunVerdict, within
 
 __version__ = "0.1.0"
@@ -64,6 +65,7 @@ __all__ = [
     "RehearsalError",
     "ReplayMismatch",
     "Run",
+    "RunRecord",
     "RunVerdict",
     "StalePlan",
     "TorchMissing",
@@ -112,6 +114,7 @@ _HOMES = {
     "RehearsalError": "lowtide.errors",
     "ReplayMismatch": "lowtide.errors",
     "Run": "lowtide.script.within",
+    "RunRecord": "lowtide.report.run_record",
     "RunVerdict": "lowtide.script.within",
     "StalePlan": "lowtide.errors",
     "TorchMissing": "lowtide.errors",
@@ -146,11 +149,13 @@ register_renderers(
         "Frontier": "lowtide.report.frontier_table",
         "Plan": "lowtide.report.plan_text",
         "Profile": "lowtide.report.profile_text",
-    }
+        "RunRecord": "lowtide.report.run_text",
+    },
+    html="lowtide.report.fragments",
 )
 
 # Errors and planning work on machines without torch; every other name checks for it first.
-_TORCH_FREE = ("lowtide.errors", "lowtide.planner")
+_TORCH_FREE = ("lowtide.errors", "lowtide.planner", "lowtide.report")
 
 
 if not TYPE_CHECKING:  # hidden from type checkers, for which any name would else be public

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
 
+from lowtide.cli.report_option import command_line, report_option, write_report
 from lowtide.cli.script_or_profile import (
     OWN_OPTIONS_FIRST,
     is_profile,
@@ -21,6 +23,7 @@ from lowtide.utils.messages import say
 
 if TYPE_CHECKING:
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
+    from lowtide.report.run_record import RunRecord
 
 
 _STAND_INS = "from here on nothing is computed: numbers that the script prints stand in for true ones"
@@ -44,6 +47,7 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
     help="Write the two steps as a memory snapshot, for pytorch.org/memory_viz.",
 )
 @output_option("--json", "json_to", 'Write the estimate to FILE; "-": print that alone.')
+@report_option
 @script_arguments()
 def estimate(
     device: str,
@@ -51,6 +55,7 @@ def estimate(
     sizes: tuple[int, ...],
     snapshot_to: str | None,
     json_to: str | None,
+    report_to: str | None,
     target: str,
     args: tuple[str, ...],
     is_module: bool,
@@ -103,7 +108,15 @@ def estimate(
         from lowtide.cli.gpu_table import record
 
         write(json.dumps([record(estimate, size) for size, estimate in found.items()], indent=1), json_to)
+    if report_to is not None:
+        write_report(_record(found, target), report_to)
     return 0 if all(one.is_sure if strict else one.fits for one in found.values()) else 1
+
+
+def _record(found: dict[int | None, GpuMemoryEstimate], target: str) -> RunRecord:
+    """Return the record of all sizes; memory over the step is that of the last one."""
+    shown = found[[*found][-1]].to_record(command_line(), subject=target)
+    return replace(shown, needs=tuple(estimate.on_gpu(size) for size, estimate in found.items()))
 
 
 def _ended(target: str, code: int, size: int | None) -> str:

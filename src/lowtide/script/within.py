@@ -20,6 +20,7 @@ from lowtide.script.run_listened import watched, why_not
 from lowtide.units import format_bytes, format_change
 from lowtide.utils.interrupts import entering, resend_dropped_interrupts, whole
 from lowtide.utils.messages import note, tell
+from lowtide.utils.rendering import Displayed, short_repr
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Run", "RunVerdict", "within"]
 
 
-class Run:
+class Run(Displayed):
     """Training steps kept within a budget, as long as a `with` block runs. `print` it to see the decisions."""
 
     def __init__(self, fitting: Fitting, model: nn.Module | None, say: Callable[[str], None]) -> None:
@@ -110,6 +111,9 @@ class Run:
                     self._say(f"note: {why_not('the block', steps, fitting)}")
         if error is None and steps.failed is not None:  # the loop has caught the error, and went on
             raise steps.failed
+
+    def __repr__(self) -> str:
+        return short_repr(type(self).__name__, str(self).partition("\n")[0])
 
     def __str__(self) -> str:
         fitting = self._fitting

@@ -18,12 +18,13 @@ from lowtide.memory.events import Allocate, Event, EventStream, Mark
 from lowtide.memory.gpu_specs import GPUS, GpuSpec, context_bytes
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.memory.snapshots.write import write_snapshot
+from lowtide.report.run_record import GpuNeeds, RunRecord
 from lowtide.units import format_bytes
 
 Verdict: TypeAlias = Literal["fits", "does not fit", "unknown"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class GpuMemoryEstimate(MemoryEstimate):
     """A `MemoryEstimate` for a GPU, over both steps and the memory before them. `print` it for a table.
 
@@ -82,6 +83,29 @@ class GpuMemoryEstimate(MemoryEstimate):
     def left_bytes(self) -> int:
         """Bytes of the GPU beyond the most that the allocator reserves and a context: room for unknown memory."""
         return max(self.gpu.total_bytes - context_bytes(self.gpu)[1] - self.interval[1], 0)
+
+    def to_record(self, command: str = "lowtide.estimate(model, step, batch, device)", subject: str = "") -> RunRecord:
+        """Return all that is known of this step, as the record that reports are made of."""
+        return replace(MemoryEstimate.to_record(self, command, subject), needs=(self.on_gpu(),))
+
+    def on_gpu(self, batch: int | None = None) -> GpuNeeds:
+        """Return what a report says of the GPU, for a batch of that size."""
+        least, most = self.interval
+        return GpuNeeds(
+            batch=batch,
+            gpu=self.gpu.name,
+            gpu_bytes=self.gpu.total_bytes,
+            verdict=self.verdict,
+            is_sure=self.is_sure,
+            peak_requested_bytes=self.peak_requested_bytes,
+            peak_allocated_bytes=self.peak_allocated_bytes,
+            peak_reserved_bytes=self.peak_reserved_bytes,
+            least_reserved_bytes=least,
+            most_reserved_bytes=most,
+            left_bytes=self.left_bytes,
+            smallest_gpu=None if self.smallest_gpu is None else self.smallest_gpu.name,
+            allocator=str(self.config),
+        )
 
     def more(self) -> Iterator[str]:
         """Return lines on the allocator, and the verdict."""
