@@ -111,7 +111,11 @@ def check_fits(model: nn.Module, step: Callable[[Any], Any], batch: Tensor, budg
     assert fitted.plan.recompute
     under_plan = gradients(model, step, batch)
     assert all(map(torch.equal, plain, under_plan))
-    fitted.remove()
+    assert lowtide.fitted(model) is fitted
+    with pytest.raises(lowtide.LowtideError, match=r"lowtide\.remove\(model\)"):
+        lowtide.fit(model, step, batch, budget=budget)
+    lowtide.remove(model)
+    assert lowtide.fitted(model) is None
     assert all(map(torch.equal, plain, gradients(model, step, batch)))
     return fitted
 

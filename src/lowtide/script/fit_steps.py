@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
+import torch
+
 from lowtide.api.apply import Applied
 from lowtide.api.fit import REPAIRS, over_budget
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError
-from lowtide.memory.device_budget import on_device
+from lowtide.memory.device_budget import BudgetFor, check_on_device, on_device
 from lowtide.memory.events import Busy
 from lowtide.planner import plan
 from lowtide.planner.planning import smallest_plan
@@ -33,6 +35,7 @@ from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.state.process_group import several_processes
 from lowtide.units import format_apart, format_bytes, format_change, format_ratio, format_time
+from lowtide.utils.progress import Stage, showing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,7 +59,8 @@ class RunVerdict:
     budget_bytes: int
     predicted_peak_bytes: int
     measured_peak_bytes: int | None
-    """Static memory included; None if no step could be measured."""
+    """Static memory included, reserved bytes if the budget is for these; None if no step could be measured."""
+    budget_for: BudgetFor = "requested"
     is_of_planned_size: bool
     """False if only smaller batches than the planned ones came."""
 
@@ -71,7 +75,8 @@ class RunVerdict:
         budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
         size = "" if self.is_of_planned_size else " on smaller batches than the planned ones"
         kept = "within" if self.within_budget else "OVER"
-        return f"{measured} peak measured{size}: {kept} the budget of {budget}; {AUDITED}"
+        peak = "reserved peak" if self.budget_for == "reserved" else "peak"
+        return f"{measured} {peak} measured{size}: {kept} the budget of {budget}; {AUDITED}"
 
 
 class _InForce(Applied):
@@ -98,12 +103,15 @@ class Fitting(PlanMonitor):
         say: Callable[[str], None],
         levers: tuple[AppliedLever, ...] = (),
         *,
+        budget_for: BudgetFor = "requested",
         in_place: bool = True,
         on_infeasible: OnInfeasible = "raise",
         takes_turns: bool = True,
+        retry: bool = False,
+        progress: bool = True,
     ) -> None:
         """Begin without a plan; other models trained in turn with this one are awaited only if it `takes_turns`."""
-        super().__init__(say)
+        super().__init__(say, retry=retry)
         self.plan: Plan | None = None
         """The plan for the largest batches so far."""
         self.verdict: RunVerdict | None = None
@@ -113,9 +121,11 @@ class Fitting(PlanMonitor):
         """The reason why training goes on without a plan."""
         self.when_kept: Callable[[Plan], object] = lambda plan: None
         """Called with the plan that stays in force: its peak is within the budget, or no peak could be measured."""
-        self._budget = budget
+        self._budget, self._budget_for = budget, budget_for
         self._on_infeasible = on_infeasible
-        self._takes_turns = takes_turns
+        self._takes_turns, self._progress = takes_turns, progress
+        self._stage = contextlib.ExitStack()
+        """The part of the work that is shown in this step."""
         self._applied: _InForce | None
         self._rehearsing = Rehearsing(stop=False, levers=levers, in_place=in_place)
         self._over: list[int] = []
@@ -161,8 +171,10 @@ class Fitting(PlanMonitor):
             self.done = True
         elif self.plan is None:
             self.model_name = name_of(model)
+            check_on_device(self._budget, place_of(model), self._budget_for)
             self._budget = on_device(self._budget, place_of(model), self._say)
             hidden = self._rehearsing.n_hidden
+            self._shows(f"rehearsing {self.model_name}, step {self._rehearsing.n_steps + 1}", model)
             self._rehearsing.begins(model, batch, optimizers)
             if self._rehearsing.n_hidden == 1 > hidden:
                 self._say("the script records by itself, as with a profiler: steps after that are rehearsed")
@@ -179,13 +191,21 @@ class Fitting(PlanMonitor):
         self._n_others += found != planned
         if found == planned or (not self._smaller and no_larger(shapes_in(found), shapes_in(planned))):
             with contextlib.suppress(Busy):  # the script itself records this one: another is measured
-                self._open = Measured(model, batch, optimizers, self._applied)
+                self._shows(f"verifying the plan for {self.model_name}", model)
+                self._open = Measured(model, batch, optimizers, self._applied, self._budget_for)
             self._is_planned = found == planned
         elif self._n_others >= PATIENCE:
             self._keep(made)
 
+    def _shows(self, doing: str, model: nn.Module) -> None:
+        """Show what is done in this step, until its end."""
+        self._stage.close()
+        with showing(self._progress):
+            self._stage.enter_context(Stage(doing, total=sum(1 for _ in model.modules())))
+
     def ends(self, model: nn.Module) -> None:
         """Make a plan, or check the plan's promise. Raises Infeasible and OverBudget."""
+        self._stage.close()
         if self.unplanned is not None:
             return
         if self.plan is None:
@@ -209,8 +229,10 @@ class Fitting(PlanMonitor):
 
     def _make_plan(self, profile: Profile) -> None:
         """Plan for `profile`, or react as `on_infeasible` says if no plan fits. Raises Infeasible."""
+        self._say(f"rehearsed {self.model_name} in {self._rehearsing.n_steps} steps")
         try:
-            self.plan = plan(profile, self._budget)
+            with showing(self._progress), Stage("planning"):
+                self.plan = plan(profile, self._budget)
         except Infeasible as why:
             if self._on_infeasible == "raise":
                 raise
@@ -233,6 +255,7 @@ class Fitting(PlanMonitor):
     def gives_up(self, model: nn.Module) -> None:
         """Forget `model`, which is not the trained one, and rehearse the model that is."""
         super().gives_up(model)
+        self._stage.close()
         self._rehearsing.gives_up(model)
         if self.plan is not None:
             name = name_of(model)
@@ -258,6 +281,7 @@ class Fitting(PlanMonitor):
     def leaves(self) -> None:
         """End recordings that are for one step only; the plan stays."""
         super().leaves()
+        self._stage.close()
         self._rehearsing.leaves()
 
     def take_off(self) -> None:
@@ -278,6 +302,7 @@ class Fitting(PlanMonitor):
             budget_bytes=made.budget_bytes,
             predicted_peak_bytes=made.predicted.peak_bytes,
             measured_peak_bytes=measured_bytes,
+            budget_for=self._budget_for,
             is_of_planned_size=is_of_planned_size,
         )
         self.when_kept(made)
@@ -291,7 +316,10 @@ class Fitting(PlanMonitor):
         if self._applied is not None:
             self._applied.remove()
         check_made_for(self.plan.fingerprint, model)
+        if self._budget_for == "reserved":
+            torch.cuda.empty_cache()  # gives back the segments of rehearsed steps
         self._applied = _InForce(model, self.plans, self._say, self._outgrown, self._rehearsing)
+        self._guard(model, self._applied)
 
     def _announce(self, plan: Plan) -> None:
         from lowtide.report.text_table import decisions, lever_lines

@@ -110,16 +110,14 @@ class Steps:
         self._other_threads = weakref.WeakSet(t for t in threading.enumerate() if t is not threading.current_thread())
 
     def __enter__(self) -> Self:
-        self._hooks = (
-            register_optimizer_step_pre_hook(self._begins_update),
-            register_optimizer_step_post_hook(self._updates),
-        )
+        self._hook = register_optimizer_step_post_hook(self._updates)
         self._unwatch = contextlib.ExitStack()
         self._watch()
         return self
 
     def _watch(self) -> None:
         """Patch the calls of all modules, including classes with their own `__call__`."""
+        self._unwatch.callback(register_optimizer_step_pre_hook(self._begins_update).remove)
         told = functools.partial(functools.partial, self._call)
         self._unwatch.callback(replace_function(nn.Module, "__call__", told))
         self._unwatch.callback(
@@ -134,8 +132,7 @@ class Steps:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-        for hook in self._hooks:
-            hook.remove()
+        self._hook.remove()
         self.crew.leaves()
 
     def stop(self) -> None:
@@ -187,7 +184,9 @@ class Steps:
         begins = not self._depth and self._begins_training(module, (args, kwargs))
         if self._before is None and not (begins or self._is_open or self._depth) and self._is_here():
             self._before = weakref.ref(module)
-        if self._depth or not (begins or module in self._prompted or any(map(is_lazy, module.parameters()))):
+        if self._depth or not (
+            begins or module in self._prompted or (torch.is_grad_enabled() and any(map(is_lazy, module.parameters())))
+        ):
             return plain(module, *args, **kwargs)
         self._depth += 1  # also keeps modules from beginning a step when a module with lazy parameters calls them
         try:
@@ -326,15 +325,13 @@ class Steps:
         return next((search for search in self._updating.values() if search.evaluates_often), None)
 
     def _updates(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._afterwards is not None:
+            self._updates_afterwards(self._afterwards, optimizer)
+            return
         if self._is_beginning or self._is_elsewhere(optimizer):
             return
         self.n_updates += 1
         self._updating.pop(id(optimizer), None)
-        if self._afterwards is not None:
-            self._afterwards.updated(optimizer)
-            if self.crew.wants_more() and (model := self._afterwards.model()) is not None:
-                self._resume(model, self._afterwards.optimizers())
-            return
         self._optimizers[id(optimizer)] = optimizer
         if self.model is None and (found := self._prompted.updated(optimizer)) is not None:
             self.model = found
@@ -358,6 +355,16 @@ class Steps:
         elif not self._gradients() - self._updated() and self._all_stepped():
             with self._noting():
                 self._close()
+
+    def _updates_afterwards(self, monitor: PostPlanMonitor, optimizer: Optimizer) -> None:
+        """Look if more steps are needed, in as few calls as possible: this runs in each step of training."""
+        if not monitor.knows(optimizer):
+            if self._is_elsewhere(optimizer):
+                return
+            monitor.updated(optimizer)
+        self.n_updates += 1
+        if self.crew.wants_more() and (model := monitor.model()) is not None:
+            self._resume(model, monitor.optimizers())
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
