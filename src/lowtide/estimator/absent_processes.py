@@ -14,7 +14,9 @@ import torch
 
 from lowtide._torch.distributed import start_absent_processes
 from lowtide.errors import RehearsalError
-from lowtide.estimator.cuda.current_gpu import NAME, gpus_per_node
+
+gpus_per_node = [1]
+"""Stack of the numbers of GPUs that a script finds on its machine."""
 
 GPUS_PER_NODE = 8
 """GPUs of a machine, as far as there are so many processes."""
@@ -117,7 +119,7 @@ def _meshes_anywhere() -> Iterator[None]:
     def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(make)
         def made(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-            make(self, "cpu" if device_type in ("cuda", NAME) else device_type, *args, **kwargs)
+            make(self, "cpu", *args, **kwargs)
 
         return made
 

@@ -24,7 +24,6 @@ from lowtide._torch.fsdp import (
 )
 from lowtide.errors import RehearsalError
 from lowtide.estimator.collectives import stand_ins
-from lowtide.estimator.cuda.current_gpu import CUDA
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.state.process_group import check_at_rest, several_processes
 
@@ -74,7 +73,7 @@ def units_on(device: torch.device, modules: Iterable[Any], twin: Callable[[Tenso
     modules = tuple(module for module in modules if isinstance(module, torch.nn.Module))
     groups = list(_groups(modules))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(meshes_on(device.type, CUDA.type))
+        stack.enter_context(meshes_on(device.type, "cuda"))
         for unit in units(modules):
             for owner, name, value in devices_of_states(unit, device):
                 stack.enter_context(patch.object(owner, name, value))

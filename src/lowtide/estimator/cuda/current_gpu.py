@@ -49,9 +49,6 @@ class NullStream:
     record = synchronize = wait = wait_stream = wait_event = record_event = _nothing
 
 
-gpus_per_node = [1]
-"""Stack of the numbers of GPUs that a script finds beside this one, itself included."""
-
 in_use: list[GpuSpec] = []
 """The GPU being rehearsed; at most one."""
 

@@ -19,7 +19,8 @@ from lowtide._torch.fake_modes import is_own
 from lowtide._torch.privateuse1 import CUDA_EXCHANGES, CUDA_HISTORY, CUDA_INIT, CUDA_SNAPSHOT
 from lowtide._torch.pytree import tree_map
 from lowtide.errors import RehearsalError
-from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED, NullStream, gpus_per_node
+from lowtide.estimator.absent_processes import gpus_per_node
+from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED, NullStream
 from lowtide.estimator.cuda.memory_stats import RESET_PEAKS, RESET_SUMS, Usage
 from lowtide.memory.allocator.simulation import EMPTY_CACHE
 from lowtide.memory.gpu_specs import GpuSpec, context_bytes
