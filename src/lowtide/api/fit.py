@@ -268,7 +268,8 @@ def _fit(
         if len(measured) == (COMPILED_REPAIRS if choice.profile.graphs else REPAIRS):
             raise over_budget(choice.profile, budget_bytes, measured)
         if choice.profile.graphs:
-            choice = replace(choice, profile=_measured(choice.profile, made, verdict, len(measured)))
+            excess_bytes = verdict.measured_peak_bytes - made.predicted.peak_bytes
+            choice = replace(choice, profile=with_excess(choice.profile, excess_bytes, len(measured)))
             aim_bytes = budget_bytes
         else:
             aim_bytes = made.predicted.peak_bytes - (verdict.measured_peak_bytes - budget_bytes)
@@ -349,13 +350,12 @@ def _planned(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -
     return _own(choice, made, budget_bytes)
 
 
-def _measured(profile: Profile, made: Plan, verdict: Verdict, n: int) -> Profile:
-    """Raise all peaks of `profile` by the excess that was measured for the compiled plan `made`, the `n`th.
+def with_excess(profile: Profile, excess_bytes: int, n: int) -> Profile:
+    """Raise all peaks of `profile` by the excess that was measured over the `n`th compiled plan's prediction.
 
     Plans that save less are further off: the second plan's excess over the first is counted once more for the third.
     """
-    more = n * (verdict.measured_peak_bytes - made.predicted.peak_bytes)
-    return replace(profile, static=replace(profile.static, margin=profile.static.margin + more))
+    return replace(profile, static=replace(profile.static, margin=profile.static.margin + n * excess_bytes))
 
 
 def _own(choice: Choice, made: Plan, budget_bytes: int) -> Plan:

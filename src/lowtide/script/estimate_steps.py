@@ -54,6 +54,7 @@ class Estimating(StepListener):
     """
 
     awaits = "was rehearsed: that takes two steps"
+    plans_compiled = False  # compiled code runs as it was written
 
     def __init__(
         self, gpu: GpuSpec, size: int | None, told: Callable[[], None], processes: AbsentProcesses | None = None

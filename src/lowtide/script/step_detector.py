@@ -28,13 +28,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowtide._torch.backward import in_backward, in_transform, is_tracing
-from lowtide._torch.compiled_code import never_compiled, not_compiled_alone
+from lowtide._torch.compiled_code import is_compiled, n_compiled, never_compiled, not_compiled_alone
 from lowtide._torch.patching import Make, replace_function
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.runtime.class_calls import class_of_call, classes_of_calls
 from lowtide.runtime.fingerprint import tensors_in
 from lowtide.script.alternating_models import PATIENCE, AlternatingModels, held_by, ids, others_at_hand
 from lowtide.script.candidate_models import CandidateModels
+from lowtide.script.compiled_functions import trained_modules, watch_compiled_functions
 from lowtide.script.composite_model import CompositeModel, whole
 from lowtide.script.line_search import Search
 from lowtide.script.manual_updates import ManualUpdates
@@ -67,6 +68,8 @@ class Steps:
         self._is_given, self._when_failed = model is not None, when_failed
         self.n_updates = 0
         """Updates by optimizers so far."""
+        self.n_compiled_before = n_compiled()
+        """Graphs that torch.compile had compiled when the block began."""
         self.model: nn.Module | None = model
         """The model, as far as it is known."""
         self.failed: LowtideError | Enough | None = None
@@ -125,6 +128,8 @@ class Steps:
         )
         started = functools.partial(functools.partial, self._starts_process)
         self._unwatch.callback(replace_function(BaseProcess, "start", started))
+        if self.crew.plans_compiled:
+            self._unwatch.callback(watch_compiled_functions(self))
         for kind in classes_of_calls():
             self._watch_class(kind, told)
 
@@ -191,9 +196,32 @@ class Steps:
         self._depth += 1  # also keeps modules from beginning a step when a module with lazy parameters calls them
         try:
             if begins:
+                is_around = self._is_given and module is not self.model and is_compiled(module)
+                self.crew.compiled = module if is_around else None
                 with self._noting():
                     self._called_by_nobody(module, (args, kwargs))
             return plain(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    @not_compiled_alone
+    def calls_compiled(
+        self, function: Callable[..., Any], of: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a compiled function, made of the function `of`: a step may begin with it."""
+        if self._depth or not self.crew.plans_compiled:
+            return function(*args, **kwargs)
+        if self._is_late and self._is_here() and not in_backward():
+            self._close_late()
+        self._depth += 1
+        try:
+            if torch.is_grad_enabled() and self._is_here() and not in_backward():
+                for module in trained_modules(of, args, kwargs):
+                    if not self._is_open:
+                        self.crew.compiled = function
+                    with self._noting():
+                        self._called_by_nobody(module, (args, kwargs))
+            return function(*args, **kwargs)
         finally:
             self._depth -= 1
 
