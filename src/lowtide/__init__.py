@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         StalePlan,
         TorchMissing,
     )
+    from lowtide.estimator.absent_processes import absent_processes
     from lowtide.estimator.batch_search import LargestBatch, largest_batch
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
     from lowtide.estimator.estimation import estimate
@@ -72,6 +73,7 @@ __all__ = [
     "Verdict",
     "Watch",
     "__version__",
+    "absent_processes",
     "accumulate",
     "apply",
     "estimate",
@@ -121,6 +123,7 @@ _HOMES = {
     "DataDependentStepError": "lowtide.errors",
     "Verdict": "lowtide.api.verify",
     "Watch": "lowtide.diagnostics.leaks.watcher",
+    "absent_processes": "lowtide.estimator.absent_processes",
     "accumulate": "lowtide.levers.accumulation.accumulate",
     "apply": "lowtide.api.apply",
     "explain_oom": "lowtide.diagnostics.oom.explain_oom",
