@@ -2,11 +2,15 @@
 
     python bench/overhead.py          # microseconds a saved tensor and a call, beyond the operators that run again
     python bench/overhead.py models   # steps of ResNet-50's and GPT-2's structure, and their Python calls
+    python bench/overhead.py within   # steps in a block of `lowtide.within` that has nothing to plan for
 
 Each row of the first table is the time of a whole step with the plan less that without, and less that of the operators
 that the plan runs again, over the number of tensors or calls. The models are rehearsed with larger tensors, planned for
 75 % of their plain peak, and then run with tiny ones under the same decisions. Processor time of one thread, minima of
 interleaved runs, so that a busy machine changes little.
+
+In the third table the budget is above the plain step's peak, or no plan fits and training goes on without one. Steps in
+the block and outside of it take turns; beside the time there are the Python calls that the block adds to a step.
 """
 
 from __future__ import annotations
@@ -71,6 +75,11 @@ class Short(nn.Module):
 
 
 RUNS = 30
+ROUNDS = 3
+"""Blocks of `within` that take turns with steps outside of them."""
+WARM_UP = 12
+"""Steps in which a block of `within` settles, those that it waits for other models included."""
+
 SHARE = 0.75
 """Of the plain peak, what the models are planned for."""
 
@@ -211,9 +220,54 @@ def models() -> None:
             print(f"{build.__name__:10} {name:16} {us / 1e3:7.2f} {ratios[0]:6.2f} {calls[name]:13} {ratios[1]:6.2f}")
 
 
+def mlp() -> tuple[nn.Module, Callable[[], object]]:
+    parts = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)]
+    model = nn.Sequential(*parts)
+    optimizer, x = torch.optim.SGD(model.parameters()), torch.randn(4, 8)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def settled(step: Callable[[], object], **settings: Any) -> lowtide.Run:
+    """Return an entered block of `within` whose plan or decision is made."""
+    run = lowtide.within(progress=False, **settings).__enter__()
+    for _ in range(WARM_UP):
+        step()
+    return run
+
+
+def idle() -> None:
+    """Print what a block adds to a step that it changes nothing in."""
+    print(f"{'model':6} {'block':22} {'us a step':>10} {'more us':>8} {'more Python calls':>18}")
+    for name in ("mlp", "gpt2"):
+        if name == "mlp":
+            _, step = mlp()
+        else:
+            model, batch = gpt2(tiny=True)
+            step = step_of(model.train(), batch)
+        for block, settings in {
+            "budget above the peak": {"budget": 10**12},
+            "no plan fits": {"budget": 1, "on_infeasible": "plain"},
+        }.items():
+            plain_us = inside_us = float("inf")
+            for _ in range(ROUNDS):
+                plain_us = min(plain_us, *interleaved(step, {"": None}, RUNS // ROUNDS).values())
+                n_plain = python_calls(step)
+                run = settled(step, **settings)
+                inside_us = min(inside_us, *interleaved(step, {"": None}, RUNS // ROUNDS).values())
+                n_inside = python_calls(step)
+                run.leave()
+            print(f"{name:6} {block:22} {inside_us:10.1f} {inside_us - plain_us:8.1f} {n_inside - n_plain:18}")
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     gc.disable()
-    models() if "models" in sys.argv[1:] else slots()
+    {"models": models, "within": idle}.get(sys.argv[-1], slots)()

@@ -16,6 +16,7 @@ def node(
     backward: bool = False,
     tangent: bool = False,
     random: bool = False,
+    half: bool = False,
 ) -> JointNode:
     return JointNode(
         target=target,
@@ -29,6 +30,7 @@ def node(
         is_backward=backward,
         is_tangent=tangent,
         is_random=random,
+        is_half=half,
     )
 
 
@@ -49,5 +51,25 @@ def masked() -> JointGraph:
         ],
         [6],
         [9],
+        "key",
+    )
+
+
+def normalised(*, half: bool) -> JointGraph:
+    """Y = mm(norm(mm(x) + mm(x))); the sum is within fused kernels only, and the first product may have 16 bits."""
+    return JointGraph(
+        [
+            node("input", root=0),
+            node("extern", (0,), root=1, target="aten.mm", module="fc", half=half),
+            node("extern", (0,), root=2, target="aten.mm", module="skip"),
+            node("pointwise", (1, 2), root=3, module="sum"),
+            node("reduction", (3,), FEW, root=4, module="norm"),
+            node("pointwise", (3, 4), root=5, module="norm"),
+            node("extern", (5,), root=6, target="aten.mm", module="out"),
+            node("input", root=7, tangent=True),
+            node("extern", (7, 5), root=8, backward=True, target="aten.mm"),
+        ],
+        [6],
+        [8],
         "key",
     )

@@ -168,5 +168,13 @@ if not TYPE_CHECKING:  # hidden from type checkers, for which any name would els
         return value
 
 
+def load_ipython_extension(shell: object) -> None:
+    """Add the cell magic `%%lowtide` to IPython, as `%load_ext lowtide` asks for."""
+    from lowtide.utils.optional_deps import require_torch
+
+    require_torch("%load_ext lowtide")
+    import_module("lowtide.integrations.notebook").register(shell)
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

@@ -1,6 +1,9 @@
 """`fit` as it is called from loops: several arguments, optimizers outside, plans that no variable holds."""
 
+import gc
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,6 +106,24 @@ def test_what_was_applied_is_found() -> None:
     plan = lowtide.plan(lowtide.rehearse(made.model, made.step, (X, Y)), "90%")
     applied = lowtide.apply(made.model, plan)
     assert lowtide.fitted(made.model) is applied
+
+
+def test_a_plan_for_compiled_functions_that_call_the_model_is_found_and_holds_nothing() -> None:
+    made = Made()
+    plan = replace(lowtide.plan(lowtide.rehearse(made.model, made.step, (X, Y)), "100%"), graphs=("a hash",))
+    applied = lowtide.apply(made.model, plan)
+    assert "_compiled_call_impl" not in vars(made.model)  # calls are traced, and nothing is in front of them
+    assert lowtide.fitted(made.model) is applied
+    assert lowtide.fitted(nn.Sequential(made.model)) is applied
+    with pytest.raises(lowtide.LowtideError, match=r"lowtide\.remove\(model\)"):
+        made.fit()
+    lowtide.remove(made.model)
+    assert lowtide.fitted(made.model) is None
+    lowtide.apply(made.model, plan)
+    gone = weakref.ref(made.model)
+    del made, applied
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("wraps", [lambda model: model, nn.Sequential])

@@ -30,15 +30,9 @@ class Attends(nn.Module):
         return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), self.dropout, self.training)
 
 
-class Widens(nn.Module):
-    """A block of few kernels, which are soon compiled."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+def widens() -> nn.Module:
+    """Make a block of few kernels, which are soon compiled."""
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
 
 
 class Convolves(nn.Module):
@@ -74,10 +68,12 @@ def compiled_anew() -> Iterator[None]:
 
 
 @pytest.fixture
-def inductor() -> None:
-    """Skips without a compiler of C++, in which inductor writes for processors."""
+def inductor() -> Iterator[None]:
+    """Compiles without optimization, and skips without a compiler of C++, in which inductor writes for processors."""
     if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
         pytest.skip("inductor needs a compiler of C++, and there is none")
+    with inductor_config.patch({"aot_inductor.debug_compile": True}):
+        yield
 
 
 def transformer(dropout: float = 0.1) -> tuple[nn.Module, Tensor]:
@@ -111,7 +107,11 @@ def check_fits(model: nn.Module, step: Callable[[Any], Any], batch: Tensor, budg
     assert fitted.plan.recompute
     under_plan = gradients(model, step, batch)
     assert all(map(torch.equal, plain, under_plan))
-    fitted.remove()
+    assert lowtide.fitted(model) is fitted
+    with pytest.raises(lowtide.LowtideError, match=r"lowtide\.remove\(model\)"):
+        lowtide.fit(model, step, batch, budget=budget)
+    lowtide.remove(model)
+    assert lowtide.fitted(model) is None
     assert all(map(torch.equal, plain, gradients(model, step, batch)))
     return fitted
 
@@ -119,7 +119,7 @@ def check_fits(model: nn.Module, step: Callable[[Any], Any], batch: Tensor, budg
 @pytest.mark.usefixtures("inductor")
 def test_a_compiled_model_with_dropout_fits_to_the_bits_of_the_compiled_step() -> None:
     torch.manual_seed(0)
-    model, batch = nn.Sequential(Widens(64), Widens(64)), torch.randn(1024, 64)
+    model, batch = nn.Sequential(widens(), widens()), torch.randn(1024, 64)
     compiled: Any = torch.compile(model)
     fitted = check_fits(compiled, lambda x: compiled(x).square().mean().backward(), batch, "80%")
     assert Plan.from_json(fitted.plan.to_json()) == fitted.plan
@@ -131,6 +131,20 @@ def test_a_compiled_transformer_with_dropout_fits_to_the_bits_of_the_compiled_st
     model, batch = transformer()
     compiled: Any = torch.compile(model)
     check_fits(compiled, lambda x: compiled(x).square().mean().backward(), batch, "75%")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+def test_a_compiled_transformer_under_autocast_fits_to_the_bits_of_the_compiled_step() -> None:
+    model, batch = transformer()
+    compiled: Any = torch.compile(model)
+
+    def step(x: Tensor) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = compiled(x).square().mean()
+        loss.backward()
+
+    check_fits(compiled, step, batch, "85%")
 
 
 @pytest.mark.slow

@@ -568,6 +568,17 @@ def test_a_script_that_compiles_its_blocks_trains_to_the_same_bits(
     assert "within the budget" in done.err
 
 
+@pytest.mark.slow
+def test_a_script_that_compiles_its_model_trains_to_the_same_bits(
+    script: Callable[[str], str], run: Run, run_python: RunPython
+) -> None:
+    train = script(TRAIN.replace("optimizer = ", "model = torch.compile(model)\noptimizer = ", 1))
+    done = run("run", "--budget", "85%", train, "--steps", "7", "--rows", "1024")
+    assert (done.code, done.out) == (0, run_python(train, "--steps", "7", "--rows", "1024").stdout)
+    assert "recomputed " in done.err
+    assert "within the budget" in done.err
+
+
 def test_a_script_that_ends_early_is_rehearsed_on_what_came_twice(script: Callable[[str], str], run: Run) -> None:
     done = run("rehearse", script(TRAIN), "--steps", "4", "--rows", "256", "200", "200", "100")
     assert done.code == 0

@@ -7,10 +7,30 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.cli import main
+from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.device_budget import MARGIN, automatic_budget, on_device
+from lowtide.memory.reserved_peak import reserved_excess_bytes
 from lowtide.utils.amounts import check_budget, share_of_gpu
 
 GIB = 2**30
+X = torch.randn(2048, 256)
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+class Small:
+    """A model with its optimizer, whose tensors are as large as segments of the allocator."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(4))
+        self.model = nn.Sequential(*blocks)
+        self.optimizer = torch.optim.SGD(self.model.parameters())
+
+    def step(self, x: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.model(x).square().mean().backward()
+        self.optimizer.step()
 
 
 def test_auto_is_what_is_free_and_what_the_allocator_holds_less_a_margin() -> None:
@@ -29,9 +49,10 @@ def test_a_share_of_the_gpu(text: str, share: Fraction | None) -> None:
 @pytest.mark.parametrize("text", ["0% of gpu", "101% of gpu"])
 def test_what_is_no_part_of_a_gpu_is_refused(text: str) -> None:
     with pytest.raises(lowtide.BudgetError, match="up to 100%"):
-        check_budget(text)
+        check_budget(text, of_gpu=True)
 
 
+@on_cpu
 @pytest.mark.parametrize("budget", ["auto", "90% of gpu"])
 def test_on_a_cpu_the_nearest_budgets_are_named(budget: str) -> None:
     model, x = nn.Linear(8, 8), torch.ones(4, 8)
@@ -43,8 +64,67 @@ def test_on_a_cpu_the_nearest_budgets_are_named(budget: str) -> None:
 
     with pytest.raises(lowtide.BudgetError, match='as in "8GiB"'):
         lowtide.fit(model, step, x, budget=budget)
-    with pytest.raises(lowtide.BudgetError, match='as in "60%"'), lowtide.within(budget):
-        step(x)
+    for given in (model, None):
+        with pytest.raises(lowtide.BudgetError, match='as in "60%"'):
+            lowtide.within(budget, model=given)
+    with pytest.raises(lowtide.BudgetError, match="it depends on a GPU"):
+        check_budget(budget)
+
+
+@on_cpu
+def test_the_command_line_refuses_a_gpus_budget_before_the_script_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    for options in (["--budget", "auto"], ["--budget", "8GiB", "--budget-for", "reserved"]):
+        assert main(["run", *options, __file__]) == 2
+        assert "Nearest: " in capsys.readouterr().err
+    assert main(["run", "--budget-for", "reserved", "--plan", __file__, __file__]) == 2
+    assert "--budget-for goes with --budget" in capsys.readouterr().err
+
+
+@on_cpu
+def test_on_a_cpu_reserved_bytes_are_the_requested_ones() -> None:
+    made = Small()
+    for call in (
+        lambda: lowtide.fit(made.model, made.step, X, budget="90%", budget_for="reserved"),
+        lambda: lowtide.within("90%", budget_for="reserved"),
+        lambda: lowtide.within("90%", model=made.model, budget_for="reserved"),
+    ):
+        with pytest.raises(lowtide.BudgetError, match='Nearest: budget_for="requested"'):
+            call()
+    with pytest.raises(lowtide.LowtideError, match='"requested" or "reserved"'):
+        lowtide.within("90%", budget_for="allocated")  # type: ignore[arg-type]
+
+
+def test_the_excess_is_that_of_a_new_allocator_that_holds_what_was_there() -> None:
+    held = [torch.empty(3 * 2**20, dtype=torch.uint8), torch.empty(700, dtype=torch.uint8)]
+    with CpuRecorder(watch=held) as recorder:
+        more = torch.empty(30 * 2**20, dtype=torch.uint8)
+        del held[0]
+    del more
+    # 20 MiB for the block of 3 MiB, 2 MiB for that of 700 bytes, and 30 MiB; 33 MiB and 700 bytes are requested
+    assert reserved_excess_bytes(recorder) == (20 + 2 + 30) * 2**20 - 33 * 2**20 - 700
+
+
+@pytest.mark.parametrize("way", ["fit", "within"])
+def test_a_budget_for_reserved_bytes_holds_in_the_simulated_allocator(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU's requests stand for those of a GPU: everything but the check of the device runs."""
+    for module in ("api.fit", "api.verify", "script.fit_steps", "script.within"):
+        monkeypatch.setattr(f"lowtide.{module}.check_on_device", lambda *_: None)
+    made = Small()
+    if way == "fit":
+        with lowtide.fit(made.model, made.step, X, budget="95%", budget_for="reserved") as fitted:
+            verdict: lowtide.Verdict | lowtide.RunVerdict | None = fitted.verdict
+        assert "peak reserved (budget" in str(fitted)
+        assert fitted.verdict.measured_peak_bytes > fitted.plan.predicted.peak_bytes
+    else:
+        with lowtide.within("95%", budget_for="reserved") as run:
+            for _ in range(8):
+                made.step(X)
+        verdict = run.verdict
+    assert verdict is not None
+    assert verdict.within_budget
+    assert "reserved peak measured: within the budget" in str(verdict)
 
 
 @pytest.mark.gpu
@@ -57,3 +137,14 @@ def test_budgets_of_the_gpu_that_is_there() -> None:
     assert isinstance(found, int)
     assert 0 < found < total
     assert "for the allocator's pieces" in said[0]
+
+
+@pytest.mark.gpu
+def test_reserved_bytes_of_the_gpu_stay_within_the_budget() -> None:
+    made, x = Small(), X.cuda()
+    made.model.cuda()
+    fitted = lowtide.fit(made.model, made.step, x, budget="95%", budget_for="reserved")
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        made.step(x)
+    assert torch.cuda.max_memory_reserved() <= fitted.plan.budget_bytes

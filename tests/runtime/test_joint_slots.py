@@ -1,6 +1,8 @@
 """What of a joint graph a plan decides on, and what backward computes again."""
 
-from joint_graphs import MANY, masked
+import pytest
+
+from joint_graphs import MANY, masked, normalised
 from lowtide.profiler.joint_memory import backward_half, forward_half
 from lowtide.runtime.joint_slots import JointSlots
 
@@ -16,6 +18,12 @@ def test_the_slot_of_a_normalised_tensor_is_what_it_was_computed_from() -> None:
         "norm#0:0": 4,
     }
     assert {slot.node for slot in slots.slots if slot.is_kept} == {2, 4}
+
+
+@pytest.mark.parametrize(("half", "address"), [(False, "sum#0:0"), (True, "norm#0:1")])
+def test_with_16_bit_values_only_what_forward_writes_is_a_slot(half: bool, address: str) -> None:
+    slots = JointSlots(normalised(half=half), frozenset({4, 5}))
+    assert [slot.address for slot in slots.slots if not slot.is_kept] == [address]
 
 
 def test_torch_s_own_partition_is_torch_s_own() -> None:

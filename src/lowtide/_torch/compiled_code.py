@@ -34,8 +34,13 @@ def is_compiled_function(obj: object) -> bool:
 
 def anything_compiled() -> bool:
     """Return True if torch.compile has compiled any code in this process. 2.13, since 2.1."""
+    return n_compiled() > 0
+
+
+def n_compiled() -> int:
+    """Return the number of graphs that torch.compile has compiled, or read from its caches, so far. 2.13, since 2.1."""
     utils = sys.modules.get("torch._dynamo.utils")
-    return utils is not None and utils.counters["stats"]["unique_graphs"] > 0
+    return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])
 
 
 def not_compiled_alone(function: F) -> F:

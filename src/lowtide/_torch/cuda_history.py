@@ -30,6 +30,13 @@ def snapshot() -> dict[str, Any]:
     return dict(torch.cuda.memory._snapshot())
 
 
+def requested_bytes(index: int) -> dict[int, int]:
+    """Return the bytes requested for each allocated block of a device, by address. 2.13, since 2.1."""
+    segments = (segment for segment in snapshot()["segments"] if segment["device"] == index)
+    blocks = (block for segment in segments for block in segment["blocks"])
+    return {block["address"]: block["requested_size"] for block in blocks if block["state"] == "active_allocated"}
+
+
 def drop_workspaces() -> None:
     """Free cuBLAS workspaces; the next matrix products allocate them again. 2.13, since 1.11."""
     torch._C._cuda_clearCublasWorkspaces()

@@ -13,7 +13,7 @@ import importlib
 import operator
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -48,6 +48,8 @@ class JointNode:
     """True for a parameter or buffer, which the model holds."""
     is_random: bool = False
     """True if a second call would give other random numbers."""
+    is_half: bool = False
+    """True for a floating-point value of 16 bits or less per element."""
     users: list[int] = field(default_factory=list)
 
 
@@ -60,6 +62,12 @@ class JointGraph:
     backward_outputs: list[int]
     key: str
     """Hash of each call's target and inputs, in order: equal for compiles of one graph, whatever the sizes."""
+    resize: Callable[[JointGraph, tuple[int, ...]], JointGraph] | None = None
+    """Function to the same graph at other symbolic sizes; None if all its sizes are fixed."""
+
+    def at(self, sizes: tuple[int, ...]) -> JointGraph:
+        """Return the graph as it runs on the symbolic `sizes`, the whole numbers among the inputs of its forward."""
+        return self if self.resize is None else self.resize(self, sizes)
 
     def __post_init__(self) -> None:
         for index, node in enumerate(self.nodes):
@@ -116,6 +124,7 @@ _FUSED: Final = frozenset(
         "aten.constant_pad_nd",
     }
 )
+_SIZES: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SEEDS: Final = frozenset(
     {
         "prims.inductor_seed",
@@ -183,14 +192,16 @@ def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGr
     nodes: list[JointNode] = []
     numbers: dict[int, int] = {}
     """Numbers of calls; indices of nodes shift with symbolic sizes, which are extra inputs."""
+    sizes: set[int] = set()
+    """Indices of symbolic sizes and of what is computed from them."""
     digest = hashlib.blake2b(digest_size=8)
     for node in gm.graph.nodes:
         if node.op == "output":
             continue
         at = index[node] = len(nodes)
         args = tuple(dict.fromkeys(index[arg] for arg in node.all_input_nodes))
-        target = _target(node)
-        kind = _kind(node, target, operators)
+        target, is_size = _target(node), isinstance(node.meta.get("val"), _SIZES)
+        kind = "input" if is_size else _kind(node, target, operators)
         is_view = kind == "view" and bool(args)
         nodes.append(
             JointNode(
@@ -205,14 +216,56 @@ def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGr
                 is_backward=node in info.tangents_closure and kind != "input",
                 is_tangent=node.op == "placeholder" and "tangents" in node.name,
                 is_static=node in info.static_lifetime_input_nodes,
+                is_half=_is_half(node.meta.get("val")),
                 is_random=target in _SEEDS or (kind == "extern" and _draws(node, operators)),
             )
         )
-        if node.op == "call_function":
-            digest.update(f"{target} {[numbers.get(arg, -1) for arg in args]}\n".encode())
+        if is_size:
+            sizes.add(at)
+        elif node.op == "call_function":
+            digest.update(f"{target} {[numbers.get(arg, -1) for arg in args if arg not in sizes]}\n".encode())
             numbers[at] = len(numbers)
     outputs, gradients = ([index[node] for node in ends if node in index] for ends in (forward, backward))
-    return JointGraph(nodes, outputs, gradients, digest.hexdigest())
+    return JointGraph(nodes, outputs, gradients, digest.hexdigest(), _resize(gm))
+
+
+def _resize(gm: fx.GraphModule) -> Callable[[JointGraph, tuple[int, ...]], JointGraph] | None:
+    """Return the function that computes a joint graph's bytes at other symbolic sizes; None if all are fixed.
+
+    FLOPs are scaled as the bytes of the product are: too few for attention over a longer sequence.
+    """
+    given = [node.meta["val"] for node in gm.graph.nodes if _is_given_size(node)]
+    if not given:
+        return None
+    inside = [node.meta.get("val") for node in gm.graph.nodes if node.op != "output"]
+    tensors = {at: value for at, value in enumerate(inside) if isinstance(value, torch.Tensor)}
+    numels: dict[int, Any] = {at: value.numel() for at, value in tensors.items()}  # a SymInt is said to be an int
+    symbolic = {
+        at: (numel.node.expr, tensors[at].element_size())
+        for at, numel in numels.items()
+        if isinstance(numel, torch.SymInt)
+    }
+    symbols = [size.node.expr for size in given]
+
+    def resize(joint: JointGraph, sizes: tuple[int, ...]) -> JointGraph:
+        known = dict(zip(symbols, sizes, strict=False))
+
+        def resized(at: int, node: JointNode) -> JointNode:
+            number, width = symbolic.get(at, (None, 0))
+            number = None if number is None else number.xreplace(known)
+            if number is None or not number.is_number:
+                return replace(node, users=[])
+            n_bytes = int(number) * width
+            return replace(node, bytes=n_bytes, flops=node.flops * n_bytes // max(node.bytes, 1), users=[])
+
+        nodes = [resized(at, node) for at, node in enumerate(joint.nodes)]
+        return JointGraph(nodes, joint.forward_outputs, joint.backward_outputs, joint.key)
+
+    return resize
+
+
+def _is_given_size(node: fx.Node) -> bool:
+    return node.op == "placeholder" and isinstance(node.meta.get("val"), torch.SymInt) and "tangents" not in node.name
 
 
 def _target(node: fx.Node) -> str:
@@ -253,9 +306,13 @@ def _draws(node: fx.Node, operators: Any) -> bool:
     return bool(given != 0.0)
 
 
+def _is_half(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() <= 2
+
+
 def _bytes(node: fx.Node, partitioners: Any) -> int:
     value = node.meta.get("val")
-    return 0 if value is None or isinstance(value, tuple | list) else int(partitioners._size_of(node))
+    return 0 if value is None or isinstance(value, (tuple, list, *_SIZES)) else int(partitioners._size_of(node))
 
 
 def _flops(node: fx.Node, kind: Kind, partitioners: Any) -> int:
@@ -373,10 +430,11 @@ def always_partitioned() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watched_calls(note: Callable[[str, int, bool], None]) -> Iterator[None]:
+def watched_calls(note: Callable[[str, int, bool, tuple[int, ...]], None]) -> Iterator[None]:
     """Call `note` at the beginning and end of each call of a differentiated compiled graph inside this `with` block.
 
-    Arguments: "enter" or "leave", the graph's number in order of first calls, and True for its backward.
+    Arguments: "enter" or "leave", the graph's number in order of first calls, True for its backward, and its sizes that
+    are symbolic (`JointGraph.at`).
     """
     from torch._inductor.output_code import CompiledFxGraph
 
@@ -394,11 +452,13 @@ def watched_calls(note: Callable[[str, int, bool], None]) -> Iterator[None]:
                     "good: compile in the default mode."
                 )
             number = numbers.setdefault(settings["graph_id"], len(numbers))
-            note("enter", number, bool(settings.get("is_backward")))
+            is_backward = bool(settings.get("is_backward"))
+            sizes = tuple(given for given in inputs if type(given) is int)
+            note("enter", number, is_backward, sizes)
             try:
                 return call(graph, inputs)
             finally:
-                note("leave", number, bool(settings.get("is_backward")))
+                note("leave", number, is_backward, sizes)
 
         return instead
 

@@ -5,23 +5,39 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import Any
+
+from torch import nn
 
 from lowtide._torch.compiled_code import is_compiled
 from lowtide._torch.joint_graph import partition_by, products_are_apart
 from lowtide.levers import enable_plan_levers
 from lowtide.planner.records import Plan
 from lowtide.profiler.replay_check import Checked
+from lowtide.runtime.call_interceptor import owners
 from lowtide.runtime.fingerprint import Optimizers, check_made_for
 from lowtide.runtime.guards import PlanGuard, more_state, watch_bypass
 from lowtide.runtime.planned_engine import Planned
 from lowtide.utils.interrupts import delay_interrupts, removed_if_interrupted
 from lowtide.utils.removable import Removable
 
-if TYPE_CHECKING:
-    from torch import nn
+_traced: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
+"""Plans on models that compiled functions call, by model: no wrapper in front of these holds the plan."""
+
+
+def plans_on(module: nn.Module) -> Iterator[object]:
+    """Yield the objects that hold a plan in force on `module`."""
+    yield from owners(module)
+    if module in _traced:
+        yield _traced[module]
+
+
+def _forget(reference: weakref.ref[nn.Module]) -> None:
+    model = reference()
+    if model is not None:
+        _traced.pop(model, None)
 
 
 class Applied(Removable):
@@ -45,13 +61,16 @@ class Applied(Removable):
         self._unknown: set[str] = set()
         """Hashes of compiled joint graphs that are not the plan's."""
         if plan.graphs:
-            self._engine = Planned(model)
+            self._engine = Planned(nn.Module())  # decides nothing: the model's compiled code is planned instead
             with contextlib.ExitStack() as undo:
                 undo.callback(enable_plan_levers(plan, model, optimizer).remove)
                 if plan.predicted != plan.plain:
                     undo.callback(self._partitioned(say))
-                if is_compiled(model):  # else its calls are traced, and no wrapper may precede them
+                if is_compiled(model):
                     undo.callback(PlanGuard(model, plan, say, self, outgrown).remove)
+                else:  # its calls are traced, and no wrapper may precede them
+                    _traced[model] = self
+                    undo.callback(_forget, weakref.ref(model))  # else `self` would keep the model alive
                 undo.callback(more_state(model, plan, say).remove)
                 self._undo = undo.pop_all()
             return
@@ -80,6 +99,17 @@ class Applied(Removable):
     def checked(self) -> AbstractContextManager[None]:
         """Return a block for one step, which raises ReplayMismatch if backward reads other bits than were saved."""
         return Checked(self._engine).running()
+
+    def save_most(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Run calls of the size of these arguments, and larger ones, under the most saving plan from now on.
+
+        Returns False if they do already.
+        """
+        return self._engine.save_most(args, kwargs)
+
+    def also(self, remove: Callable[[], object]) -> None:
+        """Call `remove` when the plan is removed, before that."""
+        self._undo.callback(remove)
 
     def _partitioned(self, say: Callable[[str], None]) -> Callable[[], None]:
         """Make inductor compile as the plan decides, until the returned function is called."""

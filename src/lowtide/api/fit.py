@@ -6,18 +6,20 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from lowtide.api.apply import Applied, apply
 from lowtide.api.fitted import check_has_no_plan
 from lowtide.api.shape_buckets.dispatch import Switched, Switching
 from lowtide.api.shape_buckets.fit_buckets import Bucket, buckets_for
 from lowtide.api.shape_buckets.shape_range import Range
-from lowtide.api.verify import Verdict, verify
+from lowtide.api.verify import Verdict, compare_with_plain
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError, StalePlan
 from lowtide.levers import DEFAULT, lever_named
 from lowtide.levers.lever import StepContext
 from lowtide.levers.products_apart import ProductsApart
 from lowtide.levers.selection import Choice, choose, optimizer_of, suggest_levers
-from lowtide.memory.device_budget import on_device
+from lowtide.memory.device_budget import BudgetFor, check_on_device, on_device
 from lowtide.planner import plan
 from lowtide.planner.inplace_savings import without_in_place
 from lowtide.planner.planning import plain_peak_bytes, smallest_plan, unplanned_step
@@ -29,9 +31,10 @@ from lowtide.state.reachable_objects import observe_changes
 from lowtide.state.step_arguments import accept_batch
 from lowtide.state.step_outcome import unless_out_of_memory
 from lowtide.units import format_bytes, format_change, format_time
-from lowtide.utils.amounts import check_budget, parse_budget
+from lowtide.utils.amounts import parse_budget
 from lowtide.utils.interrupts import removed_if_interrupted
 from lowtide.utils.messages import tell
+from lowtide.utils.progress import Stage, showing
 from lowtide.utils.removable import Removable
 
 if TYPE_CHECKING:
@@ -101,7 +104,8 @@ def _in_a_line(bucket: Bucket) -> str:
 def _peak(plan: Plan, verdict: Verdict) -> str:
     """Format the peak: `14.9 -> 7.8 GiB peak (budget 8 GiB)`."""
     change = format_change(plan.plain.peak_bytes, verdict.measured_peak_bytes)
-    return f"{change} peak (budget {format_bytes(plan.budget_bytes)})"
+    reserved = " reserved" if verdict.budget_for == "reserved" else ""
+    return f"{change} peak{reserved} (budget {format_bytes(plan.budget_bytes)})"
 
 
 def _time(plan: Plan, verdict: Verdict) -> str:
@@ -117,12 +121,14 @@ def fit(
     batch: Any,
     *,
     budget: int | str,
+    budget_for: BudgetFor = "requested",
     optimizer: Optimizers = None,
     profile: Profile | None = None,
     levers: Collection[str] = DEFAULT,
     offload: bool = False,
     shapes: Any = None,
     in_place: bool = True,
+    progress: bool = True,
 ) -> Fitted:
     """Make `step(batch)` run within `budget` bytes at the least extra time, and prove it. The loop stays unchanged.
 
@@ -150,6 +156,9 @@ def fit(
             `"auto"`: the memory that is free there less a margin for fragmentation. The budget is for all memory of the
             step: parameters, gradients, optimizer state and batch included, and anything else in memory, such as other
             models.
+        budget_for: The bytes that the budget bounds: the "requested" ones, or on a GPU "reserved" ones, those that its
+            allocator takes from the device. The second ones are computed by the simulated allocator from the requests
+            of the verified step, and the cache is emptied in the end. `nvidia-smi` shows the CUDA context besides.
         optimizer: The optimizer of `model`, or a list of them.
         profile: A profile from `rehearse` of the same step, which saves five runs.
         levers: Changes of the step that may be made where they pay (`lowtide/levers`); each that is tried takes some
@@ -163,11 +172,14 @@ def fit(
             plan and proof, which takes some 30 steps. Excludes levers and offloading.
         in_place: Allow writing a gradient over the one that it is computed from. If False, no such write happens and no
             kernel is registered where torch would look for it, so nothing in torch is changed (docs/process.md).
+        progress: If False, no bar is shown on stderr; the log named "lowtide" has a line for each stage.
 
     Returns:
         The plan in force on `model`, with its proof; a FittedSizes with `shapes`.
 
     Raises:
+        BudgetError: If the budget is no amount of memory, or one that only a GPU has, and the model is on another
+            device.
         Infeasible: If no plan fits; it has the smallest peak that a plan reaches.
         OverBudget: If measured peaks stay above the budget.
         RehearsalError: If the step can't be planned.
@@ -192,8 +204,11 @@ def fit(
     check_has_no_plan(model)
     step = accept_batch(step, batch)
     changes = observe_changes(model, step, batch)
-    fitted = _fit(model, step, batch, budget, optimizer, profile, levers, offload, in_place, shapes)
+    with showing(progress):
+        fitted = _fit(model, step, batch, budget, budget_for, optimizer, profile, levers, offload, in_place, shapes)
     fitted.verdict = replace(fitted.verdict, changes=changes())
+    if budget_for == "reserved":
+        torch.cuda.empty_cache()
     return fitted
 
 
@@ -202,6 +217,7 @@ def _fit(
     step: Callable[[Any], Any],
     batch: Any,
     budget: int | str,
+    budget_for: BudgetFor,
     optimizer: Optimizers,
     profile: Profile | None,
     levers: Collection[str],
@@ -209,7 +225,7 @@ def _fit(
     in_place: bool,
     shapes: Any,
 ) -> Fitted:
-    check_budget(budget)
+    check_on_device(budget, place_of(model), budget_for)
     budget = on_device(budget, place_of(model), tell)
     levers = (levers,) if isinstance(levers, str) else levers
     kinds = [lever_named(name) for name in levers]
@@ -234,14 +250,14 @@ def _fit(
             )
     if shapes is not None:
         sizes = Range(batch, None if isinstance(shapes, str) else shapes)
-        return _fit_sizes(model, step, sizes, budget, optimizer, profile)
+        return _fit_sizes(model, step, sizes, budget, budget_for, optimizer, profile)
     if optimizer is None and any(kind.wants_optimizer for kind in kinds):
         optimizer = optimizer_of(model, step, batch)
     site = StepContext(model, step, batch, optimizer, in_place=profile.allows_in_place)
     choice, made = _first(site, profile, budget, levers, offload)
     budget_bytes, measured = made.budget_bytes, list[int]()
     while True:
-        verdict = _proof(site, made)
+        verdict = _proof(site, made, budget_for)
         if not verdict.identical:
             raise RehearsalError(_not_identical(verdict, is_compiled=bool(choice.profile.graphs)))
         if verdict.within_budget:
@@ -252,7 +268,8 @@ def _fit(
         if len(measured) == (COMPILED_REPAIRS if choice.profile.graphs else REPAIRS):
             raise over_budget(choice.profile, budget_bytes, measured)
         if choice.profile.graphs:
-            choice = replace(choice, profile=_measured(choice.profile, made, verdict, len(measured)))
+            excess_bytes = verdict.measured_peak_bytes - made.predicted.peak_bytes
+            choice = replace(choice, profile=with_excess(choice.profile, excess_bytes, len(measured)))
             aim_bytes = budget_bytes
         else:
             aim_bytes = made.predicted.peak_bytes - (verdict.measured_peak_bytes - budget_bytes)
@@ -301,7 +318,7 @@ def _noticed(site: StepContext, profile: Profile) -> dict[str, str]:
     exact = [lever.name for lever in profile.levers if lever.exact and lever.name not in DEFAULT]
     if not exact:
         return {}
-    verdict = verify(site.model, site.step, site.batch, plan(profile, "100%"), optimizer=site.optimizer)
+    verdict = compare_with_plain(site.model, site.step, site.batch, plan(profile, "100%"), site.optimizer)
     if verdict.identical:
         return {}
     why = f"there are other bits in the {listed(verdict.differing)} with it"
@@ -326,16 +343,19 @@ def over_budget(
 
 def _planned(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -> Plan:
     """Plan for `aim_bytes`, so that the measured peak is within the budget."""
-    return _own(choice, plan(choice.profile, aim_bytes, offload=offload), budget_bytes)
+    with Stage("planning") as stage:
+        made = plan(choice.profile, aim_bytes, offload=offload)
+        budget, predicted = format_bytes(budget_bytes), format_bytes(made.predicted.peak_bytes)
+        stage.result = f"planned for {budget}: {predicted} peak predicted"
+    return _own(choice, made, budget_bytes)
 
 
-def _measured(profile: Profile, made: Plan, verdict: Verdict, n: int) -> Profile:
-    """Raise all peaks of `profile` by the excess that was measured for the compiled plan `made`, the `n`th.
+def with_excess(profile: Profile, excess_bytes: int, n: int) -> Profile:
+    """Raise all peaks of `profile` by the excess that was measured over the `n`th compiled plan's prediction.
 
     Plans that save less are further off: the second plan's excess over the first is counted once more for the third.
     """
-    more = n * (verdict.measured_peak_bytes - made.predicted.peak_bytes)
-    return replace(profile, static=replace(profile.static, margin=profile.static.margin + more))
+    return replace(profile, static=replace(profile.static, margin=profile.static.margin + n * excess_bytes))
 
 
 def _own(choice: Choice, made: Plan, budget_bytes: int) -> Plan:
@@ -343,7 +363,7 @@ def _own(choice: Choice, made: Plan, budget_bytes: int) -> Plan:
     return replace(made, budget_bytes=budget_bytes, plain=choice.plain, notes=(*made.notes, *choice.notes.values()))
 
 
-def _proof(site: StepContext, made: Plan) -> Verdict:
+def _proof(site: StepContext, made: Plan, budget_for: BudgetFor) -> Verdict:
     """Run the step under the plan, and without. Raises RehearsalError if the device has no room for the budget."""
 
     def no_room(said: str) -> RehearsalError:
@@ -354,7 +374,8 @@ def _proof(site: StepContext, made: Plan) -> Verdict:
         )
 
     return unless_out_of_memory(
-        lambda: verify(site.model, site.step, site.batch, made, optimizer=site.optimizer), no_room
+        lambda: compare_with_plain(site.model, site.step, site.batch, made, site.optimizer, budget_for),
+        no_room,
     )
 
 
@@ -363,11 +384,12 @@ def _fit_sizes(
     step: Callable[[Any], Any],
     sizes: Range,
     budget: int | str,
+    budget_for: BudgetFor,
     optimizer: Optimizers,
     profile: Profile,
 ) -> FittedSizes:
     def fit_one(batch: Any, budget_bytes: int, profile: Profile) -> tuple[Plan, Verdict]:
-        with _fit(model, step, batch, budget_bytes, optimizer, profile, (), False, True, None) as fitted:
+        with _fit(model, step, batch, budget_bytes, budget_for, optimizer, profile, (), False, True, None) as fitted:
             return fitted.plan, fitted.verdict
 
     return FittedSizes(model, buckets_for(model, step, sizes, budget, fit_one, optimizer=optimizer, large=profile))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lowtide.api.apply import Applied
+from lowtide.api.apply import Applied, plans_on
 from lowtide.api.shape_buckets.dispatch import Switched
 from lowtide.errors import LowtideError
-from lowtide.runtime.call_interceptor import owners
 from lowtide.utils.removable import Removable
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def remove(model: nn.Module) -> None:
 def check_has_no_plan(model: nn.Module) -> None:
     """Raise LowtideError if a plan is in force on `model`, or on a module that it wraps."""
     for path, module in model.named_modules():
-        if any(isinstance(owner, Applied | Switched) for owner in owners(module)):
+        if any(isinstance(owner, Applied | Switched) for owner in plans_on(module)):
             where = f"its {path} ({type(module).__name__})" if path else "it"
             raise LowtideError(
                 f"{type(model).__name__} can't be fitted: there is a plan in force on {where} already. Take it off "
@@ -78,5 +77,8 @@ def check_has_no_plan(model: nn.Module) -> None:
 
 def _holders(model: nn.Module) -> Iterator[Removable]:
     return (
-        owner.holder for module in model.modules() for owner in owners(module) if isinstance(owner, Applied | Switched)
+        owner.holder
+        for module in model.modules()
+        for owner in plans_on(module)
+        if isinstance(owner, Applied | Switched)
     )

@@ -11,6 +11,7 @@ from lowtide.runtime.fingerprint import Optimizers
 from lowtide.state.observed_changes import describe_unrestored
 from lowtide.state.reachable_objects import observe_changes
 from lowtide.state.step_arguments import accept_batch
+from lowtide.utils.progress import showing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,6 +26,7 @@ def rehearse(
     *,
     optimizer: Optimizers = None,
     in_place: bool = True,
+    progress: bool = True,
 ) -> Profile:
     """Run `step(batch)` on trial: measure its memory, and the cost of saving each part of it.
 
@@ -43,6 +45,7 @@ def rehearse(
             detected, and so are those of `model` that don't: these update it after the step, which is undone.
         in_place: If False, no plan made from the profile writes a gradient over the one that it is computed from, and
             no kernel is registered where torch would look for it (docs/process.md).
+        progress: If False, no bar is shown on stderr; the log named "lowtide" has a line for each stage.
 
     Returns:
         The profile that plans are made from.
@@ -63,6 +66,7 @@ def rehearse(
     """
     step = accept_batch(step, batch)
     changes = observe_changes(model, step, batch)
-    profile = rehearsal.rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
+    with showing(progress):
+        profile = rehearsal.rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
     found = changes()
     return replace(profile, notes=(*profile.notes, describe_unrestored(found))) if found else profile

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lowtide._torch.device_timing import now_ms
 from lowtide.api.apply import apply
 from lowtide.levers import enable, lever_named
+from lowtide.memory.device_budget import BudgetFor, check_on_device
 from lowtide.planner.records import Plan
 from lowtide.planner.serialization import Record
 from lowtide.profiler.peak_margin import recorded_peak
@@ -22,8 +23,9 @@ from lowtide.state.process_group import check_waits_for_no_process, n_sent
 from lowtide.state.step_arguments import accept_batch
 from lowtide.state.step_outcome import Outcome, is_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
-from lowtide.units import format_apart, format_ratio, format_time
+from lowtide.units import format_apart, format_bytes, format_ratio, format_time
 from lowtide.utils.interrupts import interrupts_delayed
+from lowtide.utils.progress import Stage, advance, showing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,6 +37,9 @@ up in another order only now and then.
 
 DRAWN = "random numbers"
 """The kind that every step has; a step that draws no random numbers leaves it unchanged whatever else it does."""
+
+_RUNS: Final = 4
+"""Advances of a verification: a planned step to compare, another to measure, a third to time, and the plain steps."""
 
 _FOLLOWING = {
     "loss": ("gradients", "parameters", "buffers", "optimizer state", "counters"),
@@ -50,7 +55,8 @@ class Verdict(Record):
     budget_bytes: int
     predicted_peak_bytes: int
     measured_peak_bytes: int
-    """Static memory included."""
+    """Static memory included; reserved bytes if the budget is for these."""
+    budget_for: BudgetFor = "requested"
     planned_ms: float
     plain_ms: float | None
     """None if the plain step does not fit in memory."""
@@ -141,7 +147,8 @@ class Verdict(Record):
     def __str__(self) -> str:
         budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
         kept = "within" if self.within_budget else "OVER"
-        lines = [f"{measured} peak measured: {kept} the budget of {budget}"]
+        peak = "reserved peak" if self.budget_for == "reserved" else "peak"
+        lines = [f"{measured} {peak} measured: {kept} the budget of {budget}"]
         if self.predicted_extra is not None:
             found = self.measured_extra
             beside = f"{format_time(self.planned_ms)} a step" if found is None else format_ratio(found, signed=True)
@@ -149,9 +156,15 @@ class Verdict(Record):
         return "\n".join([*lines, self.proof])
 
 
-@interrupts_delayed()
 def verify(
-    model: nn.Module, step: Callable[..., Any], batch: Any, plan: Plan, *, optimizer: Optimizers = None
+    model: nn.Module,
+    step: Callable[..., Any],
+    batch: Any,
+    plan: Plan,
+    *,
+    optimizer: Optimizers = None,
+    budget_for: BudgetFor = "requested",
+    progress: bool = True,
 ) -> Verdict:
     """Run `step(batch)` under `plan` and without it, and compare peak, loss, gradients, state and random numbers.
 
@@ -166,11 +179,14 @@ def verify(
         batch: The batch that the plan was made for.
         plan: The plan to verify.
         optimizer: The optimizer, or a list of them; needed if one of the plan's levers changes it.
+        budget_for: "reserved", on a GPU, also counts what its allocator reserves beyond the requested bytes.
+        progress: If False, no bar is shown on stderr; the log named "lowtide" has a line.
 
     Returns:
         The verdict: peaks in bytes, times of a step in ms, and the differences by kind of result.
 
     Raises:
+        BudgetError: If `budget_for` is "reserved" on a CPU.
         StalePlan: If the plan is for another model, batch or device.
         RehearsalError: If the step can't be rehearsed.
         LowtideError: If a plan is in force already, or a lever of this plan can't be enabled.
@@ -187,26 +203,48 @@ def verify(
         >>> verdict.identical, verdict.within_budget
         (True, True)
     """
+    with showing(progress):
+        return compare_with_plain(model, step, batch, plan, optimizer, budget_for)
+
+
+@interrupts_delayed()
+def compare_with_plain(
+    model: nn.Module,
+    step: Callable[..., Any],
+    batch: Any,
+    plan: Plan,
+    optimizer: Optimizers,
+    budget_for: BudgetFor = "requested",
+) -> Verdict:
+    """Return the verdict of `verify`, as a stage of the work in progress."""
     Plan.expect(plan, "verify")
+    check_on_device(plan.budget_bytes, place_of(model), budget_for)
     step = accept_batch(step, batch)
     check(model, step, batch)
     check_made_for(plan.fingerprint, model, batch)
     inexact = tuple(lever for lever in plan.levers if not lever.exact)
-    with StepSnapshot(model, batch, optimizer, step) as unchanged, Updates(unchanged, model, optimizer) as updates:
+    name = type(model).__name__
+    with (
+        Stage(f"verifying the plan for {name}", total=_RUNS + plan.draws) as stage,
+        StepSnapshot(model, batch, optimizer, step) as unchanged,
+        Updates(unchanged, model, optimizer) as updates,
+    ):
         step = updates.step
         outcome = partial(Outcome.of, model, counts=unchanged.counts)
         untouched = outcome(lambda _: None, batch)
         with apply(model, plan, optimizer=optimizer) as applied:
             planned = outcome(step, batch, copies=bool(inexact))
+            advance()
             updates.follow()
             updates.undo()
             sent = n_sent()
             unchanged.restore_for_rerun()
-            peaks = [recorded_peak(model, updates, batch, unchanged) for _ in range(1 + plan.draws)]
+            peaks = [recorded_peak(model, updates, batch, unchanged, budget_for) for _ in range(1 + plan.draws)]
             check_waits_for_no_process(sent)
             unchanged.restore_for_rerun()
             planned_ms = _timed(model, step, batch)  # not recorded, like the plain step: recording takes time
         unchanged.restore()
+        advance()
         plain, plain_ms = _plain(model, step, batch, unchanged, copies=bool(inexact))
         compare_with = plain
         if inexact:
@@ -224,11 +262,14 @@ def verify(
             with enable(model, inexact, optimizer):
                 return outcome(step, batch)
 
+        advance()
         nondeterministic = _nondeterministic(found or {}, compare_with, once_more)
+        stage.result = f"verified the plan for {name}: {format_bytes(max(peaks))} peak measured"
     return Verdict(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.predicted.peak_bytes,
         measured_peak_bytes=max(peaks),
+        budget_for=budget_for,
         planned_ms=planned_ms,
         plain_ms=plain_ms,
         predicted_extra=plan.predicted.extra_ms / plan.step_ms if plan.step_ms else None,

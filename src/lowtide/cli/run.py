@@ -18,30 +18,44 @@ from lowtide.cli.script_or_profile import (
     write,
 )
 from lowtide.errors import LowtideError
-from lowtide.utils.amounts import check_budget
 from lowtide.utils.messages import say
 
 if TYPE_CHECKING:
+    from lowtide.memory.device_budget import BudgetFor
     from lowtide.planner.records import Plan
+    from lowtide.script.plan_monitor import PlanMonitor
+    from lowtide.script.runner import Script
 
 
 @click.command("run", context_settings=OWN_OPTIONS_FIRST)
 @click.option(
     "--budget",
     metavar="AMOUNT",
-    help='Peak to stay within, for all memory of the step: "8GiB", "500MB", or "60%" of the plain step\'s peak.',
+    help='Peak to stay within, for all memory of the step: "8GiB", "500MB", or "60%" of the plain step\'s peak; on a '
+    'GPU also "90% of gpu" or "auto".',
+)
+@click.option(
+    "--budget-for",
+    type=click.Choice(["requested", "reserved"]),
+    default="requested",
+    help="Bytes that --budget bounds: those that tensors request, or those that the GPU's allocator reserves.",
 )
 @click.option("--plan", "plan_file", type=click.Path(exists=True, dir_okay=False), help="A plan that was made before.")
 @output_option("--save", "save_to", "Write the plan that --budget led to, for --plan the next time.")
 @lever_option
 @in_place_option
+@click.option("--no-progress", is_flag=True, help="Show no bar while steps are rehearsed and planned for.")
+@click.option("--retry", is_flag=True, help="Repeat a step that runs out of memory once, under the most saving plan.")
 @script_arguments()
 def run(
     budget: str | None,
+    budget_for: BudgetFor,
     plan_file: str | None,
     save_to: str | None,
     levers: tuple[str, ...],
     no_in_place: bool,
+    no_progress: bool,
+    retry: bool,
     target: str,
     args: tuple[str, ...],
     is_module: bool,
@@ -50,12 +64,13 @@ def run(
 
     With --budget the first two steps of training are rehearsed, the third is the first under the plan, and its peak is
     measured. All of them train the model as they would have, bit for bit, unless --lever changes the step. Where
-    batches are of several sizes, up to 20 steps are looked at, until the largest size came twice; a step that is
-    larger than the one that was planned gets the most saving plan, and it is said; the next one of such a size is
-    rehearsed, and has a plan of its own from then on. With --plan the plan is in force from the first step on, and the
-    peak of the second is measured. Options of its own come before SCRIPT; all that follows is the script's. The exit
-    code is the script's; 1 also if no plan fits the budget, or the measured peak is above it, and 2 if the script can't
-    be planned for, or has ended before.
+    batches are of several sizes, up to 20 steps are looked at, until the largest size came twice; a step that is larger
+    than the one that was planned gets the most saving plan, and it is said; the next one of such a size is rehearsed,
+    and has a plan of its own from then on. With --retry a step that runs out of memory under the plan is repeated once
+    under the most saving one, to the same bits. With --plan the plan is in force from the first step on, and the peak
+    of the second is measured. Options of its own come before SCRIPT; all that follows is the script's. The exit code is
+    the script's; 1 also if no plan fits the budget, or the measured peak is above it, and 2 if the script can't be
+    planned for, or has ended before.
     """
     if (budget is None) == (plan_file is None):
         raise click.UsageError("give either --budget or --plan, before the script: what follows it is its own.")
@@ -65,25 +80,46 @@ def run(
         raise click.UsageError("--lever goes with --budget: the plan of --plan says which levers it has.")
     if no_in_place and budget is None:
         raise click.UsageError("--no-in-place goes with --budget: the plan of --plan says what it writes in place.")
-    if budget is not None:
-        check_budget(budget)
+    if budget_for == "reserved" and budget is None:
+        raise click.UsageError("--budget-for goes with --budget: the plan of --plan says what its budget is for.")
 
     from lowtide.levers import parse_script_lever
+    from lowtide.memory.device_budget import check_on_device
     from lowtide.planner.records import Plan
     from lowtide.script.apply_plan import Applying
     from lowtide.script.fit_steps import Fitting
-    from lowtide.script.run_listened import run_watched
     from lowtide.script.runner import Script
 
+    if budget is not None:
+        check_on_device(budget, None, budget_for)
     script = Script(target=target, args=args, is_module=is_module)
     if plan_file is not None:
-        return run_watched(script, Applying(Plan.from_json(Path(plan_file)), say), untrained=say)
+        return _train(script, Applying(Plan.from_json(Path(plan_file)), say, retry=retry))
     assert budget is not None
     importlib.import_module("scipy.optimize")  # load the solver before the script takes all the memory
-    crew = Fitting(budget, say, tuple(map(parse_script_lever, levers)), in_place=not no_in_place)
+    crew = Fitting(
+        budget,
+        say,
+        tuple(map(parse_script_lever, levers)),
+        budget_for=budget_for,
+        in_place=not no_in_place,
+        retry=retry,
+        progress=not no_progress,
+    )
     if save_to is not None:
         crew.when_kept = partial(_save, save_to)
-    return run_watched(script, crew, untrained=say)
+    return _train(script, crew)
+
+
+def _train(script: Script, crew: PlanMonitor) -> int:
+    """Run the script; count its repeated steps at the end."""
+    from lowtide.script.repeat_step import told_repeated
+    from lowtide.script.run_listened import run_watched
+
+    code = run_watched(script, crew, untrained=say)
+    if crew.n_repeated:
+        say(told_repeated(crew.n_repeated))
+    return code
 
 
 def _save(to: str, plan: Plan) -> None:

@@ -9,6 +9,7 @@ from types import CodeType
 from typing import TYPE_CHECKING
 
 from lowtide.errors import LowtideError
+from lowtide.memory.device_budget import BudgetFor
 from lowtide.script.fit_steps import OnInfeasible
 from lowtide.script.run_listened import forget_left_over, left_over
 from lowtide.script.within import Run, within
@@ -25,10 +26,17 @@ class HostRun:
     """
 
     def __init__(
-        self, budget: int | str, on_infeasible: OnInfeasible, levers: Collection[str], in_place: bool, progress: bool
+        self,
+        budget: int | str,
+        budget_for: BudgetFor,
+        on_infeasible: OnInfeasible,
+        levers: Collection[str],
+        in_place: bool,
+        retry: bool,
+        progress: bool,
     ) -> None:
-        self._budget, self._on_infeasible = budget, on_infeasible
-        self._levers, self._in_place, self._progress = levers, in_place, progress
+        self._budget, self._budget_for, self._on_infeasible = budget, budget_for, on_infeasible
+        self._levers, self._in_place, self._retry, self._progress = levers, in_place, retry, progress
         self._new()  # rejects a bad budget now
         self.run: Run | None = None
         self._is_open = False
@@ -58,23 +66,17 @@ class HostRun:
 
     def metrics(self) -> dict[str, float]:
         """Return numbers for the logs of the loop, once a plan exists."""
-        if self.run is None or (plan := self.run.plan) is None:
-            return {}
-        verdict = self.run.verdict
-        measured_bytes = None if verdict is None else verdict.measured_peak_bytes
-        return {
-            "lowtide_budget_bytes": plan.budget_bytes,
-            "lowtide_peak_bytes": plan.predicted.peak_bytes if measured_bytes is None else measured_bytes,
-            "lowtide_extra_ms": plan.predicted.extra_ms,
-        }
+        return {} if self.run is None else self.run.metrics()
 
     def _new(self, model: nn.Module | None = None) -> Run:
         return within(
             self._budget,
+            budget_for=self._budget_for,
             model=model,
             on_infeasible=self._on_infeasible,
             levers=self._levers,
             in_place=self._in_place,
+            retry=self._retry,
             progress=self._progress,
         )
 
@@ -94,12 +96,14 @@ class BudgetCallback:
         self,
         budget: int | str,
         *,
+        budget_for: BudgetFor = "requested",
         on_infeasible: OnInfeasible = "raise",
         levers: Collection[str] = (),
         in_place: bool = True,
+        retry: bool = False,
         progress: bool = True,
     ) -> None:
-        self._host = HostRun(budget, on_infeasible, levers, in_place, progress)
+        self._host = HostRun(budget, budget_for, on_infeasible, levers, in_place, retry, progress)
 
     @property
     def run(self) -> Run | None:

@@ -21,9 +21,11 @@ class LowtideCallback(BudgetCallback, lightning.Callback):
 
     Args:
         budget: Bytes, "8GiB" or "60%" of the plain step's peak, as for `lowtide.within`.
+        budget_for: As for `lowtide.within`.
         on_infeasible: As for `lowtide.within`.
         levers: As for `lowtide.within`.
         in_place: As for `lowtide.within`.
+        retry: As for `lowtide.within`.
         progress: As for `lowtide.within`.
     """
 

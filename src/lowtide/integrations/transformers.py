@@ -24,9 +24,11 @@ class LowtideCallback(BudgetCallback, TrainerCallback):
 
     Args:
         budget: Bytes, "8GiB" or "60%" of the plain step's peak, as for `lowtide.within`.
+        budget_for: As for `lowtide.within`.
         on_infeasible: As for `lowtide.within`.
         levers: As for `lowtide.within`.
         in_place: As for `lowtide.within`.
+        retry: As for `lowtide.within`.
         progress: As for `lowtide.within`.
     """
 

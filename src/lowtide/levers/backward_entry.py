@@ -51,11 +51,13 @@ class BackwardEntry:
         output, model = inner(*args, **kwargs), self._model()
         if model is None or not torch.is_grad_enabled() or in_backward() or any(map(is_gathering, model.parameters())):
             return output
-        tensors = {id(tensor): tensor for tensor in _tensors(output) if tensor.grad_fn is not None and is_plain(tensor)}
+        tensors = {
+            id(tensor): tensor for tensor in output_tensors(output) if tensor.grad_fn is not None and is_plain(tensor)
+        }
         if not tensors:
             return output
         enter: Any = _EntryFunction.apply
-        return _replace_tensors(output, dict(zip(tensors, enter(self._on_entry, *tensors.values()), strict=True)))
+        return replace_tensors(output, dict(zip(tensors, enter(self._on_entry, *tensors.values()), strict=True)))
 
     def remove(self) -> None:
         """Restore plain calls of the model. Repeated calls do nothing."""
@@ -83,13 +85,13 @@ class _EntryFunction(torch.autograd.Function):
         return None, *gradients
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a model's output, in the kinds of objects that `_replace_tensors` supports."""
+def output_tensors(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a model's output, in the kinds of objects that `replace_tensors` supports."""
     if isinstance(output, Tensor):
         yield output
     else:
         for _, item in _items(output):
-            yield from _tensors(item)
+            yield from output_tensors(item)
 
 
 def _items(output: Any) -> list[tuple[Any, Any]]:
@@ -104,11 +106,11 @@ def _items(output: Any) -> list[tuple[Any, Any]]:
     return []
 
 
-def _replace_tensors(output: Any, replacements: dict[int, Tensor]) -> Any:
+def replace_tensors(output: Any, replacements: dict[int, Tensor]) -> Any:
     """Return `output` with the tensors whose ids are in `replacements` replaced."""
     if isinstance(output, Tensor):
         return replacements.get(id(output), output)
-    items = {key: _replace_tensors(item, replacements) for key, item in _items(output)}
+    items = {key: replace_tensors(item, replacements) for key, item in _items(output)}
     if all(items[key] is item for key, item in _items(output)):
         return output
     if isinstance(output, tuple):

@@ -75,7 +75,7 @@ class CpuRecorder(Recorder):
         self._to_watch = watch
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
         self.entry_addresses = {}
-        self._at_entry: dict[int, int] = {}
+        self.entry_bytes = {}
         self._marks: list[Mark | Free] = []
         self._reader = _Reader()
         self._profile: profile | None = None
@@ -137,7 +137,7 @@ class CpuRecorder(Recorder):
 
     def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
         """Return the bytes watched at entry, except those of storages at `addresses`, which are known one by one."""
-        return sum(n for where, n in self._at_entry.items() if where not in addresses)
+        return sum(n for where, n in self.entry_bytes.items() if where not in addresses)
 
     @whole
     def flush(self) -> EventStream:
@@ -189,7 +189,7 @@ class CpuRecorder(Recorder):
 
     def _watch(self, tensors: Iterable[torch.Tensor]) -> None:
         tensors = list(tensors)
-        self._at_entry = entry.bytes_of(tensors)
+        self.entry_bytes = entry.bytes_of(tensors)
         for block, storage in enumerate(entry.storages_of(tensors), 1):
             self.entry_addresses[-block] = storage.data_ptr()
             self._watched.append(weakref.ref(storage, partial(self._entry_died, Free(-block, storage.nbytes()))))

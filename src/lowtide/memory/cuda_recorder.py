@@ -32,6 +32,7 @@ import torch
 from lowtide._torch.cuda_history import (
     drop_workspaces,
     history_is_on,
+    requested_bytes,
     set_metadata,
     snapshot,
     start_history,
@@ -66,7 +67,8 @@ class CudaRecorder(Recorder):
         self._index = 0
         self._key = ""
         self.entry_addresses = {}
-        self._entry_bytes = 0
+        self.entry_bytes = {}
+        self._n_entry_bytes = 0
         self._marks: list[PlacedMark] = []
         self._is_recording = False
         self._stream: EventStream | None = None
@@ -97,7 +99,8 @@ class CudaRecorder(Recorder):
         self._key = f"lowtide {time.time_ns()}"  # tells this recording's texts from those of others
         gc.collect()  # as on the CPU: a collection while recording would lower the level, and the peak with it
         _settle(self.device)
-        self._entry_bytes = torch.cuda.memory_stats(self._index)["requested_bytes.all.current"]
+        self._n_entry_bytes = torch.cuda.memory_stats(self._index)["requested_bytes.all.current"]
+        self.entry_bytes = requested_bytes(self._index)
         _of_the_allocator(start_history)
         self._is_recording = True
         self._attach(0)
@@ -124,7 +127,7 @@ class CudaRecorder(Recorder):
 
     def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
         """Return the bytes that the allocator held at entry beyond these `n_bytes`."""
-        return max(0, self._entry_bytes - n_bytes)
+        return max(0, self._n_entry_bytes - n_bytes)
 
     def _attach(self, n_marks: int) -> None:
         set_metadata(f"{self._key} {threading.get_ident()} {n_marks}")

@@ -1,21 +1,54 @@
-"""Budgets relative to the GPU in use: "auto", and "90% of gpu"."""
+"""Budgets that only a GPU has: "auto" and "90% of gpu", and those for the bytes that its allocator reserves."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import torch
 
-from lowtide.errors import BudgetError
+from lowtide.errors import BudgetError, LowtideError
 from lowtide.units import format_bytes
-from lowtide.utils.amounts import AUTO, share_of_gpu
+from lowtide.utils.amounts import check_budget, is_of_gpu, share_of_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+BudgetFor = Literal["requested", "reserved"]
+"""Bytes that a budget bounds: those that tensors request, or those that the GPU's allocator reserves for them."""
+
 MARGIN: Final = 0.08
 """Share of the free memory that "auto" leaves to the allocator: a budget bounds the requested bytes, and the allocator
 reserves more because of fragmentation."""
+
+
+def check_on_device(budget: int | str, device: torch.device | None, budget_for: BudgetFor = "requested") -> None:
+    """Raise BudgetError for an invalid budget, and for a budget that only a GPU has if `device` is none.
+
+    Args:
+        budget: The budget that was asked for.
+        device: The model's device. None if the model is not known yet: then any GPU in the machine will do.
+        budget_for: The bytes that the budget bounds.
+
+    Raises:
+        BudgetError: If this is no budget of the device; it names the nearest one that is.
+    """
+    if budget_for not in get_args(BudgetFor):
+        raise LowtideError(f'budget_for is {budget_for!r}; it takes "requested" or "reserved".')
+    check_budget(budget, of_gpu=True)
+    if not is_of_gpu(budget) and budget_for == "requested":
+        return
+    if torch.cuda.is_available() if device is None else device.type == "cuda":
+        return
+    found = "torch finds no GPU here" if device is None else f"the model is on {device}"
+    if is_of_gpu(budget):
+        raise BudgetError(
+            f'{budget!r} is a budget of a GPU, and {found}.\n  Nearest: an amount, as in "8GiB", or a share of the '
+            'plain step\'s peak, as in "60%".'
+        )
+    raise BudgetError(
+        f'budget_for="reserved" bounds what the allocator of a GPU reserves, and {found}: there each tensor takes the '
+        'bytes that it requests.\n  Nearest: budget_for="requested", the default.'
+    )
 
 
 def on_device(budget: int | str, device: torch.device, say: Callable[[str], object]) -> int | str:
@@ -24,13 +57,9 @@ def on_device(budget: int | str, device: torch.device, say: Callable[[str], obje
     "auto" is the memory free on `device` plus the memory that this process's allocator holds there, less MARGIN; `say`
     reports both. Raises BudgetError if `device` is not a GPU.
     """
-    if not isinstance(budget, str) or (budget.strip().lower() != AUTO and share_of_gpu(budget) is None):
+    check_on_device(budget, device)
+    if not isinstance(budget, str) or not is_of_gpu(budget):
         return budget
-    if device.type != "cuda":
-        raise BudgetError(
-            f'{budget!r} is a budget of a GPU, and the model is on {device}.\n  Nearest: an amount, as in "8GiB", or a '
-            'share of the plain step\'s peak, as in "60%".'
-        )
     free, total = torch.cuda.mem_get_info(device)
     if (share := share_of_gpu(budget)) is not None:
         return int(total * share)

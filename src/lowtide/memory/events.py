@@ -127,6 +127,8 @@ class Recorder(ABC):
     device: str
     entry_addresses: dict[int, int]
     """Addresses of blocks from entry, at least of those that were freed, by their number in the stream."""
+    entry_bytes: dict[int, int]
+    """Requested bytes of each block that existed at entry, by its address."""
 
     @abstractmethod
     def __enter__(self) -> Self: ...

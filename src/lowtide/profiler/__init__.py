@@ -11,6 +11,7 @@ from lowtide._torch.device_timing import now_ms
 from lowtide.errors import LowtideError, RehearsalError, ReplayMismatch
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
+from lowtide.planner.planning import plain_peak_bytes
 from lowtide.planner.records import Decisions, Profile
 from lowtide.planner.simulate.simulator import predict
 from lowtide.profiler.assemble import TracedStep, assemble
@@ -40,6 +41,7 @@ from lowtide.state.step_outcome import is_out_of_memory, unless_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.units import format_bytes
 from lowtide.utils.interrupts import interrupts_delayed
+from lowtide.utils.progress import Stage
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,6 +53,9 @@ __all__ = ["OTHER_WORK", "rehearse"]
 
 Step = Callable[[Any], Any]
 T = TypeVar("T")
+
+RUNS: Final = 3
+"""Steps that follow the audit: traced, plain, and under the most saving plan."""
 
 DOUBTFUL: Final = 0.02
 """Share of the plain peak by which two runs may differ before a note is added."""
@@ -81,7 +86,12 @@ def rehearse(
         from lowtide.profiler.compiled_steps import rehearse_compiled  # imports inductor, which takes seconds
 
         return rehearse_compiled(model, step, batch, optimizer=optimizer)
-    with StepSnapshot(model, batch, optimizer, step) as unchanged, Updates(unchanged, model, optimizer) as updates:
+    name = type(model).__name__
+    with (
+        Stage(f"rehearsing {name}", total=RUNS) as stage,
+        StepSnapshot(model, batch, optimizer, step) as unchanged,
+        Updates(unchanged, model, optimizer) as updates,
+    ):
         step, made_for = updates.step, fingerprint(model, batch)
         if is_specialised(model):
             step(batch)
@@ -134,6 +144,8 @@ def rehearse(
             profile = replace(profile, draws=DRAWS)
         profile = with_margin(profile, model, updates, batch, unchanged)
         saved = _without_checkpoints(tried, unchanged) if found.audit.checkpointed and can_do_without(model) else None
+        peak_bytes = plain_peak_bytes(profile)
+        stage.result = f"rehearsed {name}: {format_bytes(peak_bytes)} peak of the plain step"
     without = None if saved is None else saved.profile(model, made_for, (None, 0.0))
     return told(with_mismatch_note(profile), found.audit.checkpointed, without)
 
@@ -266,7 +278,9 @@ def _audit(
     model: nn.Module, step: Step, batch: Any, frugal: bool, refused: dict[type[nn.Module], str], in_place: bool
 ) -> Audit:
     _, static = static_bytes(model, batch, ())
-    with recorder_for(place_of(model)) as recorder:
+    name = type(model).__name__
+    auditing = Stage(f"auditing {name}", total=sum(1 for _ in model.modules()))
+    with auditing, recorder_for(place_of(model)) as recorder:
         audit = Audit(model, static, recorder.mark, frugal=frugal, refused=refused, in_place=in_place)
         with audit.running():
             try:
@@ -274,9 +288,9 @@ def _audit(
             except ReplayMismatch:  # backward reached tensors that a trial run had leaked outside its call
                 if not audit.leaked:
                     raise
+        auditing.result = f"audited {len(audit.calls)} module calls of {name}"
     if audit.leaked:
         return audit
-    name = type(model).__name__
     check_saved(model, audit)
     if not audit.slots:
         raise RehearsalError(

@@ -47,6 +47,7 @@ from lowtide.state.bitwise import identical
 from lowtide.state.own_generators import DRAWS, OwnGenerators
 from lowtide.state.process_group import n_sent
 from lowtide.state.side_effects import CHANGES, ITERATES, CodeState
+from lowtide.utils import progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -256,6 +257,7 @@ class Audit(RecomputeAudit, Observer):
             self.lent.let_go()
         self._units.let_go(seam.module)
         self._open.pop()
+        progress.advance()
 
     def _n_sent(self) -> int:
         """Return the number of collective operations so far, except those that gathered parameters."""
@@ -275,9 +277,10 @@ class Audit(RecomputeAudit, Observer):
         refused = self.try_replay(call, frame, freed)
         if refused is None and module in self._blocks and module not in self._units.apart:
             self.try_advance(call, frame, returned)
-        leaks = frame.is_held_outside()
-        if freed and (refused is not None or leaks):
+        leaks, draws = frame.is_held_outside(), self._own_draws.put_back(states)
+        if freed and (refused is not None or leaks or draws):
             self.hold_again(frame, freed)
+            self._own_draws.put_back(states)
         elif freed:
             self.relied_on.frames.add(frame)
             frame.values = {place: weakref.ref(value) for value, place in freed.items()}
@@ -288,7 +291,7 @@ class Audit(RecomputeAudit, Observer):
             call.result_value, refused = None, LEAKS
             self.refused[type(module)] = LEAKS
         frame.held = None
-        if self._own_draws.put_back(states):
+        if draws:
             call.result_value, refused = None, DRAWS
             self.refused[type(module)] = DRAWS
         return refused

@@ -21,7 +21,7 @@ from lowtide.profiler.joint_memory import Half, backward_half, forward_half, ups
 from lowtide.runtime.joint_slots import JointSlots, Recomputed
 
 CALL = "compiled call"
-"""Label of the marks at calls of compiled graphs; data: "enter" or "leave", the graph's number, True for backward."""
+"""Label of the marks at calls of compiled graphs; their data are the arguments that `watched_calls` notes."""
 
 BYTES_PER_FLOP = 12.0
 """FLOPs that take as long as one byte written by a separate kernel; a byte in a fused kernel takes a quarter."""
@@ -43,16 +43,15 @@ def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float)
             f"compiled code sends to other processes ({sends}), and it is not known what waits for what. Compile "
             "repeated blocks instead, each in its place: `block.compile()`."
         )
-    calls = _calls(stream)
-    if (n_run := len({call.graph for call in calls})) != len(graphs):
-        raise RehearsalError(
-            f"{len(graphs)} graphs were compiled for the step, and {n_run} of them ran in the next one: let it do the "
-            "same work each time that it is given the same batch."
-        )
-    calls = [call for call in calls if call.backward is not None]
+    calls = [call for call in _calls(stream) if call.backward is not None]
     if not calls:
         raise RehearsalError("the step ran no backward through compiled code: call loss.backward() inside of it.")
-    return _coarser(_Records([*map(_Graph.of, graphs)], calls, stream, step_ms).profile())
+    if any(call.graph >= len(graphs) for call in calls):
+        raise RehearsalError("the step runs code that was compiled before, and what it saves was not seen.")
+    ran: dict[tuple[int, tuple[int, ...]], int] = {}
+    """Graphs that ran, each at one size, in order."""
+    calls = [replace(call, graph=ran.setdefault((call.graph, call.sizes), len(ran))) for call in calls]
+    return _coarser(_Records([_Graph.of(graphs[n].at(sizes)) for n, sizes in ran], calls, stream, step_ms).profile())
 
 
 def _sends(node: JointNode) -> bool:
@@ -65,6 +64,7 @@ class _GraphCall:
 
     graph: int
     forward: tuple[int, int]
+    sizes: tuple[int, ...]
     backward: tuple[int, int] | None = None
 
 
@@ -73,13 +73,13 @@ def _calls(stream: EventStream) -> list[_GraphCall]:
     for at, event in enumerate(stream.events):
         if not (type(event) is Mark and event.label == CALL and isinstance(event.data, tuple)):
             continue
-        what, graph, is_backward = event.data
+        what, graph, is_backward, sizes = event.data
         if what == "enter":
             entered.append(at)
             continue
         span = (entered.pop(), at)
         if not is_backward:
-            found.append(_GraphCall(graph, span))
+            found.append(_GraphCall(graph, span, sizes))
             continue
         waiting = [call for call in found if call.graph == graph and call.backward is None]
         if not waiting:
@@ -180,7 +180,7 @@ class _Records:
             ),
             step_ms=self._step_ms,
             measured_plain_peak_bytes=None,
-            graphs=tuple(graph.slots.joint.key for graph in self._graphs),
+            graphs=tuple(dict.fromkeys(graph.slots.joint.key for graph in self._graphs)),
         )
 
     def _end(self, number: int, phase: int) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide._torch.compiled_code import is_compiled
 from lowtide._torch.device_timing import now_ms
 from lowtide._torch.joint_graph import always_partitioned, partitioning_by, products_are_apart, watched_calls
+from lowtide.errors import RehearsalError
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.compiled_profile import CALL, assembled
@@ -35,6 +36,11 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Profile
     from lowtide.runtime.joint_slots import JointSlots
 
+CHANGING = (
+    "torch compiled code for the step again when it was given the same batch once more: let it do the same work each "
+    "time. TORCH_LOGS=recompiles says why it compiles."
+)
+
 
 @interrupts_delayed()
 def rehearse_compiled(
@@ -52,23 +58,21 @@ def rehearse_compiled(
         partitioning_by(partitioner),
     ):
         made_for = fingerprint(model, batch)
-        with _noted_calls(model) as inputs:
+        with noted_calls(model) as inputs:
             updates.run(batch)
+        n_compiled = len(graphs)
         updates.undo()
         unchanged.restore_for_rerun()
         static, places = static_bytes(model, batch, unchanged.optimizers)
-        with recorder_for(place_of(model)) as recorder:
-
-            def note(what: str, graph: int, is_backward: bool) -> None:
-                recorder.mark(CALL, (what, graph, is_backward))
-
-            with watched_calls(note):
-                updates.run(batch)
+        with recorder_for(place_of(model)) as recorder, watched_calls(lambda *data: recorder.mark(CALL, data)):
+            updates.run(batch)
         updates.undo()
         unchanged.restore_for_rerun()
         began = now_ms(place_of(model))
         updates.step(batch)
         step_ms = now_ms(place_of(model)) - began
+    if len(graphs) != n_compiled:
+        raise RehearsalError(CHANGING)
     static = with_others(static, places, recorder)
     measured = static.total + Timeline(recorder.stream).peak_bytes
     return replace(
@@ -82,7 +86,7 @@ def rehearse_compiled(
 
 
 @contextlib.contextmanager
-def _noted_calls(model: nn.Module) -> Iterator[list[str]]:
+def noted_calls(model: nn.Module) -> Iterator[list[str]]:
     """Collect shapes and dtypes of a compiled model's arguments; none where compiled code calls the model."""
     found: list[str] = []
 

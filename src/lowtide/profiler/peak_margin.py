@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
+from lowtide.memory.reserved_peak import reserved_excess_bytes
 from lowtide.planner.planning import smallest_plan
 from lowtide.profiler.other_memory import with_others
 from lowtide.runtime.fingerprint import place_of, static_bytes
@@ -17,7 +18,9 @@ from lowtide.units import format_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-    from lowtide.planner.records import Profile
+    from lowtide.memory.device_budget import BudgetFor
+    from lowtide.memory.events import Recorder
+    from lowtide.planner.records import Profile, Static
     from lowtide.profiler.trial_updates import Updates
     from lowtide.state.step_snapshot import StepSnapshot
 
@@ -58,10 +61,18 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
     return replace(found, notes=(*profile.notes, note))
 
 
-def recorded_peak(model: nn.Module, updates: Updates, batch: Any, unchanged: StepSnapshot) -> int:
+def recorded_peak(
+    model: nn.Module, updates: Updates, batch: Any, unchanged: StepSnapshot, budget_for: BudgetFor = "requested"
+) -> int:
     """Return the peak of a step and of the updates that follow it, including memory in use before the step."""
     static, addresses = static_bytes(model, batch, unchanged.optimizers)
     with recorder_for(place_of(model)) as recorder:
         updates.run(batch)
     updates.undo()
-    return with_others(static, addresses, recorder).total + Timeline(recorder.stream).peak_bytes
+    return peak_of(static, addresses, recorder, budget_for)
+
+
+def peak_of(static: Static, addresses: frozenset[int], recorder: Recorder, budget_for: BudgetFor) -> int:
+    """Return the peak of a recorded step, including `static`, other memory from before it and what is reserved more."""
+    peak_bytes = with_others(static, addresses, recorder).total + Timeline(recorder.stream).peak_bytes
+    return peak_bytes + (reserved_excess_bytes(recorder) if budget_for == "reserved" else 0)

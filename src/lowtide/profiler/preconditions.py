@@ -120,19 +120,6 @@ def check_not_scripted(model: torch.nn.Module) -> None:
         )
 
 
-def check_uncompiled(model: torch.nn.Module) -> None:
-    """Refuse a model that is compiled as a whole where its steps are only observed. Raises RehearsalError."""
-    check_not_scripted(model)
-    if is_compiled(model):
-        raise RehearsalError(
-            f"{type(getattr(model, '_orig_mod', model)).__name__} is compiled as a whole (torch.compile), and in a "
-            "script that is not planned for yet.\n"
-            "  Call lowtide.fit(model, step, batch, budget=...) in the script, behind torch.compile: it compiles the "
-            "model anew under a plan. Or compile its repeated blocks instead, each in its place: `for block in "
-            "model.layers: block.compile()`."
-        )
-
-
 def is_planned_by_its_compiler(model: torch.nn.Module, step: Any) -> bool:
     """Return True if torch.compile compiles the whole model: only the compiler can carry out a plan then."""
     return is_compiled(model) or _compiles_around(model, step)

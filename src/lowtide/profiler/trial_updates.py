@@ -22,6 +22,7 @@ from lowtide.runtime.fingerprint import Optimizers, optimizers_of, place_of, sta
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.units import format_bytes
+from lowtide.utils.progress import advance
 
 if TYPE_CHECKING:
     from torch import nn
@@ -124,6 +125,7 @@ class Updates:
         """Run one step, then the update by each optimizer that did not step inside it."""
         result = self.step(batch)
         self.follow()
+        advance()
         return result
 
     def step(self, batch: Any) -> Any:

@@ -75,6 +75,9 @@ class Arguments:
 
 def tensors_in_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that `Arguments` holds, each once, in its order."""
+    things = (*args, *kwargs.values())
+    if _FLAT.issuperset(map(type, things)):  # in most calls nothing has to be taken apart
+        return [*{id(thing): thing for thing in things if type(thing) is torch.Tensor}.values()]
     taken = _Apart()
     taken.part((args, kwargs))
     return taken.tensors
@@ -297,3 +300,4 @@ _DEPTH = 4
 ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range}
 )
+_FLAT = ATOMS | {torch.Tensor}

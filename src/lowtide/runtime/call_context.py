@@ -191,6 +191,20 @@ class CallContext:
         if numpy_state() is self.numpy:
             self.numpy = None
 
+    def restore(self) -> None:
+        """Restore the state at the start of the call, which has failed, and for good."""
+        self.attributes.learn()
+        self.attributes.put_back()
+        with contextlib.ExitStack() as stack:
+            self._draw_again(stack)
+            stack.pop_all()  # nothing is undone
+        for module, flag in zip(self.reach.modules, self.training, strict=True):
+            vars(module)["training"] = flag
+        for (module, name), (buffer, _, content) in self.buffers.items():
+            module._buffers[name] = buffer
+            if not _equal(buffer, content):
+                buffer.data.copy_(content)  # without a new version: other graphs may have saved it
+
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Restore the state at the start of the call inside the block, and the present state after it."""

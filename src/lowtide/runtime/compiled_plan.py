@@ -9,11 +9,14 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Final
 
 from lowtide._torch.custom_partitioner import CustomPartitionerFn
 from lowtide._torch.joint_graph import JointGraph, keep_products_apart, partitioned
 from lowtide.runtime.joint_slots import JointSlots
+
+SCHEME: Final = 2
+"""Number of the rules by which a plan's addresses choose values; a change of them counts it up. Caches outlive it."""
 
 
 class Partitioner(CustomPartitionerFn):
@@ -40,7 +43,7 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """Return the plan's hash, part of the key in all of inductor's caches."""
-        said = "\n".join((*sorted(self.graphs), str(self.apart), *sorted(self.recompute)))
+        said = "\n".join((str(SCHEME), *sorted(self.graphs), str(self.apart), *sorted(self.recompute)))
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -110,6 +110,7 @@ class Engine:
         self._thread: int | None = None
         """The thread of the run in progress."""
         self._seams: list[CallInterceptor] = []
+        self._passthrough = Passthrough(frozenset())
         self._own_calls: list[Callable[[], None]] = []
         """Functions that remove the replacements of classes' own `__call__`."""
         self.tell: Callable[[str], object] = warnings.warn
@@ -325,7 +326,7 @@ class Engine:
                     f"{seam} was called inside of a transform of torch.func (grad, vmap, ...): the plan does nothing "
                     "there."
                 )
-            with self.now(Passthrough()):
+            with self.now(self._passthrough):
                 return seam.inner(*args, **kwargs)
         hooks = saved_tensor_hooks() or (None if paused.pack is None else (paused.pack, unpack))
         if hooks is not None:
@@ -335,7 +336,7 @@ class Engine:
                     f"{seam} was called inside of other saved-tensor hooks (torch.utils.checkpoint or "
                     "saved_tensors_hooks around it). They win: the plan does nothing there."
                 )
-            with self.now(Passthrough()):
+            with self.now(self._passthrough):
                 return seam.inner(*args, **kwargs)
         plan = self.choose(seam, args, kwargs)
         if self._writing is None or self.is_measured:
@@ -347,7 +348,7 @@ class Engine:
     def run(self, plan: int, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, or a part of it, with hooks if `plan` changes anything about saved tensors."""
         if self.keeps_all(plan):
-            with self.now(Passthrough()):
+            with self.now(self._passthrough):
                 return seam.inner(*args, **kwargs)
         is_probed = values.observer_of(self) is not None
         if self.learns_again and not is_probed:
@@ -373,7 +374,7 @@ class Engine:
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which calls of modules in this thread run as without a plan."""
-        return self.now(Passthrough())
+        return self.now(self._passthrough)
 
     @contextlib.contextmanager
     def _alone(self, seam: CallInterceptor) -> Iterator[None]:
@@ -428,6 +429,7 @@ class Engine:
                 )
                 if self._seams[-1].is_compiled:  # compiled code makes no module calls inside
                     inside.update(below for below in module.modules() if below is not module)
+        self._passthrough = Passthrough(frozenset(self._seams))
         self._own_calls = stand_in_calls(self.model.modules())
 
     def wrote_in_place(self, node: str, n_bytes: int) -> None:
@@ -462,6 +464,7 @@ class Engine:
         self.relied_on.leave()
         while self._own_calls:
             self._own_calls.pop()()
+        self._passthrough = Passthrough(frozenset())
         while self._seams:
             self._seams.pop().remove()
 

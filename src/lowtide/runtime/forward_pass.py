@@ -359,7 +359,8 @@ _NO_CALLS: Mapping[int, set[int]] = {}
 class Passthrough:
     """Handler of a model call in which the plan does nothing."""
 
-    idle = NO_SEAMS
+    def __init__(self, idle: frozenset[CallInterceptor]) -> None:
+        self.idle = idle
 
     def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return seam.inner(*args, **kwargs)

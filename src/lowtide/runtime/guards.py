@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.call_interceptor import OuterInterceptor, pass_on
-from lowtide.runtime.call_shapes import elements, no_larger, shapes_in
+from lowtide.runtime.call_shapes import Shapes, elements, no_larger, shapes_in
 from lowtide.runtime.fingerprint import in_words, is_of, place_of, state_bytes
 from lowtide.units import format_bytes
 
@@ -23,6 +25,12 @@ if TYPE_CHECKING:
 
     from lowtide.planner.records import Plan
     from lowtide.runtime.engine import Engine
+
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+_MOST_SHAPES = 1024
+"""Most shapes that a guard remembers."""
 
 
 class PlanGuard:
@@ -42,7 +50,13 @@ class PlanGuard:
     ) -> None:
         self._model, self._plan, self._say, self._is_taken = model, plan, say, outgrown
         self._known = [shapes_in(words) for words in plan.input_shapes]
-        self._modules = {path: (module, dict(module._modules)) for path, module in model.named_modules()}
+        self._fitting: set[Shapes] = set()
+        """Shapes of calls that have been found to be no larger than in the rehearsal."""
+        named = dict(model.named_modules())
+        self._paths = [*named]
+        self._children = [module._modules for module in named.values()]
+        self._planned_children = [dict(children) for children in self._children]
+        self._parameters = [module._parameters for module in named.values()]
         self._n_trained = self._n_now()
         self._most = max(map(elements, self._known), default=0)
         self._is_over = False
@@ -53,16 +67,18 @@ class PlanGuard:
         if self._is_over:
             return
         found = tensors_in_call(args, kwargs)
-        shapes = tuple(tuple(tensor.shape) for tensor in found if tensor.dim())
-        if self._known and not any(no_larger(shapes, most) for most in self._known):
+        shapes = tuple([tensor.shape for tensor in found if tensor.dim()])
+        if shapes not in self._fitting and not self._fits(shapes):
             what = f"was given {in_words(found)}, and the plan is for {' and for '.join(self._plan.input_shapes)}"
             if elements(shapes) > self._most and self._is_taken(what):
                 self._stop()
             else:
                 self._outgrown(what)
-        elif (n_now := self._n_now()) > self._n_trained:
-            self._outgrown(f"has {n_now} parameters that are trained, and the plan is for {self._n_trained}")
-        elif (path := self._replaced()) is not None:
+        elif (
+            self._ids_now() != self._ids or any(map(_REQUIRES_GRAD, self._frozen))
+        ) and self._n_now() > self._n_trained:
+            self._outgrown(f"has {self._n_now()} parameters that are trained, and the plan is for {self._n_trained}")
+        elif self._children != self._planned_children and (path := self._replaced()) is not None:
             self._outgrown(f"has another module at {path}, where the plan is for the one that it had")
 
     def remove(self) -> None:
@@ -78,14 +94,27 @@ class PlanGuard:
             self.look(args, kwargs)
         return inner(*args, **kwargs)
 
+    def _fits(self, shapes: Shapes) -> bool:
+        """Return True if a call is no larger than in the rehearsal."""
+        if self._known and not any(no_larger(shapes, most) for most in self._known):
+            return False
+        if len(self._fitting) < _MOST_SHAPES:
+            self._fitting.add(shapes)
+        return True
+
+    def _ids_now(self) -> list[int]:
+        """Return the ids of the parameters, without a call of a Python function for each."""
+        return [*map(id, itertools.chain.from_iterable(map(dict.values, self._parameters)))]
+
     def _n_now(self) -> int:
-        held = (p for module, _ in self._modules.values() for p in module._parameters.values())
-        return len({id(p) for p in held if p is not None and p.requires_grad})
+        """Count the parameters that are trained, and note the others."""
+        held = [p for parameters in self._parameters for p in parameters.values() if p is not None]
+        self._ids, self._frozen = self._ids_now(), [p for p in held if not p.requires_grad]
+        return len({id(p) for p in held if p.requires_grad})
 
     def _replaced(self) -> str | None:
         """Return the path of a module that was added or replaced, if there is one."""
-        for path, (module, before) in self._modules.items():
-            now = module._modules
+        for path, now, before in zip(self._paths, self._children, self._planned_children, strict=True):
             if now != before:
                 names = (name for name, child in now.items() if child is not None and before.get(name) is not child)
                 return next((f"{path}.{name}".lstrip(".") for name in names), None)

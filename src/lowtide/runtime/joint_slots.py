@@ -3,6 +3,10 @@
 torch saves the values nearest to backward, such as the normalised tensor of a layer norm. The residual stream, from
 which fused arithmetic alone computes that tensor, serves as well: it has the same size, and the next blocks can be
 recomputed from it. So the slot of such a value is the value that it was computed from.
+
+Forward has to write a value that is saved. In a graph with 16-bit values, as under autocast, one that torch's forward
+does not write is no slot: inductor would compute it in a loop of its own. Loops with 16-bit values are vectorised in
+another width than loops without, and sums over a row then add up in another order.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ class JointSlots:
         """Saved values of torch that own their memory."""
         largest = max((nodes[root].bytes for root in roots), default=0)
         self._small = largest // SMALL
+        self._is_mixed = any(node.is_half for node in nodes)
         upstream = {root: self._upstream(root, held) for root in sorted(roots)}
         saved = set(upstream.values())
         random = {i for i, n in enumerate(nodes) if n.is_random and n.bytes and not n.is_backward}
@@ -71,6 +76,10 @@ class JointSlots:
         same = {root for root, node in upstream.items() if root == node}
         self._near = frozenset(i for i in plain if nodes[i].root in same)
         self._fixed = frozenset(i for i in plain if nodes[i].root not in roots)
+
+    def at(self, sizes: tuple[int, ...]) -> JointSlots:
+        """Return the slots of the graph as it runs on the symbolic `sizes`."""
+        return self if self.joint.resize is None else JointSlots(self.joint.at(sizes), self.plain)
 
     def as_torch(self) -> Recomputed:
         """Return the split that torch makes."""
@@ -101,7 +110,7 @@ class JointSlots:
 
     def _upstream(self, root: int, held: Collection[int]) -> int:
         """Return the value of the same size, or smaller, from which fused arithmetic alone computes this one."""
-        nodes = self.joint.nodes
+        nodes, found = self.joint.nodes, root
         while nodes[root].kind == "pointwise" and nodes[root].bytes > self._small:
             large = {nodes[arg].root for arg in nodes[root].args if nodes[nodes[arg].root].bytes > self._small}
             large = {arg for arg in large if nodes[arg].kind != "input"}
@@ -114,7 +123,22 @@ class JointSlots:
             if "random" in node.target:
                 break
             root = operand
-        return root
+            if not self._is_mixed or self._is_written(root):
+                found = root
+        return found
+
+    def _is_written(self, root: int) -> bool:
+        """Return True if torch's own forward writes the value to memory."""
+        nodes = self.joint.nodes
+        if nodes[root].kind != "pointwise" or root in self.roots:
+            return True
+        pending = [root]
+        while pending:
+            users = [user for user in nodes[pending.pop()].users if not nodes[user].is_backward]
+            if any(nodes[user].kind == "extern" for user in users):
+                return True
+            pending += [user for user in users if nodes[user].kind == "view"]
+        return False
 
 
 def _addresses(joint: JointGraph) -> list[str]:

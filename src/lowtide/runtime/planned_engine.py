@@ -46,6 +46,8 @@ class Planned(Engine):
         self.of_a_part: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None
         """Function called with the arguments of a part of the model that a step calls directly."""
         self._most = [most_elements(plan) for plan in plans]
+        self._saves_most_from = inf
+        """Elements of the smallest call that runs under the last table: one of that size ran out of memory."""
 
     def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the plan for the number of elements passed to a call; the fallback if it exceeds all rehearsed ones.
@@ -55,8 +57,18 @@ class Planned(Engine):
         if seam.module is not self.model:
             self.of_a_part(args, kwargs)
         if len(self.tables) > 1:
-            return min(bisect_left(self._most, elements(shapes_of(args, kwargs))), len(self.tables) - 1)
+            n_elements = elements(shapes_of(args, kwargs))
+            last = len(self.tables) - 1
+            return last if n_elements >= self._saves_most_from else min(bisect_left(self._most, n_elements), last)
         return 0
+
+    def save_most(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Choose the most saving plan from now on for calls of this size and larger; return False if it is already."""
+        n_elements = elements(shapes_of(args, kwargs))
+        if len(self.tables) == 1 or n_elements >= self._saves_most_from or n_elements > self._most[-1]:
+            return False
+        self._saves_most_from = n_elements
+        return True
 
     def keeps_all(self, plan: int) -> bool:
         return not self.tables[plan] and values.observer_of(self) is None  # an observer is told of kept tensors, too

@@ -35,8 +35,8 @@ class Applying(PlanMonitor):
 
     awaits = "was called as its plan has it"
 
-    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
-        super().__init__(say)
+    def __init__(self, plan: Plan, say: Callable[[str], None], *, retry: bool = False) -> None:
+        super().__init__(say, retry=retry)
         self._plan = plan
         self._differences: tuple[str, ...] = ()
         self._model: nn.Module | None = None
@@ -108,6 +108,7 @@ class Applying(PlanMonitor):
         self._differences = planned.differences(found)
         if not self._differences:
             self._model, self._applied = model, apply(model, self._plan, say=self._say)
+            self._guard(model, self._applied)
             self._say(
                 f"the plan is in force: {format_bytes(self._plan.predicted.peak_bytes)} peak predicted "
                 f"(budget {format_bytes(self._plan.budget_bytes)})"

@@ -32,7 +32,9 @@ class CompositeModel(nn.Module):
 
 def name_of(model: nn.Module) -> str:
     """Return the name of the model's class, or those of its parts."""
-    return " and ".join(model._modules) if type(model) is CompositeModel else type(model).__name__
+    if type(model) is CompositeModel:
+        return " and ".join(model._modules)
+    return type(model._modules.get("_orig_mod", model)).__name__  # as torch.compile names the model that it wraps
 
 
 def is_of_parts(found: Fingerprint) -> bool:

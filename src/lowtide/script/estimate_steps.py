@@ -50,6 +50,7 @@ class Estimating(StepListener):
     """
 
     awaits = "was rehearsed: that takes two steps"
+    plans_compiled = False  # compiled code runs as it was written
 
     def __init__(self, gpu: GpuSpec, size: int | None, told: Callable[[], None]) -> None:
         self.done = False

@@ -14,14 +14,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
+import torch
+
+from lowtide._torch.compiled_code import n_compiled
 from lowtide.api.apply import Applied
-from lowtide.api.fit import REPAIRS, over_budget
+from lowtide.api.fit import COMPILED_REPAIRS, REPAIRS, over_budget, with_excess
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError
-from lowtide.memory.device_budget import on_device
+from lowtide.memory.device_budget import BudgetFor, check_on_device, on_device
 from lowtide.memory.events import Busy
 from lowtide.planner import plan
 from lowtide.planner.planning import smallest_plan
 from lowtide.planner.records import Plan
+from lowtide.profiler.compiled_bits import compiled_bits
 from lowtide.profiler.online import NOT_RUN, PATIENCE
 from lowtide.runtime.call_shapes import elements, no_larger, shapes_in
 from lowtide.runtime.fingerprint import check_made_for, fingerprint, in_words, place_of, tensors_in
@@ -33,12 +37,14 @@ from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.state.process_group import several_processes
 from lowtide.units import format_apart, format_bytes, format_change, format_ratio, format_time
+from lowtide.utils.progress import Stage, showing
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
     from lowtide.planner.records import AppliedLever, Profile
+    from lowtide.state.step_outcome import Outcome
 
 OnInfeasible = Literal["raise", "smallest", "plain"]
 """Reactions of a training loop if no plan fits: raise, continue under the most saving plan, or without a plan."""
@@ -47,6 +53,8 @@ GROWTHS: Final = 12
 """Most plans made for larger batches, one after the other: enough for ten thousand random sizes."""
 
 AUDITED: Final = "every recipe and replay was compared with the true tensors, bit by bit"
+COMPARED: Final = "compiled code under the plan was compared with the plain compiled code on a batch, bit by bit"
+NOT_COMPARED: Final = "there was no room to compare bits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +64,12 @@ class RunVerdict:
     budget_bytes: int
     predicted_peak_bytes: int
     measured_peak_bytes: int | None
-    """Static memory included; None if no step could be measured."""
+    """Static memory included, reserved bytes if the budget is for these; None if no step could be measured."""
+    budget_for: BudgetFor = "requested"
     is_of_planned_size: bool
     """False if only smaller batches than the planned ones came."""
+    proof: str = AUDITED
+    """Statement about the bits."""
 
     @property
     def within_budget(self) -> bool:
@@ -67,11 +78,12 @@ class RunVerdict:
 
     def __str__(self) -> str:
         if self.measured_peak_bytes is None:
-            return f"NOT MEASURED: no step of the planned size came; {AUDITED}"
+            return f"NOT MEASURED: no step of the planned size came; {self.proof}"
         budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
         size = "" if self.is_of_planned_size else " on smaller batches than the planned ones"
         kept = "within" if self.within_budget else "OVER"
-        return f"{measured} peak measured{size}: {kept} the budget of {budget}; {AUDITED}"
+        peak = "reserved peak" if self.budget_for == "reserved" else "peak"
+        return f"{measured} {peak} measured{size}: {kept} the budget of {budget}; {self.proof}"
 
 
 class _InForce(Applied):
@@ -98,12 +110,15 @@ class Fitting(PlanMonitor):
         say: Callable[[str], None],
         levers: tuple[AppliedLever, ...] = (),
         *,
+        budget_for: BudgetFor = "requested",
         in_place: bool = True,
         on_infeasible: OnInfeasible = "raise",
         takes_turns: bool = True,
+        retry: bool = False,
+        progress: bool = True,
     ) -> None:
         """Begin without a plan; other models trained in turn with this one are awaited only if it `takes_turns`."""
-        super().__init__(say)
+        super().__init__(say, retry=retry)
         self.plan: Plan | None = None
         """The plan for the largest batches so far."""
         self.verdict: RunVerdict | None = None
@@ -113,9 +128,11 @@ class Fitting(PlanMonitor):
         """The reason why training goes on without a plan."""
         self.when_kept: Callable[[Plan], object] = lambda plan: None
         """Called with the plan that stays in force: its peak is within the budget, or no peak could be measured."""
-        self._budget = budget
+        self._budget, self._budget_for = budget, budget_for
         self._on_infeasible = on_infeasible
-        self._takes_turns = takes_turns
+        self._takes_turns, self._progress = takes_turns, progress
+        self._stage = contextlib.ExitStack()
+        """The part of the work that is shown in this step."""
         self._applied: _InForce | None
         self._rehearsing = Rehearsing(stop=False, levers=levers, in_place=in_place)
         self._over: list[int] = []
@@ -130,6 +147,8 @@ class Fitting(PlanMonitor):
         """Plans for smaller batches than those of `plan`, the smallest first."""
         self._in_force: weakref.ref[_InForce] | None = None
         """The plans that stay in force after the last step that is observed."""
+        self._of_function: _InForce | None = None
+        """The same if a compiled function calls the model, which then does not hold them."""
         self._is_outgrown = False
         """True once a batch has come that is larger than the batches of all plans."""
         self._n_looked: int | None = None
@@ -137,6 +156,13 @@ class Fitting(PlanMonitor):
         self._is_rehearsed = False
         """True if this step's batch is of such a size."""
         self._n_growths = 0
+        self._proof = AUDITED
+        self._compared: Plan | None = None
+        """Plan under which compiled code was compared last."""
+        self._n_compiled = 0
+        """Graphs that were compiled when the measured step began."""
+        self._n_compiling = 0
+        """Steps under the plan in which code was compiled."""
 
     @property
     def awaits(self) -> str:
@@ -161,31 +187,42 @@ class Fitting(PlanMonitor):
             self.done = True
         elif self.plan is None:
             self.model_name = name_of(model)
+            check_on_device(self._budget, place_of(model), self._budget_for)
             self._budget = on_device(self._budget, place_of(model), self._say)
-            hidden = self._rehearsing.n_hidden
+            hidden, self._rehearsing.compiled = self._rehearsing.n_hidden, self.compiled
+            self._shows(f"rehearsing {self.model_name}, step {self._rehearsing.n_steps + 1}", model)
             self._rehearsing.begins(model, batch, optimizers)
             if self._rehearsing.n_hidden == 1 > hidden:
                 self._say("the script records by itself, as with a profiler: steps after that are rehearsed")
         elif self._n_looked is not None:
             self._looks_for_larger(self.plan, model, batch, optimizers)
         else:
-            self._rehearsing.leaves()
-            self._put_in_force(model)
-            self._measure(self.plan, model, batch, optimizers)
+            self._put_in_force(model, batch)
+            if self.plan is not None:
+                self._measure(self.plan, model, batch, optimizers)
 
     def _measure(self, made: Plan, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         assert self._applied is not None
         found, planned = fingerprint(model, batch).batch, made.fingerprint.batch
         self._n_others += found != planned
         if found == planned or (not self._smaller and no_larger(shapes_in(found), shapes_in(planned))):
+            self._n_compiled = n_compiled()
             with contextlib.suppress(Busy):  # the script itself records this one: another is measured
-                self._open = Measured(model, batch, optimizers, self._applied)
+                self._shows(f"verifying the plan for {self.model_name}", model)
+                self._open = Measured(model, batch, optimizers, self._applied, self._budget_for)
             self._is_planned = found == planned
         elif self._n_others >= PATIENCE:
             self._keep(made)
 
+    def _shows(self, doing: str, model: nn.Module) -> None:
+        """Show what is done in this step, until its end."""
+        self._stage.close()
+        with showing(self._progress):
+            self._stage.enter_context(Stage(doing, total=sum(1 for _ in model.modules())))
+
     def ends(self, model: nn.Module) -> None:
         """Make a plan, or check the plan's promise. Raises Infeasible and OverBudget."""
+        self._stage.close()
         if self.unplanned is not None:
             return
         if self.plan is None:
@@ -205,12 +242,18 @@ class Fitting(PlanMonitor):
             self._n_looked, self.done = None, True
         elif self._open is not None:
             step, self._open = self._open, None
-            self._judge(self.plan, step.peak_bytes())
+            measured_bytes = step.peak_bytes()
+            is_compiling = bool(self.plan.graphs) and n_compiled() != self._n_compiled
+            self._n_compiling += is_compiling
+            if not is_compiling or self._n_compiling >= PATIENCE:  # compiling takes memory: a later step counts
+                self._judge(self.plan, measured_bytes)
 
     def _make_plan(self, profile: Profile) -> None:
         """Plan for `profile`, or react as `on_infeasible` says if no plan fits. Raises Infeasible."""
+        self._say(f"rehearsed {self.model_name} in {self._rehearsing.n_steps} steps")
         try:
-            self.plan = plan(profile, self._budget)
+            with showing(self._progress), Stage("planning"):
+                self.plan = plan(profile, self._budget)
         except Infeasible as why:
             if self._on_infeasible == "raise":
                 raise
@@ -233,6 +276,7 @@ class Fitting(PlanMonitor):
     def gives_up(self, model: nn.Module) -> None:
         """Forget `model`, which is not the trained one, and rehearse the model that is."""
         super().gives_up(model)
+        self._stage.close()
         self._rehearsing.gives_up(model)
         if self.plan is not None:
             name = name_of(model)
@@ -246,6 +290,7 @@ class Fitting(PlanMonitor):
         """Release the model; the plan stays in force."""
         if self._applied is not None:
             self._in_force = weakref.ref(self._applied)
+            self._of_function = self._applied if self.compiled is not None else None
             self._rehearsing.begin_anew()  # frees the recorded data
         super().lets_go()
         self._rehearsing = Rehearsing()
@@ -258,6 +303,7 @@ class Fitting(PlanMonitor):
     def leaves(self) -> None:
         """End recordings that are for one step only; the plan stays."""
         super().leaves()
+        self._stage.close()
         self._rehearsing.leaves()
 
     def take_off(self) -> None:
@@ -266,7 +312,7 @@ class Fitting(PlanMonitor):
         for applied in (self._gone, self._applied, in_force):
             if applied is not None:
                 applied.remove()
-        self._gone = self._applied = self._in_force = None
+        self._gone = self._applied = self._in_force = self._of_function = None
 
     def _keep(self, made: Plan) -> None:
         """Keep a plan in force for which no batch of its size has come."""
@@ -278,20 +324,60 @@ class Fitting(PlanMonitor):
             budget_bytes=made.budget_bytes,
             predicted_peak_bytes=made.predicted.peak_bytes,
             measured_peak_bytes=measured_bytes,
+            budget_for=self._budget_for,
             is_of_planned_size=is_of_planned_size,
+            proof=self._proof,
         )
         self.when_kept(made)
         self.done = True
 
-    def _put_in_force(self, model: nn.Module) -> None:
-        """Make the model run under the current plans, if it does not yet."""
+    def _put_in_force(self, model: nn.Module, batch: Any) -> None:
+        """Make the model run under the current plans, if it does not yet. Compiled code is compared on `batch`."""
         assert self.plan is not None
         if self._applied is not None and self._applied.plan is self.plan:
+            self._rehearsing.leaves()
             return
         if self._applied is not None:
             self._applied.remove()
+        plain = None
+        is_compared = bool(self.plan.graphs) and bool(self.plan.recompute) and self._compared is not self.plan
+        if is_compared:  # before the rehearsal, whose partition is torch's own, leaves
+            plain = compiled_bits(model, self.compiled or model, batch)
+        self._rehearsing.leaves()
         check_made_for(self.plan.fingerprint, model)
+        if self._budget_for == "reserved":
+            torch.cuda.empty_cache()  # gives back the segments of rehearsed steps
         self._applied = _InForce(model, self.plans, self._say, self._outgrown, self._rehearsing)
+        if is_compared:
+            self._compared = self.plan
+            self._compare(model, batch, plain)
+        elif not self.plan.graphs:  # compiled code has no more saving plan to repeat a step under
+            self._guard(model, self._applied)
+
+    def _compare(self, model: nn.Module, batch: Any, plain: Outcome | None) -> None:
+        """Compare compiled code under the plan with `plain`. Raises RehearsalError for other bits."""
+        planned = None if plain is None else compiled_bits(model, self.compiled or model, batch)
+        if plain is None or planned is None:
+            self._proof = NOT_COMPARED
+            return
+        self._proof = COMPARED
+        kinds = {kind: names for kind, names in plain.differences(planned).items() if names}
+        if not kinds:
+            return
+        kind, names = next(iter(kinds.items()))
+        why = RehearsalError(
+            f"under the plan compiled code gives other bits than without it: {kind} ({len(names)}, first {names[0]}). "
+            "Where it computes again what it saved, inductor fuses other kernels, and these may round or add up in "
+            "another order.\n  Give a larger budget, or compile the repeated blocks instead, each in its place: `for "
+            "block in model.layers: block.compile()`."
+        )
+        assert self._applied is not None
+        self._applied.remove()
+        self._applied = None
+        if self._on_infeasible != "plain":
+            raise why
+        self._go_on_plain(why)
+        self.plan = None
 
     def _announce(self, plan: Plan) -> None:
         from lowtide.report.text_table import decisions, lever_lines
@@ -330,9 +416,14 @@ class Fitting(PlanMonitor):
         over = measured_bytes - made.budget_bytes
         profile = self._rehearsing.profile
         assert profile is not None
-        if len(self._over) < REPAIRS:
+        if len(self._over) < (COMPILED_REPAIRS if made.graphs else REPAIRS):
+            aim_bytes = made.predicted.peak_bytes - over
+            if made.graphs:
+                aim_bytes = made.budget_bytes
+                excess_bytes = measured_bytes - made.predicted.peak_bytes
+                self._rehearsing.profile = profile = with_excess(profile, excess_bytes, len(self._over))
             try:
-                lower = plan(profile, max(1, made.predicted.peak_bytes - over))
+                lower = plan(profile, max(1, aim_bytes))
             except Infeasible:
                 lower = smallest_plan(profile)
             if lower.decisions != made.decisions:
@@ -386,8 +477,7 @@ class Fitting(PlanMonitor):
         assert self._n_looked is not None
         self._n_looked += 1
         if elements(shapes_in(in_words(tensors_in(batch)))) <= most_elements(made):
-            self._rehearsing.leaves()
-            self._put_in_force(model)
+            self._put_in_force(model, batch)
             return
         if self._applied is not None:
             self._applied.remove()
@@ -397,7 +487,7 @@ class Fitting(PlanMonitor):
             self._is_rehearsed = True
         except RehearsalError as why:
             self._leave_growth(why)
-            self._put_in_force(model)
+            self._put_in_force(model, batch)
 
     def _plan_for_larger(self, made: Plan, model: nn.Module) -> None:
         """Plan for a larger batch once it was rehearsed often enough, so that the next one is measured."""
@@ -416,7 +506,8 @@ class Fitting(PlanMonitor):
             larger = replace(smallest_plan(profile), budget_bytes=made.budget_bytes)
             self._say(f"{_first_line(why)} The most saving plan is in force for these batches")
         if len(larger.input_shapes) == 1 and most_elements(larger) > most_elements(made):
-            self._smaller.append(made)
+            if not larger.graphs:  # compiled code has one partition for all sizes
+                self._smaller.append(made)
             self.plan = larger
             self._over, self._n_others, self._most = [], 0, 0
             self._announce(larger)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lowtide.memory.measure import recorder_for
-from lowtide.memory.memory_timeline import Timeline
-from lowtide.profiler.other_memory import with_others
+from lowtide.profiler.peak_margin import peak_of
 from lowtide.runtime.fingerprint import place_of, static_bytes
+from lowtide.script.repeat_step import StepRepeater
 from lowtide.script.step_listener import StepListener
 from lowtide.units import format_bytes
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lowtide.api.apply import Applied
+    from lowtide.memory.device_budget import BudgetFor
 
 _PASSED_OVER = (
     "another model is trained now, without a plan: a plan is for one model object, the first that was trained. Run "
@@ -28,9 +29,12 @@ _PASSED_OVER = (
 class PlanMonitor(StepListener):
     """A plan in force on the model, whose steps are measured."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], *, retry: bool = False) -> None:
+        """Begin without a plan; with `retry` a step that runs out of memory under one is repeated once."""
         self.done = False
-        self._say = say
+        self.n_repeated = 0
+        """Steps that ran out of memory and were repeated."""
+        self._say, self._retry = say, retry
         self._applied: Applied | None = None
         self._gone: Applied | None = None
         """The plan in force on a model that was given up."""
@@ -69,6 +73,14 @@ class PlanMonitor(StepListener):
             self._open.leave()
             self._open = None
 
+    def _guard(self, model: nn.Module, applied: Applied) -> None:
+        """Repeat steps of `model` that run out of memory while the plan is in force, if that is asked for."""
+        if self._retry:
+            applied.also(StepRepeater(model, applied, self._say, self._has_repeated).remove)
+
+    def _has_repeated(self) -> None:
+        self.n_repeated += 1
+
     def _say_smaller_only(self) -> None:
         """Say that no batch of the plan's size came."""
         found = f"the largest measured peak is {format_bytes(self._most)}" if self._most else "no peak was measured"
@@ -82,8 +94,16 @@ class Measured:
     Raises RehearsalError if its memory can't be recorded, ReplayMismatch in backward.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...], applied: Applied) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        optimizers: tuple[Optimizer, ...],
+        applied: Applied,
+        budget_for: BudgetFor = "requested",
+    ) -> None:
         self._static, self._addresses = static_bytes(model, batch, optimizers)
+        self._budget_for = budget_for
         self._stack = contextlib.ExitStack()
         self._recorder = self._stack.enter_context(recorder_for(place_of(model)))
         self._stack.enter_context(applied.checked())
@@ -91,8 +111,7 @@ class Measured:
     def peak_bytes(self) -> int:
         """Return the step's peak now that it is over, memory from before the step included."""
         self.leave()
-        there = with_others(self._static, self._addresses, self._recorder)
-        return there.total + Timeline(self._recorder.stream).peak_bytes
+        return peak_of(self._static, self._addresses, self._recorder, self._budget_for)
 
     def leave(self) -> None:
         """End the recording at any point. Repeated calls do nothing."""

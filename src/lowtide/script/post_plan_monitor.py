@@ -23,20 +23,25 @@ class PostPlanMonitor:
         self.model = weakref.ref(model)
         self._modules = [weakref.ref(module) for module in model.modules()]
         mine = ids(model.parameters())
-        self._known = weakref.WeakSet(o for o in optimizers if mine & held_by(o))
+        self._known = {id(o): weakref.ref(o) for o in optimizers if mine & held_by(o)}
         """The model's optimizers, those observed since included."""
 
     def optimizers(self) -> list[Optimizer]:
         """Return the model's optimizers that are alive."""
-        return list(self._known)
+        return [optimizer for known in self._known.values() if (optimizer := known()) is not None]
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Return True if an optimizer is known to be the model's."""
+        known = self._known.get(id(optimizer))
+        return known is not None and known() is optimizer
 
     def updated(self, optimizer: Optimizer) -> None:
-        """Note a step of an optimizer."""
-        if not self._modules or optimizer in self._known:
+        """Note a step of an optimizer that is not known."""
+        if not self._modules:
             return
         there = [module for reference in self._modules if (module := reference()) is not None]
         if any(held_by(optimizer) & ids(module.parameters(recurse=False)) for module in there):
-            self._known.add(optimizer)
+            self._known[id(optimizer)] = weakref.ref(optimizer)
         else:
             self._modules.clear()
             self._crew.passes_over()

@@ -6,13 +6,15 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lowtide._torch.compiled_code import is_compiled
 from lowtide.errors import RehearsalError
 from lowtide.levers import enable
 from lowtide.levers.lever import LeverNotApplicable
 from lowtide.memory.events import Busy
 from lowtide.profiler.checkpointed_blocks import can_do_without, told
 from lowtide.profiler.online import PATIENCE, OnlineProfiler
-from lowtide.profiler.preconditions import check_uncompiled, has_torchscript
+from lowtide.profiler.preconditions import check_not_scripted, has_torchscript
+from lowtide.script.composite_model import name_of
 from lowtide.script.step_listener import Enough, StepListener
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from lowtide.levers import LeverStack
     from lowtide.planner.records import AppliedLever, Profile
+    from lowtide.profiler.compiled_online import OnlineCompiledProfiler
 
 TWO_STEPS = "was rehearsed: that takes two steps, and more where batches are of several sizes"
 
@@ -58,12 +61,12 @@ class Rehearsing(StepListener):
         """Steps that could not be observed, because another recorder was active."""
         self._is_hidden = False
         self._plain, self._stop = plain, stop
-        self._observed: OnlineProfiler | None = None
+        self._observed: OnlineProfiler | OnlineCompiledProfiler | None = None
         self._checkpointed: tuple[Profile, Counter[str]] | None = None
         """The profile and calls of steps with checkpointed calls, while steps without checkpointing are rehearsed."""
         self._n_runs = 0
         """Steps in which TorchScript in the model ran; it compiles itself in the first ones."""
-        self._gone: list[OnlineProfiler] = []
+        self._gone: list[OnlineProfiler | OnlineCompiledProfiler] = []
         """Profilers still in force on models that were given up."""
         self._is_anew = False
         """True if larger batches are rehearsed than before."""
@@ -72,13 +75,13 @@ class Rehearsing(StepListener):
         """Observe this step. Raises RehearsalError for a model that can't be planned."""
         if self._gone:
             self.leaves()
-        check_uncompiled(model)
+        check_not_scripted(model)
         self._is_hidden = has_torchscript(model) and self._n_runs < TORCHSCRIPT_RUNS
         if self._is_hidden:
             self._n_runs += 1
             return
         if self._observed is None:
-            self._observed = OnlineProfiler(model, plain=self._plain, in_place=self._in_place)
+            self._observed = self._profiler(model)
         if self._on is None:
             self._on = _put_on(model, self._levers)
         try:
@@ -88,6 +91,18 @@ class Rehearsing(StepListener):
             self.n_hidden += 1
             if self.n_hidden > PATIENCE:
                 raise RehearsalError(str(busy)) from None
+
+    def _profiler(self, model: nn.Module) -> OnlineProfiler | OnlineCompiledProfiler:
+        if self.compiled is None and not is_compiled(model):
+            return OnlineProfiler(model, plain=self._plain, in_place=self._in_place)
+        from lowtide.profiler.compiled_online import OnlineCompiledProfiler  # imports inductor, which takes seconds
+
+        if self._levers:
+            raise RehearsalError(
+                f"{name_of(model)} is compiled as a whole, and in a script no lever goes with that: leave "
+                f"{', '.join(repr(lever.name) for lever in self._levers)} out, or call lowtide.fit in the script."
+            )
+        return OnlineCompiledProfiler(model)
 
     def ends(self, model: nn.Module) -> None:
         """Check if enough steps were observed. Raises RehearsalError if that can never be."""
@@ -143,7 +158,7 @@ class Rehearsing(StepListener):
             self._on.remove()
             self._on = None
 
-    def _settle(self, model: nn.Module, observed: OnlineProfiler) -> None:
+    def _settle(self, model: nn.Module, observed: OnlineProfiler | OnlineCompiledProfiler) -> None:
         """Finish the rehearsal; if calls are checkpointed, first rehearse without that to measure its cost."""
         profile = observed.profile
         assert profile is not None

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from lowtide._torch.compiled_code import n_compiled
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.runtime.bypassed_calls import IN_TRANSFORM
 from lowtide.script.composite_model import name_of
@@ -105,6 +106,11 @@ def why_not(program: str, steps: Steps, crew: StepListener) -> str:
         return (
             f"{ended}; the whole model is inside of a reentrant checkpoint, which runs it without gradients first.\n"
             "  Say use_reentrant=False there, or do without: plans keep what pays."
+        )
+    if steps.model is None and n_compiled() > steps.n_compiled_before:
+        return (
+            f"{ended}, and {_UNTRAINED}. A function that torch.compile made before was perhaps called.\n"
+            "  Call torch.compile inside the block, or compile the model instead: torch.compile(model)."
         )
     if steps.model is None:
         return (

@@ -28,13 +28,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowtide._torch.backward import in_backward, in_transform, is_tracing
-from lowtide._torch.compiled_code import never_compiled, not_compiled_alone
+from lowtide._torch.compiled_code import is_compiled, n_compiled, never_compiled, not_compiled_alone
 from lowtide._torch.patching import Make, replace_function
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.runtime.class_calls import class_of_call, classes_of_calls
 from lowtide.runtime.fingerprint import tensors_in
 from lowtide.script.alternating_models import PATIENCE, AlternatingModels, held_by, ids, others_at_hand
 from lowtide.script.candidate_models import CandidateModels
+from lowtide.script.compiled_functions import trained_modules, watch_compiled_functions
 from lowtide.script.composite_model import CompositeModel, whole
 from lowtide.script.line_search import Search
 from lowtide.script.manual_updates import ManualUpdates
@@ -67,6 +68,8 @@ class Steps:
         self._is_given, self._when_failed = model is not None, when_failed
         self.n_updates = 0
         """Updates by optimizers so far."""
+        self.n_compiled_before = n_compiled()
+        """Graphs that torch.compile had compiled when the block began."""
         self.model: nn.Module | None = model
         """The model, as far as it is known."""
         self.failed: LowtideError | Enough | None = None
@@ -110,16 +113,14 @@ class Steps:
         self._other_threads = weakref.WeakSet(t for t in threading.enumerate() if t is not threading.current_thread())
 
     def __enter__(self) -> Self:
-        self._hooks = (
-            register_optimizer_step_pre_hook(self._begins_update),
-            register_optimizer_step_post_hook(self._updates),
-        )
+        self._hook = register_optimizer_step_post_hook(self._updates)
         self._unwatch = contextlib.ExitStack()
         self._watch()
         return self
 
     def _watch(self) -> None:
         """Patch the calls of all modules, including classes with their own `__call__`."""
+        self._unwatch.callback(register_optimizer_step_pre_hook(self._begins_update).remove)
         told = functools.partial(functools.partial, self._call)
         self._unwatch.callback(replace_function(nn.Module, "__call__", told))
         self._unwatch.callback(
@@ -127,6 +128,8 @@ class Steps:
         )
         started = functools.partial(functools.partial, self._starts_process)
         self._unwatch.callback(replace_function(BaseProcess, "start", started))
+        if self.crew.plans_compiled:
+            self._unwatch.callback(watch_compiled_functions(self))
         for kind in classes_of_calls():
             self._watch_class(kind, told)
 
@@ -134,8 +137,7 @@ class Steps:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-        for hook in self._hooks:
-            hook.remove()
+        self._hook.remove()
         self.crew.leaves()
 
     def stop(self) -> None:
@@ -187,14 +189,39 @@ class Steps:
         begins = not self._depth and self._begins_training(module, (args, kwargs))
         if self._before is None and not (begins or self._is_open or self._depth) and self._is_here():
             self._before = weakref.ref(module)
-        if self._depth or not (begins or module in self._prompted or any(map(is_lazy, module.parameters()))):
+        if self._depth or not (
+            begins or module in self._prompted or (torch.is_grad_enabled() and any(map(is_lazy, module.parameters())))
+        ):
             return plain(module, *args, **kwargs)
         self._depth += 1  # also keeps modules from beginning a step when a module with lazy parameters calls them
         try:
             if begins:
+                is_around = self._is_given and module is not self.model and is_compiled(module)
+                self.crew.compiled = module if is_around else None
                 with self._noting():
                     self._called_by_nobody(module, (args, kwargs))
             return plain(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    @not_compiled_alone
+    def calls_compiled(
+        self, function: Callable[..., Any], of: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a compiled function, made of the function `of`: a step may begin with it."""
+        if self._depth or not self.crew.plans_compiled:
+            return function(*args, **kwargs)
+        if self._is_late and self._is_here() and not in_backward():
+            self._close_late()
+        self._depth += 1
+        try:
+            if torch.is_grad_enabled() and self._is_here() and not in_backward():
+                for module in trained_modules(of, args, kwargs):
+                    if not self._is_open:
+                        self.crew.compiled = function
+                    with self._noting():
+                        self._called_by_nobody(module, (args, kwargs))
+            return function(*args, **kwargs)
         finally:
             self._depth -= 1
 
@@ -326,15 +353,13 @@ class Steps:
         return next((search for search in self._updating.values() if search.evaluates_often), None)
 
     def _updates(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._afterwards is not None:
+            self._updates_afterwards(self._afterwards, optimizer)
+            return
         if self._is_beginning or self._is_elsewhere(optimizer):
             return
         self.n_updates += 1
         self._updating.pop(id(optimizer), None)
-        if self._afterwards is not None:
-            self._afterwards.updated(optimizer)
-            if self.crew.wants_more() and (model := self._afterwards.model()) is not None:
-                self._resume(model, self._afterwards.optimizers())
-            return
         self._optimizers[id(optimizer)] = optimizer
         if self.model is None and (found := self._prompted.updated(optimizer)) is not None:
             self.model = found
@@ -358,6 +383,16 @@ class Steps:
         elif not self._gradients() - self._updated() and self._all_stepped():
             with self._noting():
                 self._close()
+
+    def _updates_afterwards(self, monitor: PostPlanMonitor, optimizer: Optimizer) -> None:
+        """Look if more steps are needed, in as few calls as possible: this runs in each step of training."""
+        if not monitor.knows(optimizer):
+            if self._is_elsewhere(optimizer):
+                return
+            monitor.updated(optimizer)
+        self.n_updates += 1
+        if self.crew.wants_more() and (model := monitor.model()) is not None:
+            self._resume(model, monitor.optimizers())
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
     from torch.optim import Optimizer
 
@@ -20,6 +22,11 @@ class StepListener:
 
     done = False
     """True once all work is done: no more steps need to be detected."""
+
+    plans_compiled = True
+    """False if compiled functions are none of the listener's business: only the modules that they call."""
+    compiled: Callable[..., Any] | None = None
+    """The compiled function, or wrapper, that calls the model, if the program calls that."""
 
     @property
     def awaits(self) -> str:

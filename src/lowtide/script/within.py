@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Self
 from lowtide.api.fitted import check_has_no_plan
 from lowtide.errors import LowtideError
 from lowtide.levers import parse_script_lever
+from lowtide.memory.device_budget import BudgetFor, check_on_device
 from lowtide.report.text_table import decisions, extra_time, lever_lines
+from lowtide.runtime.fingerprint import place_of
 from lowtide.script.calling_code import as_far_as
 from lowtide.script.fit_steps import Fitting, OnInfeasible, RunVerdict, check_on_infeasible
+from lowtide.script.repeat_step import told_repeated
 from lowtide.script.run_listened import watched, why_not
 from lowtide.units import format_bytes, format_change
-from lowtide.utils.amounts import check_budget
 from lowtide.utils.interrupts import entering, resend_dropped_interrupts, whole
 from lowtide.utils.messages import note, tell
 
@@ -50,6 +52,29 @@ class Run:
     def verdict(self) -> RunVerdict | None:
         """Memory of the steps under `plan`, as measured; None before."""
         return self._fitting.verdict
+
+    @property
+    def n_repeated(self) -> int:
+        """Steps that ran out of memory and were repeated."""
+        return self._fitting.n_repeated
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers for a training log; none before there is a plan.
+
+        Names are letters and underscores, which TensorBoard, Weights & Biases and MLflow all take.
+        """
+        plan, verdict = self.plan, self.verdict
+        if plan is None:
+            return {}
+        measured_bytes = None if verdict is None else verdict.measured_peak_bytes
+        return {
+            "lowtide_budget_bytes": plan.budget_bytes,
+            "lowtide_peak_bytes": plan.predicted.peak_bytes if measured_bytes is None else measured_bytes,
+            "lowtide_plain_peak_bytes": plan.plain.peak_bytes,
+            "lowtide_extra_ms": plan.predicted.extra_ms,
+            "lowtide_plans": len(self.plans),
+            "lowtide_repeated_steps": self.n_repeated,
+        }
 
     @entering
     def __enter__(self) -> Self:
@@ -106,16 +131,19 @@ class Run:
 
     def _proof(self, plan: Plan) -> list[str]:
         proof = "not measured yet" if self.verdict is None else str(self.verdict)
-        return [*lever_lines(plan), proof, *(f"note: {noted}" for noted in plan.notes)]
+        repeated = [told_repeated(self.n_repeated)] if self.n_repeated else []
+        return [*lever_lines(plan), proof, *repeated, *(f"note: {noted}" for noted in plan.notes)]
 
 
 def within(
     budget: int | str,
     *,
+    budget_for: BudgetFor = "requested",
     model: nn.Module | None = None,
     on_infeasible: OnInfeasible = "raise",
     levers: Collection[str] = (),
     in_place: bool = True,
+    retry: bool = False,
     progress: bool = True,
 ) -> Run:
     """Keep the training steps of a `with` block within `budget`, at little extra time and to the same bits.
@@ -133,18 +161,22 @@ def within(
         budget: Bytes, "8GiB", "500MB" or "60%" of the plain step's peak, for all memory of the step: parameters,
             gradients, optimizer state and batch included, and anything else in memory, such as other models. On a GPU
             also "90% of gpu", or "auto": the memory that is free there, less a margin for fragmentation.
+        budget_for: The bytes that the budget bounds: the "requested" ones, or on a GPU "reserved" ones, as for `fit`.
         model: The model to plan for, which the loop may call through a wrapper. By default the one that is trained.
         on_infeasible: If no plan fits, "raise" ends training with the error, "smallest" goes on under the most saving
             plan, and "plain" goes on without any. The updates so far stand, and are those of the plain loop.
         levers: Changes of the step, as `lowtide run --lever` takes them: "outputs", "loss head", "micro-batches=4".
         in_place: False lets no gradient be written over the one that it is computed from.
-        progress: False writes nothing to stderr; the log named "lowtide" has all lines.
+        retry: True repeats a step that runs out of memory under its plan once, under the most saving one, to the same
+            bits. If memory runs out again, the error has the explanation of `lowtide explain`.
+        progress: If False, nothing is written to stderr, no bar either; the log named "lowtide" has all lines.
 
     Returns:
         The block to enter; it has the plans and the verdict.
 
     Raises:
-        BudgetError: If the budget is not an amount of memory.
+        BudgetError: If the budget is no amount of memory, or one that only a GPU has, and the model is on another
+            device.
         Infeasible: If no plan fits. Raised from the optimizer's step, as are the errors below.
         OverBudget: If the measured peaks stay above the budget.
         RehearsalError: If the steps can't be rehearsed.
@@ -163,19 +195,22 @@ def within(
         >>> run.verdict.within_budget
         True
     """
-    check_budget(budget)
     check_on_infeasible(on_infeasible)
     if isinstance(levers, str):
         levers = (levers,)
     _check_trained(model)
+    check_on_device(budget, None if model is None else place_of(model), budget_for)
     say = tell if progress else note
     fitting = Fitting(
         budget,
         say,
         tuple(map(parse_script_lever, levers)),
+        budget_for=budget_for,
         in_place=in_place,
         on_infeasible=on_infeasible,
         takes_turns=model is None,
+        retry=retry,
+        progress=progress,
     )
     return Run(fitting, model, say)
 

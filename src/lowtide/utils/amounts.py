@@ -62,17 +62,26 @@ def share_of_gpu(budget: str) -> Fraction | None:
     return share
 
 
-def check_budget(budget: str | SupportsIndex) -> None:
-    """Raise BudgetError for an invalid budget, before the plain step's peak, or the device, is known."""
-    if isinstance(budget, str) and (budget.strip().lower() == AUTO or share_of_gpu(budget) is not None):
-        return
-    parse_budget(budget, of=2**40)
+def is_of_gpu(budget: object) -> bool:
+    """Return True for "auto" and "90% of gpu". Raises BudgetError as `share_of_gpu` does."""
+    return isinstance(budget, str) and (budget.strip().lower() == AUTO or share_of_gpu(budget) is not None)
+
+
+def check_budget(budget: str | SupportsIndex, *, of_gpu: bool = False) -> None:
+    """Raise BudgetError for an invalid budget, before the plain step's peak is known.
+
+    Budgets relative to a GPU are valid if `of_gpu`; `memory/device_budget.py` says on which devices.
+    """
+    if not (of_gpu and is_of_gpu(budget)):
+        parse_budget(budget, of=2**40)
 
 
 def _read(amount: object, bytes_per_unit: Mapping[str, Fraction], understood: str) -> int:
     def error_for(why: str) -> BudgetError:
         return BudgetError(f"{amount!r} is not an amount of memory: {why}.\n  Understood: {understood}.")
 
+    if is_of_gpu(amount):
+        raise error_for("it depends on a GPU and what is on it, which fit, within and `lowtide run` look up")
     if isinstance(amount, str):
         match = _AMOUNT.fullmatch(amount)
         if match is None:

@@ -22,7 +22,7 @@ Debts: batch statistics inside reentrant checkpoints and compiled models are not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ from torch import Tensor
 from lowtide._torch.autograd_graph import nodes_behind
 from lowtide._torch.nodes import SAVED
 from lowtide.errors import LowtideError
+from lowtide.levers.accumulation.cached_representations import accumulated_by_representations
 from lowtide.levers.accumulation.loss_reduction import Shares, SumOver, Weight, average_of, shares_for
 from lowtide.levers.accumulation.row_independence import check_no_product_of_rows, check_rows_are_independent
 from lowtide.levers.accumulation.split_batch import micro_batches, rows_of
@@ -49,6 +50,7 @@ def accumulate(
     weight: Literal["rows", "sum"] | Callable[[Any], float | Tensor] | None = None,
     shared: Collection[str] = (),
     batch_norm: bool = False,
+    representations: Callable[[Batch], Any] | None = None,
     backward: Callable[[Tensor], object] = torch.Tensor.backward,
 ) -> Tensor:
     """Add the gradients of the loss over all of `batch` to `.grad`, by `n` micro-batches; return that loss, detached.
@@ -57,11 +59,20 @@ def accumulate(
     model draws no random numbers: with dropout, other masks are drawn.
 
     A stated `weight` is checked once for each `loss_of`: the loss of some rows is compared with the losses of their
-    halves, without gradients. A loss whose rows depend on each other, such as one with in-batch negatives, is rejected.
+    halves, without gradients. A loss whose rows depend on each other, such as one with in-batch negatives, is rejected:
+    its pieces have other gradients. With `representations` they have the whole batch's (GradCache):
+
+        def loss_of(pairs):  # all representations of the batch
+            images, texts = pairs
+            return contrastive(images, texts)
+
+        loss = lowtide.accumulate(loss_of, batch, 8, representations=lambda part: (image(part.x), text(part.y)))
+
+    Each piece is then encoded twice with the same random numbers: for its representations, and for its gradients.
 
     Args:
         loss_of: Runs forward on one piece and returns the loss, one number. It calls no backward, since each loss has
-            to be scaled before.
+            to be scaled before. With `representations` it takes those of the whole batch.
         batch: The batch, as `micro_batches` takes it: rows are dimension 0.
         n: Number of micro-batches.
         weight: How the loss averages, needed if its autograd node does not reveal it: "rows" (a mean over rows), "sum"
@@ -70,6 +81,8 @@ def accumulate(
         shared: Keys of entries that every piece gets whole, as in `micro_batches`.
         batch_norm: Accept batch normalization. It sees one piece at a time, so its statistics and the gradients differ
             from the whole batch's; without this flag it is rejected.
+        representations: Encodes one piece, each row by itself: a tensor with a row for each row of the piece, or
+            tuples, lists or dicts of such tensors. For losses in which rows see each other.
         backward: Runs backward from a scaled loss. With a GradScaler pass
             `backward=lambda loss: scaler.scale(loss).backward()`.
 
@@ -91,6 +104,14 @@ def accumulate(
     """
     if not (weight is None or weight in ("rows", "sum") or callable(weight)):
         raise LowtideError(f'weight is "rows", "sum" or a function that counts what is in a piece; found {weight!r}.')
+    if representations is not None:
+        if weight is not None or batch_norm:
+            raise LowtideError(
+                "with representations=, the loss is of the whole batch: leave weight and batch_norm out."
+            )
+        return accumulated_by_representations(
+            loss_of, representations, batch, n, shared, _check, _refuse_batch_norm, backward
+        )
     return accumulate_weighted(loss_of, batch, n, weight, shared, batch_norm, backward)
 
 
@@ -116,10 +137,14 @@ def accumulate_weighted(
         _check(loss)
         if shares is None:
             if not batch_norm:
-                _refuse_batch_norm(loss)
+                _refuse_batch_norm([loss])
             if is_stated and len(parts) > 1:
                 check_no_product_of_rows(loss, rows[0])
-            shares = shares_for(loss, parts, rows, weight)
+            try:
+                shares = shares_for(loss, parts, rows, weight)
+            except LowtideError:
+                check_no_product_of_rows(loss, rows[0])  # if there is one, that is the reason
+                raise
         elif weight is None or isinstance(weight, SumOver):
             shares.check(number, average_of(loss, weight))
         share = shares.of(number)
@@ -145,8 +170,8 @@ def _check(loss: Any) -> None:
         )
 
 
-def _refuse_batch_norm(loss: Tensor) -> None:
-    for node in nodes_behind([loss]):
+def _refuse_batch_norm(results: Sequence[Tensor]) -> None:
+    for node in nodes_behind(results):
         if "BatchNorm" in node.name() and getattr(node, SAVED + "training", True):
             raise LowtideError(
                 f"the model normalizes over the batch ({node.name()} in training mode): in micro-batches its "

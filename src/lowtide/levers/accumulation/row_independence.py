@@ -89,8 +89,9 @@ def _share(half: Any, rows: Any, weight: Weight, shared: Collection[str]) -> flo
 def _refusal(reason: str) -> LowtideError:
     return LowtideError(
         f"the loss is not a sum over rows: {reason}. Rows that see each other, such as in-batch negatives, give other "
-        "gradients in pieces. Give the whole batch to one backward (lowtide.fit makes room for it), or cache the "
-        "embeddings of all pieces first, as GradCache does."
+        "gradients in pieces. Encode each piece by itself, and give the loss the representations of all of them: "
+        "lowtide.accumulate(loss_of_representations, batch, n, representations=encode) has the whole batch's gradients "
+        "(GradCache). Or give the whole batch to one backward; lowtide.fit makes room for it."
     )
 
 

@@ -1,0 +1,334 @@
+"""Measure the scripts of examples/ plainly, as their articles do it by hand, and under `lowtide run --budget`.
+
+    python bench/articles.py                  # measure all, then renew docs/articles.md and docs/articles.ja.md
+    python bench/articles.py gpt_mask ...     # measure these alone; the other numbers stay
+    python bench/articles.py --tables         # renew both pages from docs/articles.json
+
+Each run is a process of its own with one thread. Its time is the least processor time of a step, over those after the
+fourth, and its peak is that of its last step, from the allocator's events: all tensors of the process, from one
+`optimizer.step()` to the next. Nothing is recorded while steps are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from lowtide.units import format_bytes, format_time
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "articles.json"
+PAGES = {"en": ROOT / "docs" / "articles.md", "ja": ROOT / "docs" / "articles.ja.md"}
+STEPS = 8
+"""Steps of a run. Plans are in force from the third at the latest."""
+TIMED_FROM = 4
+"""Steps before the first that is timed."""
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One way to run a script."""
+
+    command: str
+    peak_bytes: int | None = None
+    step_ms: float | None = None
+    same: bool | None = None
+    """True if it printed the lines of the plain run, number by number."""
+    within: Literal["", "share", "hand", "smallest"] = ""
+    """The budget of a run under Lowtide: a share of the plain peak, the least peak by hand, or the smallest."""
+    refused: str = ""
+    """The error's last lines, of a run that ended early."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A script, and the arguments that turn on what its article does by hand."""
+
+    script: str
+    by_hand: tuple[str, ...] = ("--checkpoint",)
+    args: str = ""
+    share: int = 0
+    """The budget in percent of the plain peak; 0: the least peak reached by hand."""
+
+
+EXAMPLES = {
+    "del_loss": Example("del_loss", ("--delete loss", "--delete output"), share=60),
+    "bert_layers": Example("bert_layers"),
+    "resnet_blocks": Example("resnet_blocks"),
+    "training_loop": Example("training_loop", args="--epochs 1"),
+    "gpt_mask": Example("gpt_mask", ("--checkpoint late", "--checkpoint bound")),
+    "known_errors": Example("known_errors", ("--checkpoint reentrant", "--checkpoint non-reentrant")),
+    "mixed_precision": Example("mixed_precision"),
+    "compiled_blocks": Example("compiled_blocks", args="--backend aot_eager"),
+    "accumulation": Example("accumulation", ("--pieces 4",)),
+    **{f"sqrt_depth_{n}": Example("sqrt_depth", args=f"--layers {n}") for n in (4, 8, 16, 32, 64)},
+}
+GPU, ON_GPU = "rtx 4090", "peak_memory"
+
+
+# --- one run, in a process of its own -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def observed(found: dict[str, Any]) -> Iterator[None]:
+    """Time the optimizer's steps and record the last one, into `found`."""
+    # here: the process that starts the others needs no torch
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from lowtide.memory.cpu_recorder import CpuRecorder
+    from lowtide.memory.memory_timeline import Timeline
+    from lowtide.profiler.other_memory import with_others
+    from lowtide.runtime.fingerprint import static_bytes
+
+    ends: list[float] = []
+    recorder = CpuRecorder()
+
+    def model_of(optimizer: Optimizer) -> nn.Module:
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        modules = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
+        return next(m for m in modules if updated == {id(p) for p in m.parameters()})
+
+    def stepped(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        ends.append(time.process_time())
+        if len(ends) == STEPS - 1:
+            found["static"] = static_bytes(model_of(optimizer), [], [optimizer])
+            recorder.__enter__()
+        elif len(ends) == STEPS:
+            recorder.__exit__(None, None, None)
+            static, addresses = found.pop("static")
+            entry_bytes = with_others(static, addresses, recorder).total
+            found["peak_bytes"] = entry_bytes + Timeline(recorder.stream).peak_bytes
+
+    torch.set_num_threads(1)
+    handle = register_optimizer_step_post_hook(stepped)
+    try:
+        yield
+    finally:
+        handle.remove()
+    between = [1000 * (after - before) for before, after in pairwise(ends)]
+    found["step_ms"] = min(between[TIMED_FROM - 1 : STEPS - 2], default=None)
+
+
+def work(to: str, budget: str, script: str, args: Sequence[str]) -> int:
+    """Run one script, under `lowtide run` if `budget` is not empty, and write the numbers to the file `to`."""
+    found: dict[str, Any] = {}
+    with observed(found):
+        if budget:
+            from lowtide.cli import main
+
+            code = main(["run", "--budget", budget, script, *args])
+        else:
+            sys.argv = [script, *args]
+            runpy.run_path(script, run_name="__main__")
+            code = 0
+    Path(to).write_text(json.dumps(found), encoding="utf-8")
+    return code
+
+
+# --- all runs -------------------------------------------------------------------------------------------------------
+
+
+def run(example: Example, by_hand: str = "", budget: str = "") -> tuple[Run, str]:
+    """Return the numbers of one run, and the text that the script printed."""
+    script = f"examples/{example.script}.py"
+    args = [*example.args.split(), *by_hand.split()]
+    numbers = ROOT / f".articles-{os.getpid()}.json"
+    call = [sys.executable, __file__, "--work", str(numbers), f"--run-within={budget}", script]
+    call += [*args, f"--steps={STEPS}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    try:
+        found = json.loads(numbers.read_text(encoding="utf-8")) if numbers.exists() else {}
+    finally:
+        numbers.unlink(missing_ok=True)
+    command = " ".join([f"lowtide run --budget {budget}" if budget else "python", script, *args])
+    if done.returncode:
+        return Run(command=command, refused=done.stderr.strip()[-2000:]), done.stdout
+    return Run(command=command, peak_bytes=found["peak_bytes"], step_ms=found["step_ms"]), done.stdout
+
+
+def measure(example: Example) -> list[Run]:
+    """Run the script plainly, by hand, and within the share, or else the least peak reached by hand."""
+    plain, printed = run(example)
+    if plain.peak_bytes is None:
+        raise SystemExit(f"{plain.command} failed:\n{plain.refused}")
+    runs = [plain]
+    for by_hand in example.by_hand:
+        of_hand, lines = run(example, by_hand)
+        runs.append(msgspec.structs.replace(of_hand, same=None if of_hand.refused else lines == printed))
+    least_bytes = min(of_hand.peak_bytes or plain.peak_bytes for of_hand in runs)
+    name = "share" if example.share else "hand"
+    budget_bytes = example.share * plain.peak_bytes // 100 if example.share else least_bytes
+    within, lines = run(example, budget=format_bytes(budget_bytes, round_up=True).replace(" ", ""))
+    if (smallest := re.search(r"Smallest peak: ([\d.]+) ([KMG]iB)", within.refused)) is not None:
+        within, lines = run(example, budget=smallest[1] + smallest[2])
+        name = "smallest"
+    if within.refused:
+        raise SystemExit(f"{within.command} failed:\n{within.refused}")
+    return [*runs, msgspec.structs.replace(within, same=lines == printed, within=name)]
+
+
+def estimated() -> list[str]:
+    """Return the lines that `examples/peak_memory.py` prints under `lowtide estimate --device`."""
+    call = [sys.executable, "-m", "lowtide", "estimate", "--device", GPU, f"examples/{ON_GPU}.py"]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [line for line in done.stdout.splitlines() if re.fullmatch(r"[a-z ]+: [\d]+ MiB", line)]
+
+
+# --- the pages ------------------------------------------------------------------------------------------------------
+
+
+class Results(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of all examples."""
+
+    versions: dict[str, str]
+    runs: dict[str, list[Run]]
+    estimate: list[str] = []
+
+
+HEADS = {
+    "en": ("run", "peak", "of plain", "time of a step", "printed numbers"),
+    "ja": ("実行", "ピーク", "元に対する割合", "1 ステップの時間", "出力された数値"),
+}
+WORDS = {
+    "en": {
+        "same": "the same",
+        "other": "others",
+        "smallest": "smallest budget possible",
+        "hand": "peak by hand",
+        "layers": "layers",
+        "plain": "plain",
+        "by hand": "by hand",
+        "refused": "ends with an error",
+    },
+    "ja": {
+        "same": "同じ",
+        "other": "異なる",
+        "smallest": "可能な最小の予算",
+        "hand": "手作業のピーク",
+        "layers": "層",
+        "plain": "元のまま",
+        "by hand": "手作業",
+        "refused": "エラーで終了",
+    },
+}
+
+
+def table(runs: Sequence[Run], language: str) -> str:
+    """Return one example's runs as a table."""
+    words, plain = WORDS[language], runs[0]
+    lines = [_row(HEADS[language]), "|---|---:|---:|---:|---|"]
+    for each in runs:
+        command = f"`{each.command}`" + (f" ({words[each.within]})" if each.within in words else "")
+        if each.peak_bytes is None or each.step_ms is None:
+            lines.append(_row((command, "", "", "", words["refused"])))
+            continue
+        assert plain.peak_bytes is not None
+        assert plain.step_ms is not None
+        same = "" if each.same is None else words["same" if each.same else "other"]
+        time_cell = format_time(each.step_ms)
+        if each is not plain:
+            time_cell = _percent(each.step_ms / plain.step_ms - 1)
+        share = f"{100 * each.peak_bytes / plain.peak_bytes:.0f} %"
+        lines.append(_row((command, format_bytes(each.peak_bytes), share, time_cell, same)))
+    return "\n".join(lines)
+
+
+def depth_table(results: Results, language: str) -> str:
+    """Return peaks and times over depths as a table."""
+    words = WORDS[language]
+    head = (words["layers"], words["plain"], words["by hand"], "", "Lowtide", "")
+    lines = [_row(head), "|---:|---:|---:|---:|---:|---:|"]
+    for name, runs in results.runs.items():
+        if not name.startswith("sqrt_depth"):
+            continue
+        cells = [name.rpartition("_")[2], format_bytes(runs[0].peak_bytes or 0)]
+        for each in runs[1:]:
+            assert each.step_ms is not None
+            assert runs[0].step_ms is not None
+            cells += [format_bytes(each.peak_bytes or 0), _percent(each.step_ms / runs[0].step_ms - 1)]
+        lines.append(_row(cells))
+    return "\n".join(lines)
+
+
+def renewed(page: str, results: Results, language: str) -> str:
+    """Return a page with its tables made of `results`; each stands between two comments that name its example."""
+
+    def made(match: re.Match[str]) -> str:
+        name = match[1]
+        if name == "sqrt_depth":
+            text = depth_table(results, language)
+        elif name == ON_GPU and results.estimate:
+            text = "\n".join(["```text", *results.estimate, "```"])
+        elif name in results.runs:
+            text = table(results.runs[name], language)
+        else:
+            return match[0]  # not measured so far
+        return f"<!-- {name} -->\n\n{text}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", made, page, flags=re.DOTALL)
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:+.0f} %"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, and renew both pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join([*EXAMPLES, ON_GPU])} (default: all)")
+    parser.add_argument("--tables", action="store_true", help="measure nothing")
+    given = parser.parse_args(arguments)
+    if unknown := {*given.names} - {*EXAMPLES, ON_GPU}:
+        parser.error(f"there is no example {', '.join(sorted(unknown))}")
+    for name in () if given.tables else given.names or [*EXAMPLES, ON_GPU]:
+        runs = [] if name == ON_GPU else measure(EXAMPLES[name])
+        lines = estimated() if name == ON_GPU else []
+        results = read()  # now: another process may have written its own
+        ordered = {each: runs if each == name else results.runs.get(each, []) for each in EXAMPLES}
+        results = Results(
+            versions={package: version(package) for package in ("torch", "transformers")},
+            runs={each: found for each, found in ordered.items() if found},
+            estimate=lines or results.estimate,
+        )
+        RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+        for each in runs:
+            print(each)
+    for language, page in PAGES.items():
+        if page.exists():
+            page.write_text(renewed(page.read_text(encoding="utf-8"), read(), language), encoding="utf-8")
+
+
+def read() -> Results:
+    """Return all results, none if there is no file of them."""
+    if not RESULTS.exists():
+        return Results(versions={}, runs={})
+    return msgspec.json.decode(RESULTS.read_bytes(), type=Results)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--work"]:
+        sys.exit(work(sys.argv[2], sys.argv[3].partition("=")[2], sys.argv[4], sys.argv[5:]))
+    main(sys.argv[1:])

@@ -1,0 +1,62 @@
+"""The cell magic `%%lowtide` of IPython and Jupyter, after `%load_ext lowtide`: it measures the memory of a cell."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lowtide.errors import LowtideError
+from lowtide.memory.measure import Memory, measure
+
+
+def register(shell: Any) -> None:
+    """Add the magic to an `InteractiveShell` of IPython."""
+
+    def lowtide(line: str, cell: str) -> Any:
+        """Measure the memory of the cell and print it: the peak, and what was alive there.
+
+        `%%lowtide memory` also puts the measurement into a variable of that name.
+        """
+        name = line.strip()
+        if name and re.fullmatch(r"[^\W\d]\w*", name) is None:
+            raise LowtideError(
+                f"%%lowtide takes the name of a variable for the measurement, or nothing; found {name!r}."
+            )
+        value, memory = measured(shell, cell)
+        if name:
+            shell.user_ns[name] = memory
+        print(memory)  # noqa: T201
+        return value
+
+    shell.register_magic_function(lowtide, magic_kind="cell", magic_name="lowtide")
+
+
+def measured(shell: Any, cell: str) -> tuple[Any, Memory]:
+    """Run a cell in the variables of the shell; return the value of its last line, if it is one, and its memory."""
+    names = shell.user_ns
+    tree = shell.transform_ast(shell.compile.ast_parse(shell.transform_cell(cell)))
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    label = shell.compile.cache(cell)
+    body = shell.compile(tree, label, "exec")
+    value = None if last is None else shell.compile(ast.Expression(last.value), label, "eval")
+    with measure(_largest_model(names), _only_optimizer(names)) as memory:
+        exec(body, names)
+        result = None if value is None else eval(value, names)
+    return result, memory
+
+
+def _largest_model(names: Mapping[str, Any]) -> nn.Module | None:
+    """Return the model with the most parameters among the variables."""
+    models = [value for value in names.values() if isinstance(value, nn.Module)]
+    return max(models, key=lambda model: sum(p.numel() for p in model.parameters()), default=None)
+
+
+def _only_optimizer(names: Mapping[str, Any]) -> Optimizer | None:
+    """Return the optimizer among the variables, if there is one."""
+    optimizers = {id(value): value for value in names.values() if isinstance(value, Optimizer)}
+    return next(iter(optimizers.values())) if len(optimizers) == 1 else None

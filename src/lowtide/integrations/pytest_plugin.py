@@ -1,0 +1,140 @@
+"""A plugin of pytest: a marker that bounds the memory of a test's training steps.
+
+    @pytest.mark.lowtide(peak="512MiB", findings=0)
+    def test_step(model, batch): ...
+
+pytest loads this file at every start where Lowtide is installed, so torch is imported only for a marked test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.diagnostics.leaks.watcher import Watch
+    from lowtide.memory.measure import Memory
+
+_MARKER = (
+    'lowtide(peak="512MiB", findings=0): fail the test if its memory peaks higher, the objects that it uses included, '
+    "or if lowtide.watch finds more that its steps leave behind"
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line("markers", _MARKER)
+
+
+@pytest.hookimpl(hookwrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Run a marked test under its limits."""
+    marker = item.get_closest_marker("lowtide")
+    if marker is None:
+        yield
+        return
+    limits = _Limits.of(marker)
+    there = _Objects(item)
+    with contextlib.ExitStack() as stack:
+        watch = stack.enter_context(there.watch()) if limits.findings is not None else None
+        memory = stack.enter_context(there.measure()) if limits.peak_bytes is not None else None
+        outcome: Any = yield
+    if outcome.excinfo is None:
+        broken = [*limits.broken_by_peak(memory, there.bytes), *limits.broken_by_findings(watch)]
+        if broken:
+            outcome.force_exception(pytest.fail.Exception("\n".join(broken), pytrace=False))
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    peak: Any
+    peak_bytes: int | None
+    findings: int | None
+
+    @classmethod
+    def of(cls, marker: pytest.Mark) -> _Limits:
+        """Return a marker's limits. Raises LowtideError if it has none, or others."""
+        from lowtide.errors import LowtideError
+        from lowtide.utils.amounts import parse_bytes
+
+        known = {"peak", "findings"}
+        if marker.args or not marker.kwargs or marker.kwargs.keys() - known:
+            found = ", ".join(
+                [*map(repr, marker.args), *(f"{name}={value!r}" for name, value in marker.kwargs.items())]
+            )
+            raise LowtideError(
+                f'@pytest.mark.lowtide takes peak="512MiB", findings=0 or both, by name; found lowtide({found}).'
+            )
+        peak, findings = marker.kwargs.get("peak"), marker.kwargs.get("findings")
+        if findings is not None and (not isinstance(findings, int) or isinstance(findings, bool) or findings < 0):
+            raise LowtideError(f"@pytest.mark.lowtide takes a number of findings, 0 or more; found {findings!r}.")
+        return cls(peak, None if peak is None else parse_bytes(peak), findings)
+
+    def broken_by_peak(self, memory: Memory | None, before_bytes: int) -> Iterator[str]:
+        """Yield the report of a peak that is too high."""
+        if memory is None or self.peak_bytes is None:
+            return
+        from lowtide.memory.timeline_table import table
+        from lowtide.units import format_apart
+
+        peak_bytes = memory.peak_bytes + before_bytes
+        if peak_bytes > self.peak_bytes:
+            peak, limit = format_apart(peak_bytes, self.peak_bytes)
+            yield f"lowtide: the test peaks at {peak}, above its limit of {limit}."
+            yield from table(memory.timeline, peak_bytes=memory.peak_bytes, entry={"what the test uses": before_bytes})
+
+    def broken_by_findings(self, watch: Watch | None) -> Iterator[str]:
+        """Yield the findings if there are too many."""
+        if watch is not None and self.findings is not None and len(watch.findings) > self.findings:
+            n = len(watch.findings)
+            allowed = f"at most {self.findings} allowed"
+            yield f"lowtide: the test leaves memory behind: {n} finding{'s' * (n > 1)}, {allowed}."
+            yield str(watch)
+
+
+class _Objects:
+    """Models, optimizers and tensors that a test can reach before it runs: its fixtures, and globals that it names."""
+
+    def __init__(self, item: pytest.Item) -> None:
+        from lowtide.utils.optional_deps import require_torch
+
+        require_torch("@pytest.mark.lowtide")
+        from torch import Tensor
+        from torch.optim import Optimizer
+
+        from lowtide._torch.tensors import parts_of
+        from lowtide.runtime.fingerprint import tensors_in
+        from lowtide.state.reachable_state import ReachableState
+
+        given = {} if not hasattr(item, "funcargs") else item.funcargs
+        found = ReachableState(getattr(item, "obj", None), *given.values())
+        self.model: nn.Module | None = max(
+            found.modules, key=lambda module: sum(p.numel() for p in module.parameters()), default=None
+        )
+        optimizers: list[Optimizer] = [obj for obj in found.visited if isinstance(obj, Optimizer)]
+        self.optimizer = optimizers[0] if len(optimizers) == 1 else None
+        tensors = [obj for obj in found.visited if isinstance(obj, Tensor)]
+        for module in found.modules:
+            tensors += [*module.parameters(), *module.buffers()]
+        for optimizer in optimizers:
+            tensors += tensors_in([*optimizer.param_groups, *optimizer.state.values()])
+        tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+        storages = {part.untyped_storage().data_ptr(): part for tensor in tensors for part in parts_of(tensor)}
+        self.bytes = sum(part.untyped_storage().nbytes() for part in storages.values())
+
+    def measure(self) -> contextlib.AbstractContextManager[Memory, None]:
+        from lowtide.memory.measure import measure
+
+        return measure(self.model, self.optimizer)
+
+    def watch(self) -> Watch:
+        from lowtide.diagnostics.leaks.watcher import watch
+
+        return watch(self.model)

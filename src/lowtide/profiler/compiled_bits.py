@@ -1,0 +1,42 @@
+"""Bits of compiled code in training, where the step is not a function that could be run twice.
+
+Forward runs on the batch at hand, and backward from its losses, or, where none is returned, from fixed gradients of its
+outputs. The state is restored. Run under both partitions, this compares them on real data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide.runtime.fingerprint import tensors_in
+from lowtide.state.step_outcome import Outcome, is_out_of_memory
+from lowtide.state.step_snapshot import StepSnapshot
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def compiled_bits(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, Any]) -> Outcome | None:
+    """Return the outcome of `call(*args, **kwargs)` and a backward pass; None if there is no room for it."""
+
+    def step(given: tuple[Any, Any]) -> Any:
+        args, kwargs = given
+        result = call(*args, **kwargs)
+        outputs = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
+        heads = [tensor for tensor in outputs if tensor.numel() == 1] or outputs
+        if heads:
+            torch.autograd.backward(heads, [torch.cos(head.detach()) for head in heads])
+        return result
+
+    try:
+        with StepSnapshot(model, batch, None, step):
+            for parameter in model.parameters():
+                parameter.grad = None
+            return Outcome.of(model, step, batch)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    return None

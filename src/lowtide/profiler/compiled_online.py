@@ -1,0 +1,187 @@
+"""Rehearsal of compiled code during real training steps, for a training loop that can't be called as a function.
+
+The loop runs under a partitioner that does as torch's does and notes each joint graph. Every step is recorded, and one
+in which nothing was compiled is used: that of the largest batch so far. A graph with symbolic sizes is taken at the
+sizes of that step. The bits of training are those of the plain compiled step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from lowtide._torch.compiled_code import n_compiled
+from lowtide._torch.device_timing import now_ms
+from lowtide._torch.joint_graph import always_partitioned, partition_by, products_are_apart, watched_calls
+from lowtide.memory.events import EventStream
+from lowtide.memory.measure import recorder_for
+from lowtide.memory.memory_timeline import Timeline
+from lowtide.profiler.compiled_profile import CALL, assembled
+from lowtide.profiler.compiled_steps import noted_calls
+from lowtide.profiler.online import PATIENCE
+from lowtide.profiler.other_memory import in_words, with_others
+from lowtide.profiler.preconditions import check_compiled
+from lowtide.profiler.trial_updates import Update
+from lowtide.runtime.call_shapes import elements, shapes_in
+from lowtide.runtime.compiled_plan import Partitioner
+from lowtide.runtime.fingerprint import fingerprint, optimizers_of, place_of, static_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.memory.events import Recorder
+    from lowtide.planner.records import Fingerprint, Profile, Static
+    from lowtide.runtime.joint_slots import JointSlots
+
+COMPILED_IN_STEP: Final = "the rehearsed step compiled code, whose memory may count"
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A recorded step."""
+
+    size: Fingerprint
+    stream: EventStream
+    static: Static
+    ms: float
+    inputs: tuple[str, ...]
+    is_clean: bool
+    """True if nothing was compiled in the step."""
+
+    @property
+    def rank(self) -> tuple[int, bool]:
+        """Order by which the step to plan for is chosen."""
+        return elements(shapes_in(self.size.batch)), self.is_clean
+
+
+class OnlineCompiledProfiler:
+    """Profiler of compiled code that trains `model`, with the interface of `OnlineProfiler`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.profile: Profile | None = None
+        self.checkpointed: Counter[str] = Counter()
+        """Always empty: checkpoints in compiled code are part of its graphs."""
+        self.why: list[str] = []
+        self.n_steps = 0
+        """Number of complete steps."""
+        self._graphs: list[JointSlots] = []
+        self._seen: Counter[Fingerprint] = Counter()
+        self._best: _Recorded | None = None
+        """Largest step, one without compilation before others."""
+        self._patience = PATIENCE
+        self._to_come: Update | None = None
+        self._stack = contextlib.ExitStack()
+        """Partitioner and patches, in force from the first step on."""
+        self._is_on = False
+        self._open: tuple[contextlib.ExitStack, Recorder] | None = None
+        """Recording of the step that runs."""
+
+    @property
+    def n_sizes(self) -> int:
+        """Number of batch sizes so far."""
+        return len(self._seen)
+
+    def begin(self, batch: Any, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Begin a step, before the compiled code is called with `batch`."""
+        self.give_up()
+        if self.profile is not None:
+            return
+        if not self._is_on:
+            self._put_on()
+        optimizers = tuple(optimizers)
+        if self._seen:
+            waiting = [o for o in optimizers_of(self.model) if all(o is not known for known in optimizers)]
+            self._to_come = Update.tried(self.model, waiting) if waiting else None
+        self._size = fingerprint(self.model, batch)
+        self._static, self._addresses = static_bytes(self.model, batch, optimizers)
+        self._n_compiled, self._n_inputs = n_compiled(), len(self._inputs)
+        place = place_of(self.model)
+        recording = contextlib.ExitStack()
+        self._open = recording, recording.enter_context(recorder_for(place))
+        self._began = now_ms(place)
+
+    def _put_on(self) -> None:
+        check_compiled(self.model)
+        partitioner = Partitioner(apart=products_are_apart())
+        partitioner.seen = self._graphs.append
+        with contextlib.ExitStack() as stack:
+            stack.callback(partition_by(partitioner))
+            stack.enter_context(always_partitioned())
+            stack.enter_context(watched_calls(self._mark))
+            self._inputs = stack.enter_context(noted_calls(self.model))
+            self._stack, self._is_on = stack.pop_all(), True
+
+    def _mark(self, *data: object) -> None:
+        if self._open is not None:
+            self._open[1].mark(CALL, data)
+
+    def end(self) -> None:
+        """End the step. Hooks of the optimizer may call it: it changes no hooks. Raises RehearsalError."""
+        if self._open is None:
+            return
+        (recording, recorder), self._open = self._open, None
+        took_ms = now_ms(place_of(self.model)) - self._began
+        recording.close()
+        self.n_steps += 1
+        self._seen[self._size] += 1
+        found = _Recorded(
+            size=self._size,
+            stream=recorder.stream,
+            static=with_others(self._static, self._addresses, recorder),
+            ms=took_ms,
+            inputs=tuple(dict.fromkeys(self._inputs[self._n_inputs :])),
+            is_clean=n_compiled() == self._n_compiled,
+        )
+        if not self._graphs:
+            assembled((), found.stream, 0.0)  # raises
+        if self._best is None or found.rank > self._best.rank:
+            self._best = found
+        self._settle(may_wait=self.n_steps < self._patience)
+
+    def finish(self) -> None:
+        """Set the profile to that of the largest usable step, if any, because no further steps will come."""
+        if self.profile is None:
+            self._settle(may_wait=False)
+
+    def begin_anew(self) -> None:
+        """Start over for larger batches; one step is enough."""
+        self.profile, self._best, self._patience = None, None, 0
+        self._seen.clear()
+
+    def give_up(self) -> None:
+        """Stop recording. Hooks of the optimizer may call it; `leave` must still be called afterwards."""
+        if self._open is not None:
+            (recording, _), self._open = self._open, None
+            recording.close()
+
+    def leave(self) -> None:
+        """Take the partitioner off. Not for hooks of the optimizer."""
+        self.give_up()
+        if self._is_on:
+            self._is_on = False
+            self._graphs.clear()
+            self._stack.close()
+
+    def _settle(self, *, may_wait: bool) -> None:
+        if self._best is not None and (self._best.is_clean or not may_wait):
+            self.profile = self._profile(self._best)
+
+    def _profile(self, step: _Recorded) -> Profile:
+        measured = step.static.total + Timeline(step.stream).peak_bytes
+        notes = [] if step.is_clean else [COMPILED_IN_STEP]
+        profile = replace(
+            assembled(self._graphs, step.stream, step.ms),
+            fingerprint=step.size,
+            static=step.static,
+            measured_plain_peak_bytes=measured,
+            input_shapes=step.inputs,
+            notes=(*in_words(self.model, step.static), *notes),
+        )
+        if self._to_come is not None:
+            profile = replace(self._to_come.counted(profile), notes=(*profile.notes, *self._to_come.notes()))
+        return profile

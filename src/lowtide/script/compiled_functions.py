@@ -1,0 +1,61 @@
+"""Calls of compiled functions (torch.compile) that call the trained model: compiled code makes no module calls.
+
+`torch.compile` returns functions, while steps are detected, that tell the detector before they are called. A function
+that was compiled before is not seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lowtide._torch.patching import replace_function
+from lowtide.state.introspection import user_functions, variables
+
+
+class _Detector(Protocol):
+    def calls_compiled(
+        self, function: Callable[..., Any], of: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a compiled `function`, made of the function `of`."""
+
+
+def watch_compiled_functions(detector: _Detector) -> Callable[[], None]:
+    """Call the detector for functions that torch.compile makes from here on, until the returned function is called."""
+    reference: weakref.ref[_Detector] | None = weakref.ref(detector)
+
+    def compiles(plain: Callable[..., Any], model: Any = None, **settings: Any) -> Any:
+        made = plain(model, **settings)
+        if model is None or isinstance(model, nn.Module) or not callable(model):
+            return made  # a decorator calls torch.compile anew
+
+        @functools.wraps(made)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            watching = None if torch.compiler.is_compiling() or reference is None else reference()
+            return made(*args, **kwargs) if watching is None else watching.calls_compiled(made, model, args, kwargs)
+
+        return told
+
+    unwatch = replace_function(torch, "compile", functools.partial(functools.partial, compiles))
+
+    def stop() -> None:
+        nonlocal reference
+        reference = None
+        unwatch()
+
+    return stop
+
+
+def trained_modules(function: Callable[..., Any], args: Any, kwargs: Any) -> list[nn.Module]:
+    """Return the modules in training mode that a call of `function` may train: arguments, and those that it names."""
+    given = [*args, *kwargs.values(), getattr(function, "__self__", None)]
+    named = [content for each in user_functions(function) for _, _, content in variables(each)]
+    modules = {id(thing): thing for thing in (*given, *named) if isinstance(thing, nn.Module) and thing.training}
+    trained = [module for module in modules.values() if any(p.requires_grad for p in module.parameters())]
+    inside = {id(below) for module in trained for below in module.modules() if below is not module}
+    return [module for module in trained if id(module) not in inside]

@@ -1,0 +1,433 @@
+"""Repeat a step that ran out of memory, once, under the most saving plan.
+
+A script can't be rewound, so the repeated part is the one that runs between the script's own lines: the call of the
+model, or the backward pass.
+
+- **The call.** Random numbers, buffers and attributes are as before the call; then the model is called anew.
+- **The backward pass.** Autograd frees the graph while it runs, so the graph can't be used again. The model is called
+  again from the state before its call, as a replayed block is, and backward enters the new graph with the gradients
+  with which it had entered the failed one. Gradients that had arrived in `.grad` stay; only the missing ones are added.
+
+A step for which that would not give the bits of a run with room is not repeated, and the error says why. Debts: a loss
+outside of the model, the update and data loading run in the script's own lines and are not repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lowtide._torch.autograd_graph import nodes_behind
+from lowtide._torch.backward import ENGINE, in_backward, in_transform
+from lowtide._torch.compiled_code import not_compiled_alone
+from lowtide._torch.device_timing import accelerator_in_use
+from lowtide._torch.patching import replace_function
+from lowtide._torch.privateuse1 import without_aside
+from lowtide._torch.tensors import is_plain
+from lowtide.api.release import release
+from lowtide.diagnostics.oom.explain_oom import explain_oom
+from lowtide.diagnostics.oom.explanation import explain
+from lowtide.errors import LowtideError
+from lowtide.levers.backward_entry import output_tensors, replace_tensors
+from lowtide.runtime import module_hooks as hooks
+from lowtide.runtime.call_arguments import tensors_in_call
+from lowtide.runtime.call_context import CallContext, MutableState
+from lowtide.runtime.call_interceptor import OuterInterceptor
+from lowtide.script.composite_model import CompositeModel, name_of
+from lowtide.state.process_group import several_processes
+from lowtide.state.side_effects import CHANGES, ITERATES, CodeState
+from lowtide.state.step_outcome import is_out_of_memory
+from lowtide.units import format_bytes
+from lowtide.utils.removable import Removable
+
+if TYPE_CHECKING:
+    from lowtide.api.apply import Applied
+
+REPEATABLE_LEVERS: Final = frozenset({"outputs", "fused optimizer", "products apart", "loss head"})
+"""Levers that leave one forward and one backward pass to a call of the model."""
+
+LOOKS: Final = 3
+"""Calls in which changes outside of the model's modules are looked for: the first one may fill caches."""
+
+HELD_SHARE: Final = 20
+"""Gradients of the model's outputs are held through backward if they take at most this fraction of the peak."""
+
+
+class StepRepeater(Removable):
+    """A guard of the calls of a planned model and of their backward passes, until `remove`."""
+
+    def __init__(
+        self, model: nn.Module, applied: Applied, say: Callable[[str], None], repeated: Callable[[], object]
+    ) -> None:
+        """Begin; `repeated` is called for each repeated step."""
+        self._model, self._applied, self._say, self._repeated = model, applied, say, repeated
+        self.reach = MutableState(model)
+        self._looks_left = LOOKS
+        self._why_not = _why_never(model, applied)
+        """The reason why steps of this model are not repeated, as far as known."""
+        if self._why_not is not None:
+            self._looks_left = 0
+            say(f"a step that runs out of memory will not be repeated: {self._why_not}")
+        self.most_held_bytes = applied.plan.predicted.peak_bytes // HELD_SHARE
+        self.numbers = itertools.count()
+        self.entered: list[_Call] = []
+        """Calls that the backward pass in progress has entered."""
+        self.is_repeating = False
+        self._is_calling = False
+        self._front = OuterInterceptor(model, self._call)
+        self._undo = replace_function(torch.autograd, ENGINE, partial(partial, partial(_guarded, weakref.ref(self))))
+        weakref.finalize(self, self._undo).atexit = False
+
+    def remove(self) -> None:
+        """Stop guarding. Repeated calls do nothing."""
+        self._front.remove()
+        self._undo()
+
+    # --- the call
+
+    def _call(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_trained = torch.is_grad_enabled() and self._model.training and not (in_backward() or in_transform())
+        if not is_trained or self._is_calling:
+            return inner(*args, **kwargs)
+        self._is_calling = True
+        try:
+            return self._trained_call(inner, args, kwargs)
+        finally:
+            self._is_calling = False
+
+    def _trained_call(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = _Call(self, inner, args, kwargs)
+        own = CodeState(self._model, call.context) if self._looks_left else None
+        try:
+            output = call.run()
+            if own is not None:
+                self._learn(own)
+            return output
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if why := (self._why_not if own is None else _changes(own)) or call.why_changed():
+                self._explain(error, why)
+                raise
+            failed = _let_go(error)
+        # Outside of `except`, which would keep the failed call's frames and tensors alive.
+        own = None
+        call.context.restore()
+        self._begin("the model's forward", failed, args, kwargs)
+        with self._last_try():
+            return _Call(self, inner, args, kwargs).run()
+
+    def _learn(self, own: CodeState) -> None:
+        """Note if calls change state outside of the modules."""
+        self._looks_left -= 1
+        self._why_not = _changes(own)
+        if self._why_not is None:
+            self._looks_left = 0
+        elif not self._looks_left:
+            self._say(f"a step that runs out of memory will not be repeated: {self._why_not}")
+
+    # --- the backward pass
+
+    def run(self, engine: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass, again if it runs out of memory."""
+        if self.is_repeating or in_backward():
+            return engine(tensors, *args, **kwargs)
+        keeps = bool(args[1])
+        try:
+            return self._run(engine, tensors, *args, **kwargs)
+        finally:
+            for call in self.entered:
+                call.leave(keeps=keeps)
+            self.entered.clear()
+
+    def _run(self, engine: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        before = [_Gradient(parameter) for parameter in self._model.parameters()]
+        _, keeps, creates, inputs = args[:4]
+        is_plain_pass = not (keeps or creates or inputs) and bool(kwargs.get("accumulate_grad"))
+        try:
+            return engine(tensors, *args, **kwargs)
+        except Exception as error:
+            if not (is_out_of_memory(error) and any(map(_call_of, _outside(tensors)))):
+                raise
+            if why := self._why_not_again(tensors, before, is_plain_pass=is_plain_pass):
+                self._explain(error, why)
+                raise
+            failed = _let_go(error)
+        # Outside of `except`, as above.
+        missing = [gradient.parameter for gradient in before if not gradient.has_arrived()]
+        calls = sorted(self.entered, key=lambda call: call.number)
+        _release_all((*tensors, *(output for call in calls for output in call.outputs())))
+        self._begin("backward", failed, calls[0].args, calls[0].kwargs)
+        self.is_repeating = True
+        try:
+            with self._last_try():
+                self._backward_again(calls, [parameter for parameter in missing if parameter.requires_grad])
+        finally:
+            self.is_repeating = False
+
+    def _backward_again(self, calls: Sequence[_Call], missing: Sequence[nn.Parameter]) -> None:
+        """Call the model again, and add the missing gradients."""
+        pairs = [pair for call in calls for pair in call.again()]
+        if pairs and missing:
+            outputs, received = zip(*pairs, strict=True)
+            del pairs
+            torch.autograd.backward(outputs, received, inputs=missing)
+
+    def _why_not_again(
+        self, tensors: Sequence[Tensor], before: Sequence[_Gradient], *, is_plain_pass: bool
+    ) -> str | None:
+        """Return the reason why the failed backward pass from `tensors` can't be repeated; None if it can."""
+        if self._why_not is not None:
+            return self._why_not
+        if not is_plain_pass:
+            return "this backward pass keeps or creates a graph, or is for some inputs only"
+        known = {id(gradient.parameter): gradient for gradient in before}
+        outside = [*_outside(tensors)]
+        calls = [call for node in outside if (call := _call_of(node)) is not None]
+        if {id(call) for call in calls} - {id(call) for call in self.entered}:
+            return "backward had not come to the model yet: the loss outside of it takes the memory"
+        if any(call.gradients is None for call in calls):
+            return (
+                "the gradients of the model's outputs are too large to be held through backward. Compute the loss in "
+                "the model's forward"
+            )
+        beside = [leaf for node in outside if (leaf := _leaf_of(node)) is not None]
+        if any(id(leaf) not in known or not known[id(leaf)].has_arrived() for leaf in beside):
+            return "the loss uses parameters of the model directly"
+        leaves = [leaf for node in nodes_behind(tensors) if (leaf := _leaf_of(node)) is not None]
+        if any(id(leaf) not in known for leaf in leaves):
+            return "gradients go to tensors that are no parameters of the model"
+        return next(filter(None, (call.why_not_again() for call in calls)), None)
+
+    # ---
+
+    def _begin(self, where: str, failed: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Free unused memory, and put the most saving plan in force."""
+        saves_more = self._applied.save_most(args, kwargs)
+        gc.collect()
+        if accelerator_in_use():
+            torch.accelerator.memory.empty_cache()
+        under = "the most saving plan, which stays in force for batches of this size" if saves_more else "the same plan"
+        found = explain(failed)
+        tried_bytes = None if found is None else found.message.tried_bytes
+        request = "" if tried_bytes is None else f" at a request of {format_bytes(tried_bytes)}"
+        self._say(f"{where} ran out of memory{request}: the step is repeated under {under}")
+        self._repeated()
+
+    @contextlib.contextmanager
+    def _last_try(self) -> Iterator[None]:
+        """Explain an out-of-memory error that leaves the block."""
+        with explain_oom(self._model):
+            try:
+                yield
+            except Exception as error:
+                if is_out_of_memory(error):
+                    error.add_note("lowtide: the step was repeated once, and ran out of memory again.")
+                raise
+
+    def _explain(self, error: Exception, why: str) -> None:
+        """Add the reason why the step is not repeated, and the explanation of the error."""
+        error.add_note(f"lowtide: the step is not repeated: {why}.")
+        explain_oom(self._model).__exit__(type(error), error, error.__traceback__)
+
+
+def _why_never(model: nn.Module, applied: Applied) -> str | None:
+    """Return the reason why no step under this plan can be repeated; None if there is none."""
+    if several_processes():
+        return "other processes train with this one, and would not repeat it"
+    if type(model) is CompositeModel:
+        return f"{name_of(model)} are called one by one, with code of the script in between"
+    if levers := [lever.name for lever in applied.plan.levers if lever.name not in REPEATABLE_LEVERS]:
+        return f"the lever {levers[0]!r} runs parts of it by itself"
+    return None
+
+
+def told_repeated(n: int) -> str:
+    """Return a line on the number of repeated steps."""
+    return f"{n} step{' was' if n == 1 else 's were'} repeated after running out of memory"
+
+
+class _Call:
+    """A call of the model: its arguments and the state before it. The graph of its outputs keeps it alive."""
+
+    def __init__(
+        self, repeater: StepRepeater, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._repeater = weakref.ref(repeater)
+        self.number = next(repeater.numbers)
+        self.inner, self.args, self.kwargs = inner, args, kwargs
+        self._tensors = tensors_in_call(args, kwargs)
+        self._versions = [_version(tensor) for tensor in self._tensors]
+        devices = {tensor.device for tensor in self._tensors}
+        self.context = CallContext(repeater.reach, devices)
+        self._listening: hooks.Listening | None = None
+        self._outputs: list[weakref.ref[Tensor]] = []
+        self.gradients: tuple[Tensor | None, ...] | None = None
+        """Gradients of the outputs, while a backward pass that entered the call is in progress."""
+
+    def run(self) -> Any:
+        """Run the call; lead its output through a node that shows the gradients with which backward enters."""
+        self._listening = hooks.Listening(self.context.reach.modules)
+        try:
+            output = self.inner(*self.args, **self.kwargs)
+        finally:
+            self._listening.stop()
+        self.context.learn()
+        found = _with_graph(output)
+        if not found:
+            return output
+        lead: Any = _Entrance.apply
+        led = lead(self, *found.values())
+        self._outputs = [weakref.ref(tensor) for tensor in led]
+        return replace_tensors(output, dict(zip(found, led, strict=True)))
+
+    def leave(self, *, keeps: bool) -> None:
+        """End a backward pass; the arguments are released unless it `keeps` the graph."""
+        self.gradients = None
+        if not keeps:
+            self.args, self.kwargs, self._tensors, self._versions = (), {}, [], []
+            del self.context
+
+    def outputs(self) -> list[Tensor]:
+        """Return the outputs that are alive."""
+        return [tensor for reference in self._outputs if (tensor := reference()) is not None]
+
+    def entered(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Note that backward has entered the call with these gradients."""
+        repeater = self._repeater()
+        if repeater is None or repeater.is_repeating:
+            return
+        repeater.entered.append(self)
+        if sum(gradient.nbytes for gradient in gradients if gradient is not None) <= repeater.most_held_bytes:
+            self.gradients = gradients
+
+    def why_changed(self) -> str | None:
+        """Return the reason why the arguments are not those of the first call any more; None if they are."""
+        now = tensors_in_call(self.args, self.kwargs)
+        if [*map(id, now)] != [*map(id, self._tensors)] or [*map(_version, now)] != self._versions:
+            return "the arguments of the model's call were changed since"
+        if any(tensor._version != version for _, _, tensor, version in self.context.held):
+            return "parameters or buffers were changed since"
+        return None
+
+    def why_not_again(self) -> str | None:
+        """Return the reason why the call can't be run again in backward; None if it can."""
+        if any(tensor.requires_grad for tensor in self._tensors):
+            return "the model's arguments need gradients, too"
+        return self.why_changed()
+
+    def again(self) -> list[tuple[Tensor, Tensor]]:
+        """Run the call again from the state before it; return its outputs with the gradients received."""
+        assert self._listening is not None
+        acting, modules = self._listening.acting, self.context.reach.modules
+        with without_aside(), self.context.again(), hooks.only(acting, modules):
+            outputs = _with_graph(self.inner(*self.args, **self.kwargs)).values()
+        assert self.gradients is not None
+        received, self.gradients = self.gradients, None
+        pairs = zip(outputs, received, strict=True)
+        return [(output, gradient) for output, gradient in pairs if gradient is not None]
+
+
+class _Entrance(torch.autograd.Function):
+    """The identity on a call's outputs; its backward notes their gradients on the call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return tuple(output.detach() for output in outputs)  # no views: these could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.call.entered(gradients)
+        return None, *gradients
+
+
+class _Gradient:
+    """The gradient of a parameter before a backward pass."""
+
+    __slots__ = ("_before", "_version", "parameter")
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        self.parameter = parameter
+        self._before = None if gradient is None else weakref.ref(gradient)
+        self._version = 0 if gradient is None else _version(gradient)
+
+    def has_arrived(self) -> bool:
+        """Return True if the pass has added to the gradient: it does so once, when the gradient is complete."""
+        now = self.parameter.grad
+        if self._before is None or now is None:
+            return now is not None or self._before is not None
+        return self._before() is not now or _version(now) != self._version
+
+
+@not_compiled_alone
+def _guarded(repeater: weakref.ref[StepRepeater], engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    there = repeater()
+    return engine(*args, **kwargs) if there is None else there.run(engine, *args, **kwargs)
+
+
+def _with_graph(output: Any) -> dict[int, Tensor]:
+    """Return the tensors in a model's output that backward can start from, by id."""
+    return {id(tensor): tensor for tensor in output_tensors(output) if tensor.grad_fn is not None and is_plain(tensor)}
+
+
+def _changes(own: CodeState | None) -> str | None:
+    if own is None:
+        return None
+    return ITERATES if own.iterates else CHANGES if own.has_changed() else None
+
+
+def _outside(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield the nodes behind `tensors` as far as calls of the model, these included."""
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            if _call_of(node) is None:
+                pending += [upstream for upstream, _ in node.next_functions if upstream is not None]
+
+
+def _call_of(node: Any) -> _Call | None:
+    call = getattr(node, "call", None)
+    return call if isinstance(call, _Call) else None
+
+
+def _leaf_of(node: Any) -> Tensor | None:
+    leaf = getattr(node, "variable", None)
+    return leaf if isinstance(leaf, Tensor) else None
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _release_all(tensors: Iterable[Tensor]) -> None:
+    """Release the graphs behind `tensors`, as far as possible: views may refuse."""
+    for tensor in tensors:
+        try:
+            release(tensor)
+        except LowtideError:
+            continue
+
+
+def _let_go(error: BaseException | None) -> str:
+    """Free the variables of the frames that a caught error came through; return its first line."""
+    said = str(error).partition("\n")[0]
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+    return said

@@ -1,0 +1,194 @@
+"""Progress of work that takes seconds: a bar on stderr while a stage runs, and one line when it is over.
+
+The bar is rich's on a terminal and tqdm's in a notebook. Where stderr is a pipe or a file there is no bar, and the line
+goes to the log named "lowtide" alone: at INFO, the beginning of a stage at DEBUG.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from lowtide.units import format_time
+from lowtide.utils.messages import LOG, rank, say
+
+REFRESH_S = 0.1
+"""Least seconds from one picture of a bar to the next."""
+
+
+class Bar(Protocol):
+    """A picture of a stage on the user's screen."""
+
+    def show(self, n_done: int, total: int | None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Stages(threading.local):
+    """The stages in progress in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.open: list[Stage] = []
+        self.are_shown = False
+
+
+_here = _Stages()
+
+
+@contextmanager
+def showing(are_shown: bool) -> Iterator[None]:
+    """Show the stages that begin within this block in this thread, or show none of them."""
+    before, _here.are_shown = _here.are_shown, are_shown
+    try:
+        yield
+    finally:
+        _here.are_shown = before
+
+
+class Stage:
+    """A part of the work, shown while its `with` block runs. A stage within another one takes the other's place."""
+
+    def __init__(self, doing: str, total: int | None = None) -> None:
+        """Prepare a stage.
+
+        Args:
+            doing: The work in words, as in "verifying".
+            total: The number of calls of `advance` to come; None if it is not known.
+        """
+        self.result = ""
+        """The line that is written in the end, without the time; none is written if it stays empty."""
+        self._doing, self._total, self._n_done = doing, total, 0
+        self._is_shown = False
+        self._bar: Bar | None = None
+        self._shown_at = 0.0
+
+    def __enter__(self) -> Self:
+        LOG.debug("%s", self._doing)
+        self._open = _here.open  # of this thread, though the stage may end in another one
+        if self._open:
+            self._open[-1]._hide()
+        self._open.append(self)
+        self._is_shown, self._began = _here.are_shown, time.monotonic()
+        self._show()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hide()
+        self._open.remove(self)
+        if error is None and self.result:
+            self._tell(f"{self.result}, {format_time((time.monotonic() - self._began) * 1000)}")
+        if self._open:
+            self._open[-1]._show()
+
+    def advance(self) -> None:
+        """Count one part of the stage as done."""
+        self._n_done += 1
+        if self._bar is not None and (now := time.monotonic()) - self._shown_at > REFRESH_S:
+            self._shown_at = now
+            self._draw()
+
+    def _tell(self, line: str) -> None:
+        """Write the line to the log, or to the screen if the program does not show that log."""
+        if self._is_shown and _screen() is not None and not (LOG.isEnabledFor(logging.INFO) and LOG.hasHandlers()):
+            say(line)
+        else:
+            LOG.info(line)
+
+    def _show(self) -> None:
+        if self._is_shown and (screen := _screen()) is not None:
+            self._bar = screen(self._doing)
+            self._draw()
+
+    def _draw(self) -> None:
+        with suppress(OSError, ValueError):  # stderr is full or closed
+            if self._bar is not None:
+                self._bar.show(self._n_done, None if self._total is None else max(self._total, self._n_done))
+
+    def _hide(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with suppress(OSError, ValueError):
+                bar.close()
+
+
+def advance() -> None:
+    """Count one part of the innermost stage of this thread as done; nothing without a stage."""
+    if _here.open:
+        _here.open[-1].advance()
+
+
+def _screen() -> Callable[[str], Bar] | None:
+    """Return the class of bars that the user can see here."""
+    if rank():
+        return None
+    if _is_notebook():
+        return _Widget
+    is_terminal = sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
+    return _Line if is_terminal and not _has_bars() else None
+
+
+def _is_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def _has_bars() -> bool:
+    """Return True if the program shows bars of tqdm, which ours would be mixed up with."""
+    bars = sys.modules.get("tqdm.std")
+    return bars is not None and bool(getattr(bars.tqdm, "_instances", ()))
+
+
+class _Line:
+    """A bar in the last line of a terminal. It has no thread of its own: the work may be measured."""
+
+    def __init__(self, doing: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        self._progress = Progress(
+            TextColumn("lowtide: {task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._task = self._progress.add_task(doing, total=None)
+        self._progress.start()
+
+    def show(self, n_done: int, total: int | None) -> None:
+        self._progress.update(self._task, completed=n_done, total=total, refresh=True)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class _Widget:
+    """A bar in the output of a notebook's cell; nothing where tqdm is not installed."""
+
+    def __init__(self, doing: str) -> None:
+        self._bar: Any = None
+        with suppress(ImportError):
+            self._bar = importlib.import_module("tqdm.auto").tqdm(desc=f"lowtide: {doing}", leave=False)
+
+    def show(self, n_done: int, total: int | None) -> None:
+        if self._bar is not None:
+            self._bar.total, self._bar.n = total, n_done
+            self._bar.refresh()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,168 @@
+"""Loops that train a model compiled as a whole: rehearsed, planned and measured in training, to the same bits."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.mutation_guard import install_generation_tagging_init
+from torch._inductor import config as inductor_config
+
+import lowtide
+from comparing import equal
+from kernels_left_out import kernels_left_out
+from lowtide.errors import RehearsalError
+from lowtide.script.compiled_functions import trained_modules
+from lowtide.script.fit_steps import COMPARED
+
+Compile = Callable[[nn.Module], Callable[[Tensor], Tensor]]
+"""Function from a model to the loss of a batch, computed by compiled code."""
+
+
+def widens() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
+    install_generation_tagging_init()  # the first compile puts it around `Module.__init__` for good
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert inductor_config.custom_partitioner_fn is None
+
+
+@pytest.fixture
+def inductor() -> Iterator[None]:
+    """Compiles without optimization, and skips without a compiler of C++, in which inductor writes for processors."""
+    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        pytest.skip("inductor needs a compiler of C++, and there is none")
+    with inductor_config.patch({"aot_inductor.debug_compile": True}):
+        yield
+
+
+def as_wrapper(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    compiled: Any = torch.compile(model)
+    return lambda x: compiled(x).square().mean()
+
+
+def as_function(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    @torch.compile
+    def loss(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    return loss
+
+
+def for_all_sizes(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    compiled: Any = torch.compile(model, dynamic=True)
+    return lambda x: compiled(x).square().mean()
+
+
+def trained(how: Compile, rows: list[int]) -> tuple[list[float], nn.Module]:
+    """Losses of a loop, and the model after it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(widens(), widens())
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), list[float]()
+    loss_of = how(model)
+    for n in rows:
+        optimizer.zero_grad()
+        loss = loss_of(torch.randn(n, 64))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+def check_within(how: Compile, rows: list[int], budget: str) -> lowtide.Run:
+    """Train within the budget to the bits of the plain compiled loop."""
+    expected, plain = trained(how, rows)
+    torch._dynamo.reset()
+    with lowtide.within(budget) as run:
+        losses, model = trained(how, rows)
+    assert losses == expected
+    assert equal(model.state_dict(), plain.state_dict())
+    assert run.verdict is not None
+    assert run.verdict.within_budget
+    assert run.verdict.proof == COMPARED
+    assert run.plan is not None
+    assert run.plan.graphs
+    assert run.plan.recompute
+    return run
+
+
+@pytest.mark.usefixtures("inductor")
+def test_a_compiled_model_is_planned_and_measured_in_its_loop() -> None:
+    """Bits are left to slow tests: this one leaves out the kernels, which take long to compile."""
+    with kernels_left_out(), lowtide.within("80%") as run:
+        trained(as_wrapper, [1024] * 6)
+    assert run.plan is not None
+    assert run.plan.recompute
+    assert run.plan.predicted.peak_bytes <= run.plan.budget_bytes < run.plan.plain.peak_bytes
+    assert run.verdict is not None
+    assert run.verdict.within_budget
+    assert run.verdict.proof == COMPARED
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+def test_a_loop_over_a_compiled_model_stays_within_its_budget_to_the_same_bits() -> None:
+    check_within(as_wrapper, [1024] * 6, "80%")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+def test_a_loop_over_a_compiled_function_stays_within_its_budget_to_the_same_bits() -> None:
+    check_within(as_function, [1024] * 6, "80%")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+def test_one_plan_is_for_batches_of_several_sizes(caplog: pytest.LogCaptureFixture) -> None:
+    run = check_within(for_all_sizes, [512, 1024, 768, 1024, 1024, 1024, 512], "80%")
+    assert run.plan is not None
+    assert run.plan.input_shapes == ("[1024, 64] float32",)
+
+
+def test_code_of_another_backend_is_refused_with_what_to_do() -> None:
+    torch.manual_seed(0)
+    model: Any = torch.compile(nn.Linear(4, 4), backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        with lowtide.within("80%"):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(RehearsalError, match='backend="inductor"'):
+        train()
+
+
+def test_settings_that_exclude_a_plan_are_refused_by_name() -> None:
+    model: Any = torch.compile(nn.Linear(4, 4), backend="eager")
+
+    def train() -> None:
+        with lowtide.within("80%"):
+            model(torch.ones(2, 4)).sum().backward()
+
+    with torch._functorch.config.patch(activation_memory_budget=0.5), pytest.raises(RehearsalError, match=r"is 0\.5"):
+        train()
+    with pytest.raises(RehearsalError, match="no lever goes with that"), lowtide.within("80%", levers=("outputs",)):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def test_the_models_that_a_compiled_function_trains_are_found_by_name() -> None:
+    model, idle = nn.Sequential(widens(), widens()), nn.Linear(2, 2).eval()
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+
+    def step(x: Tensor) -> Tensor:
+        return idle(frozen(model(x) + model[0](x)))
+
+    def of_its_argument(net: nn.Module, x: Tensor) -> Tensor:
+        return net(x)
+
+    assert trained_modules(step, (torch.ones(1),), {}) == [model]
+    assert trained_modules(of_its_argument, (model,), {"x": torch.ones(1)}) == [model]

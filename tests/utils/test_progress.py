@@ -1,0 +1,185 @@
+"""Progress of long work: bars on a terminal, one line a stage, and nothing where stderr is a pipe."""
+
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.cli import main
+from lowtide.utils.progress import Stage, showing
+
+X = torch.randn(256, 64)
+STAGES = ["audited", "rehearsed", "planned for", "verified the plan for"]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)])
+
+
+def fits(**settings: Any) -> None:
+    model = net()
+
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+
+    lowtide.fit(model, step, X, budget="90%", **settings)
+
+
+def trains_within(**settings: Any) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters())
+    with lowtide.within("90%", **settings):
+        for _ in range(5):
+            model(X).square().mean().backward()
+            optimizer.step()
+
+
+@contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
+    """Make stderr a terminal; the result is what was written to it, once the block is over."""
+    ours, theirs = os.openpty()
+    found = bytearray()
+
+    def reads() -> None:
+        with suppress(OSError):  # the other end is closed
+            while read := os.read(ours, 4096):
+                found.extend(read)
+
+    reader = threading.Thread(target=reads)
+    reader.start()
+    with open(theirs, "w") as stderr, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stderr)
+        patch.setenv("TERM", "xterm")
+        patch.setenv("COLUMNS", "120")
+        yield lambda: found.decode()
+    reader.join(5)
+    os.close(ours)
+
+
+def lines(screen: str) -> list[str]:
+    """The lines that stay on the screen."""
+    return [line for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen).replace("\r", "\n").split("\n") if line]
+
+
+def test_on_a_terminal_a_bar_runs_and_each_stage_leaves_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as screen:
+        fits()
+    for doing in ("auditing Sequential", "rehearsing Sequential", "planning", "verifying the plan for Sequential"):
+        assert f"lowtide: {doing}" in screen()
+        assert "━" in screen()
+    left = [line for line in lines(screen()) if "━" not in line]
+    for stage in STAGES:
+        assert len([line for line in left if line.startswith(f"lowtide: {stage}")]) == 1, left
+    assert screen().endswith("s\r\n")  # the last line has the time, and no bar is left
+
+
+def test_a_loop_shows_bars_in_its_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as screen:
+        trains_within()
+    for doing in ("rehearsing Sequential, step 1", "rehearsing Sequential, step 2", "planning", "verifying the plan"):
+        assert f"lowtide: {doing}" in screen()
+    left = [line for line in lines(screen()) if "━" not in line]
+    assert left[0] == "lowtide: rehearsed Sequential in 2 steps"
+    assert left[-1].endswith("within the budget")
+
+
+@pytest.mark.parametrize("work", [fits, trains_within])
+def test_without_progress_nothing_is_on_the_terminal(
+    work: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with terminal(monkeypatch) as screen:
+        work(progress=False)
+    assert not screen()
+
+
+SCRIPT = """
+import torch
+from torch import nn
+model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)])
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(4):
+    model(torch.randn(256, 64)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--no-progress"]])
+def test_a_script_is_run_with_bars_or_without(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with terminal(monkeypatch) as screen:
+        assert main(["run", "--budget", "90%", *options, str(script)]) == 0
+    assert ("lowtide: rehearsing Sequential, step 1" in screen()) is not bool(options)
+    assert "lowtide: rehearsed Sequential in 2 steps" in screen()
+
+
+def test_a_pipe_has_no_bars_and_the_log_has_the_lines(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    fits()
+    assert not capfd.readouterr().err
+    with caplog.at_level(logging.DEBUG, logger="lowtide"):
+        fits()
+    assert not capfd.readouterr().err
+    info = [record.message for record in caplog.records if record.levelno == logging.INFO]
+    assert [next(stage for stage in STAGES if line.startswith(stage)) for line in info] == STAGES
+    debug = [record.message for record in caplog.records if record.levelno == logging.DEBUG]
+    assert "verifying the plan for Sequential" in debug
+
+
+def test_beside_a_programs_own_bar_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    tqdm = pytest.importorskip("tqdm")
+    with terminal(monkeypatch) as screen:
+        own = tqdm.tqdm(total=1, desc="mine")
+        trains_within()
+        own.close()
+    assert "lowtide: rehearsing" not in screen()
+    assert "lowtide: rehearsed Sequential in 2 steps" in screen()
+
+
+def test_a_stage_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        with showing(True), Stage("working") as stage:
+            stage.result = "worked"
+            raise KeyError
+
+    with terminal(monkeypatch) as screen:
+        with pytest.raises(KeyError):
+            fails()
+        with Stage("hidden"):
+            pass
+    assert "lowtide: working" in screen()
+    assert "worked" not in screen()
+    assert "hidden" not in screen()
+
+
+def test_in_a_notebook_the_bars_are_tqdms() -> None:
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
+    import nbformat
+
+    source = (
+        "import torch, lowtide\n"
+        "from torch import nn\n"
+        "model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)])\n"
+        "fitted = lowtide.fit(model, lambda x: model(x).sum().backward(), torch.randn(256, 64), budget='90%')\n"
+        "print(fitted)"
+    )
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    nbclient.NotebookClient(notebook, timeout=120).execute()
+    [cell] = notebook.cells
+    said = "".join(output.get("text", "") for output in cell.outputs)
+    assert "peak (budget" in said
+    assert "lowtide: verified the plan for Sequential" in said
