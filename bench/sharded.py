@@ -2,6 +2,7 @@
 
     python bench/sharded.py                   # some 10 minutes on two cores; writes docs/sharded.md
     python bench/sharded.py --models llama    # prints the rows of this model alone
+    python bench/sharded.py --published       # renews the last two sections of the page alone
 
 Each repeated block and the whole are sharded with `fully_shard`; gloo connects the processes, which have a core each.
 Peaks are the CPU allocator's in the first process, with AdamW's state, its parameters' parts and the batch. FLOPs are
@@ -12,12 +13,13 @@ processes.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -32,9 +34,21 @@ from torch.distributed.fsdp import fully_shard
 import lowtide
 from comparing import equal
 from lowtide._torch.distributed import n_collectives
+from lowtide.estimator.absent_processes import AbsentProcesses
+from lowtide.memory.allocator.config import AllocatorConfig
+from lowtide.memory.allocator.simulation import simulate
+from lowtide.memory.gpu_specs import parse_gpus
+from lowtide.memory.nccl_memory import REPORTS
 from lowtide.planner import smallest_peak
 from lowtide.report.text_table import decisions
 from lowtide.runtime.fingerprint import static_bytes
+from lowtide.script.estimate_steps import estimate_script
+from lowtide.script.runner import Script
+from lowtide.units import format_bytes
+from lowtide.utils.amounts import parse_bytes
+
+if TYPE_CHECKING:
+    from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 
 MODELS = ("gpt2-dropout", "llama")
 ROUNDS = 5
@@ -139,13 +153,82 @@ def section(name: str) -> Iterator[str]:
             yield row(f"**Lowtide, {budget}**", ours, decisions(plan))[0]
 
 
+class Published(NamedTuple):
+    """A step whose memory somebody has published: reserved bytes, as `torch.cuda.memory_stats` tells."""
+
+    name: str
+    device: str
+    options: str
+    reserved: str
+    source: str
+
+
+TORCHTITAN = "torchtitan, benchmarks/llama3_h100_202412"
+PUBLISHED = (
+    Published("Llama 3.1 8B, 2 x 8192 tokens, selective checkpointing", "8 x h100-80", "", "82.4 GiB", TORCHTITAN),
+    Published("the same", "128 x h100-80", "", "67.0 GiB", TORCHTITAN),
+)
+NCCL_HEADING, PUBLISHED_HEADING = "## Memory of NCCL", "## Estimates beside published steps"
+
+
+def nccl() -> Iterator[str]:
+    """Yield the table of reports."""
+    yield from ("", NCCL_HEADING, "")
+    yield (
+        "Outside torch's allocator, on each GPU; reported by others, and not measured here. Estimates count at least "
+        "the smallest of these, and at most 1.6 GB for each process group, up to 6 GB."
+    )
+    yield from ("", "| setting | reported | source |", "|---|---:|---|")
+    yield from (f"| {r.setting} | {r.n_bytes / 1e9:.2f} GB | https://{r.source} |" for r in REPORTS)
+
+
+def published() -> Iterator[str]:
+    """Yield the table of steps that others have measured; it needs no GPU and no other process."""
+    yield from ("", PUBLISHED_HEADING, "")
+    yield (
+        "`lowtide estimate --device ... --rank 0 bench/published/llama3.py`. Published is what was reserved, on H100s "
+        "with 96 GB and a torch of 2024; which setting of the allocator was used is not said, so both are shown. "
+        "Expandable is "
+        "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. Assumed: the root's parameters stay gathered between "
+        "forward and backward, and attention's kernel is the one that torch 2.13 takes."
+    )
+    yield ""
+    yield "| step | GPUs | published | requested | reserved | difference | reserved, expandable | difference | source |"
+    yield "|---|---|---:|---:|---:|---:|---:|---:|---|"
+    for row in PUBLISHED:
+        estimate = estimated(row)
+        expandable = simulate(estimate.whole, AllocatorConfig.parse("expandable_segments:True"))
+        cells = [row.name, row.device, row.reserved, format_bytes(estimate.peak_requested_bytes)]
+        for reserved_bytes in (estimate.peak_reserved_bytes, expandable.peak_reserved_bytes):
+            cells += [format_bytes(reserved_bytes), f"{reserved_bytes / parse_bytes(row.reserved) - 1:+.1%}"]
+        yield f"| {' | '.join([*cells, row.source])} |"
+
+
+def estimated(row: Published) -> GpuMemoryEstimate:
+    """Return the estimate of rank 0."""
+    script = Script(target=str(Path(__file__).parent / "published" / "llama3.py"), args=tuple(row.options.split()))
+    gpu, n = parse_gpus(row.device)
+    with contextlib.redirect_stdout(sys.stderr):
+        code, estimate = estimate_script(script, gpu, processes=AbsentProcesses(size=n or 1))
+    assert estimate is not None, code
+    return estimate
+
+
+def renew_published() -> None:
+    """Replace the last sections of the page."""
+    page = tables.DOCS / "sharded.md"
+    before = page.read_text(encoding="utf-8").partition(NCCL_HEADING)[0].rstrip().splitlines()
+    tables.write("sharded", before, [nccl(), published()])
+
+
 def work(rank: int, meeting: str, models: list[str] | None) -> None:
     """In each process; the first one tells."""
     assert __doc__ is not None
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    found = map(section, models or MODELS)
+    found: Iterable[Iterable[str]] = map(section, models or MODELS)
     if rank == 0:
+        found = found if models else (*found, nccl(), published())
         head = tables.head("sharded", "Sharded models", __doc__, "two processes of one thread each")
         tables.write(None if models else "sharded", head, found)
     else:
@@ -156,6 +239,9 @@ def work(rank: int, meeting: str, models: list[str] | None) -> None:
 
 def main() -> None:
     assert __doc__ is not None
+    if sys.argv[1:] == ["--published"]:
+        renew_published()
+        return
     models = tables.models_asked(__doc__, MODELS)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(work, args=(f"{folder}/meeting", models), nprocs=2)  # type: ignore[no-untyped-call]

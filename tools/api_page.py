@@ -5,7 +5,7 @@ import lowtide
 _GROUPS = {
     "Fit a step or a loop": ("fit", "within", "fitted", "remove", "Fitted", "FittedSizes", "Run", "RunVerdict"),
     "The stages": ("rehearse", "plan", "apply", "verify", "frontier"),
-    "Records": ("Profile", "Plan", "Applied", "Verdict", "Frontier"),
+    "Records": ("Profile", "Plan", "Applied", "Verdict", "Frontier", "RunRecord"),
     "Estimate without the GPU": ("estimate", "largest_batch", "MemoryEstimate", "GpuMemoryEstimate", "LargestBatch"),
     "Measure, watch and explain": ("measure", "timeline", "graph", "watch", "Watch", "explain_oom"),
     "Free graphs, accumulate": ("release", "step", "loss_only", "accumulate", "micro_batches"),

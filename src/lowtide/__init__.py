@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         StalePlan,
         TorchMissing,
     )
+    from lowtide.estimator.absent_processes import absent_processes
     from lowtide.estimator.batch_search import LargestBatch, largest_batch
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
     from lowtide.estimator.estimation import estimate
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from lowtide.planner import plan
     from lowtide.planner.budget_frontier import Frontier, frontier
     from lowtide.planner.records import Plan, Profile
+    from lowtide.report.run_record import RunRecord
     from lowtide.script.within import Run, RunVerdict, within
 
 __version__ = "0.1.0"
@@ -64,12 +66,14 @@ __all__ = [
     "RehearsalError",
     "ReplayMismatch",
     "Run",
+    "RunRecord",
     "RunVerdict",
     "StalePlan",
     "TorchMissing",
     "Verdict",
     "Watch",
     "__version__",
+    "absent_processes",
     "accumulate",
     "apply",
     "estimate",
@@ -112,12 +116,14 @@ _HOMES = {
     "RehearsalError": "lowtide.errors",
     "ReplayMismatch": "lowtide.errors",
     "Run": "lowtide.script.within",
+    "RunRecord": "lowtide.report.run_record",
     "RunVerdict": "lowtide.script.within",
     "StalePlan": "lowtide.errors",
     "TorchMissing": "lowtide.errors",
     "DataDependentStepError": "lowtide.errors",
     "Verdict": "lowtide.api.verify",
     "Watch": "lowtide.diagnostics.leaks.watcher",
+    "absent_processes": "lowtide.estimator.absent_processes",
     "accumulate": "lowtide.levers.accumulation.accumulate",
     "apply": "lowtide.api.apply",
     "explain_oom": "lowtide.diagnostics.oom.explain_oom",
@@ -146,11 +152,13 @@ register_renderers(
         "Frontier": "lowtide.report.frontier_table",
         "Plan": "lowtide.report.plan_text",
         "Profile": "lowtide.report.profile_text",
-    }
+        "RunRecord": "lowtide.report.run_text",
+    },
+    html="lowtide.report.fragments",
 )
 
 # Errors and planning work on machines without torch; every other name checks for it first.
-_TORCH_FREE = ("lowtide.errors", "lowtide.planner")
+_TORCH_FREE = ("lowtide.errors", "lowtide.planner", "lowtide.report")
 
 
 if not TYPE_CHECKING:  # hidden from type checkers, for which any name would else be public

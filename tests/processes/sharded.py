@@ -18,9 +18,9 @@ from lowtide._torch.fsdp import shard_groups
 Step = Callable[[Tensor], Tensor]
 
 
-def build(shard: Callable[[Any], None], n_layers: int = 2) -> tuple[Any, torch.optim.Optimizer]:
+def build(shard: Callable[[Any], None], n_layers: int = 2, vocab_size: int = 64) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "n_positions": 64, "n_embd": 64, "n_layer": n_layers, "n_head": 4}
+    sizes = {"vocab_size": vocab_size, "n_positions": 64, "n_embd": 64, "n_layer": n_layers, "n_head": 4}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None, use_cache=False)).train()
     shard(model)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)

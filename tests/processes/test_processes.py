@@ -11,6 +11,8 @@ from conftest import RunPython
 from lowtide.planner.records import Plan
 
 HERE = Path(__file__).parent
+WAYS = ("fsdp", "meta-fsdp-bf16", "hsdp", "offload-fsdp", "after2-fsdp", "accumulate-fsdp", "checkpoint-fsdp", "ddp")
+"""Ways to spread a model over GPUs that `train_absent.py` knows."""
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,48 @@ def test_each_process_fits_what_ddp_wraps(cases: tuple[str, ...], run_python: Ru
 )
 def test_each_process_fits_what_is_sharded(cases: tuple[str, ...], run_python: RunPython, tmp_path: Path) -> None:
     check(run_python(str(HERE / "sharded.py"), str(tmp_path / "meeting"), *cases, path=HERE.parent), cases)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ("estimates_what_is_sharded", "estimates_half_precision", "trains_on_after_an_estimate"),
+        pytest.param(
+            (
+                "estimates_what_stays_whole",
+                "estimates_micro_batches",
+                "estimates_checkpoints",
+                "estimates_uneven_parts",
+                "estimates_tensor_parallel",
+            ),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["as is usual", "else"],
+)
+def test_each_process_estimates_what_is_sharded(cases: tuple[str, ...], run_python: RunPython, tmp_path: Path) -> None:
+    check(run_python(str(HERE / "estimated.py"), str(tmp_path / "meeting"), *cases, path=HERE.parent), cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "way",
+    ["fsdp", "meta-fsdp-bf16", "hsdp", "offload-fsdp", "after2-fsdp", "accumulate-fsdp", "checkpoint-fsdp", "ddp"],
+)
+def test_a_script_for_eight_gpus_is_estimated_without_any(way: str, run_python: RunPython) -> None:
+    script = str(HERE / "train_absent.py")
+    done = run_python("-m", "lowtide", "estimate", "--device", "8 x h100-80", "--rank", "0", script, way)
+    assert done.returncode == 0, done.stderr
+    assert "on each of 8 x H100-80, rank 0, with 79.2 GiB: it fits" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_first_and_the_last_process_are_estimated(run_python: RunPython) -> None:
+    script = str(HERE / "train_absent.py")
+    done = run_python("-m", "lowtide", "estimate", "--device", "8 x h100-80", script, "fsdp")
+    assert done.returncode == 0, done.stderr
+    assert "rank 0, with 79.2 GiB: it fits" in done.stdout
+    assert re.search("^rank 7: ", done.stdout, re.MULTILINE)
 
 
 def check(done: "subprocess.CompletedProcess[str]", cases: tuple[str, ...]) -> None:

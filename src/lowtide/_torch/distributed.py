@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
-if TYPE_CHECKING:
-    pass
-from lowtide._torch.fake_modes import without_function_modes, without_modes
+from lowtide._torch.fake_modes import is_own, without_function_modes, without_modes
 
 
 def n_collectives() -> int:
@@ -62,3 +64,87 @@ def assign_buckets(
         assign: Any = vars(torch.distributed)["_compute_bucket_assignment_by_size"]
         result = assign(like, limits, sparse, list(numbers))
     return [list(group) for group in result[0]]
+
+
+_wrapping: dict[type[Any], bool] = {}
+
+
+def is_wrapping(kind: type[Any]) -> bool:
+    """Return True for classes of tensors that wrap a process's own part, such as DTensor. 2.13, since 2.0."""
+    found = _wrapping.get(kind)
+    if found is None:
+        found = _wrapping[kind] = kind.__module__.startswith("torch.distributed.")
+    return found
+
+
+def distributed_like(tensor: Any, local: torch.Tensor) -> Any:
+    """Return a leaf like `tensor`, a DTensor, with `local` as this process's part. 2.13, since 2.4."""
+    return type(tensor)(local, tensor._spec, requires_grad=tensor.requires_grad)
+
+
+def start_absent_processes(start: Callable[..., None], rank: int, size: int) -> None:
+    """Make this process the `rank`-th of `size` processes that are not there: collectives end at once. 2.13.
+
+    `start` is `torch.distributed.init_process_group`.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    start("fake", rank=rank, world_size=size, store=FakeStore())
+
+
+def n_groups() -> int:
+    """Return the number of process groups of more than one process. 2.13, since 1.10."""
+    return sum(group.size() > 1 for group in torch.distributed.distributed_c10d._world.pg_map)
+
+
+@contextlib.contextmanager
+def sharding_without_modes() -> Iterator[None]:
+    """Derive shapes of whole tensors, and meshes of ranks, without dispatch modes inside this `with` block. 2.13.
+
+    DTensor runs operators on fake tensors of the whole size, which takes no memory, and a mesh reads contents.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        yield
+        return
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((ShardingPropagator, "_propagate_tensor_meta_non_cached"), (DeviceMesh, "__init__")):
+            stack.enter_context(patch.object(owner, name, _without_modes(getattr(owner, name))))
+        yield
+
+
+def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with without_modes():
+            return function(*args, **kwargs)
+
+    return called
+
+
+@contextlib.contextmanager
+def meshes_on(device_type: str, shown: str | None = None) -> Iterator[None]:
+    """Let meshes of the CPU be of `device_type` inside this `with` block, `shown` to code other than torch's. 2.13."""
+    if not torch.distributed.is_available():
+        yield
+        return
+    from torch.distributed.device_mesh import DeviceMesh
+
+    def of(mesh: Any) -> str:
+        if mesh._device_type != "cpu":
+            return str(mesh._device_type)
+        return device_type if shown is None or is_own(sys._getframe(1)) else shown
+
+    with patch.object(DeviceMesh, "device_type", property(of)):
+        yield
+
+
+def ring_attention() -> tuple[Any, tuple[str, ...]] | None:
+    """Return the module of context parallel, if imported, and its functions that begin and run attention. 2.13."""
+    module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    if module is None:
+        return None
+    names = ("_enable_context_parallel_dispatcher_impl", "_templated_ring_attention")
+    return module, tuple(name for name in names if hasattr(module, name))

@@ -35,6 +35,9 @@ NO_FAKE_KERNEL = _fake_tensor.UnsupportedOperatorException
 OWN_OPERATORS = frozenset({"aten", "prim", "prims", "profiler"})
 """Namespaces of torch's own operators. 2.13."""
 
+SHARDING_OPERATORS = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp"})
+"""Namespaces of operators that send between processes, or copy what is sent. 2.13."""
+
 
 def fake_mode(run_on_zeros: bool = True, nested: Exception | None = None) -> _fake_tensor.FakeTensorMode:
     """Return a mode under which operators make fake tensors; raises `nested` for nested ones. 2.13, since 1.13.
@@ -67,9 +70,13 @@ def running_on_zeros(mode: _fake_tensor.FakeTensorMode) -> Iterator[None]:
         mode.allow_fallback_kernels = before
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor is fake. 2.13."""
-    return isinstance(tensor, FakeTensor)
+def is_fake(tensor: Any) -> bool:
+    """Return True if the tensor is fake, or a distributed tensor whose own part is. 2.13."""
+    return isinstance(tensor, FakeTensor) or (
+        type(tensor) not in _WITH_STORAGE
+        and isinstance(tensor, torch.Tensor)
+        and isinstance(getattr(tensor, "_local_tensor", None), FakeTensor)
+    )
 
 
 def is_strided(tensor: torch.Tensor) -> bool:

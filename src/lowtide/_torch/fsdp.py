@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 
-if TYPE_CHECKING:
-    pass
+from lowtide._torch.tensors import storage_number
+
+Purpose = Literal["gathered parameters", "communication buffers", "gradients"]
+"""Purpose of memory that FSDP2 allocates."""
 
 
 class ShardGroup:
@@ -19,6 +24,11 @@ class ShardGroup:
 
     def __init__(self, group: Any) -> None:
         self._group = group
+
+    @property
+    def number(self) -> int:
+        """Number that identifies the group during its lifetime: modules that are sharded together share one."""
+        return id(self._group)
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
@@ -79,6 +89,43 @@ class ShardGroup:
         with self._group.use_training_state(type(self._group._training_state).FORWARD):
             self._group.reshard()
 
+    @property
+    def is_symmetric(self) -> bool:
+        """Return True if collectives use symmetric memory, which other processes write to."""
+        return any(type(sender).__name__.startswith("SymmMem") for sender in self.senders)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Sharded parameters."""
+        return [parameter.sharded_param for parameter in self._group.fsdp_params]
+
+    def set_aside(self) -> Callable[[], None]:
+        """Forget gathered parameters, which have no memory now; return a function that takes them back."""
+        before = [(p, vars(p).pop("_unsharded_param", None), p.all_gather_outputs) for p in self._group.fsdp_params]
+        for parameter in self._group.fsdp_params:
+            parameter.all_gather_outputs = []
+
+        def take_back() -> None:
+            for parameter, whole, outputs in before:
+                parameter.all_gather_outputs = outputs
+                vars(parameter).pop("_unsharded_param", None)
+                if whole is not None:
+                    parameter._unsharded_param = whole
+
+        return take_back
+
+    def on_device(
+        self, device: torch.device, twin: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Iterator[tuple[Any, str, Any]]:
+        """Return what changes if the parameters are on `device`: (owner, name, value). `twin` gives a part there."""
+        yield self._group, "device", device
+        yield self._group, "device_handle", getattr(torch, device.type)
+        yield self._group, "_all_gather_output", twin(self._group._all_gather_output)
+        for parameter in self._group.fsdp_params:
+            yield parameter, "device", device
+            if not self.is_on_host:
+                yield parameter, "_sharded_param_data", twin(parameter._sharded_param_data)
+
     def forget_gradients(self) -> None:
         """Drop unreduced gradients and the gathered parameters."""
         self._group.reshard()
@@ -136,3 +183,86 @@ def sum_over_processes(how: Callable[..., torch.Tensor]) -> Callable[..., torch.
     before: Callable[..., torch.Tensor] = functional.all_reduce
     functional.all_reduce = how
     return before
+
+
+@contextlib.contextmanager
+def purposes_known(
+    inside: Callable[[Purpose], AbstractContextManager[None]], becomes: Callable[[torch.Tensor, Purpose], None]
+) -> Iterator[None]:
+    """Name the purpose of what FSDP2 allocates inside this `with` block. 2.13, since 2.6.
+
+    `inside` surrounds allocations of one purpose, `becomes` names that of a tensor that exists.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    post_backward = FSDPParamGroup.post_backward
+
+    def around(name: str, purpose: Purpose) -> Callable[..., Any]:
+        plain = getattr(FSDPParamGroup, name)
+
+        @functools.wraps(plain)
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with inside(purpose):
+                return plain(self, *args, **kwargs)
+
+        return called
+
+    @functools.wraps(post_backward)
+    def reduced(self: Any, *args: Any) -> Any:
+        for parameter in self.fsdp_params:
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None and whole.grad is not None:
+                becomes(whole.grad, "gradients")
+        with inside("communication buffers"):
+            done = post_backward(self, *args)
+        for parameter in self.fsdp_params:
+            if parameter.sharded_param.grad is not None:
+                becomes(parameter.sharded_param.grad, "gradients")
+        return done
+
+    with (
+        patch.object(FSDPParamGroup, "unshard", around("unshard", "communication buffers")),
+        patch.object(FSDPParamGroup, "wait_for_unshard", around("wait_for_unshard", "gathered parameters")),
+        patch.object(FSDPParamGroup, "post_backward", reduced),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def resizes_told(told: Callable[[torch.UntypedStorage], None], devices: Iterable[str]) -> Iterator[None]:
+    """Call `told` after each change of a storage's size inside this `with` block; storages on `devices` only. 2.13.
+
+    FSDP2 frees and allocates gathered parameters so. It also compares addresses, which fake storages don't have: their
+    numbers stand for them.
+    """
+    devices = frozenset(devices)
+    resize, address = torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        before = storage.nbytes()
+        done = resize(storage, size)
+        if before != size and storage.device.type in devices:
+            told(storage)
+        return done
+
+    def addressed(storage: torch.UntypedStorage) -> int:
+        return storage_number(storage) if storage.device.type == "meta" else address(storage)
+
+    with (
+        patch.object(torch.UntypedStorage, "resize_", resized),
+        patch.object(torch.UntypedStorage, "data_ptr", addressed),
+    ):
+        yield
+
+
+def devices_of_states(module: Any, device: torch.device) -> Iterator[tuple[Any, str, Any]]:
+    """Return what changes in the state of a sharded module on `device`: (owner, name, value). 2.13."""
+    state = module._get_fsdp_state()
+    handle = getattr(torch, device.type)
+    yield state, "_device", device
+    yield state, "_device_handle", handle
+    context = vars(state._comm_ctx)
+    if "device_handle" in context:  # after the first forward
+        yield state._comm_ctx, "device_handle", handle
+        for name in sorted(name for name in context if name.endswith("_stream")):
+            yield state._comm_ctx, name, handle.Stream()

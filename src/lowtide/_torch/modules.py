@@ -52,3 +52,8 @@ def original_call(module: torch.nn.Module) -> Callable[..., Any]:
     """Return the module's original `_call_impl` (hooks and forward), bypassing CALL. 2.13."""
     call: Callable[..., Any] = module._call_impl
     return call
+
+
+def apply_to_tensors(module: torch.nn.Module, make: Callable[[torch.Tensor], torch.Tensor], *, recurse: bool) -> None:
+    """Replace a module's parameters and buffers by what `make` returns, as `Module.to` does. 2.13, since 2.0."""
+    module._apply(make, recurse=recurse)  # type: ignore[no-untyped-call]

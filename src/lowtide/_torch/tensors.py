@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -144,9 +145,14 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
 
     Unlike this, `torch.utils.swap_tensors` refuses tensors with weak references, as of recurrent layers to weights.
     """
+    slots = {*copyreg._slotnames(type(one)), *copyreg._slotnames(type(other))}  # type: ignore[attr-defined]
     torch._C._swap_tensor_impl(one, other)
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    for name in slots:
+        held = getattr(one, name, None), getattr(other, name, None)
+        setattr(one, name, held[1])
+        setattr(other, name, held[0])
 
 
 def is_leaf_tensor(tensor: torch.Tensor) -> bool:

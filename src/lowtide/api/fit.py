@@ -25,6 +25,7 @@ from lowtide.planner.inplace_savings import without_in_place
 from lowtide.planner.planning import plain_peak_bytes, smallest_plan, unplanned_step
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.profiler import OTHER_WORK, rehearse
+from lowtide.report.run_record import RunRecord, record_of
 from lowtide.report.text_table import decisions, extra_time, lever_lines, listed
 from lowtide.runtime.fingerprint import Optimizers, check_made_for, device_of, place_of
 from lowtide.state.reachable_objects import observe_changes
@@ -36,6 +37,7 @@ from lowtide.utils.interrupts import removed_if_interrupted
 from lowtide.utils.messages import tell
 from lowtide.utils.progress import Stage, showing
 from lowtide.utils.removable import Removable
+from lowtide.utils.rendering import Displayed, short_repr
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,7 +48,7 @@ COMPILED_REPAIRS = 3
 """Compiled plans that are tried before a budget is given up."""
 
 
-class Fitted(Removable):
+class Fitted(Removable, Displayed):
     """A model whose step fits: the plan in force, and its proof. `print` it; undo it with `remove()` or `with`."""
 
     def __init__(self, applied: Applied | Switched, profile: Profile, plan: Plan, verdict: Verdict) -> None:
@@ -66,6 +68,19 @@ class Fitted(Removable):
             "which has no plan then, and put the plan on it with lowtide.apply(model, fitted.plan); "
             "fitted.plan.to_json(path) keeps it."
         )
+
+    def __repr__(self) -> str:
+        peak, proven = _peak(self.plan, self.verdict), "proven" if self.verdict.proven else "NOT proven"
+        return short_repr(type(self).__name__, f"{self.plan.fingerprint.model}: {peak}, {proven}")
+
+    def to_record(self, command: str = "") -> RunRecord:
+        """Return all that is known of this fit, as the record that reports are made of.
+
+        Args:
+            command: Code that repeats it; a call of `lowtide.fit` by default.
+        """
+        call = command or f"lowtide.fit(model, step, batch, budget={self.plan.budget_bytes})"
+        return record_of(call, profile=self.profile, plan=self.plan, proof=self.verdict.to_proof())
 
     def __str__(self) -> str:
         plan, verdict = self.plan, self.verdict

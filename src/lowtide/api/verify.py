@@ -16,6 +16,7 @@ from lowtide.planner.serialization import Record
 from lowtide.profiler.peak_margin import recorded_peak
 from lowtide.profiler.preconditions import check
 from lowtide.profiler.trial_updates import Updates
+from lowtide.report.run_record import Proof
 from lowtide.report.text_table import listed
 from lowtide.runtime.fingerprint import Optimizers, check_made_for, place_of
 from lowtide.state.observed_changes import describe_unrestored
@@ -110,6 +111,17 @@ class Verdict(Record):
         If the plain step does not fit, the audit is the proof.
         """
         return self.differences is None or bool(self.identical and {*self._same} - {DRAWN})
+
+    def to_proof(self) -> Proof:
+        """Return what a report says of this verdict."""
+        return Proof(
+            measured_peak_bytes=self.measured_peak_bytes,
+            is_within_budget=self.within_budget,
+            text=self.proof,
+            is_proven=None if self.differences is None else self.proven,
+            planned_ms=self.planned_ms,
+            plain_ms=self.plain_ms,
+        )
 
     @property
     def _same(self) -> list[str]:

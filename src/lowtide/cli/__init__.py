@@ -4,9 +4,11 @@ Subcommands are imported when they run, so `lowtide --help` and completion load 
 finding (the step does not fit), 2 is a failure.
 """
 
+import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 
 import click
@@ -71,6 +73,9 @@ COMMANDS = {
         summary="Explain an out-of-memory error from its message or a log, and list remedies.",
         needs_torch=False,
     ),
+    "report": Lazy(
+        target="lowtide.cli.make_report:report", summary="Make a page of a run, or compare two.", needs_torch=False
+    ),
     "watch": Lazy(
         target="lowtide.cli.watch:watch",
         summary="Run a script and report the tensors and graphs that it leaves in memory.",
@@ -91,7 +96,13 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        name, _, rest = super().resolve_command(ctx, args)
+        try:
+            name, _, rest = super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = get_close_matches(args[0], COMMANDS, n=1)
+            if near and "Did you mean" not in error.message:
+                raise click.UsageError(f"{error.message} Did you mean {near[0]!r}?", ctx) from None
+            raise
         return name, None if name is None else COMMANDS[name].load(name), rest
 
 
@@ -104,7 +115,8 @@ def lowtide() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: the return value of the command, or its argument of `ctx.exit`."""
     try:
-        code = lowtide.main(args=argv, prog_name="lowtide", standalone_mode=False)
+        told = tuple(sys.argv[1:] if argv is None else argv)
+        code = lowtide.main(args=argv, prog_name="lowtide", standalone_mode=False, obj=told)
     except LowtideError as error:
         from lowtide.utils.messages import beside_bars, speaker
 

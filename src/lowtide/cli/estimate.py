@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
 
+from lowtide.cli.report_option import command_line, report_option, write_report
 from lowtide.cli.script_or_profile import (
     OWN_OPTIONS_FIRST,
     is_profile,
@@ -21,6 +23,7 @@ from lowtide.utils.messages import say
 
 if TYPE_CHECKING:
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
+    from lowtide.report.run_record import RunRecord
 
 
 _STAND_INS = "from here on nothing is computed: numbers that the script prints stand in for true ones"
@@ -31,8 +34,11 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
     "--device",
     metavar="GPU",
     required=True,
-    help='The GPU, which need not be here: "A100-40", "RTX 4090", or its memory, as in "cuda:24GiB".',
+    help='The GPU, which need not be here: "A100-40", "RTX 4090", or its memory, as in "cuda:24GiB"; several for a '
+    'script of torchrun: "8 x H100-80".',
 )
+@click.option("--rank", type=click.IntRange(0), help="Of several GPUs, that of this rank; else the first and the last.")
+@click.option("--fewest", is_flag=True, help="Also say how many of each known GPU are enough, up to 64.")
 @click.option("--strict", is_flag=True, help="Exit code 1 also where not all that is counted is known.")
 @click.option("--batch", "sizes", type=click.IntRange(1), multiple=True, help="A batch of this size; may be repeated.")
 @click.option(
@@ -44,13 +50,17 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
     help="Write the two steps as a memory snapshot, for pytorch.org/memory_viz.",
 )
 @output_option("--json", "json_to", 'Write the estimate to FILE; "-": print that alone.')
+@report_option
 @script_arguments()
 def estimate(
     device: str,
+    rank: int | None,
+    fewest: bool,
     strict: bool,
     sizes: tuple[int, ...],
     snapshot_to: str | None,
     json_to: str | None,
+    report_to: str | None,
     target: str,
     args: tuple[str, ...],
     is_module: bool,
@@ -65,27 +75,45 @@ def estimate(
     does not, or might not, and 2 if it could not be said. What cuDNN takes for recurrent layers is counted as it was
     measured on one GPU; with --strict that is not known, and the exit code is 1. A loop without an optimizer is run to
     its end.
+
+    For several GPUs the script is one as torchrun starts it, and runs once as the first process and once as the last;
+    the others are not there, and nothing is sent.
     """
     if is_profile(target, is_module=is_module):
         raise click.UsageError(f"{target} is a profile, and an estimate is made of a script: give that.")
     if snapshot_to is not None and len(sizes) > 1:
         raise click.UsageError("--snapshot is of one step, and --batch is given more than once.")
 
-    from lowtide.memory.gpu_specs import parse_gpu
+    from lowtide.memory.gpu_specs import parse_gpus
 
-    gpu = parse_gpu(device)  # reject nonsense before torch is loaded
+    gpu, n_gpus = parse_gpus(device)  # reject nonsense before torch is loaded
+    if n_gpus is None and (rank is not None or fewest):
+        raise click.UsageError(f'--rank and --fewest are for several GPUs, as in --device "8 x {gpu.name}".')
+    if n_gpus is not None and rank is not None and rank >= n_gpus:
+        raise click.UsageError(f"--rank {rank}: the ranks of {n_gpus} GPUs are 0 to {n_gpus - 1}.")
 
     from lowtide.utils.optional_deps import require_torch
 
     require_torch("lowtide estimate")
+    from lowtide.estimator.absent_processes import AbsentProcesses
     from lowtide.script.estimate_steps import estimate_script
     from lowtide.script.runner import INTERRUPTED, Script
 
     script = Script(target=target, args=args, is_module=is_module)
+    if n_gpus is not None and rank is None:
+        if sizes:
+            raise click.UsageError("--batch is for one GPU. Give the script its batch size.")
+        from lowtide.cli.several_gpus import SeveralGpus
+
+        several = SeveralGpus(gpu, script, strict=strict, snapshot_to=snapshot_to)
+        return several.estimate(n_gpus, json_to, fewest=fewest)
+    processes = None if n_gpus is None else AbsentProcesses(size=n_gpus, rank=rank or 0)
     found: dict[int | None, GpuMemoryEstimate] = {}
     for size in sizes or (None,):
         with contextlib.redirect_stdout(sys.stderr):
-            code, estimate = estimate_script(script, gpu, size, told=lambda: say(_STAND_INS) if not found else None)
+            code, estimate = estimate_script(
+                script, gpu, size, told=lambda: say(_STAND_INS) if not found else None, processes=processes
+            )
         if estimate is None:
             if code != INTERRUPTED:
                 click.echo(_ended(target, code, size), err=True)
@@ -103,7 +131,15 @@ def estimate(
         from lowtide.cli.gpu_table import record
 
         write(json.dumps([record(estimate, size) for size, estimate in found.items()], indent=1), json_to)
+    if report_to is not None:
+        write_report(_record(found, target), report_to)
     return 0 if all(one.is_sure if strict else one.fits for one in found.values()) else 1
+
+
+def _record(found: dict[int | None, GpuMemoryEstimate], target: str) -> RunRecord:
+    """Return the record of all sizes; memory over the step is that of the last one."""
+    shown = found[[*found][-1]].to_record(command_line(), subject=target)
+    return replace(shown, needs=tuple(estimate.on_gpu(size) for size, estimate in found.items()))
 
 
 def _ended(target: str, code: int, size: int | None) -> str:

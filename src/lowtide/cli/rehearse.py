@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from lowtide.cli.report_option import command_line, report_option, write_report
 from lowtide.cli.script_or_profile import (
     OWN_OPTIONS_FIRST,
     in_place_option,
@@ -19,11 +20,13 @@ from lowtide.cli.script_or_profile import (
 @click.option("--plain", is_flag=True, help="Run one more step without a plan, to measure its peak and time.")
 @in_place_option
 @output_option("--json", "json_to", 'Write the profile to FILE; "-": print that alone.')
+@report_option
 @script_arguments()
 def rehearse(
     plain: bool,
     no_in_place: bool,
     json_to: str | None,
+    report_to: str | None,
     target: str,
     args: tuple[str, ...],
     is_module: bool,
@@ -44,4 +47,8 @@ def rehearse(
         click.echo(str(profile))
     if json_to is not None:
         write(profile.to_json(), json_to)
+    if report_to is not None:
+        from lowtide.report.run_record import record_of, with_frontier
+
+        write_report(with_frontier(record_of(command_line(), profile=profile)), report_to)
     return 0

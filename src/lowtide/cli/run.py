@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from lowtide.cli.report_option import command_line, report_option, write_report
 from lowtide.cli.script_or_profile import (
     OWN_OPTIONS_FIRST,
     in_place_option,
@@ -17,12 +18,13 @@ from lowtide.cli.script_or_profile import (
     script_arguments,
     write,
 )
-from lowtide.errors import LowtideError
+from lowtide.errors import Infeasible, LowtideError, OverBudget
 from lowtide.utils.messages import say
 
 if TYPE_CHECKING:
     from lowtide.memory.device_budget import BudgetFor
     from lowtide.planner.records import Plan
+    from lowtide.report.run_record import RunRecord
     from lowtide.script.plan_monitor import PlanMonitor
     from lowtide.script.runner import Script
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 )
 @click.option("--plan", "plan_file", type=click.Path(exists=True, dir_okay=False), help="A plan that was made before.")
 @output_option("--save", "save_to", "Write the plan that --budget led to, for --plan the next time.")
+@report_option
 @lever_option
 @in_place_option
 @click.option("--no-progress", is_flag=True, help="Show no bar while steps are rehearsed and planned for.")
@@ -52,6 +55,7 @@ def run(
     budget_for: BudgetFor,
     plan_file: str | None,
     save_to: str | None,
+    report_to: str | None,
     levers: tuple[str, ...],
     no_in_place: bool,
     no_progress: bool,
@@ -74,6 +78,8 @@ def run(
     """
     if (budget is None) == (plan_file is None):
         raise click.UsageError("give either --budget or --plan, before the script: what follows it is its own.")
+    if report_to is not None and budget is None:
+        raise click.UsageError("--report goes with --budget: the plan of --plan was made of another run's rehearsal.")
     if save_to is not None and budget is None:
         raise click.UsageError("--save goes with --budget: the plan of --plan is in a file already.")
     if levers and budget is None:
@@ -86,6 +92,7 @@ def run(
     from lowtide.levers import parse_script_lever
     from lowtide.memory.device_budget import check_on_device
     from lowtide.planner.records import Plan
+    from lowtide.report.run_record import record_of, with_frontier
     from lowtide.script.apply_plan import Applying
     from lowtide.script.fit_steps import Fitting
     from lowtide.script.runner import Script
@@ -106,9 +113,27 @@ def run(
         retry=retry,
         progress=not no_progress,
     )
-    if save_to is not None:
-        crew.when_kept = partial(_save, save_to)
-    return _train(script, crew)
+    kept: list[RunRecord] = []
+
+    def keep(plan: Plan) -> None:
+        if save_to is not None:
+            _save(save_to, plan)
+        if report_to is not None and crew.verdict is not None:
+            proof = crew.verdict.to_proof()
+            kept[:] = [record_of(command, profile=crew.profile, plan=plan, proof=proof)]
+
+    command = command_line()
+    crew.when_kept = keep
+    try:
+        code = _train(script, crew)
+    except (Infeasible, OverBudget) as why:
+        if report_to is not None and crew.profile is not None:
+            refused = replace(record_of(command, profile=crew.profile), refusal=str(why))
+            write_report(with_frontier(refused), report_to)
+        raise
+    if report_to is not None and kept:
+        write_report(with_frontier(kept[0]), report_to)
+    return code
 
 
 def _train(script: Script, crew: PlanMonitor) -> int:

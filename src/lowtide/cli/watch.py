@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import click
 
+from lowtide.cli.report_option import command_line, report_option, write_report
 from lowtide.cli.script_or_profile import OWN_OPTIONS_FIRST, output_option, script_arguments, write
 from lowtide.utils.messages import speaker
 
 
 @click.command("watch", context_settings=OWN_OPTIONS_FIRST)
 @output_option("--json", "json_to", 'Write the findings to FILE; "-": to stdout, after the script\'s output.')
+@report_option
 @script_arguments()
-def watch(json_to: str | None, target: str, args: tuple[str, ...], is_module: bool) -> int:
+def watch(json_to: str | None, report_to: str | None, target: str, args: tuple[str, ...], is_module: bool) -> int:
     """Run SCRIPT with its ARGS, and report the tensors and graphs that it leaves in memory.
 
     Each finding has the bytes, the first step, the holder, the line that made the tensors, and the fix. Findings go to
@@ -25,6 +27,8 @@ def watch(json_to: str | None, target: str, args: tuple[str, ...], is_module: bo
     click.echo(f"\n{speaker('lowtide watch')}: {watched}", err=True)
     if json_to is not None:
         write(watched.to_json(), json_to)
+    if report_to is not None:
+        write_report(watched.to_record(command_line(), subject=target), report_to)
     if exit_code == INTERRUPTED:  # stopped by a person
         return exit_code
     if exit_code:

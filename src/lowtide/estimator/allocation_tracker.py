@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide._torch.backward import ACCUMULATE_GRAD, BACKWARD_CALL, in_backward, running_node_name, running_node_number
+from lowtide._torch.distributed import is_wrapping
 from lowtide._torch.fake_modes import (
     DATA_DEPENDENT,
     NO_FAKE_KERNEL,
@@ -32,7 +33,7 @@ from lowtide._torch.fake_modes import (
 from lowtide._torch.modes import TorchDispatchMode
 from lowtide._torch.operators import changes_geometry
 from lowtide._torch.pytree import tree_map
-from lowtide._torch.tensors import base_of, storage_id, storage_number
+from lowtide._torch.tensors import base_of, parts_of, storage_id, storage_number
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
 from lowtide.estimator.cpu.scratch import Scratch
@@ -41,7 +42,7 @@ from lowtide.estimator.op_sets import BATCH_NORMED, CONTIGUOUS, GROUPED, IN_FORM
 from lowtide.estimator.packed_sequences import copies
 from lowtide.estimator.values.assumptions import ValueOracle, detached_real
 from lowtide.estimator.values.query_site import where
-from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, Recorder
+from lowtide.memory.events import Allocate, Event, EventStream, Free, Label, Mark, Recorder
 from lowtide.runtime import inplace_gradients as in_place
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lowtide._torch.fake_modes import FakeTensorMode
+    from lowtide.memory.events import Category
 
 aten = torch.ops.aten
 
@@ -97,6 +99,12 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         """Storages, by number, whose gradients are views that autograd adds to in place."""
         self._asked: set[int] = set()
         """Ids of tensors whose device autograd has just queried: a node's results, added to other gradients next."""
+        self.streams: dict[int, int] = {}
+        """Numbers of the streams other than the default one that blocks were allocated on, by block."""
+        self.categories: dict[int, Category] = {}
+        """Categories of blocks whose purpose is known when they are allocated, by block."""
+        self._purposes: list[Category] = []
+        """Stack of purposes of the memory that is allocated now."""
         self._recording = False
 
     @classmethod
@@ -126,12 +134,17 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         """Events recorded since the last `begin`."""
         if self._recording:
             raise RehearsalError("the stream of a recorder is complete when its with-block has ended, and not before.")
-        return EventStream(tuple(self._events), self.device)
+        return EventStream(tuple(self._events), self.device, self.streams)
 
     @property
     def whole(self) -> EventStream:
         """All recorded events; storages that existed at entry are allocated first, in the order of adoption."""
-        return EventStream((*self._entered, *self._earlier, *self.stream), self.device)
+        return EventStream((*self._entered, *self._earlier, *self.stream), self.device, self.streams)
+
+    @property
+    def labels(self) -> dict[int, Label]:
+        """Labels of blocks whose category is known when they are allocated."""
+        return {block: Label(category) for block, category in self.categories.items()}
 
     def begin(self) -> None:
         """Begin a new stream; storages alive now count as existing at its entry."""
@@ -140,7 +153,14 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         self._events.clear()
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """Return the fake twin of a tensor that exists at entry (a fake tensor itself); its memory is not an event."""
+        """Return the fake twin of a tensor that exists at entry (a fake tensor itself); its memory is not an event.
+
+        A distributed tensor is returned as it is: its own part on this process is adopted.
+        """
+        if is_wrapping(type(tensor)):
+            for part in parts_of(tensor):
+                self.adopt(part)
+            return tensor
         twin = tensor
         if is_real(tensor):
             twin = self._twins.of(tensor)
@@ -167,6 +187,8 @@ class AllocationTracker(TorchDispatchMode, Recorder):
     # --- operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_wrapping, types)):
+            return NotImplemented  # the wrapper's own code runs first, and comes back with its parts
         if func is _ASKED_OF_RESULTS:
             self._asked.add(id(args[0]))
         else:
@@ -283,11 +305,47 @@ class AllocationTracker(TorchDispatchMode, Recorder):
 
     def _inside(self, sizes: Sequence[int], op: str) -> range:
         """Record blocks that an operator allocates and frees internally; return their numbers."""
-        blocks = range(self._n_blocks, self._n_blocks + len(sizes))
-        self._n_blocks = blocks.stop
-        self._events += [Allocate(*block, 0, op) for block in zip(blocks, sizes, strict=True)]
+        first = self._n_blocks
+        self._events += [Allocate(self._new_block(), size, 0, op) for size in sizes]
+        blocks = range(first, self._n_blocks)
         self._events += [Free(*block) for block in zip(reversed(blocks), reversed(sizes), strict=True)]
         return blocks
+
+    def _new_block(self) -> int:
+        """Return the number of a block that is allocated now, for the current purpose and on the current stream."""
+        block = self._n_blocks
+        self._n_blocks += 1
+        if self._purposes:
+            self.categories[block] = self._purposes[-1]
+        if stream := self._stream_number():
+            self.streams[block] = stream
+        return block
+
+    def _stream_number(self) -> int:
+        return 0
+
+    @contextlib.contextmanager
+    def purpose(self, category: Category) -> Iterator[None]:
+        """Give memory that is allocated in this block a category."""
+        self._purposes.append(category)
+        try:
+            yield
+        finally:
+            self._purposes.pop()
+
+    def becomes(self, tensor: Tensor, category: Category) -> None:
+        """Give the memory of a tensor a category."""
+        for part in parts_of(tensor):
+            if (living := self._living.get(storage_id(part))) is not None:
+                self.categories[living.block] = category
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Track a storage whose memory was freed, allocated or exchanged, which no operator tells of."""
+        key = storage_number(storage)
+        if (living := self._living.get(key)) is not None:
+            self._ended(key, living)
+        if n_bytes := storage.nbytes():
+            self._begin_storage(storage, key, n_bytes, "resize_")
 
     # --- storages
 
@@ -309,9 +367,14 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             living = _Living(-self._n_entry, size)
             self._entered.append(Allocate(living.block, size, key, op))
         else:
-            living = _Living(self._n_blocks, size)
-            self._n_blocks += 1
-            self._events.append(Allocate(living.block, size, key, op))
+            self._begin_storage(storage, key, size, op)
+            return
+        living.end = weakref.ref(storage, _Ending(self, key, living))
+        self._living[key] = living
+
+    def _begin_storage(self, storage: torch.UntypedStorage, key: int, n_bytes: int, op: str) -> None:
+        living = _Living(self._new_block(), n_bytes)
+        self._events.append(Allocate(living.block, n_bytes, key, op))
         living.end = weakref.ref(storage, _Ending(self, key, living))
         self._living[key] = living
 
@@ -367,8 +430,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         self._given = None
         heir = self._living.get(new)
         if heir is not None:
-            heir.block = self._n_blocks
-            self._n_blocks += 1
+            heir.block = self._new_block()
             self._events.insert(index, Allocate(heir.block, heir.bytes, new, "aten::add"))
 
 

@@ -20,6 +20,7 @@ from lowtide.memory.gpu_specs import GpuSpec, context_bytes, parse_gpu
 from lowtide.runtime.fingerprint import tensors_in, with_tensors
 from lowtide.units import format_apart
 from lowtide.utils.amounts import parse_bytes
+from lowtide.utils.rendering import Displayed, short_repr
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,8 +32,8 @@ MOST = 2**20
 """Largest size that is tried by default."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LargestBatch:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class LargestBatch(Displayed):
     """The largest size that fits, and the predicted peaks at the sizes tried."""
 
     size: int
@@ -41,6 +42,9 @@ class LargestBatch:
     budget_bytes: int
     peaks: dict[int, int]
     """Predicted peak at each size tried, bytes; on a GPU the most that can be reserved."""
+
+    def __repr__(self) -> str:
+        return short_repr(type(self).__name__, str(self))
 
     def __str__(self) -> str:
         budget, peak = format_apart(self.budget_bytes, self.peaks[self.size])

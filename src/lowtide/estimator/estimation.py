@@ -16,10 +16,11 @@ from lowtide.estimator.ddp_buckets import Reducers
 from lowtide.estimator.estimate_labels import Names, labels
 from lowtide.estimator.fake_step_state import Everything
 from lowtide.estimator.fake_tensors import placed
+from lowtide.estimator.sharded_units import sharding
 from lowtide.estimator.values.assumptions import ValueOracle
 from lowtide.estimator.values.queries import PythonQueries
 from lowtide.levers import enable_plan_levers
-from lowtide.memory.gpu_specs import GpuSpec, parse_gpu
+from lowtide.memory.gpu_specs import GpuSpec, parse_gpus
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Plan
 from lowtide.profiler.preconditions import NESTED, check
@@ -84,7 +85,8 @@ def estimate(
         model: the model that the step trains.
         step: runs forward and backward of `model`, and optionally the optimizer.
         batch: the argument of `step`.
-        device: a GPU, by name or as a GpuSpec; without it the step is estimated on the model's own device.
+        device: a GPU, by name or as a GpuSpec, or several, "8 x h100-80", one for each process of the process group;
+            without it the step is estimated on the model's own device.
         plan: the plan under which the step runs.
         optimizer: needed only if neither the step nor the model refers to it.
         allocator: settings of the CUDA caching allocator, by default the environment's; only with `device`.
@@ -113,7 +115,8 @@ def estimate(
     if device is not None:
         from lowtide.estimator.cuda.two_step_run import estimate_on  # imported only for estimates on a GPU
 
-        return estimate_on(parse_gpu(device), model, step, batch, plan=plan, optimizer=optimizer, allocator=allocator)
+        gpu, n = parse_gpus(device)
+        return estimate_on(gpu, model, step, batch, plan=plan, optimizer=optimizer, allocator=allocator, n_gpus=n or 1)
     own = device_of(model).replace("meta", "cpu")
     engine = planned(model, batch, plan, own)
     fakes = fake_mode(nested=RehearsalError(NESTED))
@@ -125,7 +128,7 @@ def estimate(
         names = Names(engine, ledger.mark)
         with ledger, PythonQueries(answers, ledger), unpatched():
             adopt(ledger, everything)
-            with Reducers(kept.reached, ledger) as reducers:
+            with Reducers(kept.reached, ledger) as reducers, sharding(kept.reached, ledger):
                 step(batch)
                 trials.learn()
                 hand_back()
@@ -136,7 +139,7 @@ def estimate(
                 names.state(kept.optimizers)
     scratch_unknown = (f"{op}: scratch memory, beside arguments of {n} bytes" for op, n in trials.unknown.items())
     return MemoryEstimate(
-        timeline=Timeline(ledger.stream, labels(ledger.stream, names)),
+        timeline=Timeline(ledger.stream, labels(ledger.stream, names) | ledger.labels),
         static=with_carryover(static, blocks, ledger.stream),
         unknown=(*scratch.unknown, *scratch_unknown),
         assumed=(*compiled(model), *answers.notes, *left(kept)),

@@ -30,7 +30,6 @@ from lowtide.memory.allocator.simulation import freed_from_entry
 from lowtide.memory.events import EventStream
 from lowtide.planner.records import Plan, Static
 from lowtide.runtime.fingerprint import check_made_for, tensors_in
-from lowtide.runtime.fsdp_scopes import units
 from lowtide.runtime.planned_engine import Planned
 from lowtide.state.observed_changes import describe_unrestored
 
@@ -90,8 +89,7 @@ def unpatched() -> Iterator[None]:
 def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None = None) -> Planned:
     """Return the engine with a plan. Raises StalePlan for a plan of another model or, if given, device.
 
-    Raises RehearsalError for a sharded model, because fake tensors can't be gathered, and for tensors of custom
-    classes.
+    Raises RehearsalError for tensors of custom classes.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         kind = type(tensor)
@@ -101,12 +99,6 @@ def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None 
                 f"{name} is a {kind.__name__}, and torch has no fake tensors of that class. Use lowtide.rehearse "
                 "or `lowtide run`, which take the step; or give it to the model as a plain tensor (`as_subclass`)."
             )
-    for unit in units(model.modules()):
-        raise RehearsalError(
-            f"{type(unit).__name__} is sharded over processes (fully_shard), and what it gathers can't be estimated. "
-            "Use lowtide.rehearse or `lowtide run`, which take the step; or estimate the model before it is sharded, "
-            "which gives the activations."
-        )
     if plan is None:
         return Planned(model)
     check_made_for(plan.fingerprint, model, device=device or plan.fingerprint.device)
@@ -159,7 +151,7 @@ def _storages(tensor: Tensor, ledger: AllocationTracker) -> list[torch.UntypedSt
     if sparse.is_compressed(tensor) and is_real(tensor):
         with on_real_tensors():
             return [part.untyped_storage() for part in parts_of(tensor)]
-    parts = parts_of(ledger.adopt(tensor))
+    parts = (ledger.adopt(part) for whole in parts_of(tensor) for part in parts_of(ledger.adopt(whole)))
     return [part.untyped_storage() for part in parts if part.device.type == ledger.device]
 
 

@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING
 from lowtide.memory.allocator.simulation import freed_from_entry
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Static
+from lowtide.report.run_record import RunRecord, versions
+from lowtide.report.step_memory import recorded_memory
+from lowtide.units import format_bytes
+from lowtide.utils.rendering import Displayed, short_repr
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEstimate:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class MemoryEstimate(Displayed):
     """Memory that a training step will need, from a run without memory. `print` it for a table."""
 
     timeline: Timeline
@@ -42,6 +46,21 @@ class MemoryEstimate:
             at_entry.append(max(0, n_bytes - freed))
             freed = max(0, freed - n_bytes)
         self.timeline.to_snapshot(path, at_entry=at_entry)
+
+    def __repr__(self) -> str:
+        return short_repr(type(self).__name__, f"{format_bytes(self.peak_bytes)} peak")
+
+    def to_record(self, command: str = "lowtide.estimate(model, step, batch)", subject: str = "") -> RunRecord:
+        """Return all that is known of this step, as the record that reports are made of."""
+        return RunRecord(
+            command=command,
+            versions=versions(),
+            subject=subject or "An estimated step",
+            before=recorded_memory(self.timeline, "estimated", self.static),
+            predicted=("every allocation of the step, which was run on tensors without memory",),
+            assumed=self.assumed,
+            unknown=self.unknown,
+        )
 
     def more(self) -> Iterator[str]:
         """Return additional lines of the table."""

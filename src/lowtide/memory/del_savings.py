@@ -23,7 +23,7 @@ from lowtide._torch.backward import ENGINE, in_backward
 from lowtide._torch.patching import replace_function, this_thread_only
 from lowtide._torch.tensors import storage_number
 from lowtide.errors import RehearsalError
-from lowtide.memory.events import Event, EventStream, Mark
+from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark
 from lowtide.memory.frame_variables import Held, held_by_variables
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.units import format_bytes
@@ -206,6 +206,24 @@ class DelObserver:
         )
 
 
+def alive_before_backward(stream: EventStream) -> frozenset[int]:
+    """Return the blocks of the recording that are alive when a backward pass begins: what forward has left for it."""
+    alive: set[int] = set()
+    found: set[int] = set()
+    for event in stream:
+        if type(event) is Allocate:
+            alive.add(event.block)
+        elif type(event) is Free:
+            alive.discard(event.block)
+        elif (
+            isinstance(event, Mark)
+            and isinstance(look := event.data, _Inspection)
+            and "before backward" in look.moments
+        ):
+            found |= alive
+    return frozenset(found)
+
+
 def without_marks(stream: EventStream) -> EventStream:
     """Return the stream without the marks of looks."""
     events = tuple(event for event in stream if not (type(event) is Mark and event.label == _LABEL))
@@ -213,23 +231,23 @@ def without_marks(stream: EventStream) -> EventStream:
 
 
 def table(dels: Iterable[Del]) -> Iterator[str]:
-    """Yield lines for `print`: variables by the saved bytes of the peak; then the variables that free nothing."""
+    """Yield lines for `print`: variables by the saved bytes of the peak; then the variables that save none of it."""
     rows = sorted(dels, key=lambda row: -row.saved_bytes)
-    useful = [row for row in rows if row.freed_bytes]
-    if rows:
+    useful = [row for row in rows if row.saved_bytes]
+    if useful:
         yield "what `del` would free, and by how much the peak would be lower:"
     cells = [
         (
             " and ".join(row.names),
             row.moment,
             format_bytes(row.freed_bytes),
-            format_bytes(row.saved_bytes) if row.saved_bytes else "nothing",
+            format_bytes(row.saved_bytes),
         )
         for row in useful
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for name, moment, freed, saved in cells:
         yield f"  {name:<{widths[0]}}  {moment:<{widths[1]}}  {freed:>{widths[2]}}  {saved:>{widths[3]}}"
-    useless = sorted({name for row in rows for name in row.names} - {n for row in useful for n in row.names})
-    if useless:
-        yield f"  nothing at any moment: {', '.join(useless)}"
+    others = sorted({name for row in rows for name in row.names} - {n for row in useful for n in row.names})
+    if others:
+        yield f"no `del` of these lowers the peak: {', '.join(others)}"

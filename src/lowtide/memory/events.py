@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
@@ -31,7 +31,16 @@ ASIDE = "aside"
 """Label of the marks around the recording program's own work; their data is True at its beginning."""
 
 Category: TypeAlias = Literal[
-    "parameters", "gradients", "optimizer state", "buffers", "inputs", "activations", "loss head", "temporaries"
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "buffers",
+    "inputs",
+    "gathered parameters",
+    "communication buffers",
+    "activations",
+    "loss head",
+    "temporaries",
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
@@ -95,6 +104,8 @@ class EventStream:
 
     events: tuple[Event, ...]
     device: str = "cpu"
+    streams: Mapping[int, int] = field(default_factory=dict)
+    """CUDA streams of blocks that are not on the default one, by block: numbers that mean nothing else."""
 
     def __len__(self) -> int:
         return len(self.events)
@@ -104,12 +115,13 @@ class EventStream:
 
     def between(self, first: int, stop: int) -> EventStream:
         """Return the events `first <= index < stop` as a recording: blocks alive at `first` are its entry."""
-        return EventStream(self.events[first:stop], self.device)
+        return EventStream(self.events[first:stop], self.device, self.streams)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return JSON text; also write it to `path` if given. Mark data that JSON cannot hold becomes its `repr`."""
         rows = [(_LETTERS[type(event)], *event) for event in self.events]
-        return write_json({"format": FORMAT, "device": self.device, "events": rows}, path)
+        streams = {"streams": sorted(self.streams.items())} if self.streams else {}
+        return write_json({"format": FORMAT, "device": self.device, "events": rows, **streams}, path)
 
     @classmethod
     def from_json(cls, source: str | Path) -> EventStream:
@@ -206,6 +218,7 @@ def stream_from(record: Mapping[str, Any]) -> EventStream:
         if record["format"] != FORMAT:
             raise ValueError(f"format {record['format']} found")
         events = tuple(convert(row, _KINDS[letter]) for letter, *row in record["events"])
-        return EventStream(events, convert(record["device"], str))
+        streams = dict(convert(record.get("streams", []), list[tuple[int, int]]))
+        return EventStream(events, convert(record["device"], str), streams)
     except (KeyError, TypeError, ValueError) as error:
         raise LowtideError(f"this is not an event stream of format {FORMAT}: {in_one_line(repr(error))}.") from error

@@ -95,6 +95,17 @@ def parse_gpu(text: str | GpuSpec) -> GpuSpec:
     )
 
 
+def parse_gpus(text: str | GpuSpec) -> tuple[GpuSpec, int | None]:
+    """Return the GPU that a text names, and the number of them: "8 x H100-80"; None for a GPU without a number."""
+    several = re.fullmatch(r"\s*([0-9]+)\s*[x*]\s*(.+)", text, re.IGNORECASE) if isinstance(text, str) else None
+    if several is None:
+        return parse_gpu(text), None
+    n = int(several[1])
+    if not n:
+        raise LowtideError(f'{text!r} is no GPU at all. Give a number of them from 1 on, as in "8 x H100-80".')
+    return parse_gpu(several[2]), n
+
+
 def cublas_workspace_bytes(capability: tuple[int, int], environment: Mapping[str, str] = os.environ) -> int:
     """Return the workspace that torch allocates for each pair of a cuBLAS handle and a stream, at the first product.
 

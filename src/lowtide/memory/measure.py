@@ -25,6 +25,7 @@ from lowtide.memory.events import Category, EventStream, Label, Recorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.utils import interrupts as _interrupts
 from lowtide.utils.interrupts import entering, whole
+from lowtide.utils.rendering import Displayed
 
 _NO_VARIABLES = (str(Path(__file__).parents[1]), contextlib.__file__)  # files whose variables users cannot delete
 
@@ -41,7 +42,7 @@ def recorder_for(device: torch.device | str | int) -> Recorder:
     )
 
 
-class Memory:
+class Memory(Displayed):
     """Results of `measure`. Each attribute raises RehearsalError until the with-block has ended.
 
     `print` it for a table: the peak, the memory alive there by category, the largest blocks, and the saving of each
@@ -60,6 +61,11 @@ class Memory:
         """The highest level over entry, bytes. CPU: exact. CUDA: of `allocated_bytes`, which rounds each block up."""
         self._known("peak_bytes")
         return self._peak_bytes
+
+    @property
+    def recorded(self) -> Timeline | None:
+        """The timeline; None until the with-block has ended."""
+        return self._timeline
 
     @property
     def timeline(self) -> Timeline:
@@ -109,8 +115,9 @@ def measure(
 ) -> AbstractContextManager[Memory, None]:
     """Measure the memory of the code in the `with` block: `peak_bytes` over the level at entry, and the blocks alive.
 
-    Blocks still alive at the end that are parameters, gradients, buffers or optimizer state are labelled so; all others
-    are temporaries, named by operator. Nothing is kept alive. On CUDA, torch's own peak counters are reset.
+    Blocks still alive at the end that are parameters, gradients, buffers or optimizer state are labelled so. On a CPU,
+    all others that are alive when backward begins are activations. The rest are temporaries. Blocks are named by
+    operator. Nothing is kept alive. On CUDA, torch's own peak counters are reset.
 
     Around one step of a plain loop, `memory.dels()` gives the saving of each `del`.
 
@@ -184,8 +191,11 @@ class _Measuring(AbstractContextManager[Memory, None]):
             self._recorder.__exit__(kind, error, traceback)
             stream = self._recorder.stream
         found = () if self._looks is None else self._looks.result(stream)
+        activations = dels.alive_before_backward(stream)
         stream = dels.without_marks(stream)
-        self._memory._finish(stream, _labels(stream, self._model, self._optimizer), peak_bytes, found)
+        labels = {block: Label("activations") for block in activations}
+        labels |= _labels(stream, self._model, self._optimizer)
+        self._memory._finish(stream, labels, peak_bytes, found)
 
 
 _AROUND = (contextlib.__file__, _interrupts.__file__)

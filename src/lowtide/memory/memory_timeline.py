@@ -31,6 +31,7 @@ from lowtide.memory.snapshots.read import Snapshot
 from lowtide.memory.snapshots.write import write_snapshot
 from lowtide.memory.timeline_table import table
 from lowtide.memory.untrusted_files import in_one_line
+from lowtide.utils.rendering import Displayed
 
 
 class Block(NamedTuple):
@@ -66,7 +67,7 @@ class Phase(NamedTuple):
     peak_index: int
 
 
-class Timeline:
+class Timeline(Displayed):
     """Memory after each event of a stream, its peak and the peak's parts; `print` it for a table.
 
     `labels` maps block numbers to the identity of the blocks, as far as known.

@@ -12,6 +12,7 @@ from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
 from lowtide.planner.planning import cheapest, plain_peak_bytes, simulator_of, smallest_peak
 from lowtide.planner.records import Decisions, Fingerprint, Prediction, Profile
 from lowtide.planner.serialization import FORMAT, Record
+from lowtide.units import format_bytes
 from lowtide.utils.rendering import text_of
 
 N_BUDGETS = 24
@@ -47,6 +48,10 @@ class Frontier(Record):
 
     def __str__(self) -> str:
         return text_of(self)
+
+    def _told(self) -> str:
+        smallest = format_bytes(self.points[0].peak_bytes) if self.points else "nothing"
+        return f"{self.fingerprint.model}: {len(self.points)} points, {smallest} to {format_bytes(self.plain_bytes)}"
 
 
 def frontier(profile: Profile, *, n_budgets: int = N_BUDGETS) -> Frontier:

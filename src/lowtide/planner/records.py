@@ -15,6 +15,7 @@ import msgspec
 from lowtide.planner.address_nodes import check_names
 from lowtide.planner.plan_format import KINDS, Block, fold, unfold
 from lowtide.planner.serialization import FORMAT, Record
+from lowtide.units import format_bytes, format_change
 from lowtide.utils.rendering import text_of
 
 CHECKPOINTED: Final = "torch.utils.checkpoint"
@@ -229,6 +230,11 @@ class Profile(Record):
     def __str__(self) -> str:
         return text_of(self)
 
+    def _told(self) -> str:
+        measured = self.measured_plain_peak_bytes
+        peak = "not measured" if measured is None else f"{format_bytes(measured)} peak"
+        return f"{self.fingerprint.model}: {peak}, {len(self.slots)} saved tensors, {len(self.calls)} calls"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions(Record):
@@ -351,6 +357,13 @@ class Plan(Decided):
 
     def __str__(self) -> str:
         return text_of(self)
+
+    def _told(self) -> str:
+        change = format_change(self.plain.peak_bytes, self.predicted.peak_bytes)
+        return (
+            f"{self.fingerprint.model}: {change} peak predicted, budget {format_bytes(self.budget_bytes)}, "
+            f"{len(self.recompute)} recomputed, {len(self.replay)} replayed"
+        )
 
     def _written(self) -> object:
         fields: dict[str, object] = msgspec.to_builtins(self)

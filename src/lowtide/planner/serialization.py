@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Self
 
@@ -11,14 +11,26 @@ import msgspec
 
 from lowtide.errors import LowtideError
 from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
+from lowtide.utils.rendering import Displayed, short_repr
 
 FORMAT = 2
 """Format of plans and profiles that this version writes, and the only one that it reads."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """A frozen record that can be written to and read from JSON."""
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Record(Displayed):
+    """A frozen record that can be written to and read from JSON. Its `repr` is one short line."""
+
+    def __init_subclass__(cls) -> None:
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = Record.__repr__  # type: ignore[method-assign]  # else dataclass writes one of any length
+
+    def __repr__(self) -> str:
+        return short_repr(type(self).__name__, self._told())
+
+    def _told(self) -> str:
+        """Return the text between the parentheses of the `repr`: numbers and short texts, and sizes of the rest."""
+        return ", ".join(f"{field.name}={_brief(getattr(self, field.name))}" for field in fields(self))
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return this record as JSON text; also write it to `path` if given."""
@@ -73,12 +85,25 @@ class Record:
         return msgspec.json.decode(text, type=cls)
 
 
+def _brief(value: object) -> str:
+    if isinstance(value, tuple | list | dict | frozenset):
+        return f"<{len(value)}>"
+    return type(value).__name__ if isinstance(value, Record) else repr(value)
+
+
 _COMMANDS = {
     "Profile": "lowtide rehearse --json FILE SCRIPT",
     "Plan": "lowtide plan make --budget AMOUNT -o FILE SCRIPT",
     "Frontier": "lowtide frontier --json FILE SCRIPT",
+    "RunRecord": "lowtide run --budget AMOUNT --report FILE.json SCRIPT",
 }
-_TOLD_BY = {"storages": "Profile", "decisions": "Plan", "points": "Frontier", "measured_peak_bytes": "Verdict"}
+_TOLD_BY = {
+    "command": "RunRecord",
+    "storages": "Profile",
+    "decisions": "Plan",
+    "points": "Frontier",
+    "measured_peak_bytes": "Verdict",
+}
 """Kinds of records that people have in files, by a field that only each kind has."""
 
 

@@ -32,10 +32,10 @@ def table(frontier: Frontier, others: Sequence[Point] = ()) -> Table:
 
 def show(frontier: Frontier) -> str:
     """Return the table as plain text, at its full width."""
-    console = Console(file=io.StringIO(), width=200)
-    with console.capture() as captured:
-        console.print(table(frontier))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    text = io.StringIO()
+    # Whatever the terminal or notebook: text without escape codes.
+    Console(file=text, width=200, color_system=None, force_terminal=False, force_jupyter=False).print(table(frontier))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def extra_time(extra_ms: float | None, step_ms: float) -> str:

@@ -65,9 +65,9 @@ def decisions(plan: Plan) -> str:
         return "; ".join([kept, *asked])
     parts = asked
     if plan.in_place:
-        parts.append(f"gradients in place: {', '.join(map(_op, plan.in_place))}")
+        parts.append(f"gradients in place: {', '.join(map(operator_name, plan.in_place))}")
     if plan.recompute:
-        count = Counter(map(_op, plan.recompute.values()))
+        count = Counter(map(operator_name, plan.recompute.values()))
         most = sorted(count.items(), key=lambda item: (-item[1], item[0]))
         parts.append("recomputed " + ", ".join(f"{op} ({n})" for op, n in most))
     for how, calls in (("replayed", plan.replay), ("run forward again", plan.advance)):
@@ -95,7 +95,7 @@ def merged(paths: Iterable[str]) -> list[str]:
     return plain + [family.replace("{}", ranges(n), 1) for family, n in families.items()]
 
 
-def _op(node: str) -> str:
+def operator_name(node: str) -> str:
     """Return an operator's name in words: `NativeLayerNormBackward0` -> `layer norm`."""
     name = re.sub(r"Backward\d+(\+\w+( [\d,]+)?)?$", "", node)
     if "." in name:  # an operator of a compiled graph

@@ -17,6 +17,7 @@ from lowtide.estimator.cuda.placement import is_given
 from lowtide.estimator.cuda.two_step_run import TwoStepGpuRun
 from lowtide.estimator.fake_step import COMPILED
 from lowtide.runtime.fingerprint import in_words, tensors_in
+from lowtide.runtime.fsdp_scopes import units
 from lowtide.script.alternating_models import PATIENCE, held_by, ids, others_at_hand
 from lowtide.script.calling_code import at_hand, optimizers_at_hand
 from lowtide.script.gpu_patches import cuda_for_a_script, nothing_saved
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from lowtide.estimator.absent_processes import AbsentProcesses
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
     from lowtide.estimator.values.assumptions import ValueOracle
     from lowtide.memory.gpu_specs import GpuSpec
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 BY_HAND = "a step is over when the model is called after its parameters changed: no torch.optim.Optimizer updates them"
 
+
+NO_GROUP = "the script has started no process group (torch.distributed.init_process_group): each process is alone"
 
 MOST_PASSES = 32
 """Forward and backward passes after which a script without an optimizer is ended."""
@@ -52,10 +56,12 @@ class Estimating(StepListener):
     awaits = "was rehearsed: that takes two steps"
     plans_compiled = False  # compiled code runs as it was written
 
-    def __init__(self, gpu: GpuSpec, size: int | None, told: Callable[[], None]) -> None:
+    def __init__(
+        self, gpu: GpuSpec, size: int | None, told: Callable[[], None], processes: AbsentProcesses | None = None
+    ) -> None:
         self.done = False
         self.estimate: GpuMemoryEstimate | None = None
-        self._gpu, self._size, self._told = gpu, size, told
+        self._gpu, self._size, self._told, self._processes = gpu, size, told, processes
         self._rehearsal: TwoStepGpuRun | None = None
         self._model: nn.Module | None = None
         self._optimizers: tuple[Optimizer, ...] = ()
@@ -189,10 +195,14 @@ class Estimating(StepListener):
 
     def _enter(self, model: nn.Module, batch: Any, resizing: Sequence[Tensor] = ()) -> None:
         """Put the model and reachable tensors on the GPU; `resizing` tensors follow later, in another size."""
+        for unit in units(model.modules()):
+            unit.reshard()  # type: ignore[operator]  # whole after an evaluation, and gathered again by the next forward
         found = ReachableState(*at_hand())
         batch = [tensor for tensor in tensors_in(batch) if not _is_in(resizing, tensor)]
         reached = (self._optimizers, found.modules)
-        rehearsal = TwoStepGpuRun(self._gpu, model, batch, reached, alone=True, is_there=self.asked.has)
+        rehearsal = TwoStepGpuRun(
+            self._gpu, model, batch, reached, alone=True, is_there=self.asked.has, processes=self._processes
+        )
         rehearsal.__enter__()
         self._rehearsal, self.answers = rehearsal, rehearsal.answers
         self._told()
@@ -222,6 +232,8 @@ class Estimating(StepListener):
         assert rehearsal is not None
         if self.compiles:
             rehearsal.answers.note(COMPILED)
+        if self._processes is not None and not torch.distributed.is_initialized():
+            rehearsal.answers.note(NO_GROUP)
         rehearsal.finish()
         self.leaves()
         n_passes = 0 if rehearsal.has_updated or self._n_steps else self._n_gone_back()
@@ -257,15 +269,20 @@ class Estimating(StepListener):
 
 
 def estimate_script(
-    script: Script, gpu: GpuSpec, size: int | None = None, *, told: Callable[[], None] = lambda: None
+    script: Script,
+    gpu: GpuSpec,
+    size: int | None = None,
+    *,
+    told: Callable[[], None] = lambda: None,
+    processes: AbsentProcesses | None = None,
 ) -> tuple[int, GpuMemoryEstimate | None]:
-    """Run `script` up to two steps on `gpu`; return its exit code and the estimate.
+    """Run `script` up to two steps on `gpu`, as one of `processes`; return its exit code and the estimate.
 
     `told` is called when the script's tensors are real for the last time.
     Raises the errors of a rehearsal, with the line of the script that asked for too much.
     """
-    crew = Estimating(gpu, size, told)
-    with cuda_for_a_script(gpu, crew), nothing_saved(crew):
+    crew = Estimating(gpu, size, told, processes)
+    with cuda_for_a_script(gpu, crew, processes), nothing_saved(crew):
         try:
             code = run_watched(script, crew)
         except LowtideError as error:

@@ -27,6 +27,7 @@ from lowtide.planner.planning import smallest_plan
 from lowtide.planner.records import Plan
 from lowtide.profiler.compiled_bits import compiled_bits
 from lowtide.profiler.online import NOT_RUN, PATIENCE
+from lowtide.report.run_record import Proof
 from lowtide.runtime.call_shapes import elements, no_larger, shapes_in
 from lowtide.runtime.fingerprint import check_made_for, fingerprint, in_words, place_of, tensors_in
 from lowtide.runtime.planned_engine import most_elements
@@ -75,6 +76,10 @@ class RunVerdict:
     def within_budget(self) -> bool:
         """Return True if the measured peak is within the budget."""
         return self.measured_peak_bytes is not None and self.measured_peak_bytes <= self.budget_bytes
+
+    def to_proof(self) -> Proof:
+        """Return what a report says of this verdict."""
+        return Proof(measured_peak_bytes=self.measured_peak_bytes, is_within_budget=self.within_budget, text=str(self))
 
     def __str__(self) -> str:
         if self.measured_peak_bytes is None:
@@ -169,6 +174,11 @@ class Fitting(PlanMonitor):
         if self.plan is None:
             return self._rehearsing.awaits
         return "took a step under its plan"
+
+    @property
+    def profile(self) -> Profile | None:
+        """The rehearsed step, until the plan for it stays."""
+        return self._rehearsing.profile
 
     @property
     def plans(self) -> tuple[Plan, ...]:

@@ -14,7 +14,9 @@ import torch.utils.checkpoint
 from torch import nn
 
 from lowtide._torch.backward import ENGINE
+from lowtide._torch.distributed import meshes_on
 from lowtide._torch.fake_modes import function_modes_in_backward
+from lowtide._torch.modules import apply_to_tensors
 from lowtide._torch.patching import replace_function
 from lowtide.estimator.cuda import process_groups as groups
 from lowtide.estimator.cuda.memory_stats import Usage
@@ -22,6 +24,7 @@ from lowtide.estimator.cuda.redirect import cuda_is_there
 from lowtide.memory.allocator.config import AllocatorConfig
 
 if TYPE_CHECKING:
+    from lowtide.estimator.absent_processes import AbsentProcesses
     from lowtide.memory.gpu_specs import GpuSpec
     from lowtide.script.estimate_steps import Estimating
 
@@ -42,10 +45,10 @@ def nothing_saved(crew: Estimating) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cuda_for_a_script(gpu: GpuSpec, crew: Estimating) -> Iterator[None]:
+def cuda_for_a_script(gpu: GpuSpec, crew: Estimating, processes: AbsentProcesses | None) -> Iterator[None]:
     """Report CUDA as available to a script before its first forward, which stays on the CPU.
 
-    Compilation is skipped: the rehearsal runs the operators themselves.
+    Compilation is skipped: the rehearsal runs the operators themselves. The script is one of `processes`, if given.
     """
 
     def compiles(model: Any = None, **options: Any) -> Any:
@@ -68,7 +71,11 @@ def cuda_for_a_script(gpu: GpuSpec, crew: Estimating) -> Iterator[None]:
         stack.callback(replace_function(torch.autograd, ENGINE, functools.partial(functools.partial, runs_back)))
         stack.enter_context(patch.object(torch.utils.checkpoint, "checkpoint", checkpoints))
         stack.enter_context(patch.object(torch, "compile", compiles))
-        for owner, name, function in groups.stand_ins():
+        if processes is not None:
+            stack.enter_context(processes.around())
+            stack.enter_context(meshes_on("cpu", "cuda"))
+            stack.enter_context(patch.object(nn.Module, "to_empty", _on_meta(nn.Module.to_empty, crew)))
+        for owner, name, function in groups.stand_ins(processes):
             stack.enter_context(patch.object(owner, name, function))
         stack.enter_context(patch.object(nn.Module, "compile", lambda self, *args, **kwargs: compiles()))
         if not torch.cuda.is_available():
@@ -76,3 +83,21 @@ def cuda_for_a_script(gpu: GpuSpec, crew: Estimating) -> Iterator[None]:
             stack.enter_context(cuda_is_there(gpu, crew.asked, usage))
             stack.enter_context(function_modes_in_backward())
         yield
+
+
+def _on_meta(to_empty: Callable[..., Any], crew: Estimating) -> Callable[..., Any]:
+    """Leave parameters that a model gets on CUDA on the meta device: any part of any model then takes no memory."""
+
+    @functools.wraps(to_empty)
+    def made(module: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
+        if crew.answers is not None or device is None or torch.device(device).type == "cpu":
+            return to_empty(module, device=device, recurse=recurse)  # type: ignore[no-any-return]
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty_like(tensor, device="meta" if isinstance(tensor, nn.Parameter) else device)
+
+        apply_to_tensors(module, moved, recurse=recurse)
+        crew.asked.put(module.parameters(recurse))
+        return module
+
+    return made

@@ -34,7 +34,8 @@ class ManualUpdates:
         if has_others(model):
             return
         trained = [p.detach() for p in model.parameters() if p.requires_grad and not is_fake(p)]
-        ends = [str(p[(-1,) * p.dim()].item()) for whole in trained for p in parts_of(whole) if p.numel()]
+        parts = (part for whole in trained for part in parts_of(whole) if part.numel() and not part.is_meta)
+        ends = [str(part[(-1,) * part.dim()].item()) for part in parts]
         self.n_updates += bool(self._ends and ends) and ends != self._ends
         self._ends = ends
         if self.n_updates == MOST:

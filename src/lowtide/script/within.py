@@ -20,6 +20,7 @@ from lowtide.script.run_listened import watched, why_not
 from lowtide.units import format_bytes, format_change
 from lowtide.utils.interrupts import entering, resend_dropped_interrupts, whole
 from lowtide.utils.messages import note, tell
+from lowtide.utils.rendering import Displayed, short_repr
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Run", "RunVerdict", "within"]
 
 
-class Run:
+class Run(Displayed):
     """Training steps kept within a budget, as long as a `with` block runs. `print` it to see the decisions."""
 
     def __init__(self, fitting: Fitting, model: nn.Module | None, say: Callable[[str], None]) -> None:
@@ -111,6 +112,9 @@ class Run:
         if error is None and steps.failed is not None:  # the loop has caught the error, and went on
             raise steps.failed
 
+    def __repr__(self) -> str:
+        return short_repr(type(self).__name__, str(self).partition("\n")[0])
+
     def __str__(self) -> str:
         fitting = self._fitting
         if fitting.unplanned is not None:
@@ -152,10 +156,6 @@ def within(
     rehearsed, which takes some seconds; the third is the first under a plan, and measured. If batches are of several
     sizes, up to 20 steps are observed. A batch that is larger than all of these gets the most saving plan; when the
     next of such a size comes, it gets its own plan. At the end of the block, however it ends, the model is restored.
-
-        with lowtide.within("8GiB") as run:
-            trainer.train()
-        print(run)
 
     Args:
         budget: Bytes, "8GiB", "500MB" or "60%" of the plain step's peak, for all memory of the step: parameters,

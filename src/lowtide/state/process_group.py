@@ -61,7 +61,7 @@ def _unsupported_property(unit: torch.nn.Module) -> str | None:
     return None
 
 
-def _check_at_rest(groups: Iterable[ShardGroup]) -> None:
+def check_at_rest(groups: Iterable[ShardGroup]) -> None:
     """Refuse sharded modules that are in the middle of a step. Raises RehearsalError."""
     for group in groups:
         if group.has_unsent_gradients:
@@ -106,7 +106,7 @@ class NoSync:
         modules = tuple(modules)
         self._units = units(modules)
         groups = [group for unit in self._units for group in shard_groups(unit)]
-        _check_at_rest(groups)
+        check_at_rest(groups)
         wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
         if any(map(awaits_first_backward, wrappers)):
             raise RehearsalError(

@@ -1,18 +1,27 @@
-"""Find the function that renders a record as text, so that records need not import their renderers."""
+"""Find the functions that render a record for people, so that records need not import their renderers."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
+
+LONGEST_REPR = 200
+"""Most characters of a record's `repr`, which is what a notebook or a debugger shows of it in a line."""
 
 _MODULES: dict[str, str] = {}
+_HTML: list[str] = []
 
 
-def register_renderers(modules: Mapping[str, str]) -> None:
-    """Name the module that shows each class of records: it is imported when the first record of the class is shown.
+def register_renderers(modules: Mapping[str, str], html: str) -> None:
+    """Name the modules that show records: they are imported when the first record is shown.
 
     Args:
         modules: Class name -> module with a function `show(record) -> str`.
+        html: Module with functions `fragment(record) -> str` and `page(record) -> str`, for all classes.
     """
     _MODULES.update(modules)
+    _HTML[:] = [html]
 
 
 def text_of(record: object) -> str:
@@ -20,3 +29,30 @@ def text_of(record: object) -> str:
     text = import_module(_MODULES[type(record).__name__]).show(record)
     assert isinstance(text, str)
     return text
+
+
+class Displayed:
+    """A mixin for objects that notebooks show as a picture or a table, and that can be written as a page."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        """Return the HTML that a notebook shows where this object ends a cell."""
+        fragment = import_module(_HTML[0]).fragment(self)
+        assert isinstance(fragment, str)
+        return fragment
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """Return a self-contained HTML page of this object; also write it to `path` if given."""
+        page = import_module(_HTML[0]).page(self)
+        assert isinstance(page, str)
+        if path is not None:
+            Path(path).write_text(page, encoding="utf-8")
+        return page
+
+
+def short_repr(name: str, told: str) -> str:
+    """Return `name(told)` in one line of at most LONGEST_REPR characters."""
+    told = " ".join(told.split())
+    room = LONGEST_REPR - len(name) - 2
+    return f"{name}({told if len(told) <= room else told[: room - 3] + '...'})"

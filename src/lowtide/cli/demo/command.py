@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lowtide.cli.report_option import command_line, report_option, write_report
 from lowtide.cli.script_or_profile import output_option, write
 from lowtide.utils.amounts import check_budget
 
@@ -33,6 +34,7 @@ BUDGETS = ("70 %", "50 %", "35 %")
 @click.option("--batch-size", type=click.IntRange(1), metavar="N", help="Rows of a batch.")
 @click.option("--length", type=click.IntRange(8), metavar="N", help="Tokens of a row (resnet: pixels of a side).")
 @output_option("--json", "json_to", 'Write all that was found to FILE; "-": print that alone.')
+@report_option
 def demo(
     model: str,
     budgets: tuple[str, ...],
@@ -41,6 +43,7 @@ def demo(
     batch_size: int | None,
     length: int | None,
     json_to: str | None,
+    report_to: str | None,
 ) -> int:
     """A real model on real text: its memory before and after, and the proof.
 
@@ -66,6 +69,8 @@ def demo(
             raise click.UsageError(f"{error}.") from error
         found = compare(work, plain, budgets or BUDGETS, steps=steps, watch=watch)
     _report(found, json_to)
+    if report_to is not None:
+        write_report(found.to_record(command_line()), report_to)
     return 1 if found.wrong or (budgets and found.unreached) else 0
 
 

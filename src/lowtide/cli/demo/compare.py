@@ -91,6 +91,7 @@ def compare(
         static=profile.static,
         runs=tuple(runs),
         notes=tuple(notes),
+        profile=profile,
     )
 
 

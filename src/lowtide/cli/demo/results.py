@@ -1,10 +1,11 @@
 """The demo's findings: one record for each way to train, beside the plain loop."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from lowtide.planner.records import Plan, Static
+from lowtide.planner.records import Plan, Profile, Static
 from lowtide.planner.serialization import Record
+from lowtide.report.run_record import Proof, RunRecord, Trained, record_of, with_frontier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,8 @@ class Comparison(Record):
     static: Static
     runs: tuple[Run, ...]
     notes: tuple[str, ...] = ()
+    profile: Profile | None = None
+    """The rehearsed step that all plans are made from."""
 
     @property
     def plain(self) -> Run:
@@ -82,6 +85,38 @@ class Comparison(Record):
     def wrong(self) -> tuple[Run, ...]:
         """Runs that trained and broke a promise: other bits than the plain loop's, or a peak above the budget."""
         return tuple(run for run in self.runs if run.same is not None and not (run.identical and run.within_budget))
+
+    def to_record(self, command: str) -> RunRecord:
+        """Return the record that reports are made of: of the run with the smallest peak, beside all others."""
+        planned = [run for run in self.runs if run.plan is not None and run.measured_peak_bytes is not None]
+        shown = min(planned, key=lambda run: run.measured_peak_bytes or 0, default=None)
+        proof = None
+        if shown is not None:
+            kept = "" if shown.identical else "NOT "
+            proof = Proof(
+                measured_peak_bytes=shown.measured_peak_bytes,
+                is_within_budget=shown.within_budget,
+                text="losses, gradients, parameters, buffers, optimizer state and random numbers of "
+                f"{self.steps} steps are {kept}the plain loop's, bit by bit",
+                is_proven=shown.identical,
+                planned_ms=None if shown.time_ratio is None else min(shown.step_ms),
+                plain_ms=min(shown.plain_step_ms, default=None),
+            )
+        trained = tuple(
+            Trained(
+                name=run.name,
+                budget_bytes=run.budget_bytes,
+                predicted_peak_bytes=run.predicted_peak_bytes,
+                measured_peak_bytes=run.measured_peak_bytes,
+                time_ratio=run.time_ratio,
+                is_identical=None if run.same is None else run.identical,
+                refusal=run.refusal,
+            )
+            for run in self.runs
+        )
+        plan = None if shown is None else shown.plan
+        made = record_of(command, profile=self.profile, plan=plan, proof=proof, trained=trained, notes=self.notes)
+        return with_frontier(replace(made, subject=self.description))
 
     @property
     def unreached(self) -> tuple[Run, ...]:

@@ -45,6 +45,8 @@ from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_beside
 from lowtide.diagnostics.leaks.unread_gradients import UnreadGradients
 from lowtide.diagnostics.leaks.zero_grad import ZeroGradChecks
 from lowtide.errors import LowtideError
+from lowtide.report.run_record import HeldMemory, RunRecord, versions
+from lowtide.utils.rendering import Displayed, short_repr
 
 LEAST_BYTES = 16 * 1024
 """Smaller findings are not reported, whatever their share."""
@@ -58,7 +60,7 @@ _SUSPICIONS = 3
 _log = logging.getLogger("lowtide")
 
 
-class Watch:
+class Watch(Displayed):
     """A watch over a training loop: a context manager, or an iterable that replaces its batches.
 
     `findings` and `print(watch)` report what was found so far, or in all once it has ended.
@@ -133,6 +135,20 @@ class Watch:
             with suppress(StopIteration):
                 while True:
                     yield next(batches)
+
+    def __repr__(self) -> str:
+        return short_repr(type(self).__name__, f"{self.n_steps} steps, {len(self.findings)} findings")
+
+    def to_record(self, command: str = "lowtide.watch(model)", subject: str = "") -> RunRecord:
+        """Return the findings as the record that reports are made of."""
+        return RunRecord(
+            command=command,
+            versions=versions(),
+            subject=subject or "What outlives its step",
+            findings=tuple(HeldMemory(**finding.to_dict()) for finding in self.findings),
+            n_steps=self.n_steps,
+            measured=("memory that is alive when a step begins, though the step before it is over",),
+        )
 
     def __str__(self) -> str:
         findings = self.findings

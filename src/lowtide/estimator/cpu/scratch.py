@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch.fake_modes import OWN_OPERATORS, is_strided
+from lowtide._torch.fake_modes import OWN_OPERATORS, SHARDING_OPERATORS, is_strided
 from lowtide._torch.tensors import parts_of
 from lowtide.estimator import embedding_bag as bags
 from lowtide.estimator.cpu.no_scratch_ops import takes_nothing
@@ -50,7 +50,7 @@ class Scratch:
         """Return sizes of results that differ from their fake storages' sizes, by number, and the scratch bytes."""
         if func is aten._efficientzerotensor.default:
             return {0: 0}, []
-        if self._device != "cpu":
+        if self._device != "cpu" or func.namespace in SHARDING_OPERATORS:
             return {}, []
         if func in REDUCED_LATE and not made[0].dim():
             return {0: args[0].numel() * args[0].element_size()}, []

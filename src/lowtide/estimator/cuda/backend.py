@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from itertools import count
 
 import torch
 
@@ -23,13 +24,41 @@ from lowtide._torch.privateuse1 import (
     take_device_place,
 )
 from lowtide.errors import RehearsalError
-from lowtide.estimator.cuda.current_gpu import NAME, in_use, lasting, measured, unbounded
+from lowtide.estimator.cuda.current_gpu import NAME, NullStream, in_use, lasting, measured, streams, unbounded
 from lowtide.estimator.cuda.device_kernels import register
 from lowtide.memory.gpu_specs import GpuSpec
 
 
+class Stream(NullStream):
+    """A stream that FSDP2 computes on: its number tells the allocator's blocks of different streams apart."""
+
+    _numbers = count(1)
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__()
+        self.number = next(self._numbers)
+
+    def record_event(self, event: object = None) -> NullStream:
+        """Return an event."""
+        return NullStream()
+
+
 class _Module(DeviceModule):
     """Module that torch queries as `torch.cudalike`."""
+
+    Stream, Event = Stream, NullStream
+
+    def current_stream(self, device: object = None) -> NullStream:
+        return NullStream()
+
+    @contextlib.contextmanager
+    def stream(self, stream: NullStream) -> Iterator[None]:
+        """Allocate on a stream in this block."""
+        streams.append(stream.number if isinstance(stream, Stream) else 0)
+        try:
+            yield
+        finally:
+            streams.pop()
 
     def is_available(self) -> bool:
         return False  # then fake tensors initialize no device
@@ -73,6 +102,7 @@ def gpu_in_use(gpu: GpuSpec) -> Iterator[None]:
     finally:
         in_use.clear()
         lasting.clear()
+        del streams[1:]
 
 
 def take_place(*, alone: bool = False) -> None:

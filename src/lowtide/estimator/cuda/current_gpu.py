@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,6 +19,35 @@ CUDA = torch.device("cuda", 0)
 
 CAPABILITY_ASSUMED = (8, 0)
 """Compute capability assumed for a GPU given only by its memory."""
+
+
+class NullStream:
+    """A stream or an event on which nothing happens."""
+
+    device, device_index, device_type, stream_id, event_id, cuda_stream, cuda_event, priority = CUDA, *[0] * 7
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def elapsed_time(self, end: object) -> float:
+        """Return one millisecond in any case, because rates are divided by it."""
+        return 1.0
+
+    def query(self) -> bool:
+        """Return True: all work is done."""
+        return True
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+    record = synchronize = wait = wait_stream = wait_event = record_event = _nothing
+
 
 in_use: list[GpuSpec] = []
 """The GPU being rehearsed; at most one."""
@@ -41,6 +71,9 @@ measured: dict[str, str] = {}
 
 lasting: dict[str, Tensor] = {}
 """Memory that a library allocates once and keeps until the process ends, by name."""
+
+streams = [0]
+"""Stack of the numbers of the streams in use; 0 is the default stream."""
 
 standing_in: list[str] = []
 """Stack of operators that others currently stand in for; allocations are attributed to the last one."""

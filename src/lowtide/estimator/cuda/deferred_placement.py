@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Self
 from unittest.mock import patch
@@ -42,6 +42,7 @@ class DeferredCudaModule(CudaRedirect):
     def __init__(self) -> None:
         super().__init__("cpu")
         self._there = WeakIdKeyDictionary()
+        self.streams: dict[int, int] = {}
 
     def __enter__(self) -> Self:
         self._undo = contextlib.ExitStack()
@@ -60,6 +61,11 @@ class DeferredCudaModule(CudaRedirect):
         if self._holds(data):
             self._there[made] = True
         return made
+
+    def put(self, tensors: Iterable[Tensor]) -> None:
+        """Remember tensors as requested on CUDA."""
+        for tensor in tensors:
+            self._there[tensor] = True
 
     def has(self, tensor: Tensor) -> bool:
         """Return True if a tensor is on CUDA, or was requested there."""

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowtide._torch.fake_modes import (
     NO_FAKE_KERNEL,
     OWN_OPERATORS,
+    SHARDING_OPERATORS,
     is_fake,
     is_strided,
     running_on_zeros,
@@ -22,7 +23,7 @@ from lowtide.estimator import sparse_tensors as sparse
 from lowtide.estimator.allocation_tracker import AllocationTracker, tensors_of
 from lowtide.estimator.cpu.scratch import Scratch
 from lowtide.estimator.cpu.scratch_trials import Trials
-from lowtide.estimator.cuda.current_gpu import NAME, standing_in
+from lowtide.estimator.cuda.current_gpu import NAME, standing_in, streams
 from lowtide.estimator.cuda.ops.op_table import LAYOUTS, ON_HOST, ORDER, SHAPES
 from lowtide.estimator.fake_tensors import FakeTensors, swap
 from lowtide.memory.events import Allocate, Event, Free
@@ -83,6 +84,9 @@ class GpuAllocationTracker(AllocationTracker):
             yield from part[position:]
             position = max(position - len(part), 0)
 
+    def _stream_number(self) -> int:
+        return streams[-1]
+
     def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
         if self.lengths is not None and n_bytes is None and tensor.dim() and tensor.shape[0] == self.lengths[0]:
             n_bytes = tensor.untyped_storage().nbytes() * self.lengths[1] // self.lengths[0]
@@ -97,13 +101,12 @@ class GpuAllocationTracker(AllocationTracker):
         found = self._takes.inside(func, args, kwargs, made)
         held = [(self._open(inside, op), inside) for inside in found if inside.first]
         super()._record(func, args, kwargs, tensors, [made[i] for i in ORDER[func]] if func in ORDER else made)
-        if made and func.namespace not in OWN_OPERATORS:
+        if made and func.namespace not in OWN_OPERATORS | SHARDING_OPERATORS:
             self.unbounded.setdefault(op, f"{func.name()}, no operator of torch: what it takes inside")
         self._take([inside for inside in found if not inside.first], op)
         self._events += [Free(block, inside.bytes) for block, inside in reversed(held)]
         for library, n_bytes in self._takes.lasting(func, args, made):
-            self._events.append(Allocate(self._n_blocks, n_bytes, 0, library))
-            self._n_blocks += 1
+            self._events.append(Allocate(self._new_block(), n_bytes, 0, library))
 
     def _take(self, found: list[ScratchBlock], op: str) -> None:
         """Record an operator's scratch blocks, each freed at the end of its lifetime."""
@@ -117,8 +120,7 @@ class GpuAllocationTracker(AllocationTracker):
 
     def _open(self, inside: ScratchBlock, op: str) -> int:
         """Allocate a scratch block; return its number."""
-        block = self._n_blocks
-        self._n_blocks += 1
+        block = self._new_block()
         self._events.append(Allocate(block, inside.bytes, 0, op))
         if inside.least < inside.most:
             self.bounds[block] = inside

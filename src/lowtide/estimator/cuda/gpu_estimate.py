@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from lowtide.estimator.absent_processes import AbsentProcesses
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED
 from lowtide.estimator.cuda.ops.matmul import LT_WORKSPACE, WORKSPACE, workspace_bytes
 from lowtide.estimator.cuda.ops.op_record import ScratchBlock
@@ -18,12 +19,13 @@ from lowtide.memory.events import Allocate, Event, EventStream, Mark
 from lowtide.memory.gpu_specs import GPUS, GpuSpec, context_bytes
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.memory.snapshots.write import write_snapshot
+from lowtide.report.run_record import GpuNeeds, RunRecord
 from lowtide.units import format_bytes
 
 Verdict: TypeAlias = Literal["fits", "does not fit", "unknown"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class GpuMemoryEstimate(MemoryEstimate):
     """A `MemoryEstimate` for a GPU, over both steps and the memory before them. `print` it for a table.
 
@@ -48,6 +50,10 @@ class GpuMemoryEstimate(MemoryEstimate):
     """Verdict on whether the step fits on `gpu` next to a CUDA context; "unknown" if unknown memory could matter."""
     smallest_gpu: GpuSpec | None
     """The smallest GPU of the table, of the same kernel generation, on which `fits` would be true."""
+    processes: AbsentProcesses | None = None
+    """Processes that train together, of which this is the estimate of one; None for a process alone."""
+    nccl: tuple[int, int] = (0, 0)
+    """Bytes that NCCL takes beside the allocator, at least and at most, by public reports."""
 
     def to_snapshot(self, path: str | Path) -> None:
         """Write a memory snapshot, as `Timeline.to_snapshot`, of all that the allocator sees."""
@@ -75,13 +81,36 @@ class GpuMemoryEstimate(MemoryEstimate):
 
     @property
     def is_sure(self) -> bool:
-        """Return True if the step fits and no memory is counted as measured on one GPU."""
-        return self.fits and not self.measured
+        """Return True if the step fits, and no memory is counted as measured on one GPU or as reported of NCCL."""
+        return self.fits and not self.measured and self.processes is None
 
     @property
     def left_bytes(self) -> int:
         """Bytes of the GPU beyond the most that the allocator reserves and a context: room for unknown memory."""
-        return max(self.gpu.total_bytes - context_bytes(self.gpu)[1] - self.interval[1], 0)
+        return max(self.gpu.total_bytes - context_bytes(self.gpu)[1] - self.nccl[1] - self.interval[1], 0)
+
+    def to_record(self, command: str = "lowtide.estimate(model, step, batch, device)", subject: str = "") -> RunRecord:
+        """Return all that is known of this step, as the record that reports are made of."""
+        return replace(MemoryEstimate.to_record(self, command, subject), needs=(self.on_gpu(),))
+
+    def on_gpu(self, batch: int | None = None) -> GpuNeeds:
+        """Return what a report says of the GPU, for a batch of that size."""
+        least, most = self.interval
+        return GpuNeeds(
+            batch=batch,
+            gpu=self.gpu.name,
+            gpu_bytes=self.gpu.total_bytes,
+            verdict=self.verdict,
+            is_sure=self.is_sure,
+            peak_requested_bytes=self.peak_requested_bytes,
+            peak_allocated_bytes=self.peak_allocated_bytes,
+            peak_reserved_bytes=self.peak_reserved_bytes,
+            least_reserved_bytes=least,
+            most_reserved_bytes=most,
+            left_bytes=self.left_bytes,
+            smallest_gpu=None if self.smallest_gpu is None else self.smallest_gpu.name,
+            allocator=str(self.config),
+        )
 
     def more(self) -> Iterator[str]:
         """Return lines on the allocator, and the verdict."""
@@ -92,18 +121,28 @@ class GpuMemoryEstimate(MemoryEstimate):
             answer = f"it fits if what is not known takes no more than {format_bytes(self.left_bytes)}"
         if self.measured:
             answer += ", by one GPU's measurement of what is not known exactly"
-        yield f"on {self.gpu.name}, with {format_bytes(self.gpu.total_bytes)}: {answer}"
+        yield f"{self._place()}, with {format_bytes(self.gpu.total_bytes)}: {answer}"
         peak = format_bytes(self.peak_requested_bytes)
         yield f"  {peak}  requested at the peak of {self._peak_in_words()}"
         yield f"  {format_bytes(self.peak_allocated_bytes)}  allocated"
         yield f"  {format_bytes(self.peak_reserved_bytes)}  reserved{within}"
         context = " to ".join(format_bytes(n) for n in context_bytes(self.gpu))
         yield f"  {context}  the CUDA context, which is not the allocator's"
+        if self.processes is not None:
+            nccl = " to ".join(format_bytes(n) for n in self.nccl)
+            yield f"  {nccl}  NCCL, which is not the allocator's, by public reports (docs/sharded.md)"
         if self.gpu.shared:
             yield f"  unknown  what the system and this process take: the memory of {self.gpu.name} is the host's"
         smallest = "none of the table" if self.smallest_gpu is None else self.smallest_gpu.name
         sure = "it fits, by that measurement" if self.measured else "it is sure to fit"
-        yield f"smallest GPU on which {sure}: {smallest}"
+        if self.processes is not None:
+            sure = f"{self.processes.size} of which are enough, by what is reported of NCCL"
+        yield f"smallest GPU {'of' if self.processes else 'on'} which {sure}: {smallest}"
+
+    def _place(self) -> str:
+        if self.processes is None:
+            return f"on {self.gpu.name}"
+        return f"on each of {self.processes.size} x {self.gpu.name}, rank {self.processes.rank}"
 
     def _peak_in_words(self) -> str:
         """Describe the peak, which may differ from that of the last recorded step, which is shown."""
@@ -135,9 +174,15 @@ class Outcome:
     """
 
     def __init__(
-        self, whole: EventStream, bounds: Mapping[int, ScratchBlock], config: AllocatorConfig, *, is_bounded: bool
+        self,
+        whole: EventStream,
+        bounds: Mapping[int, ScratchBlock],
+        config: AllocatorConfig,
+        *,
+        is_bounded: bool,
+        beside: tuple[int, int] = (0, 0),
     ) -> None:
-        self._config, self._is_bounded = config, is_bounded
+        self._config, self._is_bounded, self._beside = config, is_bounded, beside
         self.whole = whole
         self._streams = {"expected": whole}
         for end in _ENDS if bounds else ():
@@ -159,7 +204,7 @@ class Outcome:
 
         A step is never sure to fit where the GPU's memory is the host's, which others take from.
         """
-        least, most = context_bytes(gpu)
+        least, most = (sum(both) for both in zip(context_bytes(gpu), self._beside, strict=True))
         orders = range(len(self._orders))
         # all streams, because with best fit smaller blocks may need more memory
         is_known = self._is_bounded and not gpu.shared

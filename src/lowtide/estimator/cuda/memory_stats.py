@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from lowtide.memory.allocator.block_sizes import SMALL_SEGMENT
@@ -27,6 +27,10 @@ _POOLS = ("all", "large_pool", "small_pool")
 
 class Source(Protocol):
     """Recorder of events that is still recording."""
+
+    @property
+    def streams(self) -> Mapping[int, int]:
+        """CUDA streams of blocks that are not on the default one, by block."""
 
     @property
     def version(self) -> object:
@@ -71,7 +75,7 @@ class Usage:
     def snapshot(self) -> dict[str, Any]:
         """Return all events so far in the format of `torch.cuda.memory._snapshot`."""
         events = tuple(self._source.since(0))
-        return snapshot_of(Timeline(EventStream(events, "cuda")), self._config)
+        return snapshot_of(Timeline(EventStream(events, "cuda", self._source.streams)), self._config)
 
     def _begin(self) -> None:
         self._version, self._position = self._source.version, 0
@@ -86,7 +90,9 @@ class Usage:
             if event.label == ALLOCATOR:
                 self._asked(event.data)
         elif event.bytes and type(event) is Allocate:
-            block = self._blocks[event.block] = self._allocator.malloc(event.bytes)
+            block = self._blocks[event.block] = self._allocator.malloc(
+                event.bytes, self._source.streams.get(event.block, 0)
+            )
             self._used(block, 1)
         elif event.bytes:
             block = self._blocks.pop(event.block)

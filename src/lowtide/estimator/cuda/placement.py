@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from lowtide._torch.autograd_graph import nodes_behind
+from lowtide._torch.distributed import distributed_like, is_wrapping
 from lowtide._torch.fake_modes import is_fake, is_strided, make_parameter
-from lowtide._torch.tensors import share_hooks
+from lowtide._torch.tensors import parts_of, share_hooks
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
 from lowtide.estimator.fake_tensors import FakeTensors, swap
@@ -38,6 +39,11 @@ class GpuPlacement:
         self._twins, self._answers, self._is_there, self._let_go = twins, answers, is_there, let_go
         self._done: list[tuple[Callable[[], Tensor | None], Tensor]] = []
 
+    @property
+    def twin(self) -> Callable[[Tensor], Tensor]:
+        """Function that returns the twin of a plain tensor."""
+        return self._twins.of
+
     def has(self, tensor: Tensor) -> bool:
         """Return True if `put` has moved this tensor."""
         return any(tensor is placed() for placed, _ in self._done)
@@ -57,18 +63,27 @@ class GpuPlacement:
                     "elements.\n  Give it as COO (`tensor.to_sparse_coo()`)."
                 )
             shown = resized(tensor)
-            fake = self._twins.apart(shown) if self._comes_alone(shown) else self._twins.of(shown)
-            self._answers.introduce(fake, shown)
+            fake = self._fake(shown)
             if isinstance(tensor, nn.Parameter):
                 make_parameter(fake, tensor.requires_grad)
             elif tensor.requires_grad:
                 fake.requires_grad_()
             share_hooks(tensor, fake)
             if tensor.is_leaf and tensor.grad is not None:
-                fake.grad = self._twins.of(tensor.grad)
+                fake.grad = self._fake(tensor.grad)
             swap(tensor, fake)
             real = fake if shown is tensor else shown  # the two were exchanged
             self._done.append((self._reference(tensor, real), fake))
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        """Return the twin of a tensor; of a distributed one, a tensor like it around the twin of its own part."""
+        if is_wrapping(type(tensor)):
+            with torch.no_grad():
+                twin: Tensor = distributed_like(tensor, self._twins.of(next(parts_of(tensor))))
+            return twin
+        fake = self._twins.apart(tensor) if self._comes_alone(tensor) else self._twins.of(tensor)
+        self._answers.introduce(fake, tensor)
+        return fake
 
     def _reference(self, tensor: Tensor, real: Tensor) -> Callable[[], Tensor | None]:
         if not self._let_go:

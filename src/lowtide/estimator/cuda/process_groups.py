@@ -1,43 +1,46 @@
-"""Process groups of a script for CUDA where NCCL is missing: gloo, with nothing sent for tensors on the GPU."""
+"""Process groups of a script for CUDA where NCCL is missing: gloo, or processes that are not there."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lowtide._torch.fake_modes import is_fake, on_real_tensors
-from lowtide.runtime.fingerprint import tensors_in
+from lowtide._torch.fake_modes import on_real_tensors
+from lowtide.errors import RehearsalError
+from lowtide.estimator.absent_processes import AbsentProcesses
+from lowtide.estimator.collectives import stand_ins as collectives
+from lowtide.estimator.sharded_units import FSDP1
 
 _MAKING = ("init_process_group", "new_group")
-_SENDING = (
-    *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),
-    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"),
-)
 _OF_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "barrier")
+_BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 
 
-class _Done:
-    """Handle of a finished collective operation."""
-
-    def wait(self, *args: Any) -> bool:
-        return True
-
-    is_completed = is_success = wait
-
-
-def stand_ins() -> Iterator[tuple[Any, str, Any]]:
+def stand_ins(processes: AbsentProcesses | None = None) -> Iterator[tuple[Any, str, Any]]:
     """Return the replacements in torch: (owner, name, function)."""
     yield DistributedDataParallel, "__init__", _anywhere(DistributedDataParallel.__init__)
     if not torch.distributed.is_available():
         return
+    yield from collectives()
     for owner in (torch.distributed, torch.distributed.distributed_c10d):
-        for names, kind in ((_MAKING, _by_gloo), (_SENDING, _unsent), (_OF_OBJECTS, _in_reality)):
-            yield from ((owner, name, kind(getattr(owner, name))) for name in names)
+        yield from ((owner, name, _in_reality(getattr(owner, name))) for name in _OF_OBJECTS)
         yield owner, "is_nccl_available", lambda: True
+        if processes is None:
+            yield from ((owner, name, _by_gloo(getattr(owner, name))) for name in _MAKING)
+        else:
+            yield owner, "init_process_group", _started(owner.init_process_group, processes)
+            yield owner, "new_group", _of_any_backend(owner.new_group)
+            yield owner, "gather_object", _gathered
+            yield from ((owner, name, _refused(name)) for name in _BETWEEN_TWO)
+    if processes is not None:
+        yield torch.distributed, "get_backend", lambda group=None: "nccl"
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        yield FullyShardedDataParallel, "__init__", _refuse_fsdp1
 
 
 def _anywhere(init: Callable[..., None]) -> Callable[..., None]:
@@ -64,14 +67,26 @@ def _by_gloo(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _unsent(send: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(send)
-    def sent(*args: Any, **kwargs: Any) -> Any:
-        if not any(map(is_fake, tensors_in((args, kwargs)))):
-            return send(*args, **kwargs)
-        return _Done() if kwargs.get("async_op") else None
+def _started(start: Callable[..., None], processes: AbsentProcesses) -> Callable[..., None]:
+    @functools.wraps(start)
+    def started(*args: Any, **kwargs: Any) -> None:
+        processes.start(start)
 
-    return sent
+    return started
+
+
+def _of_any_backend(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return make(ranks, use_local_synchronization=kwargs.get("use_local_synchronization", False))
+
+    return made
+
+
+def _gathered(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    for number in range(len(object_gather_list or ())):
+        assert object_gather_list is not None
+        object_gather_list[number] = obj
 
 
 def _in_reality(send: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,3 +96,17 @@ def _in_reality(send: Callable[..., Any]) -> Callable[..., Any]:
             return send(*args, **kwargs)
 
     return sent
+
+
+def _refuse_fsdp1(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise RehearsalError(FSDP1)
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RehearsalError(
+            f"torch.distributed.{name} sends from one process to another, as pipelines and rings do, and the others "
+            "are not there.\n  Steps are estimated that all processes take alike: FSDP2, HSDP, DDP, tensor parallel."
+        )
+
+    return refuse

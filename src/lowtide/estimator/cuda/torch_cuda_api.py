@@ -11,14 +11,16 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from lowtide._torch.fake_modes import is_own
 from lowtide._torch.privateuse1 import CUDA_EXCHANGES, CUDA_HISTORY, CUDA_INIT, CUDA_SNAPSHOT
 from lowtide._torch.pytree import tree_map
-from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED, CUDA
+from lowtide.errors import RehearsalError
+from lowtide.estimator.absent_processes import gpus_per_node
+from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED, NullStream
 from lowtide.estimator.cuda.memory_stats import RESET_PEAKS, RESET_SUMS, Usage
 from lowtide.memory.allocator.simulation import EMPTY_CACHE
 from lowtide.memory.gpu_specs import GpuSpec, context_bytes
@@ -28,34 +30,6 @@ MULTIPROCESSORS_ASSUMED, THREADS_ASSUMED, SHARED_BYTES_ASSUMED = 100, 1536, 100 
 
 CUDA_ASSUMED, CUDNN_ASSUMED, NCCL_ASSUMED = "13.0", 91900, (2, 27, 0)
 """Versions that torch's CUDA wheels come with."""
-
-
-class NullStream:
-    """A stream or an event on which nothing happens."""
-
-    device, device_index, device_type, stream_id, event_id, cuda_stream, cuda_event, priority = CUDA, *[0] * 7
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def elapsed_time(self, end: object) -> float:
-        """Return one millisecond in any case, because rates are divided by it."""
-        return 1.0
-
-    def query(self) -> bool:
-        """Return True: all work is done."""
-        return True
-
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-    record = synchronize = wait = wait_stream = wait_event = record_event = _nothing
 
 
 def properties(gpu: GpuSpec) -> SimpleNamespace:
@@ -95,6 +69,8 @@ def answers(gpu: GpuSpec, usage: Usage) -> Iterator[tuple[Any, str, Any]]:
         **dict.fromkeys(_IDLE, _nothing),
         **dict.fromkeys(_ZERO, lambda device=None: 0),
         **dict.fromkeys(_STREAMS, NullStream),
+        **dict.fromkeys(("Stream", "ExternalStream"), _UsersStream),
+        "stream": _on_stream,
     }
     for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
         yield from ((module, name, function) for name, function in functions.items() if hasattr(module, name))
@@ -135,7 +111,7 @@ def _asked(gpu: GpuSpec, usage: Usage) -> dict[str, Any]:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_current_stream_capturing": lambda: False,
-        "device_count": lambda: 1,
+        "device_count": lambda: gpus_per_node[-1],
         "current_device": lambda: 0,
         "get_device_name": lambda device=None: gpu.name,
         "get_device_capability": lambda device=None: capability,
@@ -170,11 +146,22 @@ class _Runtime:
         return lambda *args, **kwargs: 0
 
 
+class _UsersStream(NullStream):
+    """A stream that the script makes."""
+
+
+def _on_stream(stream: NullStream | None) -> NullStream:
+    if isinstance(stream, _UsersStream) and len(gpus_per_node) > 1:
+        raise RehearsalError(
+            "the script allocates on a CUDA stream of its own (torch.cuda.stream), of which its memory depends besides "
+            "those of FSDP2, and which is not estimated.\n  Estimate without it: blocks of one stream are not given to "
+            "another, so more is reserved with it."
+        )
+    return stream or NullStream()
+
+
 _STREAMS = (
     "Event",
-    "Stream",
-    "ExternalStream",
-    "stream",
     "current_stream",
     "default_stream",
     "get_stream_from_external",
@@ -283,7 +270,7 @@ def _of_accelerator(gpu: GpuSpec, usage: Usage) -> dict[str, Callable[..., Any]]
         **_memory(gpu, usage),
         "is_available": lambda: True,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
-        "device_count": lambda: 1,
+        "device_count": lambda: gpus_per_node[-1],
         "current_device_index": lambda: 0,
         "current_device_idx": lambda: 0,
         "current_stream": NullStream,

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from lowtide._torch.distributed import n_groups
 from lowtide._torch.fake_modes import fake_mode, is_fake, without_function_modes, without_modes
 from lowtide.errors import RehearsalError
+from lowtide.estimator.absent_processes import AbsentProcesses, these_processes
 from lowtide.estimator.cuda.backend import gpu_in_use, take_place
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED, NAME, measured, taking, unbounded
 from lowtide.estimator.cuda.gpu_allocation_tracker import GpuAllocationTracker
@@ -25,13 +27,16 @@ from lowtide.estimator.estimate_labels import Names, labels
 from lowtide.estimator.fake_step import adopt, compiled, exclusive, left, planned, static_of, unpatched, with_carryover
 from lowtide.estimator.fake_step_state import Everything
 from lowtide.estimator.fake_tensors import FakeTensors, swap
+from lowtide.estimator.sharded_units import on_host, sharding, units_on
 from lowtide.estimator.values.assumptions import ValueOracle
 from lowtide.estimator.values.queries import PythonQueries
 from lowtide.levers import enable_plan_levers
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.memory_timeline import Timeline
+from lowtide.memory.nccl_memory import nccl_bytes
 from lowtide.profiler.preconditions import NESTED
 from lowtide.state.containers import container_restorer
+from lowtide.state.process_group import several_processes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,9 +55,11 @@ def estimate_on(
     plan: Plan | None = None,
     optimizer: Optimizer | None = None,
     allocator: AllocatorConfig | None = None,
+    n_gpus: int = 1,
 ) -> GpuMemoryEstimate:
     """Estimate as `lowtide.estimate` does. Without `allocator`, the allocator has the environment's settings."""
-    on_gpu = TwoStepGpuRun(gpu, model, batch, (step, optimizer), plan=plan, allocator=allocator)
+    processes = these_processes(n_gpus)
+    on_gpu = TwoStepGpuRun(gpu, model, batch, (step, optimizer), plan=plan, allocator=allocator, processes=processes)
     with enable_plan_levers(plan, model, optimizer), on_gpu as rehearsal:
         hand_back = container_restorer(batch)
         step(batch)
@@ -68,7 +75,7 @@ class TwoStepGpuRun:
 
     Take one step, call `second`, take another one, call `finish`. At the end of the block everything is restored.
     `alone`: the process runs only this rehearsal, and the batch is on the GPU only while the script holds it.
-    `is_there` returns True if a real tensor is on CUDA already.
+    `is_there` returns True if a real tensor is on CUDA already. `processes` train together, each on a GPU of its own.
     """
 
     def __init__(
@@ -82,9 +89,11 @@ class TwoStepGpuRun:
         alone: bool = False,
         allocator: AllocatorConfig | None = None,
         is_there: Callable[[Tensor], bool] = lambda tensor: tensor.device.type == "cuda",
+        processes: AbsentProcesses | None = None,
     ) -> None:
         self._gpu, self._model, self._batch, self._alone = gpu, model, batch, alone
         self._config = AllocatorConfig.from_environment() if allocator is None else allocator
+        self._processes, self._n_groups = processes, 0
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 raise RehearsalError(
@@ -108,9 +117,13 @@ class TwoStepGpuRun:
             stack.enter_context(self._kept)
             stack.enter_context(gpu_in_use(self._gpu))
             at_entry = belongings(self._model, self._batch, self._kept.reached)
+            self._on_host = on_host(self._kept.reached)
+            at_entry = [tensor for tensor in at_entry if id(tensor) not in self._on_host]
             if self._alone:
                 self._batch = None
             stack.enter_context(self._placed)
+            device = torch.device(NAME, 0)
+            stack.enter_context(units_on(device, self._kept.reached, self._placed.twin))
             self._placed.put(at_entry)
             means, usage = CudaRedirect(NAME, self._ledger), Usage(self._ledger, self._config)
             stack.enter_context(cuda_is_there(self._gpu, means, usage, self._ledger, self.answers))
@@ -123,6 +136,7 @@ class TwoStepGpuRun:
             with without_function_modes():
                 adopt(self._ledger, at_entry)
                 self._reducers = stack.enter_context(Reducers(self._kept.reached, self._ledger))
+                stack.enter_context(sharding(self._kept.reached, self._ledger))
             self._stack = stack.pop_all()
         return self
 
@@ -135,7 +149,7 @@ class TwoStepGpuRun:
         """Put more tensors on the GPU, in the sizes that `resized` gives; fake ones keep their device."""
         fakes: list[Tensor] = []
         real: list[Tensor] = []
-        for tensor in {id(t): t for t in tensors}.values():
+        for tensor in {id(t): t for t in tensors if id(t) not in self._on_host}.values():
             (fakes if is_fake(tensor) else real).append(tensor)
         with without_function_modes():
             for tensor in fakes:
@@ -181,21 +195,26 @@ class TwoStepGpuRun:
         self._running.close()
         self._ledger.unbounded |= unbounded
         self._measured = tuple(measured.values())
+        self._n_groups = n_groups() if several_processes() else 0
         self._names.state(self._kept.optimizers)
 
     def estimate(self, n_passes: int = 0) -> GpuMemoryEstimate:
         """Return the estimate, after the block has ended. `n_passes`: see `GpuMemoryEstimate`."""
         stream, bounds = self._ledger.stream, self._ledger.bounds
-        outcome = Outcome(self._ledger.whole, bounds, self._config, is_bounded=not self._ledger.unbounded)
+        processes, is_bounded = self._processes, not self._ledger.unbounded
+        beside = nccl_bytes(self._n_groups)
+        outcome = Outcome(self._ledger.whole, bounds, self._config, is_bounded=is_bounded, beside=beside)
         needs, interval = outcome.needs()
         assert self._static is not None
         return GpuMemoryEstimate(
-            timeline=Timeline(stream, labels(stream, self._names)),
+            timeline=Timeline(stream, labels(stream, self._names) | self._ledger.labels),
             static=with_carryover(self._static, self._blocks, stream),
             unknown=(*self._ledger.unbounded.values(), *self._measured, *known_within(outcome.whole, bounds)),
             assumed=(*_about(self._gpu), *compiled(self._model), *self.answers.notes, *left(self._kept)),
             measured=self._measured,
             n_passes=n_passes,
+            processes=processes,
+            nccl=beside,
             gpu=self._gpu,
             whole=outcome.whole,
             bounds=bounds,

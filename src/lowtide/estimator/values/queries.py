@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lowtide._torch.distributed import is_wrapping
 from lowtide._torch.fake_modes import is_fake, on_real_tensors
 from lowtide._torch.pytree import tree_map
-from lowtide._torch.tensors import PAD_PACKED, SET_DATA
+from lowtide._torch.tensors import PAD_PACKED, SET_DATA, parts_of
 from lowtide.estimator.packed_sequences import lengths, padded
 from lowtide.estimator.values.unknown_values import Unknown, is_unknown, whole_number
 
@@ -45,6 +46,8 @@ class PythonQueries(TorchFunctionMode):
                 self._answers.forget(args[0] if out is None else out)
             return out
         tensor = args[0] if is_fake(args[0]) else self._twin(args[0])
+        if is_wrapping(type(tensor)):
+            tensor = self._twin(next(parts_of(tensor)))
         if asked == "array":  # an array of a fake tensor would have no memory
             return self._answers.array(tensor, func, args[1:], kwargs or {})
         if asked == "list":

@@ -56,7 +56,7 @@ def simulate(
     at_entry: Iterable[int] = (),
     addresses: Addresses | None = None,
 ) -> Reserved:
-    """Return the memory that `stream` makes the caching allocator reserve, on one CUDA stream.
+    """Return the memory that `stream` makes the caching allocator reserve. Each CUDA stream has blocks of its own.
 
     `capacity` is the bytes that the device can give, None for no limit, and `total` those to which a memory fraction
     applies. `at_entry` are the sizes of the blocks that exist when the stream begins and stay; blocks from entry that
@@ -76,7 +76,7 @@ def simulate(
         for index, event in enumerate(stream.events):  # noqa: B007  for the failure
             if type(event) is Allocate:
                 if event.bytes:
-                    alive[event.block] = allocator.malloc(event.bytes)
+                    alive[event.block] = allocator.malloc(event.bytes, stream.streams.get(event.block, 0))
             elif type(event) is Free and event.bytes:
                 allocator.free(alive.pop(event.block))
             elif type(event) is Mark and (event.label, event.data) == (ALLOCATOR, EMPTY_CACHE):

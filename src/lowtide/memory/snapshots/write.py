@@ -60,7 +60,8 @@ def snapshot_of(
         if type(event) is Mark and event.label == PHASE:
             writer.annotate(str(event.data))
         elif type(event) is Allocate and event.bytes:
-            writer.allocate(event.block, event.bytes, event.op, timeline.labels.get(event.block))
+            stream = timeline.stream.streams.get(event.block, 0)
+            writer.allocate(event.block, event.bytes, event.op, timeline.labels.get(event.block), stream)
         elif type(event) is Free and event.bytes:
             writer.free(event.block)
     return writer.snapshot()
@@ -81,10 +82,10 @@ class _Writer:
         # MemoryViz.js fails (`categores`) unless "unknown" is among the categories that it finds.
         self._trace = [{**self._action("snapshot", 0, 0), "frames": [], "category": "unknown"}]
 
-    def allocate(self, number: int | None, n_bytes: int, op: str, label: Label | None) -> None:
-        block = self._allocator.malloc(n_bytes)
+    def allocate(self, number: int | None, n_bytes: int, op: str, label: Label | None, stream: int = 0) -> None:
+        block = self._allocator.malloc(n_bytes, stream)
         description = {"frames": _frames(op, label), "category": label.category if label else "unknown"}
-        self._trace.append({**self._action("alloc", block.address, n_bytes), **description})
+        self._trace.append({**self._action("alloc", block.address, n_bytes, stream), **description})
         self._used[block] = description
         if number is not None:
             self._numbered[number] = block
@@ -93,7 +94,8 @@ class _Writer:
         block = self._numbered.pop(number)
         description = self._used.pop(block)
         for action in ("free_requested", "free_completed"):
-            self._trace.append({**self._action(action, block.address, block.requested), **description})
+            done = self._action(action, block.address, block.requested, block.free.stream)
+            self._trace.append({**done, **description})
         self._allocator.free(block)
 
     def annotate(self, phase: str) -> None:
@@ -123,10 +125,10 @@ class _Writer:
             self._annotations.append({**self._annotations[-1], "stage": "END", "time_us": self.time_us})
 
     def _segment(self, action: str, address: int, n_bytes: int, stream: int) -> None:
-        self._trace.append({**self._action(action, address, n_bytes), "frames": []})
+        self._trace.append({**self._action(action, address, n_bytes, stream), "frames": []})
 
-    def _action(self, action: str, address: int, n_bytes: int) -> dict[str, Any]:
-        return {"action": action, "addr": address, "size": n_bytes, "stream": 0, "time_us": self.time_us}
+    def _action(self, action: str, address: int, n_bytes: int, stream: int = 0) -> dict[str, Any]:
+        return {"action": action, "addr": address, "size": n_bytes, "stream": stream, "time_us": self.time_us}
 
     def _described(self, blocks: list[Block]) -> dict[str, Any]:
         used_bytes = sum(block.size for block in blocks if block.is_used)
@@ -137,7 +139,7 @@ class _Writer:
             "allocated_size": used_bytes,
             "active_size": used_bytes,
             "requested_size": sum(block.requested for block in blocks if block.is_used),
-            "stream": 0,
+            "stream": blocks[0].free.stream,
             "segment_type": "small" if blocks[0].free.is_small else "large",
             "segment_pool_id": (0, 0),
             "is_expandable": self._config.expandable_segments,

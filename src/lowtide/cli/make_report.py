@@ -1,0 +1,116 @@
+"""`lowtide report`: make a page of a run, compare two runs, or export one. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lowtide.cli.report_option import PAGES
+from lowtide.cli.script_or_profile import output_option, write
+from lowtide.errors import LowtideError
+
+if TYPE_CHECKING:
+    from lowtide.report.run_record import RunRecord
+
+RECORD = click.Path(dir_okay=False, path_type=Path)
+
+
+class _Ratio(click.ParamType[float]):
+    """A share: `2%` or `0.02`."""
+
+    name = "percent"
+
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        number, is_percent = value.strip().removesuffix("%"), value.strip().endswith("%")
+        try:
+            share = float(number) / (100 if is_percent else 1)
+        except ValueError:
+            share = -1.0
+        if not 0 <= share < 100:
+            self.fail(f"{value!r} is no share; write it as 2% or 0.02.", param, ctx)
+        return share
+
+
+@click.command("report")
+@click.argument("file", type=RECORD)
+@click.argument("other", type=RECORD, required=False)
+@output_option(
+    "-o",
+    "to",
+    "Write to FILE, by its ending: .html is a page, .json the record, .csv the memory over the step, .sarif the "
+    'findings, .perfetto a trace for ui.perfetto.dev. "-" or nothing: print the run in a few lines.',
+)
+@click.option("--github", is_flag=True, help="Print the findings as annotations of GitHub Actions.")
+@click.option(
+    "--fail-above",
+    type=_Ratio(),
+    metavar="SHARE",
+    help="With two runs: exit code 1 if the second one's peak is above the first one's by more than this, as in 2%.",
+)
+def report(file: Path, other: Path | None, to: str | None, github: bool, fail_above: float | None) -> int:
+    """Make a page of a run, or of what changed between two runs.
+
+    FILE is what `--report FILE.json` of `lowtide run`, `rehearse`, `estimate`, `watch` or `demo` wrote, or a file of
+    `lowtide rehearse --json`, `plan make` or `watch --json`. Exit code 1: the second run is above `--fail-above`; 2: a
+    file is no record of a run, or the two are of different models.
+    """
+    from lowtide.report.run_record import read_run
+
+    run = read_run(file)
+    if other is not None:
+        return _compare(run, read_run(other), (str(file), str(other)), to, github, fail_above)
+    if fail_above is not None:
+        raise click.UsageError("--fail-above goes with two runs: lowtide report BEFORE.json AFTER.json.")
+    if github:
+        from lowtide.report.exports import github_annotations
+
+        click.echo(github_annotations(run), nl=bool(run.findings))
+        return 0
+    if to in (None, "-"):
+        click.echo(str(run))
+        return 0
+    assert to is not None
+    write(_exporter(to)(run), to)
+    return 0
+
+
+def _compare(
+    first: RunRecord, second: RunRecord, names: tuple[str, str], to: str | None, github: bool, fail_above: float | None
+) -> int:
+    from lowtide.report.exports import github_annotations
+    from lowtide.report.run_comparison import RunComparison
+
+    found = RunComparison(first, second, names)
+    if github:
+        click.echo(github_annotations(second, found.new_findings), nl=bool(found.new_findings))
+    else:
+        click.echo(str(found))
+    if to not in (None, "-"):
+        if Path(str(to)).suffix.lower() not in PAGES:
+            raise click.UsageError(f"{to} does not end in .html: two runs are compared as a page.")
+        write(found.to_html(), str(to))
+    return 1 if fail_above is not None and found.peak_change is not None and found.peak_change > fail_above else 0
+
+
+def _exporter(to: str) -> Callable[[RunRecord], str]:
+    """Return the function that writes a run in the format of a file's name."""
+    from lowtide.report import exports
+    from lowtide.report.page import run_page
+    from lowtide.report.run_record import RunRecord, with_frontier
+
+    kinds: dict[str, Callable[[RunRecord], str]] = {
+        **dict.fromkeys(PAGES, lambda run: run_page(with_frontier(run))),
+        ".json": RunRecord.to_json,
+        ".csv": exports.csv_of,
+        ".sarif": exports.sarif,
+        ".perfetto": exports.perfetto_trace,
+    }
+    suffix = Path(to).suffix.lower()
+    if suffix not in kinds:
+        raise LowtideError(f"{to} ends in none of {', '.join(kinds)}: its ending says what is written.")
+    return kinds[suffix]

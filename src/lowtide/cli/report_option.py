@@ -1,0 +1,45 @@
+"""The option `--report FILE` of commands that run something: a page, or the record that pages are made of."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowtide.cli.script_or_profile import to_be_written, write
+
+if TYPE_CHECKING:
+    from lowtide.report.run_record import RunRecord
+
+PAGES = (".html", ".htm")
+
+
+def report_option(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--report FILE`."""
+    return click.option(
+        "--report",
+        "report_to",
+        type=click.Path(dir_okay=False, writable=True),
+        metavar="FILE",
+        callback=_checked,
+        help="Write a report: a page if FILE ends in .html, the record for `lowtide report` if it ends in .json.",
+    )(body)
+
+
+def _checked(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    if path is not None and Path(path).suffix.lower() not in (*PAGES, ".json"):
+        raise click.BadParameter(f"{path} ends neither in .html nor in .json.")
+    return to_be_written(ctx, parameter, path)
+
+
+def write_report(run: RunRecord, to: str) -> None:
+    """Write a run as its file's name asks. Raises LowtideError if writing fails."""
+    write(run.to_json() if Path(to).suffix.lower() == ".json" else run.to_html(), to)
+
+
+def command_line() -> str:
+    """Return the command that is running, as a shell takes it."""
+    return shlex.join(["lowtide", *(click.get_current_context().find_root().obj or ())])

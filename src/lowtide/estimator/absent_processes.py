@@ -1,0 +1,127 @@
+"""Processes that are not there: this process is one of several, and collective operations end at once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from lowtide._torch.distributed import start_absent_processes
+from lowtide.errors import RehearsalError
+
+gpus_per_node = [1]
+"""Stack of the numbers of GPUs that a script finds on its machine."""
+
+GPUS_PER_NODE = 8
+"""GPUs of a machine, as far as there are so many processes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbsentProcesses:
+    """Processes that train together, and the rank of this one."""
+
+    size: int
+    rank: int = 0
+
+    @property
+    def per_node(self) -> int:
+        """Number of processes on this one's machine."""
+        return min(self.size, GPUS_PER_NODE)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that torchrun sets. The local rank is 0 for any rank: its GPU is `cuda:0`."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": str(self.per_node),
+            "GROUP_RANK": str(self.rank // self.per_node),
+            "GROUP_WORLD_SIZE": str(-(-self.size // self.per_node)),
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+            "TORCHELASTIC_RUN_ID": "estimate",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+        }
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Give this process the variables of torchrun in this block, and end the process group after it."""
+        if torch.distributed.is_initialized():
+            raise RehearsalError(
+                "this process trains together with others already, and can't be one of processes that are not there.\n"
+                "  Estimate in a process without a process group."
+            )
+        gpus_per_node.append(self.per_node)
+        with patch.dict(os.environ, self.environment()), _meshes_anywhere():
+            try:
+                yield
+            finally:
+                gpus_per_node.pop()
+                if torch.distributed.is_initialized():
+                    torch.distributed.destroy_process_group()
+
+    def start(self, start: Callable[..., None]) -> None:
+        """Start the process group by `torch.distributed.init_process_group`."""
+        start_absent_processes(start, self.rank, self.size)
+
+
+@contextlib.contextmanager
+def absent_processes(size: int, rank: int = 0) -> Iterator[None]:
+    """Make this process the `rank`-th of `size` processes in this block; the others are not there.
+
+    Models can be sharded and wrapped as in a process of torchrun, on the CPU or on the meta device, and their steps
+    estimated: `lowtide.estimate(..., device="8 x h100-80")`. Collective operations send nothing, so that numbers are
+    not those of a training.
+
+    Args:
+        size: number of processes.
+        rank: this process's rank.
+
+    Raises:
+        RehearsalError: this process has a process group already.
+    """
+    processes = AbsentProcesses(size=size, rank=rank)
+    with processes.around():
+        processes.start(torch.distributed.init_process_group)
+        yield
+
+
+def these_processes(n_gpus: int) -> AbsentProcesses | None:
+    """Return the processes of the process group, which have to be as many as GPUs; None for one without a group."""
+    is_one_of_them = torch.distributed.is_available() and torch.distributed.is_initialized()
+    size = torch.distributed.get_world_size() if is_one_of_them else 1
+    if n_gpus not in (1, size):
+        raise RehearsalError(
+            f"{n_gpus} GPUs are for {n_gpus} processes, and this one belongs to a group of {size}.\n"
+            f"  Shard the model and estimate it inside of `with lowtide.absent_processes({n_gpus})`, or run "
+            "`lowtide estimate` on the script."
+        )
+    return AbsentProcesses(size=size, rank=torch.distributed.get_rank()) if size > 1 else None
+
+
+@contextlib.contextmanager
+def _meshes_anywhere() -> Iterator[None]:
+    """Put meshes of GPUs on the CPU in this block if there is no GPU: their tensors are there until an estimate."""
+    if torch.cuda.is_available() or not torch.distributed.is_available():
+        yield
+        return
+    from torch.distributed import device_mesh
+
+    def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def made(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+            make(self, "cpu", *args, **kwargs)
+
+        return made
+
+    with patch.object(device_mesh.DeviceMesh, "__init__", on_cpu(device_mesh.DeviceMesh.__init__)):
+        yield

@@ -1,0 +1,121 @@
+"""Estimated steps of models that are sharded over processes: FSDP2 (`fully_shard`), HSDP, tensor parallel.
+
+Torch's own code shards, gathers and reduces, on fake tensors; nothing is sent. Of its memory, operators show all but
+one thing: FSDP2 frees and allocates gathered parameters by resizing their storages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+from unittest.mock import patch
+
+import torch
+
+from lowtide._torch.distributed import meshes_on, ring_attention, sharding_without_modes
+from lowtide._torch.fsdp import (
+    ShardGroup,
+    devices_of_states,
+    purposes_known,
+    resizes_told,
+    shard_groups,
+)
+from lowtide.errors import RehearsalError
+from lowtide.estimator.collectives import stand_ins
+from lowtide.runtime.fsdp_scopes import units
+from lowtide.state.process_group import check_at_rest, several_processes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+    from lowtide.estimator.allocation_tracker import AllocationTracker
+
+
+FSDP1 = (
+    "the model is wrapped in FullyShardedDataParallel (FSDP1), which is not estimated.\n  Shard it with "
+    "torch.distributed.fsdp.fully_shard (FSDP2)."
+)
+
+
+@contextlib.contextmanager
+def sharding(modules: Iterable[Any], ledger: AllocationTracker) -> Iterator[None]:
+    """Send nothing in this block, and follow what the sharded units among `modules` allocate.
+
+    Raises RehearsalError for sharding that can't be estimated, and for units that are in the middle of a step.
+    """
+    modules = tuple(module for module in modules if isinstance(module, torch.nn.Module))
+    check_estimated(modules)
+    groups = list(_groups(modules))
+    check_at_rest(groups)
+    with contextlib.ExitStack() as stack:
+        if several_processes():
+            for owner, name, function in stand_ins():
+                stack.enter_context(patch.object(owner, name, function))
+        stack.enter_context(sharding_without_modes())
+        if (ring := ring_attention()) is not None:
+            for name in ring[1]:
+                stack.enter_context(patch.object(ring[0], name, _refuse_rings))
+        if groups:
+            for group in groups:
+                stack.callback(group.set_aside())
+            stack.enter_context(resizes_told(ledger.resized, (ledger.device, "meta")))
+            stack.enter_context(purposes_known(ledger.purpose, ledger.becomes))
+        yield
+
+
+@contextlib.contextmanager
+def units_on(device: torch.device, modules: Iterable[Any], twin: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Make FSDP2 and meshes compute on `device` in this block; `twin` returns what stands for a part on the CPU."""
+    modules = tuple(module for module in modules if isinstance(module, torch.nn.Module))
+    groups = list(_groups(modules))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(meshes_on(device.type, "cuda"))
+        for unit in units(modules):
+            for owner, name, value in devices_of_states(unit, device):
+                stack.enter_context(patch.object(owner, name, value))
+        for group in groups:
+            for owner, name, value in group.on_device(device, twin):
+                stack.enter_context(patch.object(owner, name, value))
+        yield
+
+
+def on_host(modules: Iterable[Any]) -> set[int]:
+    """Return the ids of parameters that stay in host memory (CPUOffloadPolicy)."""
+    found = (group for group in _groups(m for m in modules if isinstance(m, torch.nn.Module)) if group.is_on_host)
+    return {id(parameter) for group in found for parameter in group.parameters}
+
+
+def check_estimated(modules: Iterable[nn.Module]) -> None:
+    """Raise RehearsalError for a model whose sharding can't be estimated."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    modules = tuple(modules)
+    for module in modules:
+        if isinstance(module, fsdp.FullyShardedDataParallel):
+            raise RehearsalError(FSDP1)
+    if any(group.is_symmetric for group in _groups(modules)):
+        raise RehearsalError(
+            "the model gathers in symmetric memory (set_symm_mem), which is not torch's allocator's and can't be "
+            "estimated.\n  Estimate without it: it comes on top of the answer."
+        )
+
+
+def _refuse_rings(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RehearsalError(
+        "context parallel passes keys and values from one process to the next, which is not estimated.\n  Estimate "
+        "without it, with a process's share of the tokens: attention then takes less by what is passed on."
+    )
+
+
+def _groups(modules: Iterable[nn.Module]) -> Iterator[ShardGroup]:
+    seen: set[int] = set()
+    for unit in units(modules):
+        for group in shard_groups(unit):
+            if group.number not in seen:
+                seen.add(group.number)
+                yield group

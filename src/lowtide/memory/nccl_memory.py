@@ -1,0 +1,38 @@
+"""Memory of NCCL, which is not the allocator's, as public reports tell: it has not been measured here.
+
+NCCL allocates buffers for each communicator, as many as it has channels, when the communicator is first used. Its
+maintainers say that they grow with the GPU's bandwidth and with send and receive, not beyond two nodes, and that
+communicators split from one another may share them (github.com/NVIDIA/nccl/issues/986).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NcclReport:
+    """A public report of the bytes that NCCL took on each GPU."""
+
+    setting: str
+    n_bytes: int
+    source: str
+
+
+_ISSUES = "github.com/NVIDIA/nccl/issues/"
+
+REPORTS = (
+    NcclReport(setting="4 x A100, groups of two", n_bytes=544 * 10**6, source=f"{_ISSUES}964"),
+    NcclReport(setting="4 x A100, larger groups", n_bytes=688 * 10**6, source=f"{_ISSUES}964"),
+    NcclReport(setting="8 x H100, before the first all-to-all", n_bytes=1060 * 10**6, source=f"{_ISSUES}1685"),
+    NcclReport(setting="8 x H100, after the first all-to-all", n_bytes=4340 * 10**6, source=f"{_ISSUES}1685"),
+    NcclReport(setting="one communicator, all-reduce", n_bytes=1600 * 10**6, source=f"{_ISSUES}864"),
+    NcclReport(setting="three or more communicators", n_bytes=6000 * 10**6, source=f"{_ISSUES}864"),
+)
+
+_LEAST, _MOST_OF_ONE, _MOST = 544 * 10**6, 1600 * 10**6, 6000 * 10**6
+
+
+def nccl_bytes(n_groups: int) -> tuple[int, int]:
+    """Return the least and the most bytes that NCCL takes for so many process groups, by `REPORTS`."""
+    return (_LEAST, min(n_groups * _MOST_OF_ONE, _MOST)) if n_groups else (0, 0)

@@ -1,0 +1,98 @@
+"""Decisions as a tree of modules: bytes kept, recomputed, replayed and offloaded, and the time that this takes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from lowtide.planner.plan_format import ranges
+from lowtide.planner.records import Plan, Profile
+from lowtide.planner.simulate.assignment import ADVANCED, OFFLOADED, RECOMPUTED, REPLAYED
+from lowtide.report.step_memory import swept
+
+FATES = ("kept", "recomputed", "replayed", "offloaded")
+_FATE = {RECOMPUTED: "recomputed", REPLAYED: "replayed", ADVANCED: "replayed", OFFLOADED: "offloaded"}
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """A module, or several alike, with all modules below."""
+
+    name: str
+    bytes: Counter[str] = field(default_factory=Counter)
+    """Saved bytes by fate, of all modules below too."""
+    ms: float = 0.0
+    """Time of recomputes and replays."""
+    n_alike: int = 1
+    """Number of modules that this one stands for: bytes and time are of all of them, the branches of one."""
+    branches: dict[str, Branch] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return self.bytes.total()
+
+    def _key(self) -> object:
+        """Return a key that is equal for modules with equal decisions about equal bytes."""
+        return tuple(sorted(self.bytes.items())), tuple((name, b._key()) for name, b in self.branches.items())
+
+    def folded(self) -> Branch:
+        """Return this branch with sibling modules that are alike, and numbered, as one."""
+        below = [branch.folded() for branch in self.branches.values()]
+        groups: dict[object, list[Branch]] = {}
+        for branch in below:
+            key = branch._key() if re.fullmatch(r"\d+", branch.name) else branch.name
+            groups.setdefault(key, []).append(branch)
+        joined = {}
+        for group in groups.values():
+            one = group[0]
+            if len(group) > 1:
+                one = Branch(
+                    ranges(int(each.name) for each in group),
+                    Counter({fate: n * len(group) for fate, n in one.bytes.items()}),
+                    sum(each.ms for each in group),
+                    len(group),
+                    one.branches,
+                )
+            joined[one.name] = one
+        return Branch(self.name, self.bytes, self.ms, self.n_alike, joined)
+
+
+def decision_tree(profile: Profile, plan: Plan) -> Branch:
+    """Return the modules of a step, each with the fate of the tensors that it saves, those alike folded."""
+    own, sweep = swept(profile, plan.decisions)
+    state = sweep.state.tolist()
+    root = Branch(profile.fingerprint.model.partition(" ")[0])
+    fates: dict[int, str] = {}
+    places: dict[int, str] = {}
+    seen: set[int] = set()
+    for slot in own.slots:
+        if slot.is_input or slot.storage is None:
+            continue
+        fate = _FATE.get(state[slot.value], "kept")
+        path = own.calls[slot.call].id.partition("#")[0]
+        places.setdefault(slot.storage, path)
+        if fates.setdefault(slot.storage, fate) != fate and "kept" in (fate, fates[slot.storage]):
+            fates[slot.storage] = "kept"  # one of its views is
+        if fate == "recomputed" and slot.value not in seen:
+            seen.add(slot.value)
+            _add(root, path, "", 0, own.values[slot.value].cost_ms)
+    for storage, fate in fates.items():
+        _add(root, places[storage], fate, own.storages[storage].bytes, 0.0)
+    for call in own.calls:
+        path = call.id.partition("#")[0]
+        if call.id in plan.decisions.replay:
+            _add(root, path, "", 0, call.cost_ms)
+        if call.id in plan.decisions.advance:
+            _add(root, path, "", 0, call.advance_ms)
+    return root.folded()
+
+
+def _add(root: Branch, path: str, fate: str, n_bytes: int, ms: float) -> None:
+    branch = root
+    for name in ["", *filter(None, path.split("."))]:
+        if name:
+            branch = branch.branches.setdefault(name, Branch(name))
+        if n_bytes:
+            branch.bytes[fate] += n_bytes
+        branch.ms += ms

@@ -1,0 +1,133 @@
+"""A run for other tools: SARIF and GitHub annotations of findings, CSV and a Perfetto trace of memory over the step."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lowtide.errors import LowtideError
+from lowtide.report.run_record import HeldMemory, RunRecord
+from lowtide.report.step_memory import CATEGORIES, StepMemory
+from lowtide.units import format_bytes
+
+SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+
+
+def tracks_of(run: RunRecord) -> list[tuple[str, StepMemory]]:
+    """Return the steps of a run by name. Raises LowtideError for a run without any."""
+    found = [(name, memory) for name, memory in (("before", run.before), ("after", run.after)) if memory is not None]
+    if not found:
+        raise LowtideError("this run has no memory of a step: it was watched, and not rehearsed.")
+    return found
+
+
+def csv_of(run: RunRecord) -> str:
+    """Return memory over the step: a row for each moment of each step, a column of bytes for each category."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(("step", "event", "phase", "module", *CATEGORIES, "total"))
+    for name, memory in tracks_of(run):
+        columns = [memory.bytes.get(category, (0,) * len(memory.at)) for category in CATEGORIES]
+        for moment, total in enumerate(memory.totals):
+            parts = [column[moment] for column in columns]
+            place = memory.at[moment], memory.phase_at(moment), memory.module_at(moment)
+            rows.writerow((name, *place, *parts, total))
+    return text.getvalue()
+
+
+def perfetto_trace(run: RunRecord) -> str:
+    """Return a trace in Chrome's JSON format: memory as counters, phases as slices, peaks and the budget as marks.
+
+    A microsecond stands for an event of the step.
+    """
+    events = [each for number, (name, memory) in enumerate(tracks_of(run), 1) for each in _events(number, name, memory)]
+    if run.plan is not None:
+        text = f"budget {format_bytes(run.plan.budget_bytes)}"
+        events.append({"ph": "i", "s": "g", "name": text, "ts": 0, "pid": len(tracks_of(run)), "tid": 1})
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}, separators=(",", ":"))
+
+
+def _events(pid: int, name: str, memory: StepMemory) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"step {name}"}}
+    for span in memory.phases:
+        first = memory.at[span.first]
+        stop = memory.at[span.stop] if span.stop < len(memory.at) else memory.n_events
+        yield {"ph": "X", "name": span.name, "ts": first, "dur": stop - first, "pid": pid, "tid": 1}
+    for moment, at in enumerate(memory.at):
+        parts = {category: column[moment] for category, column in memory.bytes.items()}
+        yield {"ph": "C", "name": "memory (bytes)", "ts": at, "pid": pid, "args": parts}
+    peak = f"peak {format_bytes(memory.peak_bytes)}"
+    yield {"ph": "i", "s": "p", "name": peak, "ts": memory.at[memory.peak_moment], "pid": pid, "tid": 1}
+
+
+# --- findings
+
+
+def sarif(run: RunRecord) -> str:
+    """Return the findings in SARIF 2.1.0, which code hosts show beside the lines.
+
+    Raises LowtideError for a run that was not watched.
+    """
+    findings = _findings(run)
+    rules = {found.code: {"id": found.code, "shortDescription": {"text": found.name}} for found in findings}
+    results = [
+        {
+            "ruleId": found.code,
+            "level": "warning",
+            "message": {"text": _message(found)},
+            "locations": [
+                {
+                    "physicalLocation": {
+                        "artifactLocation": {"uri": place[0]},
+                        "region": {"startLine": place[1]},
+                    }
+                }
+                for place in [_place(found)]
+                if place is not None
+            ],
+        }
+        for found in findings
+    ]
+    driver = {"name": "lowtide", "version": run.versions.get("lowtide", ""), "rules": list(rules.values())}
+    log = {"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]}
+    return json.dumps(log, indent=1)
+
+
+def github_annotations(run: RunRecord, findings: Sequence[HeldMemory] | None = None) -> str:
+    """Return a workflow command of GitHub Actions for each finding, which annotates its line."""
+    lines = []
+    for found in _findings(run) if findings is None else findings:
+        place = _place(found)
+        where = "" if place is None else f"file={_property(place[0])},line={place[1]},"
+        lines.append(f"::warning {where}title={_property(f'{found.code} {found.name}')}::{_data(_message(found))}")
+    return "\n".join(lines)
+
+
+def _findings(run: RunRecord) -> tuple[HeldMemory, ...]:
+    if run.findings is None:
+        raise LowtideError(
+            "this run was not watched, so it has no findings: `lowtide watch --report FILE.json SCRIPT`."
+        )
+    return run.findings
+
+
+def _message(found: HeldMemory) -> str:
+    size = f"{format_bytes(found.held_bytes)} {found.unit}".strip() + " " if found.held_bytes else ""
+    return f"{size}since step {found.since_step}, held by {found.holder}. Fix: {found.fix}"
+
+
+def _place(found: HeldMemory) -> tuple[str, int] | None:
+    """Return file and line of the forward pass that made the memory."""
+    path, _, line = (found.made_at or "").rpartition(":")
+    return (path, int(line)) if path and line.isdigit() else None
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

@@ -1,0 +1,86 @@
+"""Records as HTML: a fragment where one ends a notebook's cell, and a page of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lowtide.planner.budget_frontier import Frontier
+from lowtide.planner.records import Plan, Profile
+from lowtide.report.page import alternatives, asset, decided, document, fits, memory, obtained, outlives, run_page
+from lowtide.report.pictures import escape
+from lowtide.report.run_record import RunRecord, record_of
+from lowtide.report.run_text import about
+from lowtide.report.step_memory import StepMemory, recorded_memory
+
+Section = tuple[str, str, str]
+"""Id, heading and HTML."""
+
+
+def fragment(record: object) -> str:
+    """Return HTML for a notebook: pictures and tables of a record, or its text."""
+    sections = _sections(record)
+    body = "".join(f"<section><h3>{heading}</h3>{html}</section>" for _, heading, html in sections)
+    return (
+        f'<style>{asset("page.css")}</style><div class="lt lt-notebook">{body}</div><script>{asset("page.js")}</script>'
+    )
+
+
+def page(record: object) -> str:
+    """Return a page of a record."""
+    if isinstance(record, RunRecord):
+        return run_page(record)
+    run = _run_of(record)
+    return run_page(run) if run is not None else document(type(record).__name__, "", _sections(record))
+
+
+def _run_of(record: object) -> RunRecord | None:
+    """Return the run that a record is of: itself, of a rehearsed step, or the one that the object makes."""
+    if isinstance(record, RunRecord):
+        return record
+    if isinstance(record, Profile):
+        return record_of("lowtide.rehearse(model, step, batch)", profile=record)
+    if isinstance(record, Plan):
+        return record_of("lowtide.plan(profile, budget)", plan=record)
+    to_record: Callable[[], object] | None = getattr(record, "to_record", None)
+    made = None if to_record is None else to_record()
+    return made if isinstance(made, RunRecord) else None
+
+
+def _sections(record: object) -> list[Section]:
+    if isinstance(record, Frontier):
+        return [("else", f"What each budget costs: {escape(record.fingerprint.model)}", alternatives(record, None))]
+    if isinstance(record, StepMemory):
+        return [("memory", "Where memory goes", memory(record, None))]
+    if (timeline := _timeline_of(record)) is not None:
+        shown = recorded_memory(timeline, "measured")
+        return [("memory", "Where memory goes", memory(shown, None)), ("text", "In words", _text(record))]
+    run = _run_of(record)
+    if run is None:
+        return [("text", type(record).__name__, _text(record))]
+    found = [
+        ("fits", escape(about(run)) or "Does it fit?", fits(run)),
+        ("memory", "Where memory goes", memory(run.before, run.after, run.budget_bytes)),
+        ("decided", "What was decided", decided(run) if run.plan is not None else ""),
+        ("outlives", "What outlives its step", outlives(run) if run.findings is not None else ""),
+    ]
+    if isinstance(record, RunRecord):
+        found += [
+            ("else", "What else could be decided", alternatives(run.frontier, run.plan)),
+            ("how", "How this was obtained", obtained(run)),
+        ]
+    return [each for each in found if each[2]]
+
+
+def _timeline_of(record: object) -> Any:
+    """Return the timeline of a recording, or None: `measure` and `timeline` return such objects."""
+    from lowtide.memory.memory_timeline import Timeline
+
+    if isinstance(record, Timeline):
+        return record
+    found = getattr(record, "recorded", None)
+    return found if isinstance(found, Timeline) else None
+
+
+def _text(record: object) -> str:
+    return f'<pre tabindex="0">{escape(record)}</pre>'

@@ -1,0 +1,464 @@
+"""A run as one self-contained HTML page, in the order in which people ask. Nothing is loaded from anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+
+from lowtide.planner.budget_frontier import Frontier, Point
+from lowtide.planner.records import Plan
+from lowtide.report.decision_tree import FATES, Branch, decision_tree
+from lowtide.report.frontier_table import extra_time
+from lowtide.report.pictures import escape, frontier_plot, legend, memory_plot, places, table
+from lowtide.report.plan_text import blocks, extra
+from lowtide.report.run_record import HeldMemory, RunRecord
+from lowtide.report.run_text import peak_sentence, verdict
+from lowtide.report.step_memory import CATEGORIES, StepMemory
+from lowtide.report.text_table import decisions, lever_lines
+from lowtide.units import format_bytes, format_ratio, format_time
+
+_DEEPEST_OPEN = 2
+"""Levels of the tree of modules that are open at first."""
+
+
+def asset(name: str) -> str:
+    """Return a file that pages are made of."""
+    return files("lowtide.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def run_page(run: RunRecord) -> str:
+    """Return the page of a run."""
+    made_for = run.fingerprint
+    title = run.subject or ("A run" if made_for is None else made_for.model.partition(" ")[0])
+    about = "" if made_for is None else f"batch {made_for.batch} · {made_for.device} · torch {made_for.torch}"
+    sections = [
+        ("fits", "What was found" if made_for is None and not run.needs else "Does it fit?", fits(run)),
+        ("memory", "Where memory goes", memory(run.before, run.after, run.budget_bytes)),
+        ("decided", "What was decided", decided(run)),
+        ("else", "What else could be decided", alternatives(run.frontier, run.plan)),
+        ("outlives", "What outlives its step", outlives(run)),
+        ("how", "How this was obtained", obtained(run)),
+    ]
+    return document(title, about, [each for each in sections if each[2]])
+
+
+def document(title: str, about: str, sections: Sequence[tuple[str, str, str]]) -> str:
+    """Return a page of sections: id, heading and HTML of each."""
+    links = "".join(f'<a href="#{name}">{heading}</a>' for name, heading, _ in sections)
+    body = "".join(
+        f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{heading}</h2>{html}</section>'
+        for name, heading, html in sections
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        f"<title>{escape(title)} · Lowtide</title><style>{asset('page.css')}</style></head>"
+        f'<body class="lt lt-page"><header><div><p class="lt-brand">Lowtide report</p><h1>{escape(title)}</h1>'
+        f'<p class="lt-about">{escape(about)}</p></div>'
+        '<button type="button" id="lt-theme" aria-pressed="false">Dark</button></header>'
+        f'<nav aria-label="Sections">{links}</nav><main>{body}</main>'
+        f"<script>{asset('page.js')}</script></body></html>\n"
+    )
+
+
+# --- does it fit?
+
+
+def fits(run: RunRecord) -> str:
+    """Return the verdict, its numbers, bars of before and after, and the proof."""
+    answer, sentence = verdict(run)
+    parts = [f'<p class="lt-verdict is-{answer}">{escape(sentence)}</p>', _tiles(run), _bars(run)]
+    if run.proof is not None:
+        kind = "is-no" if run.proof.is_proven is False else "is-yes"
+        parts.append(f'<p class="lt-proof {kind}">{escape(_sentence(run.proof.text))}</p>')
+    if run.needs:
+        parts.append(_needs_table(run))
+    if run.trained:
+        parts.append(_trained_table(run))
+    return "".join(parts)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
+
+
+def _tiles(run: RunRecord) -> str:
+    plain, peak = run.plain_peak_bytes, run.peak_bytes
+    tiles: list[tuple[str, str, str, int | None]] = []
+    if run.plan is not None:
+        tiles.append(("budget", format_bytes(run.plan.budget_bytes), "", run.plan.budget_bytes))
+    if plain is not None and run.plan is not None:
+        tiles.append(("before", format_bytes(plain), "the plain step's peak", plain))
+    if peak is not None and run.plan is not None:
+        less = f"{format_ratio(1 - peak / plain)} less" if plain and peak < plain else "as before"
+        tiles.append(("after", format_bytes(peak), less, peak))
+        tiles.append(
+            ("extra time", extra(run.plan.predicted.extra_ms, run.plan.step_ms).removesuffix(" time"), _cost(run), None)
+        )
+    elif peak is not None and not run.needs:
+        tiles.append(("peak of a step", format_bytes(peak), "everything included", peak))
+    if run.proof is not None:
+        proven = {True: "same bits", False: "other bits", None: "audited"}[run.proof.is_proven]
+        told = "as the plain step" if run.proof.is_proven is not None else "each recompute, bit by bit"
+        tiles.append(("proof", proven, told, None))
+    if run.findings is not None:
+        n = len(run.findings)
+        tiles.append(("outlive their step", str(n), f"finding{'s' * (n != 1)} of the watch", None))
+    if not tiles:
+        return ""
+    return (
+        '<dl class="lt-tiles">'
+        + "".join(
+            f'<div data-tile="{name.replace(" ", "-")}"{"" if n is None else f" data-bytes={chr(34)}{n}{chr(34)}"}>'
+            f"<dt>{name}</dt><dd><b>{escape(value)}</b><span>{escape(note)}</span></dd></div>"
+            for name, value, note, n in tiles
+        )
+        + "</dl>"
+    )
+
+
+def _cost(run: RunRecord) -> str:
+    assert run.plan is not None
+    if run.proof is not None and run.proof.extra is not None:
+        return f"predicted; {format_ratio(run.proof.extra, signed=True)} in one measured step"
+    return f"predicted, {format_time(run.plan.predicted.extra_ms)} a step"
+
+
+def _bars(run: RunRecord) -> str:
+    plain, peak = run.plain_peak_bytes, run.peak_bytes
+    if run.plan is None or plain is None or peak is None:
+        return ""
+    most = max(plain, peak, run.plan.budget_bytes)
+    at = 100 * run.plan.budget_bytes / most
+    rows = "".join(
+        f'<div class="lt-hbar"><span>{name}</span><i class="is-{name}" style="width:{100 * n / most:.1f}%"></i></div>'
+        for name, n in (("before", plain), ("after", peak))
+    )
+    mark = f'<div class="lt-hbudget"><i style="left:{at:.1f}%"></i></div>'
+    return f'<div class="lt-hbars" aria-hidden="true">{rows}{mark}</div>'
+
+
+def _needs_table(run: RunRecord) -> str:
+    rows = []
+    for need in run.needs:
+        least, most = format_bytes(need.least_reserved_bytes), format_bytes(need.most_reserved_bytes)
+        rows.append(
+            (
+                "as given" if need.batch is None else str(need.batch),
+                format_bytes(need.peak_requested_bytes),
+                format_bytes(need.peak_allocated_bytes),
+                format_bytes(need.peak_reserved_bytes),
+                least if least == most else f"{least} to {most}",
+                escape(need.verdict),
+                escape(need.smallest_gpu or "none of the table"),
+            )
+        )
+    headings = ("batch", "requested", "allocated", "reserved", "within", "answer", "smallest GPU")
+    return table(headings, rows, caption="Memory on the GPU", first_is_name=True)
+
+
+def _trained_table(run: RunRecord) -> str:
+    def size(n: int | None) -> str:
+        return "" if n is None else format_bytes(n)
+
+    rows = []
+    for each in run.trained:
+        time = "" if each.time_ratio is None else format_ratio(each.time_ratio - 1, signed=True)
+        bits = {None: "", True: "identical", False: "DIFFERENT"}[each.is_identical]
+        rows.append(
+            (
+                escape(each.name),
+                size(each.budget_bytes),
+                size(each.predicted_peak_bytes),
+                size(each.measured_peak_bytes) or escape(each.refusal or ""),
+                time,
+                bits,
+            )
+        )
+    headings = ("loop", "budget", "predicted peak", "measured peak", "time", "bits")
+    return "<h3>Ways to train, side by side</h3>" + table(
+        headings, rows, caption="Ways to train, side by side", first_is_name=True
+    )
+
+
+# --- where memory goes
+
+
+def memory(
+    before: StepMemory | None,
+    after: StepMemory | None,
+    budget_bytes: int | None = None,
+    words: tuple[str, str] = ("before: the plain step", "after: under the plan"),
+) -> str:
+    """Return the picture of one or two steps, named by `words`, with a reading of each moment."""
+    tracks = [(name, each) for name, each in (("before", before), ("after", after)) if each is not None]
+    if not tracks:
+        return ""
+    name, shown = tracks[-1]
+    moment = shown.peak_moment
+    choice = ""
+    if len(tracks) > 1:
+        options = "".join(
+            f'<label><input type="radio" name="lt-track" value="{each}"{" checked" if each == name else ""}>'
+            f"<span>{escape(named)}</span></label>"
+            for each, named in zip(("before", "after"), words, strict=True)
+        )
+        choice = (
+            f'<fieldset class="lt-choice"><legend class="lt-hidden">Step that is shown</legend>{options}</fieldset>'
+        )
+    said = "".join(
+        f'<p class="lt-peak-sentence" data-track="{each}"{"" if each == name else " hidden"}>'
+        f"{escape(peak_sentence(m))}</p>"
+        for each, m in tracks
+    )
+    names = {category for _, each in tracks for category in each.bytes}
+    how = {
+        "predicted": "Predicted from the rehearsed step, to the byte where nothing else is said.",
+        "measured": "Measured: every allocation of one step.",
+        "estimated": "Estimated: every allocation of a step that was run without memory.",
+    }[shown.how]
+    if any(m.n_events > len(m.at) for _, m in tracks):
+        how += f" Of {shown.n_events:,} moments {len(shown.at)} are drawn, the highest of each part of the step."
+    return (
+        f'{said}<figure class="lt-memory" data-shown="{name}">{choice}{memory_plot(tracks, budget_bytes=budget_bytes)}'
+        f'<input type="range" class="lt-moment" min="0" max="{len(shown.at) - 1}" value="{moment}" '
+        f'aria-label="Moment of the step" aria-valuetext="{escape(reading(shown, moment))}">'
+        f'<p class="lt-reading" aria-live="polite">{escape(reading(shown, moment))}</p>'
+        f'<div class="lt-columns">{legend(shown, moment, names)}<div><h3>Largest tensors there</h3>'
+        f'<ol class="lt-tensors">{tensors(shown, moment)}</ol></div></div>'
+        f"<figcaption>{how} Point at the picture, or move the slider, to read another moment.</figcaption>"
+        f'<script type="application/json" class="lt-data">{_data(tracks)}</script></figure>'
+    )
+
+
+def reading(shown: StepMemory, moment: int) -> str:
+    """Return a moment in words: `At the peak, in backward, at transformer.h.3.mlp: 554 MiB`."""
+    place = shown.at[moment] / max(shown.n_events - 1, 1)
+    at = "At the peak" if moment == shown.peak_moment else f"At {format_ratio(place)} of the step"
+    where = [f"in {p}" for p in [shown.phase_at(moment)] if p] + [f"at {m}" for m in [shown.module_at(moment)] if m]
+    return f"{', '.join([at, *where])}: {format_bytes(shown.totals[moment])}"
+
+
+def tensors(shown: StepMemory, moment: int) -> str:
+    """Return list items of the largest tensors alive at a moment."""
+    found = shown.tensors_at(moment)
+    items = [
+        f'<li><i class="lt-swatch lt-{each.category.replace(" ", "-")}"></i><code>{escape(each.name)}</code>'
+        f"<b>{format_bytes(each.bytes)}</b></li>"
+        for each in found
+    ]
+    return "".join(items) or "<li>none that is known by name</li>"
+
+
+def _data(tracks: Sequence[tuple[str, StepMemory]]) -> str:
+    """Return what the script needs, as JSON that is safe inside of a page."""
+    base = tracks[0][1]
+    found = {}
+    for name, each in tracks:
+        names = list(dict.fromkeys(t.name for t in each.tensors))
+        index = {n: i for i, n in enumerate(names)}
+        found[name] = {
+            "x": [round(place / base.n_events, 5) for place in places(each, base)],
+            "at": [round(at / max(each.n_events - 1, 1), 4) for at in each.at],
+            "bytes": {category: each.bytes[category] for category in CATEGORIES if category in each.bytes},
+            "totals": each.totals,
+            "peak": each.peak_moment,
+            "modules": each.modules,
+            "where": each.where,
+            "phases": [(span.name, span.first, span.stop) for span in each.phases],
+            "names": names,
+            "tensors": [(index[t.name], CATEGORIES.index(t.category), t.bytes, t.first, t.stop) for t in each.tensors],
+        }
+    return json.dumps({"tracks": found, "categories": CATEGORIES}, separators=(",", ":")).replace("<", "\\u003c")
+
+
+# --- what was decided
+
+
+def decided(run: RunRecord) -> str:
+    """Return the decisions, module by module."""
+    if run.plan is None:
+        if run.before is None:
+            return ""
+        if run.refusal:
+            return f'<pre tabindex="0" class="lt-command">{escape(run.refusal)}</pre>'
+        return "<p>Nothing: this run had no plan, and every saved tensor is kept.</p>"
+    plan = run.plan
+    said = "".join(f"<li>{escape(_sentence(line))}</li>" for line in [decisions(plan), *lever_lines(plan)])
+    listing = f'<ul class="lt-plain">{said}</ul>'
+    if run.profile is None:
+        rows = "".join(f"<li><code>{escape(line)}</code></li>" for line in blocks(plan))
+        return f"{listing}<ul>{rows}</ul>"
+    tree = decision_tree(run.profile, plan)
+    chips = "".join(
+        f'<span class="lt-chip lt-fate-{fate}" data-bytes="{tree.bytes[fate]}"><i></i>{fate} '
+        f"<b>{format_bytes(tree.bytes[fate])}</b></span>"
+        for fate in FATES
+        if tree.bytes[fate]
+    )
+    return (
+        f'{listing}<p class="lt-chips">{chips}</p>'
+        "<p>Bytes are of tensors saved for backward, by the module that saves them. Times are of its own recomputes "
+        "and replays; all together, with what these need on the way, they take "
+        f"{format_time(plan.predicted.extra_ms)} a step.</p>"
+        f'<div class="lt-tree">{"".join(_branch(tree, tree.total, 0))}</div>'
+    )
+
+
+def _branch(branch: Branch, whole: int, depth: int) -> Iterator[str]:
+    name = f"{escape(branch.name)}"
+    if branch.n_alike > 1:
+        name += f" <small>{branch.n_alike} alike</small>"
+    bar = "".join(
+        f'<i class="lt-fate-{fate}" style="width:{100 * branch.bytes[fate] / whole:.2f}%"></i>'
+        for fate in FATES
+        if branch.bytes[fate] and whole
+    )
+    told = [f"{fate} {format_bytes(branch.bytes[fate])}" for fate in FATES if branch.bytes[fate]]
+    if branch.ms >= 0.0005:
+        told.append(f"+{format_time(branch.ms)}")
+    row = (
+        f'<span class="lt-name">{name}</span><span class="lt-fates" aria-hidden="true">{bar}</span>'
+        f'<span class="lt-told">{" · ".join(told)}</span>'
+    )
+    children = [b for b in branch.branches.values() if b.total or b.ms >= 0.0005]
+    if not children:
+        yield f'<div class="lt-leaf">{row}</div>'
+        return
+    each = f'<p class="lt-each">each of the {branch.n_alike}:</p>' if branch.n_alike > 1 else ""
+    below = whole // branch.n_alike if branch.n_alike > 1 else whole
+    yield f"<details{' open' if depth <= _DEEPEST_OPEN else ''}><summary>{row}</summary>{each}"
+    for child in children:
+        yield from _branch(child, below, depth + 1)
+    yield "</details>"
+
+
+# --- what else could be decided
+
+
+def alternatives(frontier: Frontier | None, plan: Plan | None) -> str:
+    """Return the frontier with the plan on it, and the plans beside it."""
+    if frontier is None or not frontier.points:
+        return ""
+    rows = []
+    for name, point in _named(frontier, plan):
+        marks = ' class="lt-mark"' if name == "this plan" else ""
+        rows.append(
+            (
+                f"<span{marks}>{name}</span>",
+                format_bytes(point.peak_bytes, round_up=True),
+                format_ratio(point.share),
+                extra_time(point.extra_ms, frontier.step_ms),
+                f"{point.extra_flops:.3g}",
+            )
+        )
+    headings = ("plan", "peak", "of the plain step's", "extra time", "extra FLOPs")
+    bound = ""
+    if plan is not None and plan.bound_ms:
+        bound = f" No plan within this budget takes less than {extra(plan.bound_ms, plan.step_ms)} (hollow mark)."
+    return (
+        f"<p>{escape(_beside(frontier, plan))}{escape(bound)}</p>"
+        f'<figure><p class="lt-axis">extra time of a step</p>{frontier_plot(frontier, plan)}'
+        '<p class="lt-axis is-x">peak memory of the step</p></figure>'
+        "<details><summary>All plans as a table</summary>"
+        f"{table(headings, rows, caption='Plans by budget', first_is_name=True)}</details>"
+    )
+
+
+def _named(frontier: Frontier, plan: Plan | None) -> list[tuple[str, Point]]:
+    points = [("", point) for point in frontier.points]
+    if points:
+        points[0] = ("smallest peak", points[0][1])
+        points[-1] = ("plain step", points[-1][1])
+    if plan is not None:
+        made = plan.predicted
+        share = made.peak_bytes / max(frontier.plain_bytes, 1)
+        chosen = Point(peak_bytes=made.peak_bytes, extra_ms=made.extra_ms, extra_flops=made.extra_flops, share=share)
+        points = sorted([*points, ("this plan", chosen)], key=lambda each: each[1].peak_bytes)
+    return points
+
+
+def _beside(frontier: Frontier, plan: Plan | None) -> str:
+    """Return the next cheaper and the next smaller plan in a sentence."""
+    if plan is None:
+        least = frontier.points[0]
+        return (
+            f"The smallest peak that a plan reaches is {format_bytes(least.peak_bytes, round_up=True)}, "
+            f"{format_ratio(least.share)} of the plain step's, for {_costs(least, frontier)}."
+        )
+    peak, ms = plan.predicted.peak_bytes, plan.predicted.extra_ms
+    cheaper = next((p for p in frontier.points if p.peak_bytes > peak and (p.extra_ms or 0.0) < ms), None)
+    smaller = next((p for p in reversed(frontier.points) if p.peak_bytes < peak), None)
+    said = []
+    if cheaper is not None:
+        said.append(
+            f"The next cheaper plan peaks at {format_bytes(cheaper.peak_bytes, round_up=True)}, for "
+            f"{_costs(cheaper, frontier)}."
+        )
+    if smaller is not None:
+        said.append(
+            f"The next smaller plan peaks at {format_bytes(smaller.peak_bytes, round_up=True)}, for "
+            f"{_costs(smaller, frontier)}."
+        )
+    else:
+        said.append("No smaller peak is known.")
+    return " ".join(said)
+
+
+def _costs(point: Point, frontier: Frontier) -> str:
+    return f"{extra_time(point.extra_ms, frontier.step_ms)} {'time' if frontier.step_ms else 'a step'}"
+
+
+# --- what outlives its step
+
+
+def outlives(run: RunRecord) -> str:
+    """Return the findings, or the command that looks for them."""
+    if run.findings is None:
+        return (
+            "<p>Not looked at in this run: <code>lowtide watch SCRIPT</code> reports memory that outlives its step.</p>"
+        )
+    if not run.findings:
+        steps = "" if run.n_steps is None else f" in {run.n_steps} steps"
+        return f"<p>Nothing was found{steps}.</p>"
+    return "".join(map(_finding, run.findings))
+
+
+def _finding(found: HeldMemory) -> str:
+    size = f"{format_bytes(found.held_bytes)} {found.unit}".strip() if found.held_bytes else ""
+    rows = [("held by" if found.held_bytes else "where", found.holder), ("made at", found.made_at), ("fix", found.fix)]
+    body = "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in rows if value)
+    return (
+        f'<article class="lt-finding" data-bytes="{found.held_bytes}"><h3><code>{escape(found.code)}</code> '
+        f"{escape(found.name)}</h3><p><b>{escape(size)}</b> since step {found.since_step}</p><dl>{body}</dl></article>"
+    )
+
+
+# --- how this was obtained
+
+
+def obtained(run: RunRecord) -> str:
+    """Return versions, device, and what is measured, predicted, assumed and unknown."""
+    facts = [("versions", ", ".join(f"{name} {number}" for name, number in run.versions.items()))]
+    if run.fingerprint is not None:
+        made_for = run.fingerprint
+        facts += [("model", made_for.model), ("batch", made_for.batch), ("device", made_for.device)]
+    lists = [
+        ("measured", run.measured),
+        ("predicted", run.predicted),
+        ("assumed", run.assumed),
+        ("unknown", run.unknown),
+        ("notes", run.notes),
+    ]
+    body = "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in facts if value)
+    body += "".join(
+        f"<dt>{name}</dt><dd><ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul></dd>"
+        for name, lines in lists
+        if lines
+    )
+    return (
+        f'<p>This command repeats it:</p><pre class="lt-command" tabindex="0" aria-label="command"><code>'
+        f'{escape(run.command)}</code></pre><dl class="lt-facts">{body}</dl>'
+    )

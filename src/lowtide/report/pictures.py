@@ -1,0 +1,280 @@
+"""Pictures of memory over a step and of the frontier, as HTML with SVG: on pages and in notebooks, in any width.
+
+Shapes are SVG stretched to the width at hand; texts are HTML placed in percent, so that they stay readable on a phone.
+Colours are variables of `page.css`: one sheet has them for light and dark.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from lowtide.planner.budget_frontier import Frontier
+from lowtide.planner.records import Plan
+from lowtide.report.frontier_table import extra_time
+from lowtide.report.step_memory import CATEGORIES, StepMemory, moments_by_phase
+from lowtide.units import BINARY, format_bytes
+
+WIDTH, HEIGHT = 1000, 400
+"""Units of the stretched SVG."""
+HEADROOM = 1.12
+"""Height of the axis over the largest level: room for a label."""
+_TICKS = 5
+
+
+def escape(text: object) -> str:
+    """Return text as HTML shows it."""
+    return html.escape(str(text))
+
+
+def slug(category: str) -> str:
+    """Return the class of a category: `optimizer state` -> `optimizer-state`."""
+    return category.replace(" ", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Scales of a picture of one or two steps."""
+
+    span: float
+    """Length of the horizontal axis, in places of the first step."""
+    low: int
+    high: int
+
+    def x(self, place: float) -> float:
+        return round(WIDTH * place / self.span, 1) if self.span else 0.0
+
+    def y(self, level: float) -> float:
+        return round(HEIGHT * (1 - (level - self.low) / (self.high - self.low)), 1)
+
+    def top(self, level: float) -> str:
+        """Return a level as a CSS position."""
+        return f"{100 * self.y(level) / HEIGHT:.2f}%"
+
+    def left(self, place: float) -> str:
+        """Return a place as a CSS position."""
+        return f"{100 * self.x(place) / WIDTH:.2f}%"
+
+
+def axes_of(memories: Sequence[StepMemory], budget_bytes: int | None = None) -> Axes:
+    """Return axes that show all of these steps, and the budget unless it is far above them."""
+    high = max(1, *(memory.peak_bytes for memory in memories))
+    if budget_bytes is not None and budget_bytes < 1.5 * high:
+        high = max(high, budget_bytes)
+    low = min(0, *(memory.floor_bytes for memory in memories))
+    return Axes(float(memories[0].n_events), low, low + math.ceil((high - low) * HEADROOM))
+
+
+def places(memory: StepMemory, base: StepMemory) -> tuple[float, ...]:
+    """Return the places of a step's moments on the axis of the step `base`, phase by phase."""
+    if memory is base:
+        return tuple(map(float, memory.at))
+    edges = {span.name: _edges(base, span.first, span.stop) for span in base.phases}
+    found = moments_by_phase(memory, edges)
+    return found if edges else tuple(at * base.n_events / memory.n_events for at in memory.at)
+
+
+def _edges(memory: StepMemory, first: int, stop: int) -> tuple[int, int]:
+    return memory.at[first], memory.at[stop] if stop < len(memory.at) else memory.n_events
+
+
+def memory_plot(tracks: Sequence[tuple[str, StepMemory]], *, budget_bytes: int | None = None) -> str:
+    """Return the plot area of one or two steps, stacked by category; the last one is shown first.
+
+    Args:
+        tracks: Name -> memory, such as `before` and `after`.
+        budget_bytes: Level to be marked.
+    """
+    memories = [memory for _, memory in tracks]
+    base, axes = memories[0], axes_of(memories, budget_bytes)
+    shown = tracks[-1][0]
+    layers = []
+    for name, memory in tracks:
+        at = places(memory, base)
+        hidden = "" if name == shown else " is-outline"
+        layers.append(f'<g class="lt-track{hidden}" data-track="{name}">{"".join(_stack(memory, at, axes))}</g>')
+    lines = [f'<line class="lt-grid" x1="0" x2="{WIDTH}" y1="{axes.y(t)}" y2="{axes.y(t)}"/>' for t in _ticks(axes)]
+    bounds = [axes.x(_edges(base, span.first, span.stop)[0]) for span in base.phases]
+    lines += [f'<line class="lt-phase" x1="{x}" x2="{x}" y1="0" y2="{HEIGHT}"/>' for x in bounds if x]
+    marks = "".join(_memory_marks(tracks, axes, base, budget_bytes))
+    if budget_bytes is not None and budget_bytes <= axes.high:
+        y = axes.y(budget_bytes)
+        lines.append(f'<line class="lt-budget" x1="0" x2="{WIDTH}" y1="{y}" y2="{y}"/>')
+    return (
+        f'<div class="lt-plot" aria-hidden="true"><svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none">'
+        f"{''.join(layers)}{''.join(lines)}</svg>{marks}</div>"
+    )
+
+
+def _stack(memory: StepMemory, at: Sequence[float], axes: Axes) -> Iterator[str]:
+    """Yield an area for each category, from the bottom up, and the outline of their sum."""
+    xs = [axes.x(place) for place in at]
+    ends = [*xs[1:], float(WIDTH)]
+    below = [memory.floor_bytes] * len(at)
+    for category in (name for name in CATEGORIES if name in memory.bytes):
+        above = [low + part for low, part in zip(below, memory.bytes[category], strict=True)]
+        upper = _steps(xs, ends, [axes.y(level) for level in above])
+        lower = _steps(xs, ends, [axes.y(level) for level in below])
+        path = "M" + "L".join(f"{x:g} {y:g}" for x, y in [*upper, *reversed(lower)]) + "Z"
+        yield f'<path class="lt-area lt-{slug(category)}" d="{path}"/>'
+        below = above
+    outline = _steps(xs, ends, [axes.y(level) for level in below])
+    yield f'<path class="lt-outline" d="M{"L".join(f"{x:g} {y:g}" for x, y in outline)}"/>'
+
+
+def _steps(xs: Sequence[float], ends: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
+    """Return the corners of a step line, without those on a straight piece."""
+    corners: list[tuple[float, float]] = []
+    for x, end, y in zip(xs, ends, ys, strict=True):
+        if corners and corners[-1][1] == y:
+            corners[-1] = (end, y)
+        else:
+            corners += [(x, y), (end, y)]
+    return corners
+
+
+def _ticks(axes: Axes) -> list[int]:
+    """Return round levels for the axis."""
+    span = axes.high - axes.low
+    unit = max(size for size in BINARY.values() if size <= max(span / 2, 1))
+    steps = (m * 10**e for e in range(4) for m in (1, 2, 2.5, 5))
+    step = next(int(s * unit) for s in steps if s * unit * _TICKS >= span)
+    return list(range(-(-axes.low // step) * step, axes.high, step))
+
+
+def _memory_marks(
+    tracks: Sequence[tuple[str, StepMemory]], axes: Axes, base: StepMemory, budget_bytes: int | None
+) -> Iterator[str]:
+    """Yield texts and points over the plot: levels, phases, peaks, budget, cursor."""
+    for level in _ticks(axes):
+        yield f'<span class="lt-tick" style="top:{axes.top(level)}">{format_bytes(level)}</span>'
+    for span in base.phases:
+        first, stop = _edges(base, span.first, span.stop)
+        width = 100 * (axes.x(stop) - axes.x(first)) / WIDTH
+        yield (
+            f'<span class="lt-phase-name" style="left:{axes.left(first)};width:{width:.2f}%">{escape(span.name)}</span>'
+        )
+    if budget_bytes is not None and budget_bytes <= axes.high:
+        text = f"budget {format_bytes(budget_bytes)}"
+        yield f'<span class="lt-budget-name" style="top:{axes.top(budget_bytes)}">{text}</span>'
+    for name, memory in tracks:
+        place = places(memory, base)[memory.peak_moment]
+        side = " is-left" if axes.x(place) > 0.7 * WIDTH else ""
+        yield (
+            f'<span class="lt-peak{side}" data-track="{name}" style="left:{axes.left(place)};'
+            f'top:{axes.top(memory.peak_bytes)}"><b>{format_bytes(memory.peak_bytes)}</b></span>'
+        )
+    yield '<span class="lt-cursor" hidden></span>'
+
+
+def legend(memory: StepMemory, moment: int, names: Collection[str]) -> str:
+    """Return the table of categories at a moment: name, bytes, share."""
+    total = memory.totals[moment]
+    rows = []
+    for name in (each for each in reversed(CATEGORIES) if each in names):
+        n = memory.bytes[name][moment] if name in memory.bytes else 0
+        rows.append(
+            f'<tr data-category="{escape(name)}"><th scope="row"><i class="lt-swatch lt-{slug(name)}"></i>'
+            f'{escape(name)}</th><td class="lt-bytes" data-bytes="{n}">{format_bytes(n)}</td>'
+            f'<td class="lt-bar"><i class="lt-{slug(name)}" style="width:{_percent(n, total)}"></i></td></tr>'
+        )
+    rows.append(
+        f'<tr class="lt-total"><th scope="row">all together</th><td class="lt-bytes" data-bytes="{total}">'
+        f"{format_bytes(total)}</td><td></td></tr>"
+    )
+    return (
+        '<table class="lt-legend"><caption class="lt-hidden">Memory by category at this moment</caption>'
+        '<thead class="lt-hidden"><tr><th scope="col">category</th><th scope="col">bytes</th>'
+        f'<th scope="col">share</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    )
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{max(0.0, 100 * part / whole) if whole > 0 else 0.0:.1f}%"
+
+
+def frontier_plot(frontier: Frontier, plan: Plan | None = None) -> str:
+    """Return the plot area of the frontier: extra time against peak, with the plan, its budget and its bound."""
+    unit = frontier.step_ms or 1.0  # extra time as a share of the plain step, or in ms if that was not timed
+    points = [(point.peak_bytes, (point.extra_ms or 0.0) / unit) for point in frontier.points]
+    chosen = None if plan is None else (plan.predicted.peak_bytes, plan.predicted.extra_ms / unit)
+    everyone = points if chosen is None else [*points, chosen]
+    low, high = min(everyone)[0], max(everyone)[0]
+    pad = max((high - low) // 12, 1)
+    left, right = max(0, low - pad), high + pad
+    top = max(max(cost for _, cost in everyone) * 1.15, 1e-9)
+
+    def x(n: float) -> float:
+        return min(max(WIDTH * (n - left) / (right - left), 0), WIDTH)
+
+    def y(cost: float) -> float:  # by the root: the smallest peaks cost much, and most plans little
+        return HEIGHT * (0.97 - 0.94 * math.sqrt(cost / top))
+
+    corners: list[tuple[float, float]] = []
+    for peak, cost in points:
+        if corners:
+            corners.append((x(peak), corners[-1][1]))
+        corners.append((x(peak), y(cost)))
+    line = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in [*corners, (WIDTH, corners[-1][1])])
+    shapes = [f'<line class="lt-grid" x1="0" x2="{WIDTH}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>' for t in _fractions(top)]
+    marks = [
+        f'<span class="lt-tick" style="top:{100 * y(t) / HEIGHT:.2f}%">{extra_time(t * unit, frontier.step_ms)}</span>'
+        for t in _fractions(top)
+    ]
+    shapes.append(f'<path class="lt-frontier" d="{line}"/>')
+    if plan is not None and left <= plan.budget_bytes <= right:
+        at = x(plan.budget_bytes)
+        shapes.append(f'<line class="lt-budget" x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{HEIGHT}"/>')
+        side = " is-left" if at > WIDTH / 2 else ""
+        marks.append(
+            f'<span class="lt-budget-at{side}" style="left:{at / WIDTH * 100:.2f}%">'
+            f"budget {format_bytes(plan.budget_bytes)}</span>"
+        )
+    marks += [_dot("lt-point", x(peak), y(cost), "") for peak, cost in points]
+    if plan is not None and chosen is not None:
+        if plan.bound_ms:
+            marks.append(_dot("lt-bound", x(chosen[0]), y(plan.bound_ms / unit), ""))
+        text = f"<b>{format_bytes(chosen[0])}, {extra_time(plan.predicted.extra_ms, frontier.step_ms)}</b>"
+        side = " is-left" if x(chosen[0]) > 0.3 * WIDTH else ""
+        marks.append(_dot(f"lt-chosen{side}", x(chosen[0]), y(chosen[1]), text))
+    marks += [
+        f'<span class="lt-tick-x" style="left:{x(n) / WIDTH * 100:.2f}%">{format_bytes(n)}</span>'
+        for n in (low, (low + high) // 2, high)
+    ]
+    return (
+        f'<div class="lt-plot lt-short" aria-hidden="true"><svg viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'preserveAspectRatio="none">{"".join(shapes)}</svg>{"".join(marks)}</div>'
+    )
+
+
+def _fractions(top: float) -> list[float]:
+    """Return 0 and round numbers up to `top`, which are not too close on an axis of roots."""
+    found = [0.0]
+    scale = 10 ** (math.floor(math.log10(top)) - 2)
+    for number in (m * scale * 10**e for e in range(4) for m in (1, 2, 5)):
+        if number <= top and math.sqrt(number / top) - math.sqrt(found[-1] / top) > 0.15:
+            found.append(number)
+    return found
+
+
+def _dot(kind: str, x: float, y: float, text: str) -> str:
+    return f'<span class="{kind}" style="left:{100 * x / WIDTH:.2f}%;top:{100 * y / HEIGHT:.2f}%">{text}</span>'
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str, first_is_name: bool = False) -> str:
+    """Return an HTML table. Cells are HTML; numbers are aligned to the right from the second column on."""
+    head = "".join(f'<th scope="col">{escape(h)}</th>' for h in headings)
+    body = []
+    for row in rows:
+        cells = [
+            f'<th scope="row">{cell}</th>' if first_is_name and i == 0 else f"<td>{cell}</td>"
+            for i, cell in enumerate(row)
+        ]
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    return (
+        f'<div class="lt-scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="lt-table">'
+        f'<caption class="lt-hidden">{escape(caption)}</caption><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )

@@ -1,0 +1,167 @@
+"""Changes between two runs of one model: peak, time, decisions and findings, as text and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowtide.errors import LowtideError
+from lowtide.report.page import document, memory, obtained
+from lowtide.report.pictures import escape, table
+from lowtide.report.plan_text import show_diff
+from lowtide.report.run_record import HeldMemory, RunRecord
+from lowtide.report.step_memory import StepMemory
+from lowtide.units import format_bytes, format_ratio, format_time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunComparison:
+    """Two runs side by side. Raises LowtideError, in one line, if they are of different models."""
+
+    first: RunRecord
+    second: RunRecord
+    names: tuple[str, str] = ("the first run", "the second run")
+
+    def __post_init__(self) -> None:
+        one, other = self.first.fingerprint, self.second.fingerprint
+        models = [None if each is None else each.model.partition(" ")[0] for each in (one, other)]
+        if models[0] != models[1]:
+            what = [f"{name} is of {model or 'no model'}" for name, model in zip(self.names, models, strict=True)]
+            raise LowtideError(f"{what[0]}, and {what[1]}: two runs of one model can be compared.")
+        if self.peak_change is None and self.first.findings is None:
+            raise LowtideError(f"{self.names[0]} has neither a peak nor findings to compare.")
+
+    @property
+    def peak_change(self) -> float | None:
+        """Change of the peak, as a share of the first run's; None if a run has none."""
+        one, other = self.first.peak_bytes, self.second.peak_bytes
+        return other / one - 1 if one and other is not None else None
+
+    @property
+    def new_findings(self) -> tuple[HeldMemory, ...]:
+        """Findings that the first run does not have."""
+        known = {(each.code, each.holder) for each in self.first.findings or ()}
+        return tuple(each for each in self.second.findings or () if (each.code, each.holder) not in known)
+
+    @property
+    def gone_findings(self) -> tuple[HeldMemory, ...]:
+        """Findings that only the first run has."""
+        if self.second.findings is None:
+            return ()
+        known = {(each.code, each.holder) for each in self.second.findings}
+        return tuple(each for each in self.first.findings or () if (each.code, each.holder) not in known)
+
+    def rows(self) -> Iterator[tuple[str, str, str, str]]:
+        """Yield what changed: name, both values, and the change."""
+        first, second = self.first, self.second
+        sizes = [
+            ("peak", first.peak_bytes, second.peak_bytes),
+            ("peak of the plain step", first.plain_peak_bytes, second.plain_peak_bytes),
+            ("budget", first.budget_bytes, second.budget_bytes),
+        ]
+        for name, one, other in sizes:
+            if one is not None or other is not None:
+                yield name, _size(one), _size(other), _change(one, other)
+        categories = {**_parts(first), **_parts(second)}
+        for name in categories:
+            one, other = _parts(first).get(name, 0), _parts(second).get(name, 0)
+            if one != other:
+                yield f"{name} at the peak", _size(one), _size(other), _change(one, other)
+        plans = first.plan, second.plan
+        if any(plans):
+            times = [None if plan is None else plan.predicted.extra_ms for plan in plans]
+            shown = ["no plan" if ms is None else f"+{format_time(ms)}" for ms in times]
+            if shown[0] != shown[1]:
+                yield "extra time, predicted", shown[0], shown[1], _change(times[0], times[1])
+        for name in {**first.versions, **second.versions}:
+            old, new = first.versions.get(name, "none"), second.versions.get(name, "none")
+            if old != new:
+                yield name, old, new, ""
+        if first.fingerprint is not None and second.fingerprint is not None:
+            for name in ("batch", "device"):
+                old, new = getattr(first.fingerprint, name), getattr(second.fingerprint, name)
+                if old != new:
+                    yield name, old, new, ""
+
+    def verdict(self) -> str:
+        """Return the change of the peak in a sentence."""
+        change = self.peak_change
+        if change is None:
+            return f"{len(self.new_findings)} new findings, {len(self.gone_findings)} gone."
+        one, other = _size(self.first.peak_bytes), _size(self.second.peak_bytes)
+        if not change:
+            return f"The peak is the same: {other}."
+        return f"The peak went {'up' if change > 0 else 'down'}, from {one} to {other} ({_signed(change)})."
+
+    def __str__(self) -> str:
+        rows = [*self.rows()]
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
+        lines = [self.verdict()]
+        lines += [
+            f"  {name:<{widths[0]}}  {one:>{widths[1]}} -> {other:<{widths[2]}}  {change}".rstrip()
+            for name, one, other, change in rows
+        ]
+        if self.first.plan is not None and self.second.plan is not None:
+            lines += show_diff(self.first.plan, self.second.plan).splitlines()
+        lines += [f"new finding: {each.code} {each.name}, {_size(each.held_bytes)}" for each in self.new_findings]
+        lines += [f"gone: {each.code} {each.name}, {_size(each.held_bytes)}" for each in self.gone_findings]
+        return "\n".join(lines)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """Return a self-contained page of the changes; also write it to `path` if given."""
+        change = self.peak_change
+        kind = "plain" if not change else "no" if change > 0 else "yes"
+        rows = [
+            (escape(name), escape(one), escape(other), f'<span class="lt-{_direction(by)}">{escape(by)}</span>')
+            for name, one, other, by in self.rows()
+        ]
+        told = f'<p class="lt-verdict is-{kind}">{escape(self.verdict())}</p>'
+        told += table(("", *self.names, "change"), rows, caption="What changed", first_is_name=True)
+        plans = ""
+        if self.first.plan is not None and self.second.plan is not None:
+            plans = f'<pre tabindex="0">{escape(show_diff(self.first.plan, self.second.plan))}</pre>'
+        findings = "".join(
+            f"<li>{word}: <code>{escape(each.code)}</code> {escape(each.name)}, {escape(_size(each.held_bytes))}, "
+            f"held by {escape(each.holder)}</li>"
+            for word, found in (("new", self.new_findings), ("gone", self.gone_findings))
+            for each in found
+        )
+        sections = [
+            ("fits", "What changed", told),
+            ("memory", "Where memory goes", memory(_own(self.first), _own(self.second), words=self.names)),
+            ("decided", "What was decided", plans),
+            ("outlives", "What outlives its step", f"<ul>{findings}</ul>" if findings else ""),
+            ("how", "How the second run was obtained", obtained(self.second)),
+        ]
+        made_for = self.second.fingerprint
+        title = self.second.subject if made_for is None else made_for.model.partition(" ")[0]
+        page = document(title, " and ".join(self.names), [each for each in sections if each[2]])
+        if path is not None:
+            Path(path).write_text(page, encoding="utf-8")
+        return page
+
+
+def _own(run: RunRecord) -> StepMemory | None:
+    return run.after or run.before
+
+
+def _parts(run: RunRecord) -> dict[str, int]:
+    own = _own(run)
+    return {} if own is None else own.parts_at(own.peak_moment)
+
+
+def _size(n_bytes: int | None) -> str:
+    return "none" if n_bytes is None else format_bytes(n_bytes)
+
+
+def _change(one: float | None, other: float | None) -> str:
+    return _signed(other / one - 1) if one and other is not None and other != one else ""
+
+
+def _signed(share: float) -> str:
+    return format_ratio(share, signed=True) if abs(share) >= 0.0005 else f"{'+' if share > 0 else '-'}less than 0.1 %"
+
+
+def _direction(change: str) -> str:
+    return "up" if change.startswith("+") else "down" if change.startswith("-") else "same"

@@ -1,0 +1,288 @@
+"""The record of one run: all that its report says. Torch-free, so that a page can be made anywhere.
+
+A `RunRecord` is written by `--report FILE.json` of `lowtide run`, `rehearse`, `estimate`, `watch` and `demo`, and by
+`to_record()` of what `lowtide.fit` returns. `lowtide report` makes the page of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from lowtide.errors import LowtideError
+from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
+from lowtide.planner.budget_frontier import Frontier, frontier
+from lowtide.planner.records import Fingerprint, Plan, Profile
+from lowtide.planner.serialization import FORMAT, Record, kind_of
+from lowtide.report.step_memory import StepMemory, predicted_memory
+from lowtide.utils.rendering import text_of
+
+N_BUDGETS = 10
+"""Budgets that the frontier of a report is planned for."""
+LARGEST_PLANNED = 3_000
+"""Most saved tensors of a step whose frontier is planned for a report: it takes seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof(Record):
+    """Measurements of the step under a plan, and the comparison with the plain step."""
+
+    measured_peak_bytes: int | None
+    """Static memory included; None if no step was measured."""
+    is_within_budget: bool
+    text: str
+    """Result of the comparison, in words."""
+    is_proven: bool | None = None
+    """True if results were compared bit by bit and are the same; None if the recomputed tensors alone were."""
+    planned_ms: float | None = None
+    plain_ms: float | None = None
+
+    @property
+    def extra(self) -> float | None:
+        """Measured extra time as a share of the plain step; None if not measured."""
+        return self.planned_ms / self.plain_ms - 1 if self.planned_ms is not None and self.plain_ms else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldMemory(Record):
+    """Memory that outlives its step: a finding of `lowtide watch`."""
+
+    code: str
+    name: str
+    held_bytes: int
+    since_step: int
+    holder: str
+    made_at: str | None
+    fix: str
+    unit: str = ""
+    n_steps: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuNeeds(Record):
+    """Memory that a step needs on a GPU, for one size of the batch."""
+
+    batch: int | None
+    gpu: str
+    gpu_bytes: int
+    verdict: str
+    is_sure: bool
+    peak_requested_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    least_reserved_bytes: int
+    most_reserved_bytes: int
+    left_bytes: int
+    smallest_gpu: str | None
+    allocator: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained(Record):
+    """One way to train, of several that were compared: a row of the demo."""
+
+    name: str
+    budget_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    time_ratio: float | None = None
+    is_identical: bool | None = None
+    """None for the plain loop, which is the reference."""
+    refusal: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord(Record):
+    """All that is known of one run."""
+
+    command: str
+    """The command that repeats it."""
+    versions: dict[str, str]
+    """Package -> version, and the platform."""
+    refusal: str = ""
+    """Error for which there is no plan: its budget can't be kept."""
+    subject: str = ""
+    """Title of the report: the script, or empty for the model's name."""
+    fingerprint: Fingerprint | None = None
+    """Model, batch, device and torch; None for a run that was only watched."""
+    profile: Profile | None = None
+    plan: Plan | None = None
+    before: StepMemory | None = None
+    """The plain step."""
+    after: StepMemory | None = None
+    """The step under the plan."""
+    proof: Proof | None = None
+    frontier: Frontier | None = None
+    needs: tuple[GpuNeeds, ...] = ()
+    trained: tuple[Trained, ...] = ()
+    findings: tuple[HeldMemory, ...] | None = None
+    """None if nothing watched what outlives its step."""
+    n_steps: int | None = None
+    """Steps that were watched."""
+    measured: tuple[str, ...] = ()
+    predicted: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    format: int = FORMAT
+
+    @property
+    def budget_bytes(self) -> int | None:
+        return None if self.plan is None else self.plan.budget_bytes
+
+    @property
+    def plain_peak_bytes(self) -> int | None:
+        """Peak of the plain step: measured if it was, else predicted."""
+        if self.profile is not None and self.profile.measured_plain_peak_bytes is not None:
+            return self.profile.measured_plain_peak_bytes
+        if self.plan is not None:
+            return self.plan.plain.peak_bytes
+        return None if self.before is None else self.before.peak_bytes
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Peak of the run's step: under its plan if there is one, measured if it was."""
+        if self.proof is not None and self.proof.measured_peak_bytes is not None:
+            return self.proof.measured_peak_bytes
+        return self.plain_peak_bytes if self.plan is None else self.plan.predicted.peak_bytes
+
+    @property
+    def extra(self) -> float | None:
+        """Predicted extra time as a share of the plain step; None without a plan, or if no step was timed."""
+        if self.plan is None or not self.plan.step_ms:
+            return None
+        return self.plan.predicted.extra_ms / self.plan.step_ms
+
+    def __str__(self) -> str:
+        return text_of(self)
+
+    def _written(self) -> object:
+        fields: dict[str, Any] = {"format": self.format, **msgspec.to_builtins(self)}
+        if self.plan is not None:
+            fields["plan"] = self.plan._written()
+        return fields
+
+    @classmethod
+    def _read(cls, text: bytes) -> Self:
+        fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        plan = fields.pop("plan", None)
+        made = msgspec.json.decode(msgspec.json.encode(fields), type=cls)
+        for memory in (made.before, made.after):
+            if memory is not None:
+                memory.check()
+        if plan is not None and bytes(plan) != b"null":
+            made = replace(made, plan=Plan._read(bytes(plan)))
+        return made
+
+
+def record_of(
+    command: str,
+    *,
+    profile: Profile | None = None,
+    plan: Plan | None = None,
+    proof: Proof | None = None,
+    trained: tuple[Trained, ...] = (),
+    notes: Iterable[str] = (),
+) -> RunRecord:
+    """Return the record of a rehearsed step, and of the plan for it if there is one.
+
+    Args:
+        command: The command that repeats the run.
+        profile: The rehearsed step.
+        plan: The plan in force; made from `profile` if that is given.
+        proof: Measurements under the plan.
+        trained: Ways to train that were compared.
+        notes: Remarks beside those of profile and plan.
+    """
+    made_for = plan.fingerprint if plan is not None else None if profile is None else profile.fingerprint
+    measured, predicted = [], []
+    if profile is not None:
+        measured.append("memory of each saved tensor, and the time to compute it again, in a rehearsed step")
+        if profile.measured_plain_peak_bytes is not None:
+            measured.append("peak of the plain step")
+        else:
+            predicted.append("peak of the plain step, which was not run by itself")
+        predicted.append("memory over the step, before and after, from the rehearsed step")
+    if plan is not None:
+        predicted.append("extra time of the plan, from the times of the rehearsal")
+        if proof is not None and proof.measured_peak_bytes is not None:
+            measured.append("peak of the step under the plan")
+    found = [*(plan.notes if plan is not None else () if profile is None else profile.notes), *notes]
+    return RunRecord(
+        command=command,
+        versions=versions(made_for),
+        fingerprint=made_for,
+        profile=profile,
+        plan=plan,
+        before=None if profile is None else predicted_memory(profile),
+        after=None if profile is None or plan is None else predicted_memory(profile, plan.decisions),
+        proof=proof,
+        trained=trained,
+        measured=tuple(measured),
+        predicted=tuple(predicted),
+        notes=tuple(dict.fromkeys(found)),
+    )
+
+
+def with_frontier(run: RunRecord) -> RunRecord:
+    """Return the run with plans for other budgets, which takes some seconds; the same run if its step is too large."""
+    profile = run.profile
+    if run.frontier is not None or profile is None or profile.graphs or len(profile.slots) > LARGEST_PLANNED:
+        return run
+    return replace(run, frontier=frontier(profile, n_budgets=N_BUDGETS))
+
+
+def versions(made_for: Fingerprint | None = None) -> dict[str, str]:
+    """Return the versions that a report names."""
+    from lowtide import __version__
+
+    found = {"lowtide": __version__, "python": platform.python_version()}
+    if made_for is not None:
+        found["torch"] = made_for.torch
+    else:
+        with contextlib.suppress(PackageNotFoundError):
+            found["torch"] = version("torch")
+    return {**found, platform.system(): platform.machine()}
+
+
+def read_run(path: Path) -> RunRecord:
+    """Return the run in a file: a RunRecord, or a profile or the findings that another `--json` wrote.
+
+    Raises LowtideError, in one line, for anything else.
+    """
+    try:
+        text = unpacked(path)
+    except (OSError, ValueError) as error:
+        raise LowtideError(f"{path} can't be read: {in_one_line(str(error))}.") from error
+    kind = kind_of(text)
+    if kind == "RunRecord":
+        return RunRecord.from_json(path)
+    if kind == "Profile":
+        return record_of(f"lowtide report {path}", profile=Profile.from_json(path))
+    if kind == "Plan":
+        return record_of(f"lowtide report {path}", plan=Plan.from_json(path))
+    try:
+        watched = msgspec.json.decode(text, type=_Watched)
+        check_numbers(watched.findings)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise LowtideError(
+            f"{path} is no record of a run: write one with `lowtide run --report FILE.json`, or give the file of "
+            "`lowtide rehearse --json` or `lowtide watch --json`."
+        ) from error
+    return RunRecord(
+        command=f"lowtide report {path}", versions=versions(), findings=watched.findings, n_steps=watched.steps
+    )
+
+
+class _Watched(msgspec.Struct):
+    """The file of `lowtide watch --json`."""
+
+    steps: int
+    findings: tuple[HeldMemory, ...]

@@ -1,0 +1,124 @@
+"""A run in sentences: the verdict, the peak and its parts, the cost. Pages and terminals say the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from lowtide.report.plan_text import extra
+from lowtide.report.run_record import RunRecord
+from lowtide.report.step_memory import StepMemory
+from lowtide.report.text_table import decisions, listed
+from lowtide.units import format_apart, format_bytes, format_ratio
+
+Answer = Literal["yes", "no", "open", "plain"]
+"""Kinds of verdict: it fits, it does not, it depends on what is not known, or nothing was asked."""
+
+_PARTS = 3
+"""Parts of a peak that its sentence names."""
+
+
+def show(run: RunRecord) -> str:
+    """Return the run in a few lines."""
+    return "\n".join(_lines(run))
+
+
+def _lines(run: RunRecord) -> Iterator[str]:
+    if run.fingerprint is not None:
+        yield about(run)
+    yield verdict(run)[1]
+    memory = run.after or run.before
+    if memory is not None:
+        yield peak_sentence(memory)
+    if run.plan is not None:
+        yield decisions(run.plan)
+    if run.proof is not None:
+        yield run.proof.text
+    for finding in run.findings or ():
+        yield f"{finding.code} {finding.name}: {format_bytes(finding.held_bytes)} {finding.unit}".rstrip()
+    yield from (f"note: {note}" for note in run.notes)
+
+
+def about(run: RunRecord) -> str:
+    """Return model, batch, device and torch in a line."""
+    made_for = run.fingerprint
+    if made_for is None:
+        return ""
+    return f"{made_for.model}, batch {made_for.batch}, on {made_for.device}, torch {made_for.torch}"
+
+
+def verdict(run: RunRecord) -> tuple[Answer, str]:
+    """Return the answer to "does it fit?", and a sentence that gives it."""
+    if run.needs:
+        return _on_gpu(run)
+    peak_bytes = run.peak_bytes
+    if run.plan is None and run.findings is not None and run.before is None:
+        n = len(run.findings)
+        steps = "" if run.n_steps is None else f" in {run.n_steps} steps"
+        if not n:
+            return "yes", f"Nothing outlives its step{steps}."
+        return "no", f"{n} finding{'s' * (n > 1)}{steps}: memory that outlives its step."
+    if run.refusal:
+        return "no", f"It does not fit: {run.refusal.splitlines()[0]}"
+    if peak_bytes is None:
+        return "open", "No step was measured."
+    if run.plan is None:
+        return "plain", f"A step needs {format_bytes(peak_bytes)} at its peak.{_reach(run)}"
+    budget, peak = format_apart(run.plan.budget_bytes, peak_bytes)
+    is_measured = run.proof is not None and run.proof.measured_peak_bytes is not None
+    how = "peaks at" if is_measured else "is predicted to peak at"
+    if peak_bytes <= run.plan.budget_bytes:
+        return "yes", f"It fits: the step {how} {peak}, within the budget of {budget}."
+    return "no", f"It does not fit: the step {how} {peak}, above the budget of {budget}."
+
+
+def _reach(run: RunRecord) -> str:
+    """Return how low plans reach: `Plans take it down to 300 MiB (+62 % time).`"""
+    points = () if run.frontier is None else run.frontier.points
+    if not points or run.frontier is None or points[0].peak_bytes >= run.frontier.plain_bytes:
+        return ""
+    least = points[0]
+    cost = "" if least.extra_ms is None else f", for {extra(least.extra_ms, run.frontier.step_ms)}"
+    return f" Plans take it down to {format_bytes(least.peak_bytes, round_up=True)}{cost}."
+
+
+def _on_gpu(run: RunRecord) -> tuple[Answer, str]:
+    kinds: dict[str, Answer] = {"fits": "yes", "does not fit": "no"}
+    answers: dict[str, Answer] = {}
+    said = []
+    for need in run.needs:
+        batch = "The step" if need.batch is None else f"Batch {need.batch}"
+        words = {"fits": "fits", "does not fit": "does not fit"}.get(need.verdict, "may or may not fit")
+        reserved = format_bytes(need.peak_reserved_bytes)
+        said.append(f"{batch} {words} on {need.gpu}: {reserved} reserved, of {format_bytes(need.gpu_bytes)}.")
+        answers[need.verdict] = kinds.get(need.verdict, "open")
+    for kind in ("does not fit", "unknown", "fits"):
+        if kind in answers:
+            return answers[kind], " ".join(said)
+    return "open", " ".join(said)
+
+
+def peak_sentence(memory: StepMemory) -> str:
+    """Return the peak in one sentence: its size, its moment, and what it is made of."""
+    moment = memory.peak_moment
+    phase, module = memory.phase_at(moment), memory.module_at(moment)
+    during = f" in {phase}" if phase else ""
+    at = f", at {module}" if module else ""
+    over = "" if not memory.floor_bytes and "parameters" in memory.bytes else " over the level at entry"
+    return (
+        f"The peak is {format_bytes(memory.peak_bytes)}{over}{during}{at}: {parts_in_words(memory.parts_at(moment))}."
+    )
+
+
+def parts_in_words(parts: Mapping[str, int]) -> str:
+    """Return the largest parts of a total: `412 MiB of activations, 157 MiB of parameters and 80 MiB of others`."""
+    largest = sorted(((n, name) for name, n in parts.items() if n > 0), reverse=True)
+    named = [f"{format_bytes(n)} of {name}" for n, name in largest[:_PARTS]]
+    if rest := sum(n for n, _ in largest[_PARTS:]):
+        named.append(f"{format_bytes(rest)} of all else")
+    return listed(named) if named else "nothing beyond what was there"
+
+
+def share(part: int, whole: int) -> str:
+    """Return a share of a total, in percent."""
+    return format_ratio(part / whole) if whole else ""

@@ -1,0 +1,94 @@
+"""Records in a notebook: pictures and tables where one ends a cell, a short `repr`, no escape codes."""
+
+import importlib
+import pkgutil
+from typing import Any
+
+import pytest
+
+import lowtide
+from lowtide.api.verify import Verdict
+from lowtide.estimator.batch_search import LargestBatch
+from lowtide.estimator.memory_estimate import MemoryEstimate
+from lowtide.memory.events import Allocate, EventStream
+from lowtide.memory.memory_timeline import Timeline
+from lowtide.planner.budget_frontier import frontier
+from lowtide.planner.records import Static
+from lowtide.planner.serialization import Record
+from lowtide.report.step_memory import predicted_memory
+from lowtide.utils.rendering import LONGEST_REPR, Displayed
+from report.runs import PLAN, PROFILE, run
+
+TIMELINE = Timeline(EventStream(tuple(Allocate(i, 2**20, i, "aten::mm") for i in range(5000))))
+ESTIMATE = MemoryEstimate(timeline=TIMELINE, static=Static(parameters=10), unknown=("aten::odd",) * 50, assumed=())
+VERDICT = Verdict(
+    budget_bytes=100,
+    predicted_peak_bytes=90,
+    measured_peak_bytes=90,
+    planned_ms=1.0,
+    plain_ms=1.0,
+    differences={"loss": (), "parameters": tuple(f"name {i}" for i in range(500))},
+)
+RECORDS: dict[str, Any] = {
+    "profile": PROFILE,
+    "plan": PLAN,
+    "frontier": frontier(PROFILE, n_budgets=6),
+    "memory": predicted_memory(PROFILE),
+    "run": run(),
+    "timeline": TIMELINE,
+    "estimate": ESTIMATE,
+    "largest batch": LargestBatch(size=8, estimate=ESTIMATE, budget_bytes=2**30, peaks={8: 2**29, 9: 2**31}),
+    "verdict": VERDICT,
+    "storage": PROFILE.storages[0],
+    "prediction": PLAN.predicted,
+}
+PICTURES = ("profile", "frontier", "memory", "run", "timeline", "estimate")
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_repr_is_one_short_line(name: str) -> None:
+    shown = repr(RECORDS[name])
+    assert len(shown) <= LONGEST_REPR
+    assert shown.isprintable()  # neither line ends nor escape codes
+    assert shown.startswith(f"{type(RECORDS[name]).__name__}(")
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_html_is_a_fragment_without_escape_codes(name: str) -> None:
+    shown = RECORDS[name]._repr_html_()
+    assert "\x1b" not in shown
+    assert "<html" not in shown
+    assert ("lt-plot" in shown.partition("</style>")[2].partition("<script>")[0]) == (name in PICTURES)
+
+
+@pytest.mark.parametrize("name", ["profile", "plan", "frontier", "run", "timeline", "estimate", "verdict"])
+def test_every_record_is_a_page(name: str, tmp_path: Any) -> None:
+    RECORDS[name].to_html(tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_every_class_of_records_has_the_short_repr() -> None:
+    for module in pkgutil.walk_packages(lowtide.__path__, "lowtide."):
+        if module.name.startswith(("lowtide.planner", "lowtide.report", "lowtide.api")):
+            importlib.import_module(module.name)
+    pending, classes = [Record], set[type]()
+    while pending:
+        classes.add(pending[0])
+        pending += pending.pop(0).__subclasses__()
+    for cls in classes:
+        assert "__repr__" in vars(cls)
+        assert vars(cls)["__repr__"].__qualname__ == "Record.__repr__", cls
+
+
+def test_objects_in_force_have_a_short_repr_and_html_too() -> None:
+    for name in ("Fitted", "Run", "Watch", "MemoryEstimate", "GpuMemoryEstimate"):
+        cls = getattr(lowtide, name)
+        assert issubclass(cls, Displayed)
+        assert not cls.__repr__.__qualname__.startswith("__create_fn__")  # dataclass would write one of any length
+
+
+def test_a_frontier_prints_without_escape_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = str(RECORDS["frontier"])
+    assert "\x1b" not in shown
+    assert "100 %" in shown

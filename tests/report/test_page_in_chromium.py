@@ -1,0 +1,189 @@
+"""The page in a real browser: what it shows under the pointer, in both themes, on a phone, to a screen reader."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.report.page import run_page
+from lowtide.report.run_record import RunRecord
+from lowtide.report.step_memory import StepMemory
+from lowtide.units import format_bytes
+from report.runs import FINDINGS, run
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: pip install -e '.[dev]'")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DRIVER = shutil.which("chromedriver")
+AXE = Path(os.environ.get("AXE", "node_modules/axe-core/axe.min.js"))
+
+pytestmark = [
+    pytest.mark.skipif(
+        BROWSER is None or DRIVER is None, reason="needs a browser: apt-get install chromium chromium-driver"
+    ),
+    pytest.mark.xdist_group("chromium"),
+]
+
+RUN = replace(run(), findings=FINDINGS, n_steps=3)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(browser: Any, tmp_path: Path) -> Any:
+    """Open the page, 1100 pixels wide and light."""
+    path = tmp_path / "report.html"
+    path.write_text(run_page(RUN), encoding="utf-8")
+    show(browser, width=1100)
+    browser.get_log("browser"), browser.get_log("performance")
+    browser.get(path.as_uri())
+    return browser
+
+
+def show(browser: Any, *, width: int, dark: bool = False) -> None:
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+
+
+def shown(page: Any) -> tuple[int, dict[str, int], list[str], str]:
+    """Return what the reading says: all bytes, bytes by category, names of tensors, and its sentence."""
+    total, parts, names, said = page.execute_script(
+        """
+        const read = (row) => Number(row.querySelector(".lt-bytes").dataset.bytes);
+        const rows = [...document.querySelectorAll(".lt-legend tbody tr[data-category]")];
+        return [
+          read(document.querySelector(".lt-total")),
+          Object.fromEntries(rows.map((row) => [row.dataset.category, read(row)])),
+          [...document.querySelectorAll(".lt-tensors code")].map((name) => name.textContent),
+          document.querySelector(".lt-reading").textContent,
+        ];
+        """
+    )
+    return total, {name: n for name, n in parts.items() if n}, names, said
+
+
+def point_at(page: Any, memory: StepMemory, moment: int) -> None:
+    """Move the pointer over the middle of a moment."""
+    stop = memory.at[moment + 1] if moment + 1 < len(memory.at) else memory.n_events
+    share = (memory.at[moment] + stop) / 2 / memory.n_events
+    box = page.execute_script(
+        "const p = document.querySelector('.lt-plot'); p.scrollIntoView({block: 'center'});"
+        "const b = p.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]"
+    )
+    place = {"x": box[0] + share * box[2], "y": box[1] + box[3] / 2}
+    page.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", **place})
+
+
+def expected(memory: StepMemory, moment: int) -> tuple[int, dict[str, int], list[str]]:
+    return memory.totals[moment], memory.parts_at(moment), [tensor.name for tensor in memory.tensors_at(moment)]
+
+
+def steps() -> tuple[StepMemory, StepMemory]:
+    assert RUN.before is not None
+    assert RUN.after is not None
+    return RUN.before, RUN.after
+
+
+def test_the_reading_under_the_pointer_is_the_records(page: Any) -> None:
+    _, after = steps()
+    for moment in (3, after.peak_moment, len(after.at) - 2):
+        point_at(page, after, moment)
+        total, parts, names, said = shown(page)
+        assert (total, parts, names) == expected(after, moment)
+        assert said.endswith(format_bytes(total))
+    point_at(page, after, after.peak_moment)
+    assert shown(page)[3].startswith("At the peak")
+
+
+def test_before_and_after_switch(page: Any) -> None:
+    before, after = steps()
+    assert shown(page)[0] == after.peak_bytes
+    page.execute_script("document.querySelector('input[value=before]').click()")
+    assert shown(page)[:3] == expected(before, before.peak_moment)
+    visible = page.execute_script(
+        "return [...document.querySelectorAll('.lt-peak-sentence')].filter((p) => !p.hidden).map((p) => p.textContent)"
+    )
+    assert len(visible) == 1
+    assert format_bytes(before.peak_bytes) in visible[0]
+    point_at(page, before, 5)
+    assert shown(page)[:3] == expected(before, 5)
+
+
+def test_the_keyboard_reads_every_moment(page: Any) -> None:
+    _, after = steps()
+    page.execute_script("document.querySelector('.lt-moment').focus()")
+    for key in ("Home", "ArrowRight", "ArrowRight"):
+        code = {"Home": 36, "ArrowRight": 39}[key]
+        for kind in ("rawKeyDown", "keyUp"):
+            page.execute_cdp_cmd(
+                "Input.dispatchKeyEvent", {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code}
+            )
+    assert shown(page)[:3] == expected(after, 2)
+    told = page.execute_script("return document.querySelector('.lt-moment').getAttribute('aria-valuetext')")
+    assert told == shown(page)[3]
+
+
+def test_dark_mode_follows_the_system_and_the_button(page: Any) -> None:
+    def paper() -> str:
+        found = page.execute_script("return getComputedStyle(document.body).backgroundColor")
+        assert isinstance(found, str)
+        return found
+
+    light = paper()
+    show(page, width=1100, dark=True)
+    dark = paper()
+    assert dark != light
+    page.execute_script("document.getElementById('lt-theme').click()")
+    assert paper() == light
+    page.execute_script("document.getElementById('lt-theme').click()")
+    assert paper() == dark
+
+
+@pytest.mark.parametrize("width", [360, 1100])
+def test_nothing_scrolls_sideways(page: Any, width: int) -> None:
+    show(page, width=width)
+    for details in (False, True):
+        if details:
+            page.execute_script("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+        assert page.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+def test_no_error_and_no_request(page: Any) -> None:
+    assert page.get_log("browser") == []
+    entries = [json.loads(entry["message"])["message"] for entry in page.get_log("performance")]
+    urls = [e["params"]["request"]["url"] for e in entries if e["method"] == "Network.requestWillBeSent"]
+    assert urls
+    assert all(url.startswith(("file:", "data:")) for url in urls)
+
+
+@pytest.mark.parametrize("kind", ["run", "watched"])
+@pytest.mark.parametrize("dark", [False, True])
+def test_axe_finds_nothing_serious(page: Any, tmp_path: Path, kind: str, dark: bool) -> None:
+    if not AXE.is_file():
+        pytest.skip(f"needs {AXE}: npm install --no-save axe-core, or AXE=path/to/axe.min.js")
+    if kind == "watched":
+        path = tmp_path / "watched.html"
+        watched = RunRecord(command="lowtide watch", versions={"lowtide": "1"}, findings=FINDINGS, n_steps=3)
+        path.write_text(run_page(watched), encoding="utf-8")
+        page.get(path.as_uri())
+    show(page, width=1100, dark=dark)
+    page.execute_script(AXE.read_text(encoding="utf-8"))
+    found = page.execute_async_script("axe.run().then((found) => arguments[0](found.violations))")
+    serious = [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in ("serious", "critical")]
+    assert serious == []

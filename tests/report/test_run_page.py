@@ -1,0 +1,72 @@
+"""The page of a run, as text: its numbers are the record's, and it needs nothing from anywhere."""
+
+import html
+import re
+from dataclasses import replace
+
+import pytest
+
+from lowtide.planner.records import Fingerprint
+from lowtide.report.decision_tree import decision_tree
+from lowtide.report.page import run_page
+from lowtide.report.run_record import RunRecord, record_of
+from lowtide.report.run_text import peak_sentence, verdict
+from lowtide.units import format_bytes
+from report.runs import FINDINGS, PLAN, PROFILE, run
+
+RUN = replace(run(), findings=FINDINGS, n_steps=3)
+PAGE = run_page(RUN)
+
+
+def tile(name: str) -> int:
+    found = re.search(rf'data-tile="{name}" data-bytes="(\d+)"', PAGE)
+    assert found is not None
+    return int(found[1])
+
+
+def test_its_numbers_are_the_records() -> None:
+    assert tile("budget") == RUN.budget_bytes
+    assert tile("before") == RUN.plain_peak_bytes
+    assert tile("after") == RUN.peak_bytes
+    assert RUN.after is not None
+    parts = dict(re.findall(r'<tr data-category="([^"]+)">.*?data-bytes="(\d+)"', PAGE))
+    assert {name: int(n) for name, n in parts.items() if int(n)} == RUN.after.parts_at(RUN.after.peak_moment)
+    assert html.escape(verdict(RUN)[1]) in PAGE
+    assert html.escape(peak_sentence(RUN.after)) in PAGE
+
+
+def test_saved_bytes_by_fate_add_up_to_all_saved_bytes() -> None:
+    tree = decision_tree(PROFILE, PLAN)
+    held = {slot.storage for slot in PROFILE.slots if not slot.is_input and slot.storage is not None}
+    assert tree.total == sum(PROFILE.storages[storage].bytes for storage in held)
+    for fate, n_bytes in tree.bytes.items():
+        assert f'lt-fate-{fate}" data-bytes="{n_bytes}"' in PAGE
+        assert format_bytes(n_bytes) in PAGE
+
+
+def test_its_sections_come_in_the_order_of_the_questions() -> None:
+    assert re.findall(r'<section id="(\w+)"', PAGE) == ["fits", "memory", "decided", "else", "outlives", "how"]
+
+
+def test_it_loads_nothing() -> None:
+    assert not re.findall(r"""https?://|src=|url\(|@import|<link(?! rel="icon" href="data:,")""", PAGE)
+    assert len(PAGE) < 3_000_000
+
+
+def test_names_are_no_markup() -> None:
+    bad = "<script>alert(1)</script>&\"'"
+    made_for = Fingerprint(torch=bad, model=bad, batch=bad, device=bad)
+    page = run_page(record_of(bad, profile=replace(PROFILE, fingerprint=made_for)))
+    assert "<script>alert" not in page
+    assert page.count("<script") == PAGE.count("<script")
+
+
+@pytest.mark.parametrize("answer", ["yes", "no", "plain"])
+def test_the_verdict_is_the_first_sentence(answer: str) -> None:
+    made: RunRecord = RUN
+    if answer == "no":
+        made = replace(RUN, plan=replace(PLAN, budget_bytes=1000))
+    elif answer == "plain":
+        made = record_of("lowtide rehearse train.py", profile=PROFILE)
+    assert verdict(made)[0] == answer
+    assert 0 < run_page(made).index(f"lt-verdict is-{answer}") < run_page(made).index('class="lt-plot')
