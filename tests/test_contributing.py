@@ -54,10 +54,9 @@ class Copy:
 
     def run(self, commands: str) -> None:
         """Run the lines that begin with `$`, as the programs of this interpreter."""
-        for command in re.findall(r"^\$ (.*?)(?: +#.*)?$", commands, re.MULTILINE):
-            for program, module in (("pytest", "pytest -n 0 -p no:cacheprovider"), ("lowtide", "lowtide")):
-                command = command.replace(f".venv/bin/{program}", f"{sys.executable} -m {module}")
-            command = command.replace(".venv/bin/python", sys.executable)
+        programs = {"python": "", "pytest": " -m pytest -n 0 -p no:cacheprovider", "lowtide": " -m lowtide"}
+        for line in re.findall(r"^\$ (.*?)(?: +#.*)?$", commands, re.MULTILINE):
+            command = re.sub(r"\.venv/bin/(\w+)", lambda match: f"{sys.executable}{programs[match[1]]}", line)
             environment = {**os.environ, "PYTHONPATH": f"{self.root / 'src'}{os.pathsep}{self.root / 'tests'}"}
             done = subprocess.run(
                 command, shell=True, cwd=self.root, env=environment, capture_output=True, text=True, check=False
@@ -116,9 +115,9 @@ class TestFollowed:
         assert "LT031" in (repository.root / "docs/findings.md").read_text("utf-8")
 
     def test_add_a_gpu(self, repository: Copy) -> None:
-        (row,) = blocks("Add a GPU", "python")
-        before = '    _gpu("V100-16"'
-        repository.replace("src/lowtide/memory/gpu_specs.py", before, indented(row) + before)
+        (row,) = blocks("Add a GPU", "toml")
+        before = '[[gpu]]\nname = "Jetson Orin NX 16"\n'
+        repository.replace("src/lowtide/memory/gpus.toml", before, f"{row}\n{before}")
         tests = "tests/memory/test_gpu_specs.py"
         repository.replace(tests, '"RTX 4060": 8,', '"RTX 4060": 8, "RTX A4000": 16,')
         before = '        ("NVIDIA RTX A6000", "RTX A6000"),\n'

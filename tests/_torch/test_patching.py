@@ -54,6 +54,9 @@ def test_others_keep_their_place() -> None:
     assert owner.name("x") == "other(b(x))"
     remove()
     assert owner.name("x") == "other(x)"
+    owner.name = below  # the other code takes its own replacement off
+    remove()
+    assert owner.name("x") == "x"
 
 
 def test_steps_of_two_threads_may_overlap() -> None:
