@@ -39,7 +39,7 @@ class Lazy:
 COMMANDS = {
     "demo": Lazy(
         target="lowtide.cli.demo.command:demo",
-        summary="A real model on real text: its memory before and after, and the proof.",
+        summary="Train a real model on real text, and compare its memory before and after.",
     ),
     "rehearse": Lazy(
         target="lowtide.cli.rehearse:rehearse",
@@ -48,24 +48,24 @@ COMMANDS = {
     ),
     "estimate": Lazy(
         target="lowtide.cli.estimate:estimate",
-        summary="What a training step of a script needs on a GPU that need not be there.",
+        summary="Predict the memory of a script's training step on GPUs that need not be here.",
         needs_torch=False,  # an unknown GPU is rejected without torch
     ),
     "gpus": Lazy(
         target="lowtide.cli.gpus:gpus",
-        summary="The GPUs that --device knows, with their memory and its source.",
+        summary="List the GPUs that --device knows, with their memory and its source.",
         needs_torch=False,
     ),
     "plan": Lazy(
         target="lowtide.cli.plan:plan", summary="Make plan files, read them, compare them.", needs_torch=False
     ),
-    "run": Lazy(target="lowtide.cli.run:run", summary="Train with a script within a memory budget, or under a plan."),
+    "run": Lazy(target="lowtide.cli.run:run", summary="Run a training script within a memory budget, or under a plan."),
     "frontier": Lazy(
         target="lowtide.cli.frontier:frontier", summary="List the cost of each budget.", needs_torch=False
     ),
     "snapshot": Lazy(
         target="lowtide.cli.snapshot:snapshot",
-        summary="Summarize a memory snapshot of PyTorch: the peak, and the memory alive there.",
+        summary="Summarize a PyTorch memory snapshot: its peak, and the memory alive there.",
         needs_torch=False,
     ),
     "explain": Lazy(
@@ -74,7 +74,7 @@ COMMANDS = {
         needs_torch=False,
     ),
     "report": Lazy(
-        target="lowtide.cli.make_report:report", summary="Make a page of a run, or compare two.", needs_torch=False
+        target="lowtide.cli.make_report:report", summary="Make a page of a run, or compare two runs.", needs_torch=False
     ),
     "watch": Lazy(
         target="lowtide.cli.watch:watch",

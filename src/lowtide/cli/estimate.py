@@ -34,22 +34,24 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
     "--device",
     metavar="GPU",
     required=True,
-    help='The GPU, which need not be here: "A100-40", "RTX 4090", or its memory, as in "cuda:24GiB"; several for a '
-    'script of torchrun: "8 x H100-80".',
+    help='The GPU, which need not be here: "A100-40", "RTX 4090", or its memory, as in "cuda:24GiB"; for a script that '
+    'torchrun starts, several: "8 x H100-80".',
 )
-@click.option("--rank", type=click.IntRange(0), help="Of several GPUs, that of this rank; else the first and the last.")
-@click.option("--fewest", is_flag=True, help="Also say how many of each known GPU are enough, up to 64.")
-@click.option("--strict", is_flag=True, help="Exit code 1 also where not all that is counted is known.")
-@click.option("--batch", "sizes", type=click.IntRange(1), multiple=True, help="A batch of this size; may be repeated.")
+@click.option(
+    "--rank", type=click.IntRange(0), help="Of several GPUs, estimate this rank; else the first and the last."
+)
+@click.option("--fewest", is_flag=True, help="With several GPUs: also say how many of each known GPU are enough.")
+@click.option("--strict", is_flag=True, help="Exit code 1 also if some of the memory is not known exactly.")
+@click.option("--batch", "sizes", type=click.IntRange(1), multiple=True, help="Size of the batch; may be repeated.")
 @click.option(
     "--snapshot",
     "snapshot_to",
     metavar="FILE",
     type=click.Path(dir_okay=False, writable=True),
     callback=to_be_written,
-    help="Write the two steps as a memory snapshot, for pytorch.org/memory_viz.",
+    help="Write the memory of the two steps to FILE, as a snapshot for pytorch.org/memory_viz.",
 )
-@output_option("--json", "json_to", 'Write the estimate to FILE; "-": print that alone.')
+@output_option("--json", "json_to", 'Write the estimate to FILE as JSON; "-": print only that.')
 @report_option
 @script_arguments()
 def estimate(
@@ -67,17 +69,19 @@ def estimate(
 ) -> int:
     """Predict the memory that a training step of SCRIPT needs, without taking the step.
 
-    From the first training forward on the script runs on tensors without memory, for two steps, and is ended there. The
-    answer is what the GPU would be asked for, what its allocator would reserve, and whether the GPU has that. Options
-    of its own come before SCRIPT; all that follows is the script's.
+    From the first training forward on, the script runs on tensors without memory. It is ended after two steps; a loop
+    without an optimizer runs to its end. The answer states the bytes that the step requests, the bytes that the
+    allocator reserves, and whether the GPU has them. Options of this command come before SCRIPT; everything after it
+    is the script's.
 
-    With --batch, which may be repeated, the script is run once for each size. The exit code is 0 if all fit, 1 if one
-    does not, or might not, and 2 if it could not be said. What cuDNN takes for recurrent layers is counted as it was
-    measured on one GPU; with --strict that is not known, and the exit code is 1. A loop without an optimizer is run to
-    its end.
+    With --batch the script is run once for each size. Exit code 0: every step fits; 1: one does not fit, or might not;
+    2: there is no answer. cuDNN's memory for recurrent layers is counted as it was measured on one GPU, which --strict
+    does not accept as known.
 
-    For several GPUs the script is one as torchrun starts it, and runs once as the first process and once as the last;
-    the others are not there, and nothing is sent.
+    With several GPUs, the script runs once as the first and once as the last process that torchrun would start. The
+    other processes do not exist, and nothing is sent. This is new: it has been compared with two processes on a CPU.
+    NCCL's memory is a range from public reports, so with --strict the exit code is always 1. --batch and --report need
+    --rank.
     """
     if is_profile(target, is_module=is_module):
         raise click.UsageError(f"{target} is a profile, and an estimate is made of a script: give that.")

@@ -22,8 +22,12 @@ from lowtide.utils.optional_deps import require_pictures
 @click.option(
     "--budgets", "n", type=click.IntRange(2), default=24, show_default=True, help="Number of budgets to plan for."
 )
-@click.option("--beside", type=click.Path(exists=True, dir_okay=False), help="JSON list of named points to show too.")
-@output_option("--json", "json_to", 'Write the points to FILE; "-": print them alone.')
+@click.option(
+    "--beside",
+    type=click.Path(exists=True, dir_okay=False),
+    help="JSON file with a list of named points to show as well.",
+)
+@output_option("--json", "json_to", 'Write the points to FILE as JSON; "-": print only them.')
 @output_option("--picture", "picture_to", "Draw the frontier; FILE ends in .svg, .png or .pdf.")
 @in_place_option
 @script_arguments("PROFILE|SCRIPT")
@@ -39,8 +43,8 @@ def frontier(
 ) -> None:
     """List the cost of each budget, from the smallest peak that a plan reaches to the plain step.
 
-    From the profile that `lowtide rehearse --json` wrote (a file that ends in .json), or from a script, which is
-    rehearsed now, with one more step to time the plain one.
+    PROFILE is a file that `lowtide rehearse --json` wrote; its name ends in .json. A SCRIPT is rehearsed first, and one
+    more step is run to time the plain step.
     """
     from rich.console import Console
 

@@ -12,12 +12,12 @@ from lowtide.units import format_bytes
 
 
 @click.command("gpus")
-@output_option("--json", "json_to", 'Write the list to FILE; "-": print that alone.')
+@output_option("--json", "json_to", 'Write the list to FILE as JSON; "-": print only that.')
 def gpus(json_to: str | None) -> int:
     """List the GPUs that `--device` knows by name, the smallest first.
 
-    The memory is what torch reports as total_memory, which is less than the nominal size: the smallest of the reports
-    that were found. Any other GPU can be given by its memory: --device "cuda:24GiB".
+    The memory is torch's total_memory, which is less than the nominal size; where reports differ, it is the smallest
+    one. For any other GPU, give its memory: --device "cuda:24GiB".
     """
     if json_to is not None:
         write(json.dumps([_record(gpu) for gpu in GPUS], indent=1), json_to)

@@ -42,22 +42,22 @@ class _Ratio(click.ParamType[float]):
 @output_option(
     "-o",
     "to",
-    "Write to FILE, by its ending: .html is a page, .json the record, .csv the memory over the step, .sarif the "
-    'findings, .perfetto a trace for ui.perfetto.dev. "-" or nothing: print the run in a few lines.',
+    "Write to FILE. Its ending gives the format: .html a page, .json the record, .csv the memory over the step, .sarif "
+    'the findings, .perfetto a trace for ui.perfetto.dev. Without it, or with "-": print the run in a few lines.',
 )
 @click.option("--github", is_flag=True, help="Print the findings as annotations of GitHub Actions.")
 @click.option(
     "--fail-above",
     type=_Ratio(),
     metavar="SHARE",
-    help="With two runs: exit code 1 if the second one's peak is above the first one's by more than this, as in 2%.",
+    help='With two runs: exit code 1 if the second peak is higher than the first by more than this share, as in "2%".',
 )
 def report(file: Path, other: Path | None, to: str | None, github: bool, fail_above: float | None) -> int:
-    """Make a page of a run, or of what changed between two runs.
+    """Make a page of a run, or of the changes between two runs.
 
-    FILE is what `--report FILE.json` of `lowtide run`, `rehearse`, `estimate`, `watch` or `demo` wrote, or a file of
-    `lowtide rehearse --json`, `plan make` or `watch --json`. Exit code 1: the second run is above `--fail-above`; 2: a
-    file is no record of a run, or the two are of different models.
+    FILE was written by `--report FILE.json` of `lowtide run`, `rehearse`, `estimate`, `watch` or `demo`, or by `lowtide
+    rehearse --json`, `plan make -o` or `watch --json`. Exit code 1: the second peak is above the limit of --fail-above;
+    2: a file is no record of a run, or the two runs are of different models.
     """
     from lowtide.report.run_record import read_run
 

@@ -49,8 +49,8 @@ def make(
 ) -> None:
     """Plan for a budget.
 
-    From the profile that `lowtide rehearse --json` wrote (a file that ends in .json), or from a script, which is
-    rehearsed now. Exit code 1: no plan fits the budget.
+    PROFILE is a file that `lowtide rehearse --json` wrote; its name ends in .json. A SCRIPT is rehearsed first. Exit
+    code 1: no plan fits the budget.
     """
     check_budget(budget)
     quiet = to in (None, "-")
@@ -80,7 +80,7 @@ def show_(file: str, as_json: bool) -> None:
 @click.argument("first", type=PLAN_FILE)
 @click.argument("second", type=PLAN_FILE)
 def diff(first: str, second: str, as_json: bool) -> int:
-    """List the differences of two plan files. Exit code 1: there are some."""
+    """List the differences between two plan files. Exit code 1: they differ."""
     from lowtide.planner.records import Plan
     from lowtide.report.plan_text import compare, show_diff
 

@@ -19,7 +19,7 @@ from lowtide.cli.script_or_profile import (
 @click.command("rehearse", context_settings=OWN_OPTIONS_FIRST)
 @click.option("--plain", is_flag=True, help="Run one more step without a plan, to measure its peak and time.")
 @in_place_option
-@output_option("--json", "json_to", 'Write the profile to FILE; "-": print that alone.')
+@output_option("--json", "json_to", 'Write the profile to FILE as JSON; "-": print only that.')
 @report_option
 @script_arguments()
 def rehearse(
@@ -33,12 +33,13 @@ def rehearse(
 ) -> int:
     """Profile the training step of SCRIPT: its memory, and the smallest peak of any plan.
 
-    Runs the unchanged script until its model has been rehearsed, and ends it there: after two steps of training, of
-    which the first needs about as much memory as checkpointing every block does, and the second less. Where batches
-    are of several sizes it takes up to 20, until the largest came twice. Options of this command come before SCRIPT;
-    all that follows is the script's.
+    Runs the unchanged script until its model has been rehearsed, and ends it there, after two steps of training. The
+    first one needs about as much memory as checkpointing every block does, and the second one less. If batches are of
+    several sizes, up to 20 steps are run, until the largest size has come twice; a step may then need as much memory as
+    the plain one. So may the steps of a model that is compiled as a whole. Options of this command come before SCRIPT;
+    everything after it is the script's.
 
-    `lowtide plan make` and `lowtide frontier` read the profile. Exit code 2: the script failed before.
+    `lowtide plan make` and `lowtide frontier` read the profile. Exit code 2: the script ended before it was rehearsed.
     """
     if is_profile(target, is_module=is_module) and plain:
         raise click.UsageError(f"{target} is a profile, and --plain is for scripts: give that.")

@@ -25,7 +25,7 @@ def report_option(body: Callable[..., Any]) -> Callable[..., Any]:
         type=click.Path(dir_okay=False, writable=True),
         metavar="FILE",
         callback=_checked,
-        help="Write a report: a page if FILE ends in .html, the record for `lowtide report` if it ends in .json.",
+        help="Write a report: a page if FILE ends in .html, or the record for `lowtide report` if it ends in .json.",
     )(body)
 
 

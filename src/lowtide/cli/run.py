@@ -40,15 +40,17 @@ if TYPE_CHECKING:
     "--budget-for",
     type=click.Choice(["requested", "reserved"]),
     default="requested",
-    help="Bytes that --budget bounds: those that tensors request, or those that the GPU's allocator reserves.",
+    help="Bytes that --budget bounds: requested by tensors, or reserved by the allocator (not yet tried on a GPU).",
 )
-@click.option("--plan", "plan_file", type=click.Path(exists=True, dir_okay=False), help="A plan that was made before.")
-@output_option("--save", "save_to", "Write the plan that --budget led to, for --plan the next time.")
+@click.option(
+    "--plan", "plan_file", type=click.Path(exists=True, dir_okay=False), help="A plan file, instead of --budget."
+)
+@output_option("--save", "save_to", "Write the plan that --budget led to; --plan takes it the next time.")
 @report_option
 @lever_option
 @in_place_option
-@click.option("--no-progress", is_flag=True, help="Show no bar while steps are rehearsed and planned for.")
-@click.option("--retry", is_flag=True, help="Repeat a step that runs out of memory once, under the most saving plan.")
+@click.option("--no-progress", is_flag=True, help="Show no bars during rehearsal and planning; lines remain.")
+@click.option("--retry", is_flag=True, help="If a step runs out of memory, repeat it once under the most saving plan.")
 @script_arguments()
 def run(
     budget: str | None,
@@ -66,15 +68,26 @@ def run(
 ) -> int:
     """Train with SCRIPT within a memory budget, or under a plan.
 
-    With --budget the first two steps of training are rehearsed, the third is the first under the plan, and its peak is
-    measured. All of them train the model as they would have, bit for bit, unless --lever changes the step. Where
-    batches are of several sizes, up to 20 steps are looked at, until the largest size came twice; a step that is larger
-    than the one that was planned gets the most saving plan, and it is said; the next one of such a size is rehearsed,
-    and has a plan of its own from then on. With --retry a step that runs out of memory under the plan is repeated once
-    under the most saving one, to the same bits. With --plan the plan is in force from the first step on, and the peak
-    of the second is measured. Options of its own come before SCRIPT; all that follows is the script's. The exit code is
-    the script's; 1 also if no plan fits the budget, or the measured peak is above it, and 2 if the script can't be
-    planned for, or has ended before.
+    With --budget the first two steps of training are rehearsed; the third is the first under the plan, and its peak is
+    measured. All of them train the model as without Lowtide, bit for bit, unless --lever changes the step. With --plan
+    the plan is in force from the first step on, and the peak of the second step is measured.
+
+    The budget does not bind rehearsed steps. Their peak is about that of checkpointing every block; if batches are of
+    several sizes, or the model is compiled as a whole, a step may need as much memory as the plain one.
+
+    If batches are of several sizes, up to 20 steps are observed, until the largest size has come twice. A larger batch
+    later on runs under the most saving plan, the one with the smallest peak, and a line says so. The next batch of that
+    size is rehearsed, and has its own plan from then on.
+
+    With --retry, a step that runs out of memory under the plan is repeated once under the most saving plan, to the same
+    bits; if it can't be, the error says why.
+
+    Options of this command come before SCRIPT; everything after it is the script's. The exit code is the script's; 1
+    also if no plan fits the budget or the measured peak is above it, and 2 also if the script can't be planned for, or
+    ends before it is.
+
+    New and little tested: a model compiled as a whole (torch.compile), tried on small models on a CPU; several
+    processes (torchrun), tried with two on a CPU.
     """
     if (budget is None) == (plan_file is None):
         raise click.UsageError("give either --budget or --plan, before the script: what follows it is its own.")

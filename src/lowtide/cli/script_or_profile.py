@@ -27,7 +27,9 @@ def script_arguments(metavar: str = "SCRIPT") -> Callable[[Callable[..., Any]], 
     def add(body: Callable[..., Any]) -> Callable[..., Any]:
         body = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", callback=_told_apart)(body)
         body = click.argument("target", metavar=metavar)(body)
-        return click.option("-m", "is_module", is_flag=True, help=f"{metavar} is a module, as in `python -m`.")(body)
+        return click.option(
+            "-m", "is_module", is_flag=True, help=f"{metavar} is the name of a module, as for `python -m`."
+        )(body)
 
     return add
 
@@ -71,7 +73,7 @@ def lever_option(body: Callable[..., Any]) -> Callable[..., Any]:
         "levers",
         multiple=True,
         metavar="NAME",
-        help='Change the step as well: "outputs", "loss head", "micro-batches=4". May be given several times.',
+        help='Also use this lever, a change of the step: "outputs", "loss head", "micro-batches=4". May be repeated.',
     )(body)
 
 
@@ -80,7 +82,7 @@ def in_place_option(body: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--no-in-place",
         is_flag=True,
-        help="Write no gradient over another: then no kernel is put where torch looks for them.",
+        help="Write no gradient over the one that it is computed from, and register no kernels for that with torch.",
     )(body)
 
 

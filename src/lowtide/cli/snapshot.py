@@ -18,21 +18,28 @@ if TYPE_CHECKING:
 @click.command("snapshot")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--device", type=click.IntRange(0), metavar="N", help="Number of the device.  [default: the only one]")
-@click.option("--top", type=click.IntRange(1), default=10, show_default=True, metavar="N", help="Origins to list.")
+@click.option(
+    "--top",
+    type=click.IntRange(1),
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="Number of allocating lines to list.",
+)
 @click.option(
     "--alloc-conf",
     "settings",
     multiple=True,
     metavar="TEXT",
-    help="Also simulate the reserved memory of the same requests under these allocator settings, as in "
-    '"expandable_segments:True". May be given several times; "" for the defaults.',
+    help="Also simulate how much the same requests would reserve under these allocator settings, as in "
+    '"expandable_segments:True". May be given several times; "" stands for the defaults.',
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def snapshot(file: Path, device: int | None, top: int, settings: tuple[str, ...], as_json: bool) -> None:
     """Summarize FILE: the peak, the memory alive there, and the reserved memory.
 
-    FILE is a snapshot by torch.cuda.memory._dump_snapshot or by Lowtide. Only plain data is read from it, so it may
-    come from anywhere.
+    FILE was written by torch.cuda.memory._dump_snapshot or by Lowtide. Only plain data is read from it, so a file from
+    an unknown source is safe.
     """
     from lowtide.memory.allocator.config import AllocatorConfig
     from lowtide.memory.snapshot_summary import summarize

@@ -16,8 +16,8 @@ from lowtide.utils.messages import speaker
 def watch(json_to: str | None, report_to: str | None, target: str, args: tuple[str, ...], is_module: bool) -> int:
     """Run SCRIPT with its ARGS, and report the tensors and graphs that it leaves in memory.
 
-    Each finding has the bytes, the first step, the holder, the line that made the tensors, and the fix. Findings go to
-    stderr, also when the script is interrupted. Exit code 1: there are some; 2: the script failed.
+    Each finding states the bytes, the first step, the object that holds them, the line that made the tensors, and the
+    fix. Findings go to stderr, even if the script is interrupted. Exit code 1: there are findings; 2: SCRIPT failed.
     """
     from lowtide.diagnostics.leaks.watcher import Watch
     from lowtide.script.runner import INTERRUPTED, Script

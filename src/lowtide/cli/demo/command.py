@@ -20,7 +20,7 @@ BUDGETS = ("70 %", "50 %", "35 %")
 
 
 @click.command("demo")
-@click.option("--model", type=click.Choice(MODELS), default="gpt2", show_default=True, help="What is trained.")
+@click.option("--model", type=click.Choice(MODELS), default="gpt2", show_default=True, help="The model to train.")
 @click.option(
     "--budget",
     "budgets",
@@ -33,7 +33,7 @@ BUDGETS = ("70 %", "50 %", "35 %")
 @click.option("--layers", type=click.IntRange(1), metavar="N", help="Blocks of the model (resnet: of each stage).")
 @click.option("--batch-size", type=click.IntRange(1), metavar="N", help="Rows of a batch.")
 @click.option("--length", type=click.IntRange(8), metavar="N", help="Tokens of a row (resnet: pixels of a side).")
-@output_option("--json", "json_to", 'Write all that was found to FILE; "-": print that alone.')
+@output_option("--json", "json_to", 'Write all results to FILE as JSON; "-": print only that.')
 @report_option
 def demo(
     model: str,
@@ -45,11 +45,11 @@ def demo(
     json_to: str | None,
     report_to: str | None,
 ) -> int:
-    """A real model on real text: its memory before and after, and the proof.
+    """Train a real model on real text, and compare its memory before and after, with the proof.
 
-    Trains it plainly, then within each budget, then with every block checkpointed, and compares what each run needs and
-    leaves behind. Takes some minutes and downloads nothing. Exit code 1: a run broke its budget or gave other bits, or
-    no plan fits a --budget.
+    Trains the model plainly, then within each budget, then with every block checkpointed, and compares peaks, times and
+    results. Takes some minutes and downloads nothing. Exit code 1: a run exceeded its budget or gave other bits, or no
+    plan fits a --budget.
     """
     for budget in budgets:
         check_budget(budget)
