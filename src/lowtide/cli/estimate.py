@@ -40,7 +40,7 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
 @click.option(
     "--rank", type=click.IntRange(0), help="Of several GPUs, estimate this rank; else the first and the last."
 )
-@click.option("--fewest", is_flag=True, help="With several GPUs: also say how many of each known GPU are enough.")
+@click.option("--fewest", is_flag=True, help="Of several GPUs, also say how many of each kind are enough, up to 64.")
 @click.option("--strict", is_flag=True, help="Exit code 1 also if some of the memory is not known exactly.")
 @click.option("--batch", "sizes", type=click.IntRange(1), multiple=True, help="Size of the batch; may be repeated.")
 @click.option(

@@ -27,9 +27,7 @@ def script_arguments(metavar: str = "SCRIPT") -> Callable[[Callable[..., Any]], 
     def add(body: Callable[..., Any]) -> Callable[..., Any]:
         body = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", callback=_told_apart)(body)
         body = click.argument("target", metavar=metavar)(body)
-        return click.option(
-            "-m", "is_module", is_flag=True, help=f"{metavar} is the name of a module, as for `python -m`."
-        )(body)
+        return click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module, as for `python -m`.")(body)
 
     return add
 
