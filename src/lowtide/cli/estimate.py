@@ -67,17 +67,17 @@ def estimate(
 ) -> int:
     """Predict the memory that a training step of SCRIPT needs, without taking the step.
 
-    From the first training forward on the script runs on tensors without memory, for two steps, and is ended there. The
-    answer is what the GPU would be asked for, what its allocator would reserve, and whether the GPU has that. Options
-    of its own come before SCRIPT; all that follows is the script's.
+    From its first training forward on, the script runs on tensors without memory, for two steps, and is then ended. The
+    answer is the memory that tensors would request, the memory that the allocator would reserve, and whether the GPU
+    has enough. Options of this command come before SCRIPT; all that follows is passed to the script.
 
-    With --batch, which may be repeated, the script is run once for each size. The exit code is 0 if all fit, 1 if one
-    does not, or might not, and 2 if it could not be said. What cuDNN takes for recurrent layers is counted as it was
-    measured on one GPU; with --strict that is not known, and the exit code is 1. A loop without an optimizer is run to
-    its end.
+    With --batch, which can be repeated, the script is run once for each size. The exit code is 0 if all sizes fit, 1 if
+    one does not or might not fit, and 2 if there is no answer. Memory that cuDNN takes for recurrent layers is counted
+    as measured on one GPU; with --strict it counts as unknown, and the exit code is 1. A loop without an optimizer is
+    run to its end.
 
-    For several GPUs the script is one as torchrun starts it, and runs once as the first process and once as the last;
-    the others are not there, and nothing is sent.
+    For several GPUs, SCRIPT is written for torchrun. It runs once as the first process and once as the last; the other
+    processes do not exist, and nothing is sent.
     """
     if is_profile(target, is_module=is_module):
         raise click.UsageError(f"{target} is a profile, and an estimate is made of a script: give that.")

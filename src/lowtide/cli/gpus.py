@@ -16,8 +16,8 @@ from lowtide.units import format_bytes
 def gpus(json_to: str | None) -> int:
     """List the GPUs that `--device` knows by name, the smallest first.
 
-    The memory is what torch reports as total_memory, which is less than the nominal size: the smallest of the reports
-    that were found. Any other GPU can be given by its memory: --device "cuda:24GiB".
+    Memory is total_memory as torch reports it, which is less than the nominal size; where reports differ, it is the
+    smallest. Any other GPU can be given by its memory: --device "cuda:24GiB".
     """
     if json_to is not None:
         write(json.dumps([_record(gpu) for gpu in GPUS], indent=1), json_to)

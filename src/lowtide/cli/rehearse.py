@@ -34,9 +34,9 @@ def rehearse(
     """Profile the training step of SCRIPT: its memory, and the smallest peak of any plan.
 
     Runs the unchanged script until its model has been rehearsed, and ends it there: after two steps of training, of
-    which the first needs about as much memory as checkpointing every block does, and the second less. Where batches
-    are of several sizes it takes up to 20, until the largest came twice. Options of this command come before SCRIPT;
-    all that follows is the script's.
+    which the first needs about as much memory as checkpointing every block does, and the second less. If batch sizes
+    vary, it takes up to 20 steps, until the largest size has come twice. Options of this command come before SCRIPT;
+    all that follows is passed to the script.
 
     `lowtide plan make` and `lowtide frontier` read the profile. Exit code 2: the script failed before.
     """

@@ -67,14 +67,14 @@ def run(
     """Train with SCRIPT within a memory budget, or under a plan.
 
     With --budget the first two steps of training are rehearsed, the third is the first under the plan, and its peak is
-    measured. All of them train the model as they would have, bit for bit, unless --lever changes the step. Where
-    batches are of several sizes, up to 20 steps are looked at, until the largest size came twice; a step that is larger
-    than the one that was planned gets the most saving plan, and it is said; the next one of such a size is rehearsed,
-    and has a plan of its own from then on. With --retry a step that runs out of memory under the plan is repeated once
-    under the most saving one, to the same bits. With --plan the plan is in force from the first step on, and the peak
-    of the second is measured. Options of its own come before SCRIPT; all that follows is the script's. The exit code is
-    the script's; 1 also if no plan fits the budget, or the measured peak is above it, and 2 if the script can't be
-    planned for, or has ended before.
+    measured. All of them train the model as without lowtide, bit for bit, unless --lever changes the step. If batch
+    sizes vary, up to 20 steps are observed, until the largest size has come twice. A step that is larger than the
+    planned one gets the most saving plan, and a message reports it; the next step of that size is rehearsed, and has
+    its own plan from then on. With --retry a step that runs out of memory under the plan is repeated once under the
+    most saving one, with the same results, bit for bit. With --plan the plan is in force from the first step on, and
+    the peak of the second is measured. Options of this command come before SCRIPT; all that follows is passed to the
+    script. The exit code is the script's; it is also 1 if no plan fits the budget or the measured peak is above it, and
+    2 if no plan can be made for the script, or it ends too early.
     """
     if (budget is None) == (plan_file is None):
         raise click.UsageError("give either --budget or --plan, before the script: what follows it is its own.")

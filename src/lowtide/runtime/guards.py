@@ -1,4 +1,4 @@
-"""Checks that a plan in force still holds: larger batches, more state and compiled code may end that."""
+"""Checks that a plan in force still holds: larger batches, more state and compiled code may invalidate it."""
 
 from __future__ import annotations
 
