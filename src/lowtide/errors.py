@@ -112,7 +112,7 @@ class Infeasible(LowtideError, ValueError):
 class OverBudget(LowtideError, RuntimeError):
     """Error for a step whose measured peak stayed above the budget under its plan, after every repair.
 
-    `notes` say what may be behind it.
+    `notes` name possible causes.
     """
 
     exit_code = 1

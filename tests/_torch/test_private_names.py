@@ -343,7 +343,7 @@ def test_a_partitioner_is_asked_where_inductor_compiles_and_calls_of_its_graphs_
     with (
         joint_graph.always_partitioned(),
         joint_graph.partitioning_by(Noting()),
-        joint_graph.watched_calls(lambda what, number, is_backward: calls.append((what, number, is_backward))),
+        joint_graph.watched_calls(lambda what, number, is_backward, sizes: calls.append((what, number, is_backward))),
     ):
         function(x, w).backward()
     assert calls == [("enter", 0, False), ("leave", 0, False), ("enter", 0, True), ("leave", 0, True)]

@@ -83,7 +83,7 @@ def distributed_like(tensor: Any, local: torch.Tensor) -> Any:
 
 
 def start_absent_processes(start: Callable[..., None], rank: int, size: int) -> None:
-    """Make this process the `rank`-th of `size` processes that are not there: collectives end at once. 2.13.
+    """Make this process rank `rank` of a simulated group of `size`, whose collectives return at once. 2.13.
 
     `start` is `torch.distributed.init_process_group`.
     """

@@ -189,9 +189,9 @@ def sum_over_processes(how: Callable[..., torch.Tensor]) -> Callable[..., torch.
 def purposes_known(
     inside: Callable[[Purpose], AbstractContextManager[None]], becomes: Callable[[torch.Tensor, Purpose], None]
 ) -> Iterator[None]:
-    """Name the purpose of what FSDP2 allocates inside this `with` block. 2.13, since 2.6.
+    """Report the purpose of FSDP2's allocations inside this `with` block. 2.13, since 2.6.
 
-    `inside` surrounds allocations of one purpose, `becomes` names that of a tensor that exists.
+    `inside` is entered around allocations of one purpose, `becomes` gets an existing tensor and its new purpose.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -232,8 +232,8 @@ def purposes_known(
 def resizes_told(told: Callable[[torch.UntypedStorage], None], devices: Iterable[str]) -> Iterator[None]:
     """Call `told` after each change of a storage's size inside this `with` block; storages on `devices` only. 2.13.
 
-    FSDP2 frees and allocates gathered parameters so. It also compares addresses, which fake storages don't have: their
-    numbers stand for them.
+    FSDP2 frees and allocates gathered parameters this way. It also compares addresses; for fake storages, which have
+    none, their numbers are used instead.
     """
     devices = frozenset(devices)
     resize, address = torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr
@@ -256,7 +256,7 @@ def resizes_told(told: Callable[[torch.UntypedStorage], None], devices: Iterable
 
 
 def devices_of_states(module: Any, device: torch.device) -> Iterator[tuple[Any, str, Any]]:
-    """Return what changes in the state of a sharded module on `device`: (owner, name, value). 2.13."""
+    """Yield the attributes to change to run a sharded module on `device`: (owner, name, value). 2.13."""
     state = module._get_fsdp_state()
     handle = getattr(torch, device.type)
     yield state, "_device", device

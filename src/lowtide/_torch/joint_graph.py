@@ -63,10 +63,10 @@ class JointGraph:
     key: str
     """Hash of each call's target and inputs, in order: equal for compiles of one graph, whatever the sizes."""
     resize: Callable[[JointGraph, tuple[int, ...]], JointGraph] | None = None
-    """Function to the same graph at other symbolic sizes; None if all its sizes are fixed."""
+    """Function that returns the graph for other values of its symbolic sizes; None if all sizes are fixed."""
 
     def at(self, sizes: tuple[int, ...]) -> JointGraph:
-        """Return the graph as it runs on the symbolic `sizes`, the whole numbers among the inputs of its forward."""
+        """Return the graph for these values of its symbolic sizes: the integer inputs of its forward, in order."""
         return self if self.resize is None else self.resize(self, sizes)
 
     def __post_init__(self) -> None:
@@ -433,8 +433,8 @@ def always_partitioned() -> Iterator[None]:
 def watched_calls(note: Callable[[str, int, bool, tuple[int, ...]], None]) -> Iterator[None]:
     """Call `note` at the beginning and end of each call of a differentiated compiled graph inside this `with` block.
 
-    Arguments: "enter" or "leave", the graph's number in order of first calls, True for its backward, and its sizes that
-    are symbolic (`JointGraph.at`).
+    Arguments of `note`: "enter" or "leave", the graph's number in order of first calls, True for its backward, and the
+    values of its symbolic sizes (`JointGraph.at`).
     """
     from torch._inductor.output_code import CompiledFxGraph
 

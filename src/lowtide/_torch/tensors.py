@@ -92,10 +92,10 @@ def has_one_owner(tensor: torch.Tensor) -> bool:
 
 
 def references(things: tuple[Any, ...]) -> tuple[int, ...]:
-    """Count references to the first thing, a tensor, and to its memory, for comparison with another call's. 2.13.
+    """Count references to the first item, a tensor, and to its memory, for comparison with another call's. 2.13.
 
-    The last thing is an object without other references. References to all things alike cancel out, such as those of
-    callers whose frames are traced or evaluated (Dynamo, debuggers). No variable may hold a thing here, because it
+    The last item is an object without other references. References to all items alike cancel out, such as those of
+    callers whose frames are traced or evaluated (Dynamo, debuggers). No local variable may hold an item, because that
     would be counted.
     """
     return (
@@ -143,7 +143,7 @@ def wrapper(kind: type[Any], shape: tuple[int, ...], dtype: torch.dtype, device:
 def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
     """Swap two tensors, while each Python object keeps its identity. No graph may hold either. 2.13.
 
-    Unlike this, `torch.utils.swap_tensors` refuses tensors with weak references, as of recurrent layers to weights.
+    Unlike this, `torch.utils.swap_tensors` refuses tensors with weak references, such as weights of recurrent layers.
     """
     slots = {*copyreg._slotnames(type(one)), *copyreg._slotnames(type(other))}  # type: ignore[attr-defined]
     torch._C._swap_tensor_impl(one, other)

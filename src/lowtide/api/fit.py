@@ -74,10 +74,10 @@ class Fitted(Removable, Displayed):
         return short_repr(type(self).__name__, f"{self.plan.fingerprint.model}: {peak}, {proven}")
 
     def to_record(self, command: str = "") -> RunRecord:
-        """Return all that is known of this fit, as the record that reports are made of.
+        """Return the results of this fit as a RunRecord, from which reports are made.
 
         Args:
-            command: Code that repeats it; a call of `lowtide.fit` by default.
+            command: Code that repeats the fit; a call of `lowtide.fit` by default.
         """
         call = command or f"lowtide.fit(model, step, batch, budget={self.plan.budget_bytes})"
         return record_of(call, profile=self.profile, plan=self.plan, proof=self.verdict.to_proof())
@@ -96,7 +96,7 @@ class Fitted(Removable, Displayed):
 class FittedSizes(Fitted):
     """A model whose steps fit at every size: a plan for each bucket of sizes.
 
-    Attributes that it has in common with `Fitted` are those of the largest bucket.
+    Attributes shared with `Fitted` are those of the largest bucket.
     """
 
     def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
@@ -110,7 +110,7 @@ class FittedSizes(Fitted):
 
 
 def _in_a_line(bucket: Bucket) -> str:
-    """Format: `up to [8, 128]: 612 -> 480 MiB peak (budget 480 MiB), 212 ms -> 223 ms a step measured, ...`."""
+    """Format as `up to [8, 128]: 612 -> 480 MiB peak (budget 480 MiB), 212 ms -> 223 ms a step measured, ...`."""
     plan, verdict = bucket.plan, bucket.verdict
     time = _time(plan, verdict) if plan.decisions != Decisions() else ""
     return f"up to {bucket.size}: {_peak(plan, verdict)}{time}; {decisions(plan)}"

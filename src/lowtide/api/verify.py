@@ -113,7 +113,7 @@ class Verdict(Record):
         return self.differences is None or bool(self.identical and {*self._same} - {DRAWN})
 
     def to_proof(self) -> Proof:
-        """Return what a report says of this verdict."""
+        """Return this verdict as the proof in a report."""
         return Proof(
             measured_peak_bytes=self.measured_peak_bytes,
             is_within_budget=self.within_budget,

@@ -72,7 +72,7 @@ def estimate(
     From the first training forward on, the script runs on tensors without memory. It is ended after two steps; a loop
     without an optimizer runs to its end. The answer states the bytes that the step requests, the bytes that the
     allocator reserves, and whether the GPU has them. Options of this command come before SCRIPT; everything after it
-    is the script's.
+    is passed to the script.
 
     With --batch the script is run once for each size. Exit code 0: every step fits; 1: one does not fit, or might not;
     2: there is no answer. cuDNN's memory for recurrent layers is counted as it was measured on one GPU, which --strict

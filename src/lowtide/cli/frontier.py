@@ -70,7 +70,7 @@ def frontier(
 
 
 def _can_be_drawn(path: str) -> None:
-    """Raise BadParameter for a suffix that is no picture's, and PackageMissing without the packages for pictures."""
+    """Raise BadParameter for a suffix of no image format, and PackageMissing if packages for plotting are missing."""
     if Path(path).suffix.lower() not in (".svg", ".png", ".pdf"):
         raise click.BadParameter(f"{path} does not end in .svg, .png or .pdf.", param_hint="--picture")
     require_pictures("lowtide frontier --picture")

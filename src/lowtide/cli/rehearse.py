@@ -37,7 +37,7 @@ def rehearse(
     first one needs about as much memory as checkpointing every block does, and the second one less. If batches are of
     several sizes, up to 20 steps are run, until the largest size has come twice; a step may then need as much memory as
     the plain one. So may the steps of a model that is compiled as a whole. Options of this command come before SCRIPT;
-    everything after it is the script's.
+    everything after it is passed to the script.
 
     `lowtide plan make` and `lowtide frontier` read the profile. Exit code 2: the script ended before it was rehearsed.
     """

@@ -36,7 +36,7 @@ def _checked(ctx: click.Context, parameter: click.Parameter, path: str | None) -
 
 
 def write_report(run: RunRecord, to: str) -> None:
-    """Write a run as its file's name asks. Raises LowtideError if writing fails."""
+    """Write a run in the format of the file's extension. Raises LowtideError if writing fails."""
     write(run.to_json() if Path(to).suffix.lower() == ".json" else run.to_html(), to)
 
 

@@ -82,9 +82,9 @@ def run(
     With --retry, a step that runs out of memory under the plan is repeated once under the most saving plan, to the same
     bits; if it can't be, the error says why.
 
-    Options of this command come before SCRIPT; everything after it is the script's. The exit code is the script's; 1
-    also if no plan fits the budget or the measured peak is above it, and 2 also if the script can't be planned for, or
-    ends before it is.
+    Options of this command come before SCRIPT; everything after it is passed to the script. The exit code is the
+    script's; 1 also if no plan fits the budget or the measured peak is above it, and 2 also if no plan can be made for
+    the script, or it ends too early.
 
     New and little tested: a model compiled as a whole (torch.compile), tried on small models on a CPU; several
     processes (torchrun), tried with two on a CPU.

@@ -33,7 +33,7 @@ def script_arguments(metavar: str = "SCRIPT") -> Callable[[Callable[..., Any]], 
 
 
 def _told_apart(ctx: click.Context, parameter: click.Parameter, args: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the script's arguments; report options of this command among them, unless the script's source has them."""
+    """Return the script's arguments. Report options of this command among them that the script's source lacks."""
     script = Path(ctx.params.get("target", ""))
     ours = {option for each in ctx.command.params for option in each.opts if option.startswith("--")}
     given = [name for name in (arg.partition("=")[0] for arg in args) if name in ours]
@@ -54,7 +54,7 @@ def output_option(flag: str, name: str, help_: str) -> Callable[[Callable[..., A
 def to_be_written(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
     """Return the absolute path, because a script may change the current folder.
 
-    A file that could not be written after the work is rejected before it.
+    A file that can't be written is rejected before the work, not after it.
     """
     if path is None or path == "-":
         return path

@@ -1,4 +1,4 @@
-"""Estimate a script of torchrun on absent GPUs: its first and last process, and how many GPUs are enough."""
+"""Estimate a torchrun script on absent GPUs: its first and last process, and the number of GPUs that is enough."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from lowtide.script.runner import Script
 
 MOST_GPUS = 64
-"""Number of GPUs up to which it is tried how many are enough; numbers double."""
+"""Largest number of GPUs that is tried; numbers double, from 1 on."""
 
 
 class SeveralGpus:
-    """Runs of a script, each in a process of its own: torch has one process group in a process."""
+    """Runs of a script, each in its own process, because a process has only one default process group."""
 
     def __init__(self, gpu: GpuSpec, script: Script, *, strict: bool, snapshot_to: str | None) -> None:
         self._gpu, self._script = gpu, script
@@ -34,7 +34,7 @@ class SeveralGpus:
     def estimate(self, n_gpus: int, json_to: str | None, *, fewest: bool) -> int:
         """Print the estimates of the first and of the last process; return the exit code.
 
-        Parameters are split by rows, evenly but for the last processes, whose parts are padded: so processes in between
+        Parameters are sharded by rows, evenly except on the last ranks, whose shards are padded; so ranks in between
         need no more than the first.
         """
         with tempfile.TemporaryDirectory() as folder:
@@ -58,9 +58,10 @@ class SeveralGpus:
         return max(run.code for run in runs)
 
     def _fewest(self, folder: Path, smallest: dict[int, str | None]) -> dict[str, int | None]:
-        """Return how many of each GPU are enough, None for more than MOST_GPUS; `smallest` GPU by their number.
+        """Return the number of GPUs of each kind that is enough; None if that is more than MOST_GPUS.
 
-        A GPU is enough if a smaller one is. Numbers for which the script fails are passed over.
+        `smallest` gives the smallest sufficient kind by number of GPUs; every larger kind is sufficient, too. Numbers
+        for which the script fails are skipped.
         """
         known = [gpu for gpu in GPUS if not gpu.shared and _is_newer(gpu) == _is_newer(self._gpu)]
         order = [gpu.name for gpu in known]
@@ -99,7 +100,7 @@ class _Run:
             self._process = subprocess.Popen(command, stdout=output, stderr=output if rank or quiet else None)
 
     def ended(self) -> _Run:
-        """Wait for the end."""
+        """Wait until the process ends; return this run."""
         self.code = self._process.wait()
         self.text = self._text.read_text(encoding="utf-8", errors="replace")
         return self

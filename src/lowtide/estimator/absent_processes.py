@@ -1,4 +1,4 @@
-"""Processes that are not there: this process is one of several, and collective operations end at once."""
+"""Simulate a process group: this process is one of several, the others do not exist, and collectives return at once."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from lowtide._torch.distributed import start_absent_processes
 from lowtide.errors import RehearsalError
 
 gpus_per_node = [1]
-"""Stack of the numbers of GPUs that a script finds on its machine."""
+"""Stack of the GPU count that a script sees on its machine."""
 
 GPUS_PER_NODE = 8
-"""GPUs of a machine, as far as there are so many processes."""
+"""GPUs per machine; fewer if there are fewer processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbsentProcesses:
-    """Processes that train together, and the rank of this one."""
+    """The size of a process group, and the rank of this process in it. The other processes may not exist."""
 
     size: int
     rank: int = 0
 
     @property
     def per_node(self) -> int:
-        """Number of processes on this one's machine."""
+        """Number of processes per machine."""
         return min(self.size, GPUS_PER_NODE)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that torchrun sets. The local rank is 0 for any rank: its GPU is `cuda:0`."""
+        """Return the variables that torchrun sets. LOCAL_RANK is 0 for every rank, as the estimated GPU is `cuda:0`."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -54,7 +54,7 @@ class AbsentProcesses:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """Give this process the variables of torchrun in this block, and end the process group after it."""
+        """Set torchrun's environment variables in this block, and destroy the process group after it."""
         if torch.distributed.is_initialized():
             raise RehearsalError(
                 "this process trains together with others already, and can't be one of processes that are not there.\n"
@@ -70,24 +70,24 @@ class AbsentProcesses:
                     torch.distributed.destroy_process_group()
 
     def start(self, start: Callable[..., None]) -> None:
-        """Start the process group by `torch.distributed.init_process_group`."""
+        """Start the simulated process group; `start` is `torch.distributed.init_process_group`."""
         start_absent_processes(start, self.rank, self.size)
 
 
 @contextlib.contextmanager
 def absent_processes(size: int, rank: int = 0) -> Iterator[None]:
-    """Make this process the `rank`-th of `size` processes in this block; the others are not there.
+    """Make this process rank `rank` of a simulated group of `size` in this block; the other processes do not exist.
 
-    Models can be sharded and wrapped as in a process of torchrun, on the CPU or on the meta device, and their steps
-    estimated: `lowtide.estimate(..., device="8 x h100-80")`. Collective operations send nothing, so that numbers are
-    not those of a training.
+    Models can be sharded and wrapped as under torchrun, on the CPU or on the meta device, and their steps estimated:
+    `lowtide.estimate(..., device="8 x h100-80")`. Collective operations send nothing, so computed values differ from
+    those of real training.
 
     Args:
-        size: number of processes.
+        size: number of processes in the group.
         rank: this process's rank.
 
     Raises:
-        RehearsalError: this process has a process group already.
+        RehearsalError: this process already has a process group.
     """
     processes = AbsentProcesses(size=size, rank=rank)
     with processes.around():
@@ -96,7 +96,7 @@ def absent_processes(size: int, rank: int = 0) -> Iterator[None]:
 
 
 def these_processes(n_gpus: int) -> AbsentProcesses | None:
-    """Return the processes of the process group, which have to be as many as GPUs; None for one without a group."""
+    """Return the process group's size and this rank; None for one process. `n_gpus` has to be 1 or that size."""
     is_one_of_them = torch.distributed.is_available() and torch.distributed.is_initialized()
     size = torch.distributed.get_world_size() if is_one_of_them else 1
     if n_gpus not in (1, size):
@@ -110,7 +110,7 @@ def these_processes(n_gpus: int) -> AbsentProcesses | None:
 
 @contextlib.contextmanager
 def _meshes_anywhere() -> Iterator[None]:
-    """Put meshes of GPUs on the CPU in this block if there is no GPU: their tensors are there until an estimate."""
+    """Create CUDA device meshes on the CPU in this block if there is no GPU: tensors stay there until an estimate."""
     if torch.cuda.is_available() or not torch.distributed.is_available():
         yield
         return

@@ -181,7 +181,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         return None if living is None else living.block
 
     def let_go(self, tensor: Tensor) -> None:
-        """Release the twin's memory of a real tensor that gets other memory; other holders may keep it alive."""
+        """Release the memory of a twin whose real tensor gets other memory; other holders may keep it alive."""
         self._twins.let_go(tensor)
 
     # --- operators
@@ -340,7 +340,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
                 self.categories[living.block] = category
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Track a storage whose memory was freed, allocated or exchanged, which no operator tells of."""
+        """Track a storage whose memory was freed, allocated or exchanged, which no operator reports."""
         key = storage_number(storage)
         if (living := self._living.get(key)) is not None:
             self._ended(key, living)

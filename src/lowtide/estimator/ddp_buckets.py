@@ -47,7 +47,7 @@ class Reducers:
 
     @property
     def buckets(self) -> list[Tensor]:
-        """Flat tensors that gradients are copied to, and the maps of used parameters."""
+        """Flat tensors into which DDP copies gradients, and its maps of used parameters."""
         return [tensor for reducer in self._reducers for tensor in (*reducer.buckets, *reducer.maps)]
 
     def __enter__(self) -> Self:

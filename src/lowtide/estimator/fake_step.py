@@ -61,8 +61,8 @@ _one_at_a_time = threading.RLock()
 def exclusive(fakes: FakeTensorMode) -> Iterator[None]:
     """Make rehearsals in other threads wait until this block ends.
 
-    A fake tensor that the cleanup did not find raises on use afterwards: otherwise a step that went on with it would
-    silently learn nothing.
+    A fake tensor that the cleanup missed raises on later use: otherwise a step that used it would silently learn
+    nothing.
     """
     with _one_at_a_time:
         try:

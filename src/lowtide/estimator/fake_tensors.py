@@ -50,7 +50,7 @@ class FakeTensors:
         return twin
 
     def apart(self, tensor: Tensor) -> Tensor:
-        """Return a twin with the tensor's own elements alone, as in a copy on another device."""
+        """Return a twin that holds only the tensor's own elements, like a copy on another device."""
         with without_modes(), self._mode:
             geometry = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
             return torch.empty_like(geometry, device=self._place(tensor))

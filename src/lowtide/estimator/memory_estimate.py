@@ -33,11 +33,11 @@ class MemoryEstimate(Displayed):
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory of the step: parameters, gradients, optimizer state and batch included."""
+        """Peak memory of the step: parameters, gradients, optimizer state and batch included."""
         return self.static.total + self.timeline.peak_bytes
 
     def to_snapshot(self, path: str | Path) -> None:
-        """Write a memory snapshot, as `Timeline.to_snapshot`, with what exists when the step begins."""
+        """Write a memory snapshot, as `Timeline.to_snapshot`, including memory that exists when the step begins."""
         static = self.static
         freed = sum(event.bytes for event in freed_from_entry(self.timeline.stream))  # already part of the timeline
         at_entry = []
@@ -51,7 +51,7 @@ class MemoryEstimate(Displayed):
         return short_repr(type(self).__name__, f"{format_bytes(self.peak_bytes)} peak")
 
     def to_record(self, command: str = "lowtide.estimate(model, step, batch)", subject: str = "") -> RunRecord:
-        """Return all that is known of this step, as the record that reports are made of."""
+        """Return this estimate as a RunRecord, from which reports are made."""
         return RunRecord(
             command=command,
             versions=versions(),

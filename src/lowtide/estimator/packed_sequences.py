@@ -1,7 +1,7 @@
 """Pack sequences of different lengths, and unpack them into one tensor, as torch does.
 
-As in aten/src/ATen/native/PackedSequence.cpp of torch 2.13. Torch's own function for unpacking writes lengths to memory
-that a fake tensor does not have.
+Follows aten/src/ATen/native/PackedSequence.cpp of torch 2.13. Torch's own function for unpacking writes lengths to
+memory that a fake tensor does not have.
 """
 
 from __future__ import annotations

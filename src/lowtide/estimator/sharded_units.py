@@ -1,7 +1,7 @@
-"""Estimated steps of models that are sharded over processes: FSDP2 (`fully_shard`), HSDP, tensor parallel.
+"""Estimate steps of models that are sharded over processes: FSDP2 (`fully_shard`), HSDP, tensor parallel.
 
-Torch's own code shards, gathers and reduces, on fake tensors; nothing is sent. Of its memory, operators show all but
-one thing: FSDP2 frees and allocates gathered parameters by resizing their storages.
+Torch's own code shards, gathers and reduces, on fake tensors; nothing is sent. Operators show all memory that it uses,
+with one exception: FSDP2 frees and allocates gathered parameters by resizing their storages.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FSDP1 = (
 
 @contextlib.contextmanager
 def sharding(modules: Iterable[Any], ledger: AllocationTracker) -> Iterator[None]:
-    """Send nothing in this block, and follow what the sharded units among `modules` allocate.
+    """Send nothing in this block, and track the allocations of sharded units among `modules`.
 
     Raises RehearsalError for sharding that can't be estimated, and for units that are in the middle of a step.
     """
@@ -69,7 +69,7 @@ def sharding(modules: Iterable[Any], ledger: AllocationTracker) -> Iterator[None
 
 @contextlib.contextmanager
 def units_on(device: torch.device, modules: Iterable[Any], twin: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Make FSDP2 and meshes compute on `device` in this block; `twin` returns what stands for a part on the CPU."""
+    """Make FSDP2 and meshes compute on `device` in this block; `twin` returns the fake tensor for a CPU shard."""
     modules = tuple(module for module in modules if isinstance(module, torch.nn.Module))
     groups = list(_groups(modules))
     with contextlib.ExitStack() as stack:

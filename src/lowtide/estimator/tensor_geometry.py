@@ -61,7 +61,7 @@ class Geometry:
         return torch.empty_strided(shape, self.strides, dtype=self.dtype).fill_(not is_index)
 
     def _coordinates(self) -> Tensor:
-        """Return a sparse tensor whose elements are at different places, as far as places suffice."""
+        """Return a sparse tensor whose elements have distinct indices, as far as there are enough."""
         dims, count = self.parts[0].shape
         places = torch.arange(count)
         indices = []

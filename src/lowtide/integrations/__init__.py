@@ -1,1 +1,1 @@
-"""Callbacks for the training loops of other packages, which are needed only where their file is imported."""
+"""Callbacks for other packages' training loops. Each package is needed only when its file here is imported."""

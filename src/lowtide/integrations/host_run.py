@@ -1,4 +1,4 @@
-"""A budget between the begin and end events of a training loop in another package."""
+"""Keep a memory budget between the begin and end events of another package's training loop."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class HostRun:
     """`lowtide.within` in two halves: entered by one callback and left by another.
 
-    A loop that is ended by an exception may make no second callback. The block is then left when training begins again,
-    when another block begins, or by `leave`.
+    A loop that is ended by an exception may never make the second callback. The block is then left when training begins
+    again, when another block begins, or by `leave`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class HostRun:
 
 
 class BudgetCallback:
-    """The arguments and the result that callbacks have in common, whatever the host."""
+    """Arguments and results that the callbacks of all hosts have in common."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class BudgetCallback:
 
 
 class _Loop:
-    """The function of another package that trains and that calls the callbacks."""
+    """The running function of another package that trains and calls the callbacks."""
 
     def __init__(self) -> None:
         frame = sys._getframe(1)

@@ -16,8 +16,8 @@ class LowtideCallback(BudgetCallback, lightning.Callback):
 
         trainer = lightning.Trainer(callbacks=[LowtideCallback("8GiB")], ...)
 
-    The first two steps are rehearsed, and a plan is in force from the third one on, until training ends in any way.
-    Checkpoints are the same as without it.
+    The first two steps are rehearsed, and a plan is in force from the third one on, until training ends, also by an
+    exception. Checkpoints are the same as without it.
 
     Args:
         budget: Bytes, "8GiB" or "60%" of the plain step's peak, as for `lowtide.within`.

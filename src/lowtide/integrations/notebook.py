@@ -37,7 +37,7 @@ def register(shell: Any) -> None:
 
 
 def measured(shell: Any, cell: str) -> tuple[Any, Memory]:
-    """Run a cell in the variables of the shell; return the value of its last line, if it is one, and its memory."""
+    """Run a cell in the shell's namespace; return the value of its last expression, if any, and its memory."""
     names = shell.user_ns
     tree = shell.transform_ast(shell.compile.ast_parse(shell.transform_cell(cell)))
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None

@@ -60,7 +60,7 @@ class _Limits:
 
     @classmethod
     def of(cls, marker: pytest.Mark) -> _Limits:
-        """Return a marker's limits. Raises LowtideError if it has none, or others."""
+        """Return a marker's limits. Raises LowtideError if it has none or unknown ones."""
         from lowtide.errors import LowtideError
         from lowtide.utils.amounts import parse_bytes
 

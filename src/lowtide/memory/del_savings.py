@@ -108,7 +108,7 @@ class DelObserver:
         self.frame = None
 
     def result(self, stream: EventStream) -> tuple[Del, ...]:
-        """Return the saving of each `del`, by variable and moment, also for variables that hold memory together."""
+        """Return the saving of each `del`, by variable and moment; sets of variables that share memory are included."""
         self._alive.clear()
         positions: dict[object, int] = {}
         events: list[Event] = []

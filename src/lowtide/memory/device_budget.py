@@ -22,7 +22,7 @@ reserves more because of fragmentation."""
 
 
 def check_on_device(budget: int | str, device: torch.device | None, budget_for: BudgetFor = "requested") -> None:
-    """Raise BudgetError for an invalid budget, and for a budget that only a GPU has if `device` is none.
+    """Raise BudgetError for an invalid budget, and for a GPU budget if `device` is not a GPU.
 
     Args:
         budget: The budget that was asked for.
@@ -30,7 +30,7 @@ def check_on_device(budget: int | str, device: torch.device | None, budget_for: 
         budget_for: The bytes that the budget bounds.
 
     Raises:
-        BudgetError: If this is no budget of the device; it names the nearest one that is.
+        BudgetError: If this is not a budget for the device; the error names the nearest one that is.
     """
     if budget_for not in get_args(BudgetFor):
         raise LowtideError(f'budget_for is {budget_for!r}; it takes "requested" or "reserved".')

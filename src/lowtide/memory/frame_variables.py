@@ -36,7 +36,7 @@ _OTHERS = 1  # the bit of every holder that is none of the variables
 
 
 class Held:
-    """Holders of tensors and storages at one moment. Refers to storages: drop it before the user's code goes on."""
+    """Holders of tensors and storages at one moment. Refers to storages: drop it before user code continues."""
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()

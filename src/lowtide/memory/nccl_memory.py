@@ -1,4 +1,4 @@
-"""Memory of NCCL, which is not the allocator's, as public reports tell: it has not been measured here.
+"""Memory that NCCL allocates outside torch's allocator: taken from public reports, not measured here.
 
 NCCL allocates buffers for each communicator, as many as it has channels, when the communicator is first used. Its
 maintainers say that they grow with the GPU's bandwidth and with send and receive, not beyond two nodes, and that

@@ -12,7 +12,7 @@ from lowtide.planner.records import Profile
 
 
 def without_in_place(profile: Profile) -> Profile:
-    """Return the step with each gradient in memory of its own, in every plan."""
+    """Return the profile without in-place gradients: in every plan each gradient has its own memory."""
     return replace(profile, in_place=(), allows_in_place=False)
 
 

@@ -1,7 +1,7 @@
 """Assign one node to each address, because a decision about an address holds for every call of the model in a step.
 
 Where a model is called again on its own output (a recurrence, a rollout), the tensors saved at one address may come
-from different nodes, or from none. The node whose tensors are larger is decided about; other tensors are kept.
+from different nodes, or from none. A plan decides about the node with the larger tensors; other tensors are kept.
 """
 
 from __future__ import annotations

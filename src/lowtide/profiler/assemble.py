@@ -248,7 +248,7 @@ class _Records:
 
 
 def _one_storage_a_value(seen: TraceIndex, slots: list[SlotDraft]) -> None:
-    """Give copies that a graph made by backward saves of a recomputed value the block of that value's first slot.
+    """Assign copies of a recomputed value, saved by a graph that backward made, to the block of its first slot.
 
     Under a plan that keeps the value, those slots save the kept memory itself.
     """

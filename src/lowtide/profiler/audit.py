@@ -386,7 +386,7 @@ class Audit(RecomputeAudit, Observer):
         return freed
 
     def hold_again(self, frame: ReplayFrame, freed: dict[Value, int]) -> None:
-        """Keep the values after all that a trial of `frame` has freed, because the call can't be replayed."""
+        """Keep, after all, the values that a trial of `frame` has freed, because the call can't be replayed."""
         lent = {place: value for value, place in freed.items() if value.maker is frame}
         frame.values = {place: weakref.ref(value) for place, value in lent.items()}
         if lent:

@@ -35,7 +35,7 @@ Only gradients of such sizes are part of a peak.
 
 @dataclass(frozen=True, slots=True)
 class InPlaceGroup:
-    """Gradients that a plan writes in place all together, or not at all."""
+    """Gradients that a plan writes in place either all or not at all."""
 
     nodes: dict[str, int]
     """Kind of node -> smallest size in bytes of its gradients in the group."""

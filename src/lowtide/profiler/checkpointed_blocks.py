@@ -26,7 +26,7 @@ def without_checkpoints() -> AbstractContextManager[None]:
 
 
 def can_do_without(model: nn.Module) -> bool:
-    """Return True if a step that saves every tensor is no danger to the process.
+    """Return True if it is safe for the process to run a step that saves every tensor.
 
     Running out of memory on a CPU may end the process; with repeated blocks a frugal audit needs no more memory than
     checkpointing does.

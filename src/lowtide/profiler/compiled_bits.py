@@ -1,7 +1,7 @@
-"""Bits of compiled code in training, where the step is not a function that could be run twice.
+"""Compare results of compiled code during training, where the step is not a function that can be run twice.
 
-Forward runs on the batch at hand, and backward from its losses, or, where none is returned, from fixed gradients of its
-outputs. The state is restored. Run under both partitions, this compares them on real data.
+Forward runs on the current batch, and backward from its losses, or, if it returns none, from fixed gradients of its
+outputs. All state is restored. Run under both partitions, this compares them on real data.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rehearsal of compiled code during real training steps, for a training loop that can't be called as a function.
 
-The loop runs under a partitioner that does as torch's does and notes each joint graph. Every step is recorded, and one
-in which nothing was compiled is used: that of the largest batch so far. A graph with symbolic sizes is taken at the
-sizes of that step. The bits of training are those of the plain compiled step.
+The loop runs under a partitioner that does as torch's does and notes each joint graph. Every step is recorded; of those
+in which nothing was compiled, the one with the largest batch so far is used. A graph with symbolic sizes is evaluated
+at the sizes of that step. Training results are bit-identical to those of the plain compiled step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Recorded:
 
     @property
     def rank(self) -> tuple[int, bool]:
-        """Order by which the step to plan for is chosen."""
+        """Sort key by which the step to plan for is chosen."""
         return elements(shapes_in(self.size.batch)), self.is_clean
 
 
@@ -160,7 +160,7 @@ class OnlineCompiledProfiler:
             recording.close()
 
     def leave(self) -> None:
-        """Take the partitioner off. Not for hooks of the optimizer."""
+        """Remove the partitioner. Must not be called from hooks of the optimizer."""
         self.give_up()
         if self._is_on:
             self._is_on = False

@@ -1,9 +1,10 @@
 """Profile of a compiled step, from its joint graphs and its recording.
 
-The profile takes values, slots and costs from the joint graphs, where that of an eager step takes them from autograd's
-graph, so the same planner plans both. All share the step's one axis of positions: each stretch of events outside
-compiled code is a position, and so is each call inside compiled code. Levels inside are those of `joint_memory.py`,
-shifted by the difference between the plain step's measured peak in there and its computed peak.
+The profile takes values, slots and costs from the joint graphs, where the profile of an eager step takes them from
+autograd's graph, so the same planner plans both. All share the step's one axis of positions: each stretch of events
+outside compiled code is a position, and so is each call inside compiled code. Levels inside are those of
+`joint_memory.py`, shifted by the difference between the plain step's measured peak inside compiled code and its
+computed peak.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def settle(
 
 
 def _upstream(index: int, values: Sequence[ValueDraft], home: Collection[int], held: Collection[int]) -> set[int]:
-    """Return the values with a home that may be recomputed for a value: itself, and its operands that are not held."""
+    """Return the values made inside units that a recompute of a value may compute: itself, and unheld operands."""
     found: set[int] = set()
     pending = [index]
     while pending:

@@ -3,7 +3,7 @@
 A value takes memory where inductor has to write it: results of extern kernels and reductions, arguments of extern
 kernels, and outputs. All other values exist within fused kernels only. The order is that of the joint graph; recomputed
 values come right before the first call that needs them. Inductor reorders and fuses, writes over donated memory, and
-extern kernels have scratch memory: the difference that all this makes is measured (`compiled_steps.py`).
+extern kernels have scratch memory: the combined effect is measured (`compiled_steps.py`).
 """
 
 from __future__ import annotations

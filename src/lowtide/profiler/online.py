@@ -232,7 +232,7 @@ class OnlineProfiler:
             self._watch.end()
 
     def leave(self) -> None:
-        """Remove all hooks from the model and give up an unfinished step. Not for hooks of the optimizer."""
+        """Remove all hooks from the model and give up an unfinished step. Must not be called by optimizer hooks."""
         if self._watch is not None:
             watch, self._watch = self._watch, None
             watch.end()

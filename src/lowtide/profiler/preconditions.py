@@ -64,7 +64,7 @@ def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
 
 
 def _is_gone_through(step: Any, batch: Any) -> bool:
-    """Return True if an input of a frozen model may be trained: a prompt, an image, or a tensor set so by the step."""
+    """Return True if an input of a frozen model may be trained: a prompt, an image, or a tensor that the step marks."""
     tensors = (*tensors_in(batch), *ReachableState(step).tensors)
     says = any("requires_grad" in name for function in user_functions(step) for name in names_in(function.__code__))
     return says or any(tensor.requires_grad for tensor in tensors)

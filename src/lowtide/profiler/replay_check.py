@@ -1,7 +1,7 @@
 """Check that recomputed tensors match what forward saved, bit for bit.
 
-A replay in backward may read other things than the audit's replay right after the call: an object that the call reads
-has been written to, or a context has ended. A checksum of each tensor is stored, not the tensor.
+A replay in backward may read different values than the audit's replay right after the call: an object that the call
+reads has been written to, or a context has ended. A checksum of each tensor is stored, not the tensor.
 """
 
 from __future__ import annotations

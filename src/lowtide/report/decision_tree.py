@@ -17,15 +17,15 @@ _FATE = {RECOMPUTED: "recomputed", REPLAYED: "replayed", ADVANCED: "replayed", O
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """A module, or several alike, with all modules below."""
+    """A module, or a group of identical siblings, with its submodules."""
 
     name: str
     bytes: Counter[str] = field(default_factory=Counter)
-    """Saved bytes by fate, of all modules below too."""
+    """Saved bytes by decision, submodules included."""
     ms: float = 0.0
     """Time of recomputes and replays."""
     n_alike: int = 1
-    """Number of modules that this one stands for: bytes and time are of all of them, the branches of one."""
+    """Number of modules that this branch stands for: `bytes` and `ms` are sums over them, `branches` those of one."""
     branches: dict[str, Branch] = field(default_factory=dict)
 
     @property
@@ -37,7 +37,7 @@ class Branch:
         return tuple(sorted(self.bytes.items())), tuple((name, b._key()) for name, b in self.branches.items())
 
     def folded(self) -> Branch:
-        """Return this branch with sibling modules that are alike, and numbered, as one."""
+        """Return this branch with numbered siblings merged into one if their decisions are equal."""
         below = [branch.folded() for branch in self.branches.values()]
         groups: dict[object, list[Branch]] = {}
         for branch in below:
@@ -59,7 +59,7 @@ class Branch:
 
 
 def decision_tree(profile: Profile, plan: Plan) -> Branch:
-    """Return the modules of a step, each with the fate of the tensors that it saves, those alike folded."""
+    """Return the modules of a step with the decisions about their saved tensors; identical siblings are merged."""
     own, sweep = swept(profile, plan.decisions)
     state = sweep.state.tolist()
     root = Branch(profile.fingerprint.model.partition(" ")[0])
@@ -73,7 +73,7 @@ def decision_tree(profile: Profile, plan: Plan) -> Branch:
         path = own.calls[slot.call].id.partition("#")[0]
         places.setdefault(slot.storage, path)
         if fates.setdefault(slot.storage, fate) != fate and "kept" in (fate, fates[slot.storage]):
-            fates[slot.storage] = "kept"  # one of its views is
+            fates[slot.storage] = "kept"  # a kept view keeps its storage
         if fate == "recomputed" and slot.value not in seen:
             seen.add(slot.value)
             _add(root, path, "", 0, own.values[slot.value].cost_ms)

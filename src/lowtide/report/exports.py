@@ -1,4 +1,4 @@
-"""A run for other tools: SARIF and GitHub annotations of findings, CSV and a Perfetto trace of memory over the step."""
+"""Export a run: SARIF and GitHub annotations of findings, CSV and a Perfetto trace of memory over the step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tracks_of(run: RunRecord) -> list[tuple[str, StepMemory]]:
 
 
 def csv_of(run: RunRecord) -> str:
-    """Return memory over the step: a row for each moment of each step, a column of bytes for each category."""
+    """Return memory over time as CSV: one row per moment of each step, one column of bytes per category."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(("step", "event", "phase", "module", *CATEGORIES, "total"))
@@ -41,7 +41,7 @@ def csv_of(run: RunRecord) -> str:
 def perfetto_trace(run: RunRecord) -> str:
     """Return a trace in Chrome's JSON format: memory as counters, phases as slices, peaks and the budget as marks.
 
-    A microsecond stands for an event of the step.
+    One microsecond of the trace stands for one event of the step.
     """
     events = [each for number, (name, memory) in enumerate(tracks_of(run), 1) for each in _events(number, name, memory)]
     if run.plan is not None:
@@ -67,7 +67,7 @@ def _events(pid: int, name: str, memory: StepMemory) -> Iterator[dict[str, Any]]
 
 
 def sarif(run: RunRecord) -> str:
-    """Return the findings in SARIF 2.1.0, which code hosts show beside the lines.
+    """Return the findings in SARIF 2.1.0, which code hosts show next to the source lines.
 
     Raises LowtideError for a run that was not watched.
     """
@@ -120,7 +120,7 @@ def _message(found: HeldMemory) -> str:
 
 
 def _place(found: HeldMemory) -> tuple[str, int] | None:
-    """Return file and line of the forward pass that made the memory."""
+    """Return the file and line of the forward pass that allocated the memory."""
     path, _, line = (found.made_at or "").rpartition(":")
     return (path, int(line)) if path and line.isdigit() else None
 

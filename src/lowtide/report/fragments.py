@@ -1,4 +1,4 @@
-"""Records as HTML: a fragment where one ends a notebook's cell, and a page of its own."""
+"""Render records as HTML: as the output of a notebook cell, or as a standalone page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fragment(record: object) -> str:
 
 
 def page(record: object) -> str:
-    """Return a page of a record."""
+    """Return a standalone HTML page for a record."""
     if isinstance(record, RunRecord):
         return run_page(record)
     run = _run_of(record)
@@ -35,7 +35,7 @@ def page(record: object) -> str:
 
 
 def _run_of(record: object) -> RunRecord | None:
-    """Return the run that a record is of: itself, of a rehearsed step, or the one that the object makes."""
+    """Return the record itself if it is a RunRecord, else one made from it; None if there is none."""
     if isinstance(record, RunRecord):
         return record
     if isinstance(record, Profile):
@@ -73,7 +73,7 @@ def _sections(record: object) -> list[Section]:
 
 
 def _timeline_of(record: object) -> Any:
-    """Return the timeline of a recording, or None: `measure` and `timeline` return such objects."""
+    """Return the timeline of an object that `measure` or `timeline` returned; None for other objects."""
     from lowtide.memory.memory_timeline import Timeline
 
     if isinstance(record, Timeline):

@@ -33,7 +33,7 @@ def table(frontier: Frontier, others: Sequence[Point] = ()) -> Table:
 def show(frontier: Frontier) -> str:
     """Return the table as plain text, at its full width."""
     text = io.StringIO()
-    # Whatever the terminal or notebook: text without escape codes.
+    # Plain text without escape codes, in any terminal or notebook.
     Console(file=text, width=200, color_system=None, force_terminal=False, force_jupyter=False).print(table(frontier))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 

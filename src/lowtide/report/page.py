@@ -1,4 +1,4 @@
-"""A run as one self-contained HTML page, in the order in which people ask. Nothing is loaded from anywhere."""
+"""Render a run as one self-contained HTML page, in the order of a reader's questions. Loads nothing external."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lowtide.report.text_table import decisions, lever_lines
 from lowtide.units import format_bytes, format_ratio, format_time
 
 _DEEPEST_OPEN = 2
-"""Levels of the tree of modules that are open at first."""
+"""Levels of the module tree that are expanded at first."""
 
 
 def asset(name: str) -> str:
-    """Return a file that pages are made of."""
+    """Return the text of a packaged asset file of pages."""
     return files("lowtide.report").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -192,7 +192,7 @@ def memory(
     budget_bytes: int | None = None,
     words: tuple[str, str] = ("before: the plain step", "after: under the plan"),
 ) -> str:
-    """Return the picture of one or two steps, named by `words`, with a reading of each moment."""
+    """Return the memory plot of one or two steps, named by `words`, with a description of each moment."""
     tracks = [(name, each) for name, each in (("before", before), ("after", after)) if each is not None]
     if not tracks:
         return ""
@@ -253,7 +253,7 @@ def tensors(shown: StepMemory, moment: int) -> str:
 
 
 def _data(tracks: Sequence[tuple[str, StepMemory]]) -> str:
-    """Return what the script needs, as JSON that is safe inside of a page."""
+    """Return the page script's data, as JSON that is safe inside HTML."""
     base = tracks[0][1]
     found = {}
     for name, each in tracks:
@@ -339,7 +339,7 @@ def _branch(branch: Branch, whole: int, depth: int) -> Iterator[str]:
 
 
 def alternatives(frontier: Frontier | None, plan: Plan | None) -> str:
-    """Return the frontier with the plan on it, and the plans beside it."""
+    """Return the frontier with the plan marked on it, and the plans next to it."""
     if frontier is None or not frontier.points:
         return ""
     rows = []
@@ -381,7 +381,7 @@ def _named(frontier: Frontier, plan: Plan | None) -> list[tuple[str, Point]]:
 
 
 def _beside(frontier: Frontier, plan: Plan | None) -> str:
-    """Return the next cheaper and the next smaller plan in a sentence."""
+    """Return a sentence on the next cheaper and the next smaller plan."""
     if plan is None:
         least = frontier.points[0]
         return (

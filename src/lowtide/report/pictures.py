@@ -1,7 +1,7 @@
-"""Pictures of memory over a step and of the frontier, as HTML with SVG: on pages and in notebooks, in any width.
+"""Draw memory over a step and the frontier, as HTML with SVG of any width, for pages and notebooks.
 
-Shapes are SVG stretched to the width at hand; texts are HTML placed in percent, so that they stay readable on a phone.
-Colours are variables of `page.css`: one sheet has them for light and dark.
+Shapes are SVG stretched to the available width; labels are HTML positioned in percent, so they stay readable on a
+phone. Colours are variables in `page.css`, which defines them for light and dark mode.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from lowtide.units import BINARY, format_bytes
 WIDTH, HEIGHT = 1000, 400
 """Units of the stretched SVG."""
 HEADROOM = 1.12
-"""Height of the axis over the largest level: room for a label."""
+"""Height of the axis, as a multiple of the largest level: leaves room for a label."""
 _TICKS = 5
 
 
 def escape(text: object) -> str:
-    """Return text as HTML shows it."""
+    """Return text escaped for HTML."""
     return html.escape(str(text))
 
 
 def slug(category: str) -> str:
-    """Return the class of a category: `optimizer state` -> `optimizer-state`."""
+    """Return the CSS class of a category: `optimizer state` -> `optimizer-state`."""
     return category.replace(" ", "-")
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Scales of a picture of one or two steps."""
+    """Scales of a plot of one or two steps."""
 
     span: float
-    """Length of the horizontal axis, in places of the first step."""
+    """Length of the horizontal axis, in events of the first step."""
     low: int
     high: int
 
@@ -54,7 +54,7 @@ class Axes:
         return f"{100 * self.y(level) / HEIGHT:.2f}%"
 
     def left(self, place: float) -> str:
-        """Return a place as a CSS position."""
+        """Return a position in the step as a CSS position."""
         return f"{100 * self.x(place) / WIDTH:.2f}%"
 
 
@@ -68,7 +68,7 @@ def axes_of(memories: Sequence[StepMemory], budget_bytes: int | None = None) -> 
 
 
 def places(memory: StepMemory, base: StepMemory) -> tuple[float, ...]:
-    """Return the places of a step's moments on the axis of the step `base`, phase by phase."""
+    """Map a step's moments to positions on the axis of the step `base`, phase by phase."""
     if memory is base:
         return tuple(map(float, memory.at))
     edges = {span.name: _edges(base, span.first, span.stop) for span in base.phases}
@@ -125,7 +125,7 @@ def _stack(memory: StepMemory, at: Sequence[float], axes: Axes) -> Iterator[str]
 
 
 def _steps(xs: Sequence[float], ends: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the corners of a step line, without those on a straight piece."""
+    """Return the corners of a step line; points on a straight segment are left out."""
     corners: list[tuple[float, float]] = []
     for x, end, y in zip(xs, ends, ys, strict=True):
         if corners and corners[-1][1] == y:
@@ -209,7 +209,7 @@ def frontier_plot(frontier: Frontier, plan: Plan | None = None) -> str:
     def x(n: float) -> float:
         return min(max(WIDTH * (n - left) / (right - left), 0), WIDTH)
 
-    def y(cost: float) -> float:  # by the root: the smallest peaks cost much, and most plans little
+    def y(cost: float) -> float:  # square-root scale: the smallest peaks cost a lot, most plans little
         return HEIGHT * (0.97 - 0.94 * math.sqrt(cost / top))
 
     corners: list[tuple[float, float]] = []
@@ -250,7 +250,7 @@ def frontier_plot(frontier: Frontier, plan: Plan | None = None) -> str:
 
 
 def _fractions(top: float) -> list[float]:
-    """Return 0 and round numbers up to `top`, which are not too close on an axis of roots."""
+    """Return 0 and round numbers up to `top`, not too close to each other on a square-root axis."""
     found = [0.0]
     scale = 10 ** (math.floor(math.log10(top)) - 2)
     for number in (m * scale * 10**e for e in range(4) for m in (1, 2, 5)):

@@ -54,7 +54,7 @@ def blocks(decided: Decided) -> Iterator[str]:
 
 
 def _counted(addresses: Iterable[str]) -> Iterator[str]:
-    """Yield modules instead of addresses, with the number of tensors unless it is one. `@`: an argument of a call."""
+    """Yield module paths instead of addresses, with the number of tensors if above 1. `@` marks a call argument."""
     modules = Counter(address.partition("#")[0] or "itself" for address in addresses if "@" not in address)
     yield from (module if n == 1 else f"{module} ({n})" for module, n in modules.items())
     if n := sum("@" in address for address in addresses):

@@ -205,7 +205,7 @@ def _names(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point
     )
 
     def lines_to_names(way: dict[str, Any]) -> tuple[int, float]:
-        """Return how many labels find no place, and the total length of the other labels' leader lines in pixels."""
+        """Return the number of labels without a place, and the total length of the others' leader lines in pixels."""
         _, _, texts, leaders = allocate(axes, **settings, **way, draw_all=False)
         lines = [_pixels(axes, leader) for leader in leaders if isinstance(leader, Line2D)]
         for artist in (*texts, *leaders):

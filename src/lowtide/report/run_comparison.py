@@ -53,7 +53,7 @@ class RunComparison:
         return tuple(each for each in self.first.findings or () if (each.code, each.holder) not in known)
 
     def rows(self) -> Iterator[tuple[str, str, str, str]]:
-        """Yield what changed: name, both values, and the change."""
+        """Yield a row for each difference: name, both values, and the change."""
         first, second = self.first, self.second
         sizes = [
             ("peak", first.peak_bytes, second.peak_bytes),

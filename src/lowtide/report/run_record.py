@@ -1,4 +1,4 @@
-"""The record of one run: all that its report says. Torch-free, so that a page can be made anywhere.
+"""The record of one run, which holds the contents of its report. Needs no torch, so pages can be made anywhere.
 
 A `RunRecord` is written by `--report FILE.json` of `lowtide run`, `rehearse`, `estimate`, `watch` and `demo`, and by
 `to_record()` of what `lowtide.fit` returns. `lowtide report` makes the page of it.
@@ -25,9 +25,9 @@ from lowtide.report.step_memory import StepMemory, predicted_memory
 from lowtide.utils.rendering import text_of
 
 N_BUDGETS = 10
-"""Budgets that the frontier of a report is planned for."""
+"""Number of budgets on a report's frontier."""
 LARGEST_PLANNED = 3_000
-"""Most saved tensors of a step whose frontier is planned for a report: it takes seconds."""
+"""Largest number of saved tensors for which a report plans the frontier, which takes seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Proof(Record):
     text: str
     """Result of the comparison, in words."""
     is_proven: bool | None = None
-    """True if results were compared bit by bit and are the same; None if the recomputed tensors alone were."""
+    """True if all results were compared and are bit-identical; None if only recomputed tensors were compared."""
     planned_ms: float | None = None
     plain_ms: float | None = None
 
@@ -86,7 +86,7 @@ class GpuNeeds(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained(Record):
-    """One way to train, of several that were compared: a row of the demo."""
+    """One of several compared ways to train: a row of the demo's table."""
 
     name: str
     budget_bytes: int | None = None
@@ -100,14 +100,14 @@ class Trained(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord(Record):
-    """All that is known of one run."""
+    """All recorded facts about one run."""
 
     command: str
-    """The command that repeats it."""
+    """The command that repeats the run."""
     versions: dict[str, str]
     """Package -> version, and the platform."""
     refusal: str = ""
-    """Error for which there is no plan: its budget can't be kept."""
+    """The error if no plan keeps to the budget."""
     subject: str = ""
     """Title of the report: the script, or empty for the model's name."""
     fingerprint: Fingerprint | None = None
@@ -123,7 +123,7 @@ class RunRecord(Record):
     needs: tuple[GpuNeeds, ...] = ()
     trained: tuple[Trained, ...] = ()
     findings: tuple[HeldMemory, ...] | None = None
-    """None if nothing watched what outlives its step."""
+    """Memory that outlives its step; None if the run did not watch for it."""
     n_steps: int | None = None
     """Steps that were watched."""
     measured: tuple[str, ...] = ()
@@ -199,7 +199,7 @@ def record_of(
         plan: The plan in force; made from `profile` if that is given.
         proof: Measurements under the plan.
         trained: Ways to train that were compared.
-        notes: Remarks beside those of profile and plan.
+        notes: Remarks in addition to those of profile and plan.
     """
     made_for = plan.fingerprint if plan is not None else None if profile is None else profile.fingerprint
     measured, predicted = [], []

@@ -1,4 +1,4 @@
-"""A run in sentences: the verdict, the peak and its parts, the cost. Pages and terminals say the same ones."""
+"""Describe a run in sentences: the verdict, the peak and its parts, the cost. Pages and terminals use the same ones."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lowtide.report.text_table import decisions, listed
 from lowtide.units import format_apart, format_bytes, format_ratio
 
 Answer = Literal["yes", "no", "open", "plain"]
-"""Kinds of verdict: it fits, it does not, it depends on what is not known, or nothing was asked."""
+"""Kinds of verdict: the step fits, does not fit, may or may not fit (something is unknown), or no budget was given."""
 
 _PARTS = 3
-"""Parts of a peak that its sentence names."""
+"""Number of parts of a peak that a sentence names."""
 
 
 def show(run: RunRecord) -> str:
@@ -73,7 +73,7 @@ def verdict(run: RunRecord) -> tuple[Answer, str]:
 
 
 def _reach(run: RunRecord) -> str:
-    """Return how low plans reach: `Plans take it down to 300 MiB (+62 % time).`"""
+    """Return a sentence on the smallest peak of any plan: `Plans take it down to 300 MiB (+62 % time).`"""
     points = () if run.frontier is None else run.frontier.points
     if not points or run.frontier is None or points[0].peak_bytes >= run.frontier.plain_bytes:
         return ""

@@ -1,4 +1,4 @@
-"""Memory of one step at up to `MOST_MOMENTS` moments, every peak among them: from a plan's sweep or from events."""
+"""Memory of one step at up to `MOST_MOMENTS` moments, including its peaks: from a plan's sweep or from events."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from lowtide.planner.simulate.memory_sweep import Sweep
 from lowtide.report.text_table import operator_name
 
 MOST_MOMENTS = 400
-"""Moments that a longer step is reduced to: more than a screen can tell apart."""
+"""Number of moments to which a longer step is reduced: more than a screen can resolve."""
 NAMED = 8
-"""Tensors that are named at each moment: the largest."""
+"""Number of tensors named at each moment, the largest ones."""
 
 CATEGORIES = (
     "parameters",
@@ -67,7 +67,7 @@ class Span(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory(Record):
-    """Memory of one step. Moments are the highest ones of equal parts of the step, if it has more than are kept."""
+    """Memory of one step. A long step is cut into equal parts, of which the moment with the most memory is kept."""
 
     how: Literal["measured", "predicted", "estimated"]
     n_events: int
@@ -77,7 +77,7 @@ class StepMemory(Record):
     bytes: dict[str, tuple[int, ...]]
     """Category -> bytes at each moment."""
     floor_bytes: int = 0
-    """Level at which the stack begins: negative where it is counted from entry and some memory of then is freed."""
+    """Level at which the stack begins: negative if levels are relative to entry and memory from before is freed."""
     modules: tuple[str, ...] = ()
     """Modules that `where` refers to."""
     where: tuple[int, ...] = ()
@@ -101,7 +101,7 @@ class StepMemory(Record):
         return max(self.totals)
 
     def parts_at(self, moment: int) -> dict[str, int]:
-        """Return the bytes of each category at a moment, without empty ones."""
+        """Return the bytes of each non-empty category at a moment."""
         return {name: column[moment] for name, column in self.bytes.items() if column[moment]}
 
     def tensors_at(self, moment: int) -> tuple[Tensor, ...]:
@@ -158,7 +158,7 @@ def predicted_memory(profile: Profile, decisions: Decisions | None = None) -> St
 
 
 def swept(profile: Profile, decisions: Decisions) -> tuple[Profile, Sweep]:
-    """Return the step under `decisions`, and the profile that it is about: with their gradients in place."""
+    """Return the profile with the gradients that `decisions` put in place, and its sweep under `decisions`."""
     n = prefix_length_of(profile, decisions.in_place) if decisions.in_place else 0
     simulator = simulator_of(profile, offload=bool(decisions.offload), in_place=n)
     return simulator.profile, simulator.sweep(simulator.choice(replace(decisions, in_place=frozenset())))
@@ -167,7 +167,7 @@ def swept(profile: Profile, decisions: Decisions) -> tuple[Profile, Sweep]:
 def recorded_memory(
     timeline: Timeline, how: Literal["measured", "estimated"], static: Static | None = None
 ) -> StepMemory:
-    """Return the memory in a timeline. Without `static`, levels are over entry.
+    """Return the memory in a timeline. Without `static`, levels are relative to entry.
 
     Takes about 2 seconds and 500 MB for a million events.
     """
@@ -261,7 +261,7 @@ def _alive(first: Ints, stop: Ints, amounts: Ints, n: int) -> Ints:
 
 
 def _entry(static: Static) -> dict[str, int]:
-    """Return what exists when the step begins, by category."""
+    """Return the memory at the start of the step, by category."""
     return {
         "parameters": static.parameters,
         "optimizer state": static.optimizer,
@@ -275,7 +275,7 @@ def _entry(static: Static) -> dict[str, int]:
 
 
 def _add_entry(columns: dict[str, Ints], freed: Ints, static: Static | None) -> int:
-    """Add what exists at entry to `columns`, less what is freed of it; return the level at which the stack begins."""
+    """Add memory from before the step to `columns`, except what is freed; return the level where the stack begins."""
     if static is None:
         most = int(freed.max())
         if most > 0:
@@ -295,7 +295,7 @@ def _add_entry(columns: dict[str, Ints], freed: Ints, static: Static | None) -> 
 
 
 def _moments(total: Ints, starts: Sequence[int]) -> Ints:
-    """Return the positions that are kept: the highest one of each of equal parts, and where phases begin."""
+    """Return the positions to keep: the highest of each of equal parts, and the beginnings of phases."""
     n = len(total)
     if n <= MOST_MOMENTS:
         return np.arange(n)
@@ -316,11 +316,11 @@ def _spans(starts: Sequence[tuple[int, str]], moments: Ints, n: int) -> tuple[Sp
 
 
 def _chosen(order: Ints, starts: Ints, stops: Ints, moments: Ints) -> list[tuple[int, int, int]]:
-    """Return the tensors among the NAMED largest at some moment, with their moments. `order`: the largest first."""
+    """Return tensors that are among the NAMED largest at some moment, with their lifetimes. `order`: largest first."""
     first, stop = np.searchsorted(moments, starts), np.searchsorted(moments, stops)
     count = np.zeros(len(moments), np.int64)
     found: list[tuple[int, int, int]] = []
-    for row in np.flatnonzero(first < stop).tolist():  # others live between two moments
+    for row in np.flatnonzero(first < stop).tolist():  # the others live between two kept moments
         start, end = int(first[row]), int(stop[row])
         alive = count[start:end]
         if alive.min() < NAMED:
@@ -370,7 +370,7 @@ def in_words(label: str) -> str:
 
 
 def _modules_of(profile: Profile) -> tuple[tuple[str, ...], Ints]:
-    """Return modules, and for each position the one that runs, or that backward reads a saved tensor of."""
+    """Return module names, and for each position the module that runs, or whose saved tensor backward reads."""
     n = len(profile.base_bytes)
     names: dict[str, int] = {"": 0}
     where = np.zeros(n, np.int64)
@@ -405,11 +405,11 @@ def _module_of(timeline: Timeline, events: Sequence[object], index: int) -> str:
 
 
 def moments_by_phase(memory: StepMemory, others: Mapping[str, tuple[int, int]]) -> tuple[float, ...]:
-    """Return the place of each moment on the axis of another step, phase by phase.
+    """Map each moment to a position on the axis of another step, phase by phase.
 
     Args:
-        memory: The step to be placed.
-        others: Phase -> places in the other step at which it begins and ends.
+        memory: The step to map.
+        others: Phase -> positions in the other step at which it begins and ends.
     """
     places = np.array(memory.at, np.float64)
     for span in memory.phases:

@@ -41,7 +41,7 @@ _GATHER: Final = 0x0102040810204080
 
 
 def bits_of(mask: Tensor) -> dict[str, Any]:
-    """Return the constants from which `FROM_BITS` makes `mask`. Raises CannotRecompute if it is no mask."""
+    """Return the constants from which `FROM_BITS` makes `mask`. Raises CannotRecompute if it is not a mask."""
     if not may_be_a_mask(mask):
         raise CannotRecompute("it is not of a kind that masks are of")
     bits = room_for_bits(mask)

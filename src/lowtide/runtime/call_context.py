@@ -192,7 +192,7 @@ class CallContext:
             self.numpy = None
 
     def restore(self) -> None:
-        """Restore the state at the start of the call, which has failed, and for good."""
+        """Restore the state at the start of a call that has failed, permanently."""
         self.attributes.learn()
         self.attributes.put_back()
         with contextlib.ExitStack() as stack:
@@ -207,7 +207,7 @@ class CallContext:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Restore the state at the start of the call inside the block, and the present state after it."""
+        """Restore the state at the start of the call inside the block, and the current state after it."""
         with _attributes_back(self.reach.modules), contextlib.ExitStack() as stack:
             self._put_back()
             for tensor, version in self.attributes.tensors:

@@ -121,8 +121,8 @@ class CallInterceptor:
 class OuterInterceptor:
     """Handler of a module's calls from outside, in its CALL attribute before any `CallInterceptor`.
 
-    `around(inner, args, kwargs)` is called instead of the module and may call `inner(*args, **kwargs)`, the module with
-    the plan in force on it, never, once or several times.
+    `around(inner, args, kwargs)` is called instead of the module. It may call `inner(*args, **kwargs)`, the module
+    under its plan, any number of times.
     """
 
     __slots__ = ("_own_calls", "_thread", "around", "before", "inner", "module", "owner")

@@ -1,4 +1,4 @@
-"""A plan in force on compiled code: inductor partitions the graphs that the plan knows as it says.
+"""A plan in force on compiled code: inductor partitions the graphs that the plan covers as the plan says.
 
 torch recompiles with another partitioner, so putting a plan on or taking it off discards all compiled code. The keys of
 inductor's caches include the plan.

@@ -83,7 +83,7 @@ def device_of(model: nn.Module) -> str:
 
 
 def place_of(model: nn.Module) -> torch.device:
-    """Return the device itself, such as `cuda:1`, where memory and time are measured; maybe not the current one."""
+    """Return the device itself, such as `cuda:1`, where memory and time are measured; it may not be current."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
@@ -122,7 +122,7 @@ def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) 
     """Return the bytes on the model's device that belong to the step before it begins, and all storage addresses.
 
     Each storage counts once. A batch that the step itself moves there, and Adam's step counters, are in host memory.
-    Everything else that the optimizers update counts as the model does. Gradients include DistributedDataParallel's
+    Everything else that the optimizers update counts like the model. Gradients include DistributedDataParallel's
     buckets, also those of other models: no Python object holds them.
     """
     optimizers, there = list(optimizers), place_of(model)
@@ -202,7 +202,7 @@ def _state(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 
 def _bucket_bytes(wrapper: DistributedDataParallel) -> int:
-    """Return the bytes of the buckets in which gradients are sent, except those that present gradients are views of."""
+    """Return the bytes of the buckets in which gradients are sent, except those of which gradients are views."""
     model: nn.Module = wrapper.module
     sent = (p for name, p in model.named_parameters() if p.requires_grad and name not in wrapper.parameters_to_ignore)
     return sum(p.nbytes for p in sent if p.grad is None or not wrapper.gradient_as_bucket_view)

@@ -249,7 +249,7 @@ class ForwardPass:
             probe.sized_by_contents(operator)
 
     def run_replayable(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that the plan may replay, which leaves all its saved tensors to that, or advance to its result."""
+        """Run a call that the plan may replay, to which all its saved tensors are left, or advance to its result."""
         scope, outer = self.scope, self.frame
         assert scope is not None
         replay, advance = scope.actions.replay, scope.actions.advance and outer is None

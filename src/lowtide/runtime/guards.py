@@ -1,4 +1,4 @@
-"""Checks that a plan in force still holds: larger batches, more state and compiled code may end that."""
+"""Checks that a plan in force still holds: larger batches, more state and compiled code may invalidate it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_VALUES = methodcaller("values")  # of TorchScript modules, too, whose parameters are in no dict
 
 _MOST_SHAPES = 1024
 """Most shapes that a guard remembers."""
@@ -104,7 +105,7 @@ class PlanGuard:
 
     def _ids_now(self) -> list[int]:
         """Return the ids of the parameters, without a call of a Python function for each."""
-        return [*map(id, itertools.chain.from_iterable(map(dict.values, self._parameters)))]
+        return [*map(id, itertools.chain.from_iterable(map(_VALUES, self._parameters)))]
 
     def _n_now(self) -> int:
         """Count the parameters that are trained, and note the others."""

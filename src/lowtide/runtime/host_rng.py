@@ -17,7 +17,7 @@ import numpy as np
 _MT19937_BYTES = 625 * 4
 """Bytes of mt19937_state: 624 numbers and the position in them (numpy/random/src/mt19937/mt19937.h, since 1.17)."""
 _NORMAL = slice(3, 5)
-"""Fields of a state for a second normal number that was drawn and waits: returning it does not change the memory."""
+"""Fields of a state for a cached second normal number: returning that number does not change the memory."""
 
 _PYTHONS: Final[random.Random] = random.getstate.__self__  # type: ignore[attr-defined]
 _PYTHONS_WORDS: Final = struct.Struct("=i624I")
@@ -39,7 +39,7 @@ def _is_layout_known() -> bool:
 _IS_LAYOUT_KNOWN: Final = _is_layout_known()
 
 _of_python: tuple[tuple[bytes, float | None] | None, tuple[Any, ...]] = None, ()
-"""The memory when the state was last read, with the waiting normal number, and the state."""
+"""The memory when the state was last read, with the cached normal number, and the state."""
 _of_numpy: tuple[bytes | None, Any] = None, None
 """The memory when the state was last read, and the state."""
 
@@ -60,8 +60,8 @@ def python_state() -> tuple[Any, ...]:
 def numpy_state() -> Any:
     """Return a state for `np.random.set_state`; for generators other than NumPy's own default a new object each time.
 
-    The memory does not show whether a second normal number waits. Code that calls `np.random.set_state` with a state in
-    which one waits, and has drawn only that one since, goes unnoticed.
+    The memory does not show if a second normal number is cached. Code that calls `np.random.set_state` with a state
+    that caches one, and has drawn only that one since, goes unnoticed.
     """
     global _of_numpy
     memory, state = _of_numpy
@@ -78,7 +78,7 @@ def numpy_state() -> Any:
 
 
 def set_numpy_state(state: Any) -> None:
-    """Set a state returned by `numpy_state`: a normal number waits or not, with the same memory."""
+    """Set a state returned by `numpy_state`; its memory is the same with or without a cached normal number."""
     global _of_numpy
     np.random.set_state(state)
     _of_numpy = _memory(), state

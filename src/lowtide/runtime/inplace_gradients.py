@@ -12,7 +12,7 @@ Such a kernel lets torch's write its result over the incoming gradient, if
 - the result has the size and layout of the gradient.
 
 In all other cases, such as when a graph of gradients is recorded, torch's kernel runs unchanged. The arithmetic is the
-same, and so are the bits; the audit compares them all the same.
+same, and so are the bits; the audit still compares them.
 
 Lowtide's kernels stay registered once they are, because the dispatcher frees a removed kernel even if another thread is
 about to call it. While nothing is in force they call torch's directly.
@@ -93,7 +93,7 @@ class InPlace(Removable):
 
     @contextlib.contextmanager
     def of_run(self, least: Mapping[str, int]) -> Iterator[list[Any]]:
-        """Request these in the backward pass of the output that the block, which runs the model, puts in the list."""
+        """Request these in one backward pass: that of the output which the block puts in the yielded list."""
         self.least = least
         outputs: list[Any] = []
         if not least:

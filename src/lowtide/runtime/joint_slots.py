@@ -1,4 +1,4 @@
-"""Slots of a joint graph, on which a plan decides: values that backward may be given, or compute again.
+"""Slots of a joint graph, on which a plan decides: values either saved for backward or recomputed in it.
 
 torch saves the values nearest to backward, such as the normalised tensor of a layer norm. The residual stream, from
 which fused arithmetic alone computes that tensor, serves as well: it has the same size, and the next blocks can be
@@ -78,11 +78,11 @@ class JointSlots:
         self._fixed = frozenset(i for i in plain if nodes[i].root not in roots)
 
     def at(self, sizes: tuple[int, ...]) -> JointSlots:
-        """Return the slots of the graph as it runs on the symbolic `sizes`."""
+        """Return the slots of the graph for these values of its symbolic sizes."""
         return self if self.joint.resize is None else JointSlots(self.joint.at(sizes), self.plain)
 
     def as_torch(self) -> Recomputed:
-        """Return the split that torch makes."""
+        """Return the split between saved and recomputed values that torch chooses."""
         return self._reached(self.plain)
 
     def without(self, addresses: Collection[str]) -> Recomputed:

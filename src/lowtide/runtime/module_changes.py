@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Look(NamedTuple):
-    """Parts of a module that determine what a call of it does."""
+    """Parts of a module that determine the behaviour of its calls."""
 
     kind: type
     forward: Any

@@ -1,9 +1,9 @@
 """Offload saved tensors to host memory until backward.
 
 A storage is copied once, however many saved tensors it contains. It leaves on a separate stream, into pinned memory,
-and its device memory is freed when the next storage leaves, or forward ends: by then the copy had time to run beside
-other work. The copy back begins when the storage that left after it is read, so that it runs beside that one's
-backward; the reader of a tensor waits for the event behind its copy.
+and its device memory is freed when the next storage leaves, or forward ends: by then the copy has had time to run in
+parallel with other work. The copy back begins when the storage that left after it is read, so that it runs in parallel
+with that one's backward; the reader of a tensor waits for the event behind its copy.
 
 Events alone order the two streams, and neither frees memory that the other may still use:
 
@@ -53,7 +53,7 @@ class Copying(Protocol):
 
 
 class CudaCopier:
-    """Copies beside the computing stream of a CUDA device."""
+    """Copies on a stream next to the computing stream of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -155,7 +155,7 @@ class OffloadedStorage:
             self._back = self._copying.back(self._host)
 
     def arrive(self) -> Tensor:
-        """Return the bytes on the device, stored in the waiting values; start the copy back of the storage before.
+        """Return the bytes on the device, stored in the waiting values; start the copy back of the previous storage.
 
         Raises RuntimeError if the tensor was changed in place while it left.
         """
@@ -218,7 +218,7 @@ def bytes_of(base: Tensor) -> Tensor:
 
 
 def seen_in(data: Tensor, seen: _Seen) -> Tensor:
-    """Return a tensor in the bytes of its storage."""
+    """Return a tensor as a view of the bytes of its storage."""
     dtype, (size, stride, offset) = seen
     return torch.empty(0, dtype=dtype, device=data.device).set_(data.untyped_storage(), offset, size, stride)
 

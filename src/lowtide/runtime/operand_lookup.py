@@ -141,7 +141,7 @@ class OperandLookup:
         return found[0] if found and all(same(other, found[0]) for other in found) else None
 
     def parameter(self, name: str) -> int:
-        """Return the `id` of the parameter that is the operand `name`; 0 if it is none."""
+        """Return the `id` of the parameter that is the operand `name`; 0 if the operand is no parameter."""
         edge = self.recipe.edges.get(name)
         node = None if edge is None else self.edges[edge][0]
         while node is not None and not hasattr(node, "variable"):  # through the views of a weight: `weight.t()`

@@ -61,7 +61,7 @@ class NeededSlots:
     """Saved tensors of each call that the hooks have to see, learnt in a run in which they saw all.
 
     These are tensors with a decision, tensors left to a replay, and tensors whose value was looked up through an edge
-    of the autograd graph. All others autograd saves as without a plan, and checks their versions.
+    of the autograd graph. Autograd saves all others as without a plan, and checks their versions.
     """
 
     __slots__ = ("by_call", "idle")

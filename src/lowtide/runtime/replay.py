@@ -191,7 +191,7 @@ class ReplayFrame:
     def catch(self) -> dict[int, Tensor]:
         """Return the tensors that the call saves in a second run, detached, for each place with a live value.
 
-        Raises as `look` does.
+        Raises the errors of `look`.
         """
         found: dict[int, Tensor] = {}
         self.look(found.__setitem__)

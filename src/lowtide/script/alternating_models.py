@@ -38,12 +38,12 @@ class AlternatingModels:
         return list(self._updated.values())
 
     def begin(self) -> None:
-        """Forget noted updates: another model is trained from here on."""
+        """Forget noted updates: another model is trained from now on."""
         self._updated.clear()
 
 
 def others_at_hand(model: nn.Module) -> bool:
-    """Return True if the script's variables hold an optimizer, perhaps yet to step, of parameters outside the model."""
+    """Return True if the script's variables hold an optimizer of other parameters, even one that has not stepped."""
     mine = ids(model.parameters())
     return any(held and not held & mine for held in map(held_by, optimizers_at_hand()))
 

@@ -1,4 +1,4 @@
-"""Put a plan that was made before in force in a script."""
+"""Run a script under an existing plan."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Applying(PlanMonitor):
         """Peaks of steps on batches of the planned size."""
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
-        """Put the plan in force if this is its model, on a batch that is not larger than the planned one; measure."""
+        """Put the plan in force if `model` is the plan's; measure the step if its batch is no larger than planned."""
         planned, found = self._plan.fingerprint, fingerprint(model, batch)
         super().begins(model, batch, optimizers)
         if self._applied is None:
@@ -67,7 +67,7 @@ class Applying(PlanMonitor):
         if self._applied is None:
             self._n_others += 1
             if is_of_parts(self._plan.fingerprint) and type(model) is not CompositeModel and self._n_others < PATIENCE:
-                return  # models that take turns are known as such only later
+                return  # models that take turns are recognised only later
             raise StalePlan(
                 f"this plan is not for the {name_of(model)} that the script trains.",
                 differences=self._differences,

@@ -1,4 +1,4 @@
-"""Modules that are called beside the model: detect when training has moved on to them."""
+"""Detect when training has moved on from the model to other modules that the script calls."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class CandidateModels:
-    """Other modules that the script called in training since it called the model, held by weak references."""
+    """Other modules called in training since the model's last call, held by weak references."""
 
     def __init__(self) -> None:
         self._called: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._n_updates: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._left: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Models that were given up for such modules, and are not taken again: models may take turns."""
+        """Models that were replaced by such modules, and are not considered again: models may take turns."""
 
     def called(self, module: nn.Module) -> None:
         """Note a call of a module that is not part of the model."""
@@ -33,18 +33,18 @@ class CandidateModels:
             self._n_updates[optimizer] = self._n_updates.get(optimizer, 0) + 1
 
     def trained(self) -> tuple[list[nn.Module], list[Optimizer]]:
-        """Return the modules that replace the model, because they were trained for two steps, and their optimizers."""
+        """Return the modules that were trained for two steps and so replace the model, and their optimizers."""
         optimizers = [optimizer for optimizer, n in self._n_updates.items() if n > 1]
         updated = {p for optimizer in optimizers for p in held_by(optimizer)}
         modules = [module for module in self._called.values() if updated & ids(module.parameters())]
         return ([], []) if any(module in self._left for module in modules) else (modules, optimizers)
 
     def leave(self, model: nn.Module) -> None:
-        """Note that `model` is given up for other modules."""
+        """Note that `model` is replaced by other modules."""
         self._left.update(model.modules())
         self.forget()
 
     def forget(self) -> None:
-        """Forget other modules, because the model is called."""
+        """Forget other modules: the model was called again."""
         self._called.clear()
         self._n_updates.clear()

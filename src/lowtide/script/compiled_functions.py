@@ -1,7 +1,7 @@
-"""Calls of compiled functions (torch.compile) that call the trained model: compiled code makes no module calls.
+"""Detect calls of compiled functions (torch.compile) that run the trained model: compiled code calls no modules.
 
-`torch.compile` returns functions, while steps are detected, that tell the detector before they are called. A function
-that was compiled before is not seen.
+While steps are detected, `torch.compile` returns functions that pass their calls to the detector. A function that was
+compiled earlier is not seen.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class _Detector(Protocol):
     def calls_compiled(
         self, function: Callable[..., Any], of: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a compiled `function`, made of the function `of`."""
+        """Call `function`, which was compiled from `of`."""
 
 
 def watch_compiled_functions(detector: _Detector) -> Callable[[], None]:
-    """Call the detector for functions that torch.compile makes from here on, until the returned function is called."""
+    """Make functions that torch.compile returns call the detector, until the function returned here is called."""
     reference: weakref.ref[_Detector] | None = weakref.ref(detector)
 
     def compiles(plain: Callable[..., Any], model: Any = None, **settings: Any) -> Any:
@@ -52,7 +52,7 @@ def watch_compiled_functions(detector: _Detector) -> Callable[[], None]:
 
 
 def trained_modules(function: Callable[..., Any], args: Any, kwargs: Any) -> list[nn.Module]:
-    """Return the modules in training mode that a call of `function` may train: arguments, and those that it names."""
+    """Return the modules in training mode that a call of `function` may train: its arguments, and modules it names."""
     given = [*args, *kwargs.values(), getattr(function, "__self__", None)]
     named = [content for each in user_functions(function) for _, _, content in variables(each)]
     modules = {id(thing): thing for thing in (*given, *named) if isinstance(thing, nn.Module) and thing.training}

@@ -43,7 +43,7 @@ def is_of_parts(found: Fingerprint) -> bool:
 
 
 def whole(modules: Sequence[nn.Module]) -> nn.Module:
-    """Return one module for all that are trained: one that has the others inside, else their `CompositeModel`."""
+    """Return one module for all trained ones: the one that contains the others, else their `CompositeModel`."""
     inside = {id(below) for module in modules for below in module.modules() if below is not module}
     outermost = [module for module in modules if id(module) not in inside]
     return outermost[0] if len(outermost) == 1 else CompositeModel(outermost)

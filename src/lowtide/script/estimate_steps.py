@@ -54,7 +54,7 @@ class Estimating(StepListener):
     """
 
     awaits = "was rehearsed: that takes two steps"
-    plans_compiled = False  # compiled code runs as it was written
+    plans_compiled = False  # compiled functions run uncompiled
 
     def __init__(
         self, gpu: GpuSpec, size: int | None, told: Callable[[], None], processes: AbsentProcesses | None = None
@@ -151,16 +151,16 @@ class Estimating(StepListener):
                 return
 
     def _may_enter(self, batch: Any) -> bool:
-        """Return False in a checkpoint or a graph from inputs that began without a GPU: it has to end without one."""
+        """Return False inside a checkpoint, or for inputs with a graph: what began off the GPU has to end off it."""
         return saved_tensor_hooks() is None and all(tensor.is_leaf for tensor in tensors_in(batch))
 
     def finish(self) -> None:
-        """Conclude when the script has ended, if it ran passes without an optimizer."""
+        """Conclude at the end of a script that ran passes without an optimizer."""
         if self._n_passes and self._rehearsal is not None and not self._rehearsal.has_updated and self._n_gone_back():
             self._conclude()
 
     def _n_gone_back(self) -> int:
-        """Count the passes that had a backward pass."""
+        """Count the forward passes that were followed by a backward pass."""
         return self._n_passes - (not self._has_gone_back)
 
     def _next_pass(self, batch: Any) -> None:
@@ -171,10 +171,10 @@ class Estimating(StepListener):
         self._has_gone_back = False
 
     def _of_other_size(self, batch: Any, *, is_first: bool) -> list[Tensor]:
-        """Return the tensors with the length of a batch of the script, which are to be resized.
+        """Return the leaf tensors that are as long as the script's batch, which are to be resized.
 
-        The batch that a step begins with may be a smaller one, such as the last. Computed tensors are excluded: a
-        generator's images have a graph, and the new length already.
+        A step may begin with a smaller batch, such as the last one of an epoch. Computed tensors are excluded: a
+        generator's images, for example, already have the new length.
         """
         if self._size is None:
             return []
@@ -247,7 +247,7 @@ class Estimating(StepListener):
         self._n_steps = int(self._rehearsal is not None and self._rehearsal.has_updated)
 
     def is_updated(self, model: nn.Module) -> bool:
-        """Return True if parameters were written to, or got other data, and no optimizer of theirs is yet to step."""
+        """Return True if parameters were written to or replaced, and the script holds no optimizer of them."""
         mine = ids(model.parameters())
         if self.answers is None or has_others(model):
             return False
@@ -279,7 +279,7 @@ def estimate_script(
     """Run `script` up to two steps on `gpu`, as one of `processes`; return its exit code and the estimate.
 
     `told` is called when the script's tensors are real for the last time.
-    Raises the errors of a rehearsal, with the line of the script that asked for too much.
+    Raises the errors of a rehearsal, with the line of the script that caused them.
     """
     crew = Estimating(gpu, size, told, processes)
     with cuda_for_a_script(gpu, crew, processes), nothing_saved(crew):

@@ -1,8 +1,8 @@
 """Fit the steps of a loop into a budget.
 
-The first two are rehearsed, and a plan is made. It is in force from the third on, which is measured: if a step is over
-the budget, another plan is made. A larger batch than those runs under the most saving plan; the next batch of such a
-size is rehearsed, and from then on it has its own plan beside the one for smaller batches.
+The first two steps are rehearsed, and a plan is made. It is in force from the third step on, which is measured: if its
+peak is over the budget, another plan is made. A batch that is larger than the rehearsed ones runs under the most saving
+plan; the next batch of that size is rehearsed, and from then on has its own plan, next to the one for smaller batches.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RunVerdict:
         return self.measured_peak_bytes is not None and self.measured_peak_bytes <= self.budget_bytes
 
     def to_proof(self) -> Proof:
-        """Return what a report says of this verdict."""
+        """Return this verdict as the proof in a report."""
         return Proof(measured_peak_bytes=self.measured_peak_bytes, is_within_budget=self.within_budget, text=str(self))
 
     def __str__(self) -> str:
@@ -122,7 +122,7 @@ class Fitting(PlanMonitor):
         retry: bool = False,
         progress: bool = True,
     ) -> None:
-        """Begin without a plan; other models trained in turn with this one are awaited only if it `takes_turns`."""
+        """Begin without a plan; wait for models that are trained alternately with this one only if `takes_turns`."""
         super().__init__(say, retry=retry)
         self.plan: Plan | None = None
         """The plan for the largest batches so far."""
@@ -143,7 +143,7 @@ class Fitting(PlanMonitor):
         self._over: list[int] = []
         """Measured peaks of plans that were over the budget."""
         self._told = False
-        """True once it was said that sizes vary."""
+        """True once varying sizes have been reported."""
         self._preceding: Counter[str] = Counter()
         """Counts, by name, of models called between steps."""
         self._n_waited = 0
@@ -157,7 +157,7 @@ class Fitting(PlanMonitor):
         self._is_outgrown = False
         """True once a batch has come that is larger than the batches of all plans."""
         self._n_looked: int | None = None
-        """Steps so far in which a batch of such a size was awaited; None if none is."""
+        """Steps spent waiting for another batch of that size; None if none is awaited."""
         self._is_rehearsed = False
         """True if this step's batch is of such a size."""
         self._n_growths = 0
@@ -177,7 +177,7 @@ class Fitting(PlanMonitor):
 
     @property
     def profile(self) -> Profile | None:
-        """The rehearsed step, until the plan for it stays."""
+        """The rehearsed step, until its plan is final."""
         return self._rehearsing.profile
 
     @property
@@ -217,7 +217,7 @@ class Fitting(PlanMonitor):
         self._n_others += found != planned
         if found == planned or (not self._smaller and no_larger(shapes_in(found), shapes_in(planned))):
             self._n_compiled = n_compiled()
-            with contextlib.suppress(Busy):  # the script itself records this one: another is measured
+            with contextlib.suppress(Busy):  # the script itself records this step, so a later one is measured
                 self._shows(f"verifying the plan for {self.model_name}", model)
                 self._open = Measured(model, batch, optimizers, self._applied, self._budget_for)
             self._is_planned = found == planned
@@ -225,7 +225,7 @@ class Fitting(PlanMonitor):
             self._keep(made)
 
     def _shows(self, doing: str, model: nn.Module) -> None:
-        """Show what is done in this step, until its end."""
+        """Show the current work as a progress bar until the step ends."""
         self._stage.close()
         with showing(self._progress):
             self._stage.enter_context(Stage(doing, total=sum(1 for _ in model.modules())))
@@ -306,7 +306,7 @@ class Fitting(PlanMonitor):
         self._rehearsing = Rehearsing()
 
     def finish(self) -> None:
-        """Keep the plan in force, also if it saw smaller batches only."""
+        """Keep the plan in force, even if only smaller batches came."""
         if self.plan is not None and self._n_others and not self.done and self._n_looked is None:
             self._keep(self.plan)
 
@@ -325,7 +325,7 @@ class Fitting(PlanMonitor):
         self._gone = self._applied = self._in_force = self._of_function = None
 
     def _keep(self, made: Plan) -> None:
-        """Keep a plan in force for which no batch of its size has come."""
+        """Keep a plan in force although no batch of its size has come."""
         self._say_smaller_only()
         self._stays(made, self._most or None, is_of_planned_size=False)
 

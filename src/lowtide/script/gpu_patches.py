@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def nothing_saved(crew: Estimating) -> Iterator[None]:
-    """Skip `torch.save` from the first forward on, so that files of a real training are not overwritten."""
+    """Skip `torch.save` from the first forward on, so that checkpoints of a real run are not overwritten."""
     save = torch.save
 
     def saves(*args: Any, **kwargs: Any) -> None:
@@ -86,7 +86,7 @@ def cuda_for_a_script(gpu: GpuSpec, crew: Estimating, processes: AbsentProcesses
 
 
 def _on_meta(to_empty: Callable[..., Any], crew: Estimating) -> Callable[..., Any]:
-    """Leave parameters that a model gets on CUDA on the meta device: any part of any model then takes no memory."""
+    """Wrap `Module.to_empty` so that CUDA parameters stay on the meta device, and no part of a model takes memory."""
 
     @functools.wraps(to_empty)
     def made(module: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Search:
-    """An optimizer within an update."""
+    """An optimizer whose update is in progress."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

@@ -10,7 +10,7 @@ from lowtide.errors import RehearsalError
 from lowtide.script.composite_model import name_of
 
 MOST = 6
-"""Changes of the parameters, without an optimizer of torch, before an error is raised: more will follow."""
+"""Parameter changes without an optimizer of torch after which an error is raised, since more will follow."""
 
 
 def has_others(model: nn.Module) -> bool:
@@ -24,7 +24,7 @@ class ManualUpdates:
     def __init__(self) -> None:
         self.n_updates = 0
         self._ends: list[str] = []
-        """The last number of each parameter at the last call of the model."""
+        """Last element of each parameter at the model's last call."""
 
     def called(self, model: nn.Module) -> None:
         """Compare parameters at a call of the model while no optimizer has stepped.

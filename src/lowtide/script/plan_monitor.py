@@ -60,7 +60,7 @@ class PlanMonitor(StepListener):
         self.done, self._n_others, self._most = False, 0, 0
 
     def passes_over(self) -> None:
-        """Say that the trained model has no plan."""
+        """Report that the trained model runs without a plan."""
         self._say(_PASSED_OVER)
 
     def lets_go(self) -> None:
@@ -74,7 +74,7 @@ class PlanMonitor(StepListener):
             self._open = None
 
     def _guard(self, model: nn.Module, applied: Applied) -> None:
-        """Repeat steps of `model` that run out of memory while the plan is in force, if that is asked for."""
+        """Repeat steps of `model` that run out of memory while the plan is in force, if `retry` is set."""
         if self._retry:
             applied.also(StepRepeater(model, applied, self._say, self._has_repeated).remove)
 
@@ -82,7 +82,7 @@ class PlanMonitor(StepListener):
         self.n_repeated += 1
 
     def _say_smaller_only(self) -> None:
-        """Say that no batch of the plan's size came."""
+        """Report that no batch of the plan's size came."""
         found = f"the largest measured peak is {format_bytes(self._most)}" if self._most else "no peak was measured"
         steps = "1 step" if self._n_others == 1 else f"{self._n_others} steps"
         self._say(f"in {steps} under the plan no batch was of the size it is for: {found}")
@@ -109,7 +109,7 @@ class Measured:
         self._stack.enter_context(applied.checked())
 
     def peak_bytes(self) -> int:
-        """Return the step's peak now that it is over, memory from before the step included."""
+        """Return the peak of the finished step, including memory from before the step."""
         self.leave()
         return peak_of(self._static, self._addresses, self._recorder, self._budget_for)
 

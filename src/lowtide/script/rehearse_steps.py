@@ -69,7 +69,7 @@ class Rehearsing(StepListener):
         self._gone: list[OnlineProfiler | OnlineCompiledProfiler] = []
         """Profilers still in force on models that were given up."""
         self._is_anew = False
-        """True if larger batches are rehearsed than before."""
+        """True if this rehearsal is for larger batches than an earlier one."""
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Observe this step. Raises RehearsalError for a model that can't be planned."""
@@ -130,18 +130,18 @@ class Rehearsing(StepListener):
         self.done, self.profile, self._observed, self._checkpointed = False, None, None, None
 
     def begin_anew(self) -> None:
-        """Rehearse larger batches than before, using earlier results: mostly one step."""
+        """Rehearse larger batches than before, reusing earlier results; one step usually suffices."""
         assert self._observed is not None
         self.done, self.profile, self._checkpointed, self._is_anew = False, None, None, True
         self._observed.begin_anew()
 
     def lets_go(self) -> None:
-        """End the script unless it is to continue."""
+        """End the script unless `stop` is False."""
         if self._stop:
             raise Enough
 
     def finish(self) -> None:
-        """Take the largest size that came often enough as rehearsed, if no size was before."""
+        """Accept the largest size that came often enough, if no size has been rehearsed yet."""
         if self._checkpointed is not None and not self.done:
             self._finish(told(*self._checkpointed, None))
         elif self._observed is not None and not self.done:
@@ -159,7 +159,7 @@ class Rehearsing(StepListener):
             self._on = None
 
     def _settle(self, model: nn.Module, observed: OnlineProfiler | OnlineCompiledProfiler) -> None:
-        """Finish the rehearsal; if calls are checkpointed, first rehearse without that to measure its cost."""
+        """Finish the rehearsal; if calls are checkpointed, first rehearse without checkpoints to measure their cost."""
         profile = observed.profile
         assert profile is not None
         if self._checkpointed is not None:

@@ -3,12 +3,12 @@
 A script can't be rewound, so the repeated part is the one that runs between the script's own lines: the call of the
 model, or the backward pass.
 
-- **The call.** Random numbers, buffers and attributes are as before the call; then the model is called anew.
+- **The call.** Random numbers, buffers and attributes are restored, then the model is called again.
 - **The backward pass.** Autograd frees the graph while it runs, so the graph can't be used again. The model is called
-  again from the state before its call, as a replayed block is, and backward enters the new graph with the gradients
-  with which it had entered the failed one. Gradients that had arrived in `.grad` stay; only the missing ones are added.
+  again from the state before its call, as a replayed block is, and backward enters the new graph with the same output
+  gradients as the failed one. Gradients that had already reached `.grad` stay; only the missing ones are added.
 
-A step for which that would not give the bits of a run with room is not repeated, and the error says why. Debts: a loss
+A step is not repeated if that might give other bits than a run with enough memory; the error says why. Debts: a loss
 outside of the model, the update and data loading run in the script's own lines and are not repeated.
 """
 
@@ -53,17 +53,17 @@ if TYPE_CHECKING:
     from lowtide.api.apply import Applied
 
 REPEATABLE_LEVERS: Final = frozenset({"outputs", "fused optimizer", "products apart", "loss head"})
-"""Levers that leave one forward and one backward pass to a call of the model."""
+"""Levers under which each call of the model still has one forward and one backward pass."""
 
 LOOKS: Final = 3
-"""Calls in which changes outside of the model's modules are looked for: the first one may fill caches."""
+"""Calls that are checked for changes outside the model's modules: the first one may fill caches."""
 
 HELD_SHARE: Final = 20
 """Gradients of the model's outputs are held through backward if they take at most this fraction of the peak."""
 
 
 class StepRepeater(Removable):
-    """A guard of the calls of a planned model and of their backward passes, until `remove`."""
+    """Guard around the calls of a planned model and their backward passes, until `remove` is called."""
 
     def __init__(
         self, model: nn.Module, applied: Applied, say: Callable[[str], None], repeated: Callable[[], object]
@@ -127,7 +127,7 @@ class StepRepeater(Removable):
             return _Call(self, inner, args, kwargs).run()
 
     def _learn(self, own: CodeState) -> None:
-        """Note if calls change state outside of the modules."""
+        """Check if calls change state outside the modules."""
         self._looks_left -= 1
         self._why_not = _changes(own)
         if self._why_not is None:
@@ -138,7 +138,7 @@ class StepRepeater(Removable):
     # --- the backward pass
 
     def run(self, engine: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a backward pass, again if it runs out of memory."""
+        """Run a backward pass; repeat it if it runs out of memory."""
         if self.is_repeating or in_backward():
             return engine(tensors, *args, **kwargs)
         keeps = bool(args[1])
@@ -225,7 +225,7 @@ class StepRepeater(Removable):
 
     @contextlib.contextmanager
     def _last_try(self) -> Iterator[None]:
-        """Explain an out-of-memory error that leaves the block."""
+        """Explain an out-of-memory error of the repeated step."""
         with explain_oom(self._model):
             try:
                 yield
@@ -252,7 +252,7 @@ def _why_never(model: nn.Module, applied: Applied) -> str | None:
 
 
 def told_repeated(n: int) -> str:
-    """Return a line on the number of repeated steps."""
+    """Return a message with the number of repeated steps."""
     return f"{n} step{' was' if n == 1 else 's were'} repeated after running out of memory"
 
 
@@ -275,7 +275,7 @@ class _Call:
         """Gradients of the outputs, while a backward pass that entered the call is in progress."""
 
     def run(self) -> Any:
-        """Run the call; lead its output through a node that shows the gradients with which backward enters."""
+        """Run the call, and pass its output through a node that records the gradients with which backward enters."""
         self._listening = hooks.Listening(self.context.reach.modules)
         try:
             output = self.inner(*self.args, **self.kwargs)
@@ -291,7 +291,7 @@ class _Call:
         return replace_tensors(output, dict(zip(found, led, strict=True)))
 
     def leave(self, *, keeps: bool) -> None:
-        """End a backward pass; the arguments are released unless it `keeps` the graph."""
+        """End a backward pass; the arguments are released unless the pass `keeps` the graph."""
         self.gradients = None
         if not keeps:
             self.args, self.kwargs, self._tensors, self._versions = (), {}, [], []
@@ -311,7 +311,7 @@ class _Call:
             self.gradients = gradients
 
     def why_changed(self) -> str | None:
-        """Return the reason why the arguments are not those of the first call any more; None if they are."""
+        """Return the reason if arguments, parameters or buffers have changed since the call; None if they have not."""
         now = tensors_in_call(self.args, self.kwargs)
         if [*map(id, now)] != [*map(id, self._tensors)] or [*map(_version, now)] != self._versions:
             return "the arguments of the model's call were changed since"
@@ -389,7 +389,7 @@ def _changes(own: CodeState | None) -> str | None:
 
 
 def _outside(tensors: Iterable[Tensor]) -> Iterator[Any]:
-    """Yield the nodes behind `tensors` as far as calls of the model, these included."""
+    """Yield the autograd nodes from `tensors` up to and including calls of the model."""
     pending: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen: set[Any] = set()
     while pending:
@@ -416,7 +416,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _release_all(tensors: Iterable[Tensor]) -> None:
-    """Release the graphs behind `tensors`, as far as possible: views may refuse."""
+    """Release the graphs behind `tensors` where possible: views may not allow it."""
     for tensor in tensors:
         try:
             release(tensor)
@@ -425,7 +425,7 @@ def _release_all(tensors: Iterable[Tensor]) -> None:
 
 
 def _let_go(error: BaseException | None) -> str:
-    """Free the variables of the frames that a caught error came through; return its first line."""
+    """Clear the local variables in a caught error's traceback; return the first line of its message."""
     said = str(error).partition("\n")[0]
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -23,7 +23,7 @@ _alone = threading.Lock()
 """Held while a program's steps are detected: a process has one recorder of memory, and one budget."""
 
 left_over: list[Callable[[], None]] = []
-"""Functions called before steps are detected: they end blocks of finished loops, which two callbacks open and close."""
+"""Functions called before steps are detected. Each ends the block of a finished loop that no callback has closed."""
 
 
 def forget_left_over(end: Callable[[], None]) -> None:
@@ -37,7 +37,7 @@ def watched(
 ) -> Iterator[Steps]:
     """Call `crew` for the steps that run within this block; see `Steps`.
 
-    Raises LowtideError inside another such block, or beside one in another thread.
+    Raises LowtideError inside another such block, or while one is active in another thread.
     """
     for end in [*left_over]:
         end()

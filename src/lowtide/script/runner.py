@@ -26,7 +26,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """A file, or a module of that name (`python -m`), and its arguments."""
+    """A script file, or the name of a module (`python -m`), and its arguments."""
 
     target: str
     args: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Script:
 
 
 class _Program:
-    """A snapshot of the state of a process that a main program takes for its own."""
+    """A snapshot of process-wide state that a main program may change."""
 
     def __init__(self) -> None:
         self._main, self._argv, self._path = sys.modules["__main__"], sys.argv, sys.path[:]
@@ -126,7 +126,7 @@ _LAST: list[_Program] = []
 
 
 def _last_comes_back() -> None:
-    """Restore the script as main program at exit, before Python calls the functions that it registered."""
+    """Make the script the main module again at exit, before Python calls the exit functions that it registered."""
     for script in _LAST:
         script.comes_back()
 
@@ -143,7 +143,7 @@ _OURS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, "<frozen importlib
 
 
 def _its_own(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from the script's beginning on: None if it did not begin, as with a syntax error."""
+    """Return a traceback from the script's first frame on; None if it never started, as with a syntax error."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
         trace = trace.tb_next
     return trace

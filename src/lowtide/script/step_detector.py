@@ -3,11 +3,11 @@
 A step begins when the program itself calls a module with trainable parameters, in training mode and with gradients
 enabled; it is over when every parameter that got a gradient has been updated, by all of its optimizers. Optimizers that
 step inside backward (`register_post_accumulate_grad_hook`) update in the middle of a step, which is over at the next
-call of a module. L-BFGS calls the model many times in an update: each call is a step, and over when the parameters have
-moved and the model is called again. The model is the module whose parameters are updated; several, such as an encoder
-and a decoder, form one `CompositeModel`. So do, from the first update on, a frozen model and parameters outside of
-modules that are trained through it, such as a prompt. If another model is updated twice without a call of the first,
-the other replaces it from there on. A `StepListener` decides the work done on the steps.
+call of a module. L-BFGS calls the model many times in an update: each call is a step, which is over once the parameters
+have moved and the model is called again. The model is the module whose parameters are updated; several, such as an
+encoder and a decoder, form one `CompositeModel`. From the first update on, so do a frozen model and parameters outside
+of modules that are trained through it, such as a prompt. If another model is updated twice without a call of the first,
+it replaces the first. A `StepListener` does the work on the steps.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Steps:
     With `model` they are the steps of that model alone, also if it is called by a wrapper.
 
     A failure of the listener is raised as Enough, which passes every `except Exception` of the program. With
-    `when_failed` the failure itself is raised, after that function was called, which ends the block: the program may go
+    `when_failed`, that function is called, which ends the block, and the failure itself is raised: the program may go
     on without the listener.
 
     Within the block `nn.Module.__call__` is patched: a hook would come too late, when the call is already past the
@@ -208,7 +208,7 @@ class Steps:
     def calls_compiled(
         self, function: Callable[..., Any], of: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a compiled function, made of the function `of`: a step may begin with it."""
+        """Call a function compiled from `of`; a step may begin with it."""
         if self._depth or not self.crew.plans_compiled:
             return function(*args, **kwargs)
         if self._is_late and self._is_here() and not in_backward():
@@ -261,7 +261,7 @@ class Steps:
 
     @never_compiled
     def _is_here(self) -> bool:
-        """Return True in the observed thread, or one that may become it."""
+        """Return True in the observed thread, or in one that may become the observed thread."""
         here = threading.current_thread()
         if os.getpid() != self._process:
             return False
@@ -293,7 +293,7 @@ class Steps:
             self.model = module
             self._prompted.forget()
         elif not self._is_given and self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
-            self._give_up(module)  # the first call may have been to try something small
+            self._give_up(module)  # the first call may have been a trial on something small
             self._is_open = False
         if not self.n_updates and not self._updating and module is self.model:
             self._look_for_updates_by_hand(module)
@@ -385,7 +385,7 @@ class Steps:
                 self._close()
 
     def _updates_afterwards(self, monitor: PostPlanMonitor, optimizer: Optimizer) -> None:
-        """Look if more steps are needed, in as few calls as possible: this runs in each step of training."""
+        """Check if more steps are needed. Makes few calls, because this runs in every training step."""
         if not monitor.knows(optimizer):
             if self._is_elsewhere(optimizer):
                 return

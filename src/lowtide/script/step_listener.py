@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Enough(BaseException):
-    """The end of a script that need not be observed any longer. Not an Exception: scripts catch those."""
+    """Raised to end a script that needs no more observation. Not an Exception, because scripts catch those."""
 
 
 class StepListener:
@@ -24,7 +24,7 @@ class StepListener:
     """True once all work is done: no more steps need to be detected."""
 
     plans_compiled = True
-    """False if compiled functions are none of the listener's business: only the modules that they call."""
+    """False if the listener ignores compiled functions and handles only the modules that they call."""
     compiled: Callable[..., Any] | None = None
     """The compiled function, or wrapper, that calls the model, if the program calls that."""
 
@@ -53,7 +53,7 @@ class StepListener:
     def gives_up(self, model: nn.Module) -> None:
         """Give up `model`, which began a step: another model is trained, or will be from here on.
 
-        Work is left to do again afterwards.
+        Afterwards the work is to be done again.
         """
         raise NotImplementedError
 
@@ -68,7 +68,7 @@ class StepListener:
         return False
 
     def loses_track(self, why: RehearsalError) -> None:
-        """Raise `why`, or do without the end of a step that can't be known."""
+        """Raise `why`, or continue although the end of a step can't be detected."""
         raise why
 
     def passes_over(self) -> None:

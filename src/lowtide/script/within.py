@@ -150,12 +150,12 @@ def within(
     retry: bool = False,
     progress: bool = True,
 ) -> Run:
-    """Keep the training steps of a `with` block within `budget`, at little extra time and to the same bits.
+    """Keep the training steps of a `with` block within `budget`, at little extra time and with bit-identical results.
 
     The loop stays unchanged, in any form: a plain one, a Trainer, a function in its own thread. The first two steps are
-    rehearsed, which takes some seconds; the third is the first under a plan, and measured. If batches are of several
-    sizes, up to 20 steps are observed. A batch that is larger than all of these gets the most saving plan; when the
-    next of such a size comes, it gets its own plan. At the end of the block, however it ends, the model is restored.
+    rehearsed, which takes some seconds; the third is the first under a plan, and measured. If batch sizes vary, up to
+    20 steps are observed. A batch that is larger than all of these gets the most saving plan; the next batch of that
+    size gets its own plan. At the end of the block, however it ends, the model is restored.
 
     Args:
         budget: Bytes, "8GiB", "500MB" or "60%" of the plain step's peak, for all memory of the step: parameters,
@@ -165,22 +165,21 @@ def within(
         model: The model to plan for, which the loop may call through a wrapper. By default the one that is trained.
         on_infeasible: If no plan fits, "raise" ends training with the error, "smallest" goes on under the most saving
             plan, and "plain" goes on without any. The updates so far stand, and are those of the plain loop.
-        levers: Changes of the step, as `lowtide run --lever` takes them: "outputs", "loss head", "micro-batches=4".
-        in_place: False lets no gradient be written over the one that it is computed from.
+        levers: Changes to the step, as `lowtide run --lever` takes them: "outputs", "loss head", "micro-batches=4".
+        in_place: If False, no gradient is written over the one that it is computed from.
         retry: True repeats a step that runs out of memory under its plan once, under the most saving one, to the same
             bits. If memory runs out again, the error has the explanation of `lowtide explain`.
-        progress: If False, nothing is written to stderr, no bar either; the log named "lowtide" has all lines.
+        progress: If False, neither lines nor bars are written to stderr; the log named "lowtide" has all lines.
 
     Returns:
-        The block to enter; it has the plans and the verdict.
+        A context manager, which holds the plans and the verdict.
 
     Raises:
-        BudgetError: If the budget is no amount of memory, or one that only a GPU has, and the model is on another
-            device.
+        BudgetError: If the budget is not an amount of memory, or is one for a GPU and the model is on another device.
         Infeasible: If no plan fits. Raised from the optimizer's step, as are the errors below.
         OverBudget: If the measured peaks stay above the budget.
         RehearsalError: If the steps can't be rehearsed.
-        LowtideError: If another such block runs in this process, or the model has a plan already.
+        LowtideError: If another such block runs in this process, or the model already has a plan.
 
     Example:
         >>> import torch, lowtide

@@ -112,8 +112,8 @@ class StepSnapshot:
     def _copy_unowned(self, parameters: list[nn.Parameter]) -> list[_TensorContents | _Storage]:
         """Return copies of tensors that no module owns, each storage once.
 
-        Copied are tensors shaped like a parameter, such as averages of weights, and others while the limit on copied
-        bytes allows. Changes of tensors that are not copied are reported by name.
+        Tensors shaped like a parameter, such as averages of weights, are copied; others only within the limit on copied
+        bytes. Changes to tensors that are not copied are reported by name.
         """
         states = {
             id(t) for o in self._reachable.reached_optimizers for entry in o.state.values() for t in tensors_in(entry)
@@ -286,7 +286,7 @@ class RandomState:
 
     @classmethod
     def now(cls, others: Iterable[Any] = ()) -> RandomState:
-        """Return the present state; `others` are generators of torch, NumPy or Python."""
+        """Return the current state; `others` are generators of torch, NumPy or Python."""
         gpus = range(torch.accelerator.device_count()) if accelerator_in_use() else ()
         return cls(
             torch_cpu=set_aside(torch.get_rng_state()),

@@ -20,11 +20,11 @@ from lowtide.units import format_time
 from lowtide.utils.messages import LOG, rank, say
 
 REFRESH_S = 0.1
-"""Least seconds from one picture of a bar to the next."""
+"""Minimum seconds between two updates of a bar."""
 
 
 class Bar(Protocol):
-    """A picture of a stage on the user's screen."""
+    """A progress bar for a stage."""
 
     def show(self, n_done: int, total: int | None) -> None: ...
 
@@ -44,7 +44,7 @@ _here = _Stages()
 
 @contextmanager
 def showing(are_shown: bool) -> Iterator[None]:
-    """Show the stages that begin within this block in this thread, or show none of them."""
+    """Show or hide the stages that begin within this block in this thread."""
     before, _here.are_shown = _here.are_shown, are_shown
     try:
         yield
@@ -53,17 +53,17 @@ def showing(are_shown: bool) -> Iterator[None]:
 
 
 class Stage:
-    """A part of the work, shown while its `with` block runs. A stage within another one takes the other's place."""
+    """A part of the work, shown while its `with` block runs. A nested stage takes the place of the outer one."""
 
     def __init__(self, doing: str, total: int | None = None) -> None:
         """Prepare a stage.
 
         Args:
             doing: The work in words, as in "verifying".
-            total: The number of calls of `advance` to come; None if it is not known.
+            total: The number of expected calls of `advance`; None if unknown.
         """
         self.result = ""
-        """The line that is written in the end, without the time; none is written if it stays empty."""
+        """The line written at the end, without the time; nothing is written if it is empty."""
         self._doing, self._total, self._n_done = doing, total, 0
         self._is_shown = False
         self._bar: Bar | None = None
@@ -121,13 +121,13 @@ class Stage:
 
 
 def advance() -> None:
-    """Count one part of the innermost stage of this thread as done; nothing without a stage."""
+    """Count one part of the innermost stage of this thread as done; do nothing without a stage."""
     if _here.open:
         _here.open[-1].advance()
 
 
 def _screen() -> Callable[[str], Bar] | None:
-    """Return the class of bars that the user can see here."""
+    """Return the class of progress bars that can be shown here; None if none can."""
     if rank():
         return None
     if _is_notebook():
@@ -143,13 +143,13 @@ def _is_notebook() -> bool:
 
 
 def _has_bars() -> bool:
-    """Return True if the program shows bars of tqdm, which ours would be mixed up with."""
+    """Return True if the program shows tqdm bars, with which ours would interleave."""
     bars = sys.modules.get("tqdm.std")
     return bars is not None and bool(getattr(bars.tqdm, "_instances", ()))
 
 
 class _Line:
-    """A bar in the last line of a terminal. It has no thread of its own: the work may be measured."""
+    """A bar in the last line of a terminal. It uses no thread, which could disturb measurements of the work."""
 
     def __init__(self, doing: str) -> None:
         from rich.console import Console

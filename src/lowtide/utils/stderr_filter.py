@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def without_noise(descriptor: int, *noise: bytes) -> Iterator[Callable[[], int]]:
-    """Buffer the output to a file descriptor (1 or 2), and write it out afterwards without the lines that hold `noise`.
+    """Buffer the output to a file descriptor (1 or 2), and write it out afterwards without lines that contain `noise`.
 
     Yields a function that returns the number of bytes buffered so far. Without such a descriptor, or without room for a
     temporary file, nothing is buffered. For short blocks only: the rest of the process shares the descriptor.

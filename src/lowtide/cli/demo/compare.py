@@ -228,7 +228,7 @@ class _Pace:
         return loss
 
     def through(self, *_: object) -> None:
-        """Count a step, up to the stage's number of steps, so that the total stays true."""
+        """Count a step, up to the stage's number of steps, so that the total stays correct."""
         self._done = min(self._done + 1, self._stop)
         self._tell()
 

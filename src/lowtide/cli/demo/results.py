@@ -87,7 +87,7 @@ class Comparison(Record):
         return tuple(run for run in self.runs if run.same is not None and not (run.identical and run.within_budget))
 
     def to_record(self, command: str) -> RunRecord:
-        """Return the record that reports are made of: of the run with the smallest peak, beside all others."""
+        """Return a RunRecord, from which reports are made: the run with the smallest peak, next to all others."""
         planned = [run for run in self.runs if run.plan is not None and run.measured_peak_bytes is not None]
         shown = min(planned, key=lambda run: run.measured_peak_bytes or 0, default=None)
         proof = None

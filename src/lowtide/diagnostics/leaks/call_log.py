@@ -29,7 +29,7 @@ _MOST_RECENT = 64  # finished calls that are remembered
 
 @dataclass(slots=True, weakref_slot=True)
 class Backward:
-    """One backward pass: the line that asked for it, and its options."""
+    """One backward pass: the line that started it, and its options."""
 
     place: Place
     step: int
@@ -102,7 +102,7 @@ class SiteStats:
         return bool(self.n_unreached) and not self.n_reached and not self.n_explained
 
     def count_finished(self, call: Call) -> None:
-        """Count a call whose graph is gone."""
+        """Count a call whose graph has been freed."""
         if not call.has_graph:
             return
         if call.backwards:

@@ -52,7 +52,7 @@ class Entry:
         fix = self.fix.format(
             name=self.name or "it",
             names=", ".join(self.names) or self.name or "it",
-            made_at=self.made_at or "that line",
+            made=self.made_at or "that line",
             backward=self.backward.place if self.backward else "backward()",
             remedy=self.remedy,
         )
@@ -248,6 +248,6 @@ def _never_reached(stats: list[SiteStats]) -> Finding:
         since_step=min(s.first_unreached_step for s in stats),
         holder=f"nothing after the forward of {model}: its graph was made {n_times} times and never used",
         made_at=str(place),
-        fix=rule.fix.format(made_at=place),
+        fix=rule.fix.format(made=place),
         n_steps=n_times,
     )

@@ -24,7 +24,7 @@ LEAST_NODE_BYTES = 16 * 1024
 
 @dataclass(slots=True, kw_only=True)
 class RetainedObject:
-    """Tensors with one holder, or with one graph, that a step left in memory. Refers to no object of the user's."""
+    """Tensors with one holder, or with one graph, that a step left in memory. Holds no reference to user objects."""
 
     held_bytes: int
     """Bytes freed when the holder lets go: the tensors' own memory, and what the graph behind them keeps."""
@@ -135,7 +135,7 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
 
 
 def _is_relevant(index: int, graph: Graph, item: RetainedObject, live: LiveObjects) -> bool:
-    """Return True if letting go of the tensor frees part of the graph, or enough memory of its own."""
+    """Return True if releasing the tensor frees part of the graph, or enough memory of its own."""
     own_bytes = item.storages.get(storage_id(live.tensors[index]), 0)
     return index in graph.keepers or 20 * own_bytes >= item.held_bytes
 
@@ -260,5 +260,5 @@ def _parameters(indices: set[int], view: InspectionInput, live: LiveObjects) -> 
 
 
 def has_made(call: Call, numbers: list[int]) -> bool:
-    """Return True if the call made any of the nodes of these numbers."""
+    """Return True if the call created a node with one of these sequence numbers."""
     return any(call.first <= number < call.stop for number in numbers)

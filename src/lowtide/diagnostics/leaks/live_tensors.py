@@ -59,7 +59,7 @@ def arrays_over(tensors: dict[int, int]) -> list[tuple[int, Any]]:
 
 
 class LiveObjects:
-    """Snapshot of all living objects. Valid until the user's code goes on; refers to tensors through `tensors` only."""
+    """Snapshot of all living objects. Valid until user code continues; refers to tensors through `tensors` only."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []

@@ -192,7 +192,7 @@ class HolderSearch:
         yield from gathered.values()
 
     def _named(self, way: _ReferencePath, inner: _ReferencePath) -> Holder | None:
-        """Return the holder if `way` has reached something named; otherwise the path goes on."""
+        """Return the holder if the path `way` has reached a named object; None if the search has to go on."""
         obj = way.obj
         if isinstance(obj, dict):
             return self._namespace(way, obj)

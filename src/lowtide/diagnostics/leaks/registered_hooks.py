@@ -37,7 +37,7 @@ class Hook:
 
 
 class RegisteredHooks:
-    """Hooks of the given modules. Refers to no function."""
+    """Hooks registered on the given modules. Holds no reference to the hook functions."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.by_function: dict[int, Hook] = {}

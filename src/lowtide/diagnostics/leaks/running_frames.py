@@ -29,7 +29,7 @@ class Variable(NamedTuple):
 class RunningFrames:
     """Variables of all running functions except torch's and Lowtide's, by object.
 
-    Refers to no object of the user's; only valid until the user's code goes on.
+    Holds no reference to user objects. Valid only until user code continues.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class RunningFrames:
 
 
 def variable_name(obj: object) -> str | None:
-    """Return the variable of the nearest calling function or module of the user's that refers to `obj`."""
+    """Return the name of the variable that refers to `obj` in the nearest calling frame of user code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if origin(frame.f_code.co_filename) == "user" and (name := name_in_frame(frame, obj)) is not None:
@@ -90,7 +90,7 @@ def variable_name(obj: object) -> str | None:
 
 
 def name_in_frame(frame: FrameType, obj: object) -> str | None:
-    """Return the local variable of `frame` that refers to `obj`."""
+    """Return the name of the local variable of `frame` that refers to `obj`."""
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return next((name for name, value in frame.f_locals.items() if value is obj), None)
     with local_variables(frame) as variables:

@@ -61,7 +61,7 @@ class StepBoundaries:
         return True
 
     def is_due(self) -> bool:
-        """Return True if this boundary is to be inspected."""
+        """Return True if memory should be inspected at this boundary."""
         if self._n <= FIRST:
             self._exempt = self._spent
             return True
@@ -73,7 +73,7 @@ class StepBoundaries:
         return self._spent - self._exempt <= MOST_TIME * (time.perf_counter() - self._began)
 
     def _has_grown(self) -> bool:
-        """Return True if memory has grown since the last inspection; asked at most once in _BETWEEN seconds."""
+        """Return True if memory has grown since the last inspection; read at most once in _BETWEEN seconds."""
         now = time.perf_counter()
         if now - self._asked < _BETWEEN:
             return False

@@ -54,7 +54,7 @@ class Graph:
 
     @property
     def is_empty(self) -> bool:
-        """True if next to nothing is saved: a backward pass has gone through all of it."""
+        """True if almost nothing is saved, because a backward pass has freed the whole graph."""
         kept = sum(self.unfreed.values()) + sum(self.context.values())
         return kept <= _NEXT_TO_NOTHING * self.node_bytes
 
@@ -93,7 +93,7 @@ def kept_beside(nodes: Iterable[Node], *others: Iterable[Tensor]) -> dict[int, i
 def graphs_of(
     tensors: Sequence[Tensor], held: Iterable[int], gradients: Iterable[tuple[int, Tensor]], *, new_from: int
 ) -> list[Graph]:
-    """Return the graphs that end in held tensors or gradients, except those that began at node `new_from` or later."""
+    """Return the graphs behind held tensors and gradients, except those whose oldest node is `new_from` or newer."""
     roots: list[tuple[int, Node, int | None]] = [
         (index, node, None) for index in held if (node := computed_by(tensors[index])) is not None
     ]

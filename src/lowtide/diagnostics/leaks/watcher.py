@@ -140,7 +140,7 @@ class Watch(Displayed):
         return short_repr(type(self).__name__, f"{self.n_steps} steps, {len(self.findings)} findings")
 
     def to_record(self, command: str = "lowtide.watch(model)", subject: str = "") -> RunRecord:
-        """Return the findings as the record that reports are made of."""
+        """Return the findings as a RunRecord, from which reports are made."""
         return RunRecord(
             command=command,
             versions=versions(),

@@ -1,4 +1,4 @@
-"""Facts besides the message: from the traceback in a log, or from the process at the moment of failure."""
+"""Facts in addition to the message: from the traceback in a log, or from the process at the moment of failure."""
 
 from __future__ import annotations
 

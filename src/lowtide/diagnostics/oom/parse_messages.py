@@ -218,9 +218,9 @@ def _drop_impossible(message: Message) -> Message:
 def _find_own_process(message: Message) -> Message:
     """Find this process among the listed ones: in a container a process does not know its own number.
 
-    It is certain if only one process is as large as PyTorch's memory, and the device has no room for that beside all of
-    them. Otherwise the process of the size of PyTorch's memory and a usual context is taken, or none; `maybe_own` says
-    so.
+    The match is certain if only one process is at least as large as PyTorch's memory, and the device could not hold
+    that memory in addition to all listed processes. Otherwise the only process about as large as PyTorch's memory and a
+    usual context is taken, if there is one, and `maybe_own` names the candidates.
     """
     if message.process_bytes is not None or not message.others:
         return message

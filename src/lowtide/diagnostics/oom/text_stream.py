@@ -27,7 +27,7 @@ _LONGEST_LINE = 1 << 16
 
 
 class PatternFinder:
-    """Matches of a pattern, as of `finditer`, in a text seen through a moving window.
+    """Matches of a pattern, as `finditer` finds them, in a text read through a moving window.
 
     Every match contains one of `words`: a window without them is not searched.
     """

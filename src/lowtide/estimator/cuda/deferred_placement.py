@@ -121,7 +121,7 @@ def _variable(kind: type, data: Any = None, requires_grad: bool = False, volatil
 
 
 def _asking(frame: FrameType) -> FrameType:
-    """Return the frame that asks, behind function modes that ask in turn, such as that of a default device."""
+    """Return the frame that made the call, past function modes that pass it on, such as a default device's."""
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame

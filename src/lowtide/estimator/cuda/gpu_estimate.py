@@ -90,11 +90,11 @@ class GpuMemoryEstimate(MemoryEstimate):
         return max(self.gpu.total_bytes - context_bytes(self.gpu)[1] - self.nccl[1] - self.interval[1], 0)
 
     def to_record(self, command: str = "lowtide.estimate(model, step, batch, device)", subject: str = "") -> RunRecord:
-        """Return all that is known of this step, as the record that reports are made of."""
+        """Return this estimate as a RunRecord, from which reports are made."""
         return replace(MemoryEstimate.to_record(self, command, subject), needs=(self.on_gpu(),))
 
     def on_gpu(self, batch: int | None = None) -> GpuNeeds:
-        """Return what a report says of the GPU, for a batch of that size."""
+        """Return the GPU memory that the step needs, for a report; `batch` is the size of its batch."""
         least, most = self.interval
         return GpuNeeds(
             batch=batch,

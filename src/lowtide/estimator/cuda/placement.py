@@ -76,7 +76,7 @@ class GpuPlacement:
             self._done.append((self._reference(tensor, real), fake))
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        """Return the twin of a tensor; of a distributed one, a tensor like it around the twin of its own part."""
+        """Return the fake twin of a tensor; a distributed tensor gets one like it around the twin of its local part."""
         if is_wrapping(type(tensor)):
             with torch.no_grad():
                 twin: Tensor = distributed_like(tensor, self._twins.of(next(parts_of(tensor))))

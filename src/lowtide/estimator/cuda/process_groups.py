@@ -1,4 +1,4 @@
-"""Process groups of a script for CUDA where NCCL is missing: gloo, or processes that are not there."""
+"""Process groups of a script for CUDA where NCCL is missing: gloo, or a simulated group."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def cuda_is_there(
     ledger: GpuAllocationTracker | None = None,
     answers: ValueOracle | None = None,
 ) -> Iterator[None]:
-    """Make `torch.cuda` that of the GPU in this block, and with `answers` also `torch.autocast`."""
+    """Make `torch.cuda` describe the GPU in this block; with `answers`, replace `torch.autocast` too."""
     importlib.import_module("torch._dynamo")  # dynamo, imported by optimizers, builds tables of these functions
     with contextlib.ExitStack() as stack:
         for owner, name, thing in (*about.answers(gpu, usage), *refused.stand_ins(), *tensor_types.stand_ins()):

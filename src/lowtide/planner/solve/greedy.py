@@ -167,7 +167,7 @@ class GreedySearch:
         )
 
     def _storages_without_room(self, sweep: Sweep, limit: int) -> Flags:
-        """Return flags of storages without room between the end of forward and their recompute; simulates nothing."""
+        """Return flags of storages that exceed `limit` if kept from forward until recompute; runs no simulation."""
         index = self.simulator.index
         node, start = sweep.copies.node, sweep.copies.start
         stored = node < index.n_values

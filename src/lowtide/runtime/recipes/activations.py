@@ -13,7 +13,7 @@ from lowtide.runtime.recipes.registry import aten, recipe
 
 @recipe("ReluBackward0", edges={"self": 0})
 def relu(self: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Also in place: recomputed from what was there before, such as a batch norm's output, itself recomputed."""
+    """Also in place: recomputed from the overwritten tensor, such as a batch norm's output, itself recomputed."""
     return torch.relu(self) if out is None else torch.relu_(out)
 
 

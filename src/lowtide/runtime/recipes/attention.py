@@ -1,4 +1,4 @@
-"""Fused attention. With dropout it is kept: its random numbers are not to be drawn again."""
+"""Fused attention. With dropout its result is kept, because random numbers must not be drawn again."""
 
 from __future__ import annotations
 

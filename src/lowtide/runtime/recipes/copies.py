@@ -1,4 +1,4 @@
-"""Copies: casts, clones, and what was written into another tensor."""
+"""Copies: casts, clones, and copies into another tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def to_copy(self: Tensor, *, out_dtype: torch.dtype, out_device: torch.device) -
 
 @recipe("CloneBackward0", edges={"self": 0})
 def clone(self: Tensor, *, out_stride: tuple[int, ...]) -> Tensor:
-    """Also `contiguous`, of which autograd does not say what it made contiguous how."""
+    """Also `contiguous`, whose memory format autograd does not record."""
     return torch.empty_strided(self.shape, out_stride, dtype=self.dtype, device=self.device).copy_(self)
 
 
@@ -24,5 +24,5 @@ def clone(self: Tensor, *, out_stride: tuple[int, ...]) -> Tensor:
 def copy_(
     src: Tensor, *, out_shape: torch.Size, out_stride: tuple[int, ...], out_dtype: torch.dtype, out_device: torch.device
 ) -> Tensor:
-    """What was written over all of another tensor."""
+    """A copy over all elements of another tensor."""
     return torch.empty_strided(out_shape, out_stride, dtype=out_dtype, device=out_device).copy_(src)

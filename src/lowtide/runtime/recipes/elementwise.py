@@ -1,8 +1,8 @@
 """Arithmetic on each element.
 
-What was added or subtracted is not recorded, nor is there an edge to it unless it is a tensor that needs a gradient. Of
-others it is noted when the operator is called (`runtime/operand_capture.py`).
-A factor that needs no gradient makes the other one unsaved: it is found on the edge.
+Operands of additions and subtractions are not recorded, and only those that need a gradient have an edge; others are
+captured when the operator is called (`runtime/operand_capture.py`). If one factor of a product needs no gradient, the
+other one is not saved, but found on its edge.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ for node, op in UNARY.items():
 
 @recipe("AddBackward0", edges={"self": 0, "other": 1})
 def add(self: Tensor, other: Tensor, *, alpha: float, out: Tensor | None = None) -> Tensor:
-    """Of two tensors that need gradients, or of one and a number."""
+    """For two tensors that need gradients, or one and a number."""
     return torch.add(self, other, alpha=alpha, out=out)
 
 
 @recipe("SubBackward0", edges={"self": 0, "other": 1})
 def sub(self: Tensor, other: Tensor, *, alpha: float, out: Tensor | None = None) -> Tensor:
-    """Of two tensors that need gradients, or of one and a number, either way around."""
+    """For two tensors that need gradients, or one and a number, in either order."""
     return torch.sub(self, other, alpha=alpha, out=out)
 
 
 @recipe("RsubBackward0", edges={"self": 0, "other": 1})
 def rsub(self: Tensor, other: Tensor, *, alpha: float) -> Tensor:
-    """Of two tensors that need gradients."""
+    """For two tensors that need gradients."""
     return torch.rsub(self, other, alpha=alpha)
 
 

@@ -26,7 +26,7 @@ def embedding_bag(
     padding_idx: int,
     out_shape: torch.Size,
 ) -> Tensor:
-    """Whether the last offset was given is not recorded, but the number of bags tells."""
+    """`include_last_offset` is not recorded, but follows from the number of bags."""
     last = offsets.numel() > out_shape[0]
     settings = (scale_grad_by_freq, mode, sparse, per_sample_weights, last, padding_idx)
     bags: Tensor = aten._embedding_bag(weight, indices, offsets, *settings)[0]

@@ -10,13 +10,13 @@ from lowtide.runtime.recipes.registry import EVERY, FILLED, CannotRecompute, Sou
 
 @recipe("CatBackward0", edges={"tensors": FILLED})
 def cat(tensors: list[Tensor], *, dim: int) -> Tensor:
-    """Of tensors that need gradients, or are empty, as a key-value cache is at first."""
+    """For tensors that need gradients or are empty, such as an initial key-value cache."""
     return torch.cat(tensors, dim)
 
 
 @recipe("StackBackward0", edges={"tensors": EVERY})
 def stack(tensors: list[Tensor], *, dim: int) -> Tensor:
-    """Of tensors that all need gradients."""
+    """For tensors that all need gradients."""
     return torch.stack(tensors, dim)
 
 
@@ -36,7 +36,7 @@ def roll(self: Tensor, *, shifts: tuple[int, ...], dims: tuple[int, ...]) -> Ten
 
 
 def padding(out: Tensor | None, node: Source) -> Tensor | None:
-    """The number in the padding, from a corner of it; None if nothing was added."""
+    """Return the padding value, read from a corner of the output; None if nothing was padded."""
     pad = node.constant("pad")
     side = next((side for side, width in enumerate(pad) if width > 0), None)
     if side is None:
@@ -50,7 +50,7 @@ def padding(out: Tensor | None, node: Source) -> Tensor | None:
 
 @recipe("ConstantPadNdBackward0", edges={"self": 0}, read_off={"value": padding})
 def constant_pad_nd(self: Tensor, *, pad: tuple[int, ...], value: Tensor | None) -> Tensor:
-    """The number is not recorded: only where the output is at hand to read it off, or nothing was added."""
+    """Only if nothing is padded, or the output is available: the padding value is not recorded, but read from it."""
     out: Tensor = aten.constant_pad_nd(self, pad)
     if value is not None:
         for side, width in enumerate(pad):

@@ -15,7 +15,7 @@ from lowtide.runtime.recipes.registry import aten, recipe
 
 @recipe("WhereBackward0", edges={"self": 0, "other": 1})
 def where(condition: Tensor, self: Tensor, other: Tensor) -> Tensor:
-    """Of two tensors that need gradients, or of one and a number."""
+    """For two tensors that need gradients, or one and a number."""
     return torch.where(condition, self, other)
 
 
@@ -30,7 +30,7 @@ def triu(self: Tensor, *, diagonal: int) -> Tensor:
 
 
 def filled(self: Tensor, mask: Tensor, value: Tensor | float) -> Tensor:
-    """`masked_fill`, for which the host does not wait: to read a number that is on a GPU it would."""
+    """Return `masked_fill` without a host sync, which reading a fill value on a GPU would cause."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return torch.where(mask, value.to(self), self)
     return self.masked_fill(mask, value)
@@ -38,7 +38,7 @@ def filled(self: Tensor, mask: Tensor, value: Tensor | float) -> Tensor:
 
 @recipe("MaskedFillBackward0", edges={"self": 0})
 def masked_fill(self: Tensor, mask: Tensor, value: Tensor | float) -> Tensor:
-    """With a number, which is noted when the operator is called."""
+    """With a number, which is captured when the operator is called."""
     return filled(self, mask, value)
 
 

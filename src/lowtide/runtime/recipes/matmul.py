@@ -1,4 +1,4 @@
-"""Matrix products: exact to redo, and what a plan pays for last."""
+"""Matrix products: bit-exact when recomputed, but expensive, so plans recompute them last."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Norms. Statistics are computed again from the input; running ones are not updated twice.
+"""Norms. Statistics are recomputed from the input; running ones are not updated twice.
 
-Layer norm and RMS norm do not record their eps, nor does group norm since torch 2.14. It is asked of the module that
-owns the weight; else it is one of those in use that gives exactly the statistics that the node saved: the output
-depends on eps through them alone.
+Layer norm and RMS norm do not record their eps, nor does group norm since torch 2.14. It is read from the module that
+owns the weight; otherwise the common value is taken that reproduces exactly the statistics that the node saved: the
+output depends on eps through these alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EPS_IN_USE = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-3)
 
 
 def first_with(rstd: Tensor, op: Callable[[float | None], Tensor], *eps: float | None) -> Tensor:
-    """The first result of `op` with the eps whose last result is `rstd`."""
+    """Return the first result of `op` for the first eps with which its last result is `rstd`."""
     if rstd.dtype not in (torch.float32, torch.float64):
         raise RuntimeError(f"its eps is not recorded, and its statistics are rounded to {rstd.dtype}")
     for candidate in eps:
@@ -94,7 +94,7 @@ def batch_norm(
     training: bool,
     eps: float,
 ) -> Tensor:
-    """Also instance norm. In training the batch's own statistics count."""
+    """Also instance norm. In training the batch's own statistics are used."""
     return aten.native_batch_norm(input, weight, bias, running_mean, running_var, training, 0.0, eps)[0]
 
 
@@ -107,7 +107,7 @@ def batch_norm(
     device="cuda",
 )
 def cudnn_batch_norm(input: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float) -> Tensor:
-    """In training, which is when CUDA takes it."""
+    """In training, the only case in which CUDA uses it."""
     return aten.cudnn_batch_norm(input, weight, bias, None, None, True, 0.0, epsilon)[0]
 
 

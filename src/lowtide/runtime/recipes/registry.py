@@ -1,13 +1,13 @@
-"""How a recipe is written, and the table of all of them. docs/recipes.md has the same with an example.
+"""The table of all recipes, and how to write one. docs/recipes.md explains it with an example.
 
-A recipe recomputes an autograd node's output. It is a function of what it needs, in the names of the node's own saved
+A recipe recomputes an autograd node's output. It is a function of its inputs, under the names of the node's own saved
 attributes (`_saved_mat1` -> `mat1`):
 
     @recipe("AddmmBackward0", edges={"bias": 0, "mat1": 1, "mat2": 2}, owner="mat2", expensive=True)
     def addmm(bias: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float, alpha: float) -> Tensor:
         return torch.addmm(bias, mat1, mat2, beta=beta, alpha=alpha)
 
-Where something that it needs can't be found, the tensor is kept: nothing is guessed. Every recipe is compared with the
+If an input can't be found, the tensor is kept: nothing is guessed. Every recipe is compared with the
 true tensor, bit by bit, on the user's model and device before it is used.
 """
 
@@ -25,7 +25,7 @@ Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 class Aten(Protocol):
-    """torch's operators, of which a type checker knows nothing; of one with several results take `[0]`."""
+    """torch's operators, untyped; take `[0]` of an operator with several results."""
 
     def __getattr__(self, name: str) -> Callable[..., Tensor]: ...
 
@@ -34,25 +34,25 @@ aten: Aten = torch.ops.aten
 
 
 class Source(Protocol):
-    """What a `read_off` function may ask of the node."""
+    """The node, as a `read_off` function may query it."""
 
     def constant(self, name: str) -> Any:
-        """The constant `name`. Raises CannotRecompute if the node does not record it."""
+        """Return the constant `name`. Raises CannotRecompute if the node does not record it."""
 
 
 class CannotRecompute(Exception):
-    """Why a value has to be kept; never leaves the package."""
+    """The reason why a value has to be kept; never raised to users."""
 
 
 class TooSmall(CannotRecompute):
-    """It could be done without, but little is gained: in a smaller batch than the rehearsed one, nothing is amiss."""
+    """A recompute that is possible but gains little, which is normal in a batch smaller than the rehearsed one."""
 
 
 EVERY: Final = -1
 """All input edges, for a list of tensors: `edges={"tensors": EVERY}`."""
 
 FILLED: Final = -2
-"""The same; inputs without an edge may be there if they are empty, which the output's length along `dim` tells."""
+"""As EVERY, but inputs without an edge are allowed if empty, which the output's length along `dim` shows."""
 
 OUT: Final = "out"
 """The parameter of recipes that can write their result over an operand."""
@@ -85,7 +85,7 @@ class Recipe:
 
 
 RECIPES: dict[str, Recipe] = {}
-"""By the name of the autograd node."""
+"""Recipes by the name of the autograd node."""
 
 
 def recipe(
@@ -109,10 +109,10 @@ def recipe(
 
     A keyword-only parameter is a constant: what the node saved under that name, or an attribute of the owner; or one of
     `out_shape`, `out_dtype`, `out_device`, `out_stride`, the output's own; or what a function in `read_off` gives,
-    called with the output itself (None where it is not at hand) and the node. One annotated `... | None` may be absent.
+    called with the output itself (None if it is not available) and the node. One annotated `... | None` may be absent.
 
     A keyword-only `out: Tensor | None = None` says that the result may be written over an operand, which is given as
-    `out`: one that nobody else has, of the result's shape, strides and type.
+    `out`: one without another holder, and with the result's shape, strides and type.
 
     `when`: constants that must have these values. `unless`: operands that are None where that constant is true.
     `expensive`: it redoes a matrix product, a convolution or attention.

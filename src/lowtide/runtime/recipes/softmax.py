@@ -1,4 +1,4 @@
-"""Softmax and log-softmax save their own result; it is made again from the scores on the edge."""
+"""Softmax and log-softmax save their own result, which is recomputed from the scores on the input edge."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def log_softmax(self: Tensor, *, dim: int, out_dtype: torch.dtype) -> Tensor:
 
 @recipe("SafeSoftmaxBackward0", edges={"self": 0})
 def safe_softmax(self: Tensor, *, dim: int, out_dtype: torch.dtype) -> Tensor:
-    """Attention's own: zero where a row is masked out altogether, found without a mask of every number."""
+    """Attention's own softmax: rows that are fully masked become 0, and are found without an elementwise mask."""
     made = torch.softmax(self, dim, dtype=out_dtype)
     if made.numel() and may_be_masked_out(made, dim):
         made.masked_fill_(self.amax(dim, keepdim=True) == -torch.inf, 0.0)
@@ -29,10 +29,10 @@ def safe_softmax(self: Tensor, *, dim: int, out_dtype: torch.dtype) -> Tensor:
 
 
 def may_be_masked_out(made: Tensor, dim: int) -> bool:
-    """Whether a row of a softmax may be. Such a row is not a number throughout, so one of each is looked at.
+    """Return True if a row of a softmax may be fully masked: all its elements are NaN, so one per row is checked.
 
-    Not on a device, which would have to be waited for, nor where there is nothing to look at: then it makes no
-    difference to memory worth the name.
+    On a GPU, where a check would synchronize, the answer is True; for a fake tensor, whose memory hardly depends on it,
+    False.
     """
     if is_fake(made):
         return False

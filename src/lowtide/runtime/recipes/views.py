@@ -1,4 +1,4 @@
-"""Views take no memory: what is behind them is recomputed, and looked at again.
+"""Views take no memory: the tensor behind them is recomputed and viewed again.
 
 A saved view is the tensor behind it and a geometry, so these recipes are for views in the middle of a recompute.
 """

@@ -32,7 +32,7 @@ def _grows(sizes: Sequence[int]) -> bool:
     fix="put numbers in `{name}`: `.item()` (`.detach()` drops the graph, and keeps all memory that the value is in)",
 )
 class ListOfGraphs(Rule):
-    """Rule for a list that grows: one that each step makes anew has no two graphs of one call, and does not match."""
+    """Rule for a list that grows. A list that each step creates afresh never has two graphs of one call: no match."""
 
     is_refuted_by_backward = True
 
@@ -53,7 +53,7 @@ class ListOfGraphs(Rule):
     fix="add numbers to `{name}`: `.detach()` or `.item()`",
 )
 class SumOfGraphs(Rule):
-    """A scalar over several calls of one site. One step may call a model twice, with one backward pass for both."""
+    """Rule for a scalar summed over several calls at one line. Two calls in one step may share a backward pass."""
 
     is_refuted_by_backward = True
 
@@ -74,7 +74,7 @@ class SumOfGraphs(Rule):
     fix="put less in `{name}`: a metric, an index, or a copy on the host",
 )
 class GrowingList(Rule):
-    """Bytes and entries of one container grow at several inspections in a row."""
+    """Bytes and entries of one container grow over several inspections in a row."""
 
     ends_without_growth = True
 
@@ -128,7 +128,7 @@ LEAST_GATHERED_BYTES = 2**20
     "preprocess_logits_for_metrics, eval_accumulation_steps)",
 )
 class GatheredOutputs(Rule):
-    """Memory of one holder grows at several looks during an evaluation."""
+    """Memory of one holder grows over several inspections during an evaluation."""
 
     subject = "evaluation"
 

@@ -1,6 +1,6 @@
 """Convolutions: workspaces of algorithms that cuDNN chooses by heuristics that depend on the GPU.
 
-Known are the layout of the result, the cases without a workspace, and the needs of common algorithms. Kernels for
+The layout of the result, the cases without a workspace, and the needs of common algorithms are known. Kernels for
 tensor cores work on channels-last tensors: others are converted, into the workspace. Single precision has kernels for
 either layout (`..._f32_nchwkcrs_nchw_...`), so the workspace may be empty. On Hopper, cuDNN 9.19 was observed to take
 kernels for channels-last also in single precision where TF32 is allowed, except for 1 x 1 convolutions.
