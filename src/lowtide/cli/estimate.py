@@ -128,11 +128,11 @@ def estimate(
         if json_to != "-" and len(sizes) < 2:
             click.echo(str(estimate))
     if json_to != "-" and len(sizes) > 1:
-        from lowtide.cli.gpu_table import sweep
+        from lowtide.cli.estimate_table import sweep
 
         click.echo(sweep({size: estimate for size, estimate in found.items() if size is not None}))
     if json_to is not None:
-        from lowtide.cli.gpu_table import record
+        from lowtide.cli.estimate_table import record
 
         write(json.dumps([record(estimate, size) for size, estimate in found.items()], indent=1), json_to)
     if report_to is not None:

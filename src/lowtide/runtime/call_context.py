@@ -196,7 +196,7 @@ class CallContext:
         self.attributes.learn()
         self.attributes.put_back()
         with contextlib.ExitStack() as stack:
-            self._draw_again(stack)
+            self._restore_rng_states(stack)
             stack.pop_all()  # nothing is undone
         for module, flag in zip(self.reach.modules, self.training, strict=True):
             vars(module)["training"] = flag
@@ -209,12 +209,12 @@ class CallContext:
     def again(self) -> Iterator[None]:
         """Restore the state at the start of the call inside the block, and the current state after it."""
         with _attributes_back(self.reach.modules), contextlib.ExitStack() as stack:
-            self._put_back()
+            self._restore_parameters_and_buffers()
             for tensor, version in self.attributes.tensors:
                 if tensor._version != version:
                     raise self._overwritten(tensor, version)
             self.attributes.put_back()
-            self._draw_again(stack)
+            self._restore_rng_states(stack)
             for (enabled, switch), then in zip(_KERNELS, self.kernels, strict=True):
                 if enabled() != then:
                     stack.callback(switch, not then)
@@ -234,7 +234,7 @@ class CallContext:
             with torch.enable_grad():
                 yield
 
-    def _put_back(self) -> None:
+    def _restore_parameters_and_buffers(self) -> None:
         """Restore the call's parameters and buffers, if others have taken their places (as in `functional_call`).
 
         A parameter that was changed in place since is replaced by a tensor that raises on use: an optimizer that steps
@@ -257,7 +257,7 @@ class CallContext:
         kind = type(self.reach.modules[0])
         return Overwritten(tensor, version, kind.__name__, kind)
 
-    def _draw_again(self, stack: contextlib.ExitStack) -> None:
+    def _restore_rng_states(self, stack: contextlib.ExitStack) -> None:
         """Set all random number generators back to the start of the call."""
         stack.callback(torch.set_rng_state, torch.get_rng_state())
         torch.set_rng_state(self.rng)

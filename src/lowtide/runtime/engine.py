@@ -359,13 +359,13 @@ class Engine:
         now = ForwardPass(self, plan, needed, learns=self.learns and not is_probed and not self.builder.owners.sharded)
         with off_in_transforms(unpack, self.apart), self.now(now), self._alone(seam), pausing(now.pack):
             if needed is None:
-                now.switch(on=True)
+                now.switch_hooks(on=True)
             try:
                 result = now.call(seam, args, kwargs)
             finally:
                 now.departures.close()
                 if now.has_hooks:
-                    now.switch(on=False)
+                    now.switch_hooks(on=False)
         if now.learnt:
             self.needed[plan] = self.learnt[plan]
             self.learnt[plan].learn(plan, now.learnt)

@@ -121,7 +121,7 @@ class ForwardPass:
         self.learnt: dict[CallInterceptor, dict[int, set[int]]] | None = {} if learns else None
         self.last_packed: Callable[[], Handle | None] = lambda: None
         self.probe = values.observer_of(engine)
-        self.pack = pack_into(self)
+        self.pack = make_pack_hook(self)
         self.idle = NO_SEAMS if needed is None else needed.idle
         self.has_hooks = False
         """True while the hooks of this run are in force, with or without other ones in front."""
@@ -141,12 +141,12 @@ class ForwardPass:
         """Run a module call under the plan."""
         needed = self.needed
         if needed is not None and seam in needed.idle and not self.notes and self.frame is None:
-            is_switched = self.switch(on=False)
+            is_switched = self.switch_hooks(on=False)
             try:
                 return seam.inner(*args, **kwargs)
             finally:
                 if is_switched:
-                    self.switch(on=True)
+                    self.switch_hooks(on=True)
         if seam.is_left_alone:
             with saved_tensor_hooks_off(unpack), pausing(None), self.engine.apart():
                 return seam.inner(*args, **kwargs)
@@ -161,7 +161,7 @@ class ForwardPass:
             learnt = self.learn(seam, number) if ordinals is None else None
             self.scope = scope = CallScope(seam.path, number, actions, ordinals, learnt)
             wants = ordinals is None or bool(ordinals) or seam.replays or self.frame is not None
-            is_switched = wants is not self.has_hooks and self.switch(on=wants)
+            is_switched = wants is not self.has_hooks and self.switch_hooks(on=wants)
         probe = self.probe
         try:
             if probe is not None:
@@ -183,7 +183,7 @@ class ForwardPass:
                 probe.leaving(seam)
             self.scope = outer
             if is_switched:
-                self.switch(on=not self.has_hooks)
+                self.switch_hooks(on=not self.has_hooks)
 
     def learn(self, seam: CallInterceptor, number: int) -> set[int] | None:
         """Return the set for the needed ordinals of a call that is about to begin; None if they are not learnt."""
@@ -191,7 +191,7 @@ class ForwardPass:
             return None
         return self.learnt.setdefault(seam, {}).setdefault(number, set())
 
-    def switch(self, *, on: bool) -> bool:
+    def switch_hooks(self, *, on: bool) -> bool:
         """Push or pop the hooks, unless other hooks are in force. Return True if that was done."""
         top = saved_tensor_hooks()
         if on:
@@ -328,7 +328,7 @@ def pausing(pack: Callable[[Tensor], Any] | None) -> Iterator[None]:
         paused.pack = before
 
 
-def pack_into(now: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
+def make_pack_hook(now: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
     """Return the pack hook, which refers to the run weakly.
 
     Autograd holds the hook as long as the saved tensor, so it must not keep alive a model that stores its own output.

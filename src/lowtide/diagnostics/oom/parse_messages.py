@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from lowtide.diagnostics.oom.message import Holder, Message
-from lowtide.diagnostics.oom.message_patterns import HEADS
+from lowtide.diagnostics.oom.message_heads import HEADS
 from lowtide.diagnostics.oom.text_stream import LONGEST, LineJoiner, PatternFinder
 
 _NUMBER = r"(?<!\d)(\d{1,3}(?:,\d{3}){1,6}|\d{1,20}(?:\.\d{1,20})?)"

@@ -52,7 +52,7 @@ class ListOfGraphs(Rule):
     good="total = total + criterion(model(x), y).detach()",
     fix="add numbers to `{name}`: `.detach()` or `.item()`",
 )
-class SumOfGraphs(Rule):
+class RunningSumOfGraphs(Rule):
     """Rule for a scalar summed over several calls at one line. Two calls in one step may share a backward pass."""
 
     is_refuted_by_backward = True
@@ -98,7 +98,7 @@ LEAST_HOST_BYTES = 100 * 1024
     good="loss.backward()\ntotal += loss.detach()",
     fix="add values without a graph to `{name}`: `loss.detach()`, or `loss.item()`",
 )
-class EmptyGraphs(Rule):
+class RunningTotalOfEmptyGraphs(Rule):
     """Nodes of at least three steps, with next to nothing saved."""
 
     subject = "nodes"

@@ -47,7 +47,7 @@ class BackwardSkipped(Rule):
     fix="call `backward()` for each batch right after its forward (`(loss / n).backward()`): gradients add up, and add "
     "`loss.detach()` to `{name}`",
 )
-class SummedGraphs(Rule):
+class OneBackwardForSeveralLosses(Rule):
     """Recorded when backward begins at a sum of losses with separate graphs."""
 
 
