@@ -251,6 +251,31 @@ def test_a_backward_that_keeps_its_graph_is_not_repeated() -> None:
     assert "keeps or creates a graph" in "\n".join(error.value.__notes__)
 
 
+class Heads(nn.Module):
+    """Outputs that share nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [head(x) for head in self.heads]
+
+
+def test_each_output_may_have_a_backward_pass_of_its_own_or_none() -> None:
+    model = Heads()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with lowtide.within("90%", retry=True) as ran:
+        for _ in range(4):
+            first, second, _ = model(torch.randn(512, 64))
+            first.square().mean().backward()
+            second.square().mean().backward()
+            assert all(parameter.grad is None for parameter in model.heads[2].parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert ran.verdict is not None
+
+
 def test_nothing_is_held_after_the_step() -> None:
     made = Made()
     with lowtide.within("75%", retry=True):

@@ -192,8 +192,9 @@ class StepRepeater(Removable):
             return "this backward pass keeps or creates a graph, or is for some inputs only"
         known = {id(gradient.parameter): gradient for gradient in before}
         outside = [*_outside(tensors)]
-        calls = [call for node in outside if (call := _call_of(node)) is not None]
-        if {id(call) for call in calls} - {id(call) for call in self.entered}:
+        entrances = [(call, node.place) for node in outside if (call := _call_of(node)) is not None]
+        calls = [call for call, _ in entrances]
+        if not all(call.is_entered(place) for call, place in entrances):
             return "backward had not come to the model yet: the loss outside of it takes the memory"
         if any(call.gradients is None for call in calls):
             return (
@@ -271,11 +272,18 @@ class _Call:
         self.context = CallContext(repeater.reach, devices)
         self._listening: hooks.Listening | None = None
         self._outputs: list[weakref.ref[Tensor]] = []
-        self.gradients: tuple[Tensor | None, ...] | None = None
-        """Gradients of the outputs, while a backward pass that entered the call is in progress."""
+        self._places: set[int] = set()
+        """Places of the outputs by which the backward pass in progress has entered the call."""
+        self.gradients: dict[int, Tensor | None] | None = {}
+        """Gradients of these outputs, by place; None if they are too large to be held."""
+        self._is_released = False
+        """True once a backward pass has released the arguments; another may enter by other outputs."""
 
     def run(self) -> Any:
-        """Run the call, and pass its output through a node that records the gradients with which backward enters."""
+        """Run the call, and pass each output through a node that records the gradient with which backward enters.
+
+        One node for all outputs would also lead backward to outputs that a loss does not use.
+        """
         self._listening = hooks.Listening(self.context.reach.modules)
         try:
             output = self.inner(*self.args, **self.kwargs)
@@ -286,14 +294,16 @@ class _Call:
         if not found:
             return output
         lead: Any = _Entrance.apply
-        led = lead(self, *found.values())
+        led = [lead(self, place, tensor) for place, tensor in enumerate(found.values())]
         self._outputs = [weakref.ref(tensor) for tensor in led]
         return replace_tensors(output, dict(zip(found, led, strict=True)))
 
     def leave(self, *, keeps: bool) -> None:
         """End a backward pass; the arguments are released unless the pass `keeps` the graph."""
-        self.gradients = None
-        if not keeps:
+        self.gradients = {}
+        self._places.clear()
+        if not keeps and not self._is_released:
+            self._is_released = True
             self.args, self.kwargs, self._tensors, self._versions = (), {}, [], []
             del self.context
 
@@ -301,14 +311,22 @@ class _Call:
         """Return the outputs that are alive."""
         return [tensor for reference in self._outputs if (tensor := reference()) is not None]
 
-    def entered(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Note that backward has entered the call with these gradients."""
+    def entered(self, place: int, gradient: Tensor | None) -> None:
+        """Note that backward has entered the call by the output at `place`, with this gradient."""
         repeater = self._repeater()
         if repeater is None or repeater.is_repeating:
             return
-        repeater.entered.append(self)
-        if sum(gradient.nbytes for gradient in gradients if gradient is not None) <= repeater.most_held_bytes:
-            self.gradients = gradients
+        if self not in repeater.entered:
+            repeater.entered.append(self)
+        self._places.add(place)
+        if self.gradients is not None:
+            self.gradients[place] = gradient
+            if sum(g.nbytes for g in self.gradients.values() if g is not None) > repeater.most_held_bytes:
+                self.gradients = None
+
+    def is_entered(self, place: int) -> bool:
+        """Return True if the backward pass in progress has entered the call by this output."""
+        return place in self._places
 
     def why_changed(self) -> str | None:
         """Return the reason if arguments, parameters or buffers have changed since the call; None if they have not."""
@@ -321,6 +339,8 @@ class _Call:
 
     def why_not_again(self) -> str | None:
         """Return the reason why the call can't be run again in backward; None if it can."""
+        if self._is_released:
+            return "an earlier backward pass has gone through the same call of the model"
         if any(tensor.requires_grad for tensor in self._tensors):
             return "the model's arguments need gradients, too"
         return self.why_changed()
@@ -330,26 +350,26 @@ class _Call:
         assert self._listening is not None
         acting, modules = self._listening.acting, self.context.reach.modules
         with without_aside(), self.context.again(), hooks.only(acting, modules):
-            outputs = _with_graph(self.inner(*self.args, **self.kwargs)).values()
+            outputs = [*_with_graph(self.inner(*self.args, **self.kwargs)).values()]
         assert self.gradients is not None
-        received, self.gradients = self.gradients, None
-        pairs = zip(outputs, received, strict=True)
-        return [(output, gradient) for output, gradient in pairs if gradient is not None]
+        assert len(outputs) == len(self._outputs)
+        received, self.gradients = self.gradients, {}
+        return [(outputs[place], gradient) for place, gradient in received.items() if gradient is not None]
 
 
 class _Entrance(torch.autograd.Function):
-    """The identity on a call's outputs; its backward notes their gradients on the call."""
+    """The identity on one output of a call; its backward notes the gradient on the call."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _Call, place: int, output: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.call = call
-        return tuple(output.detach() for output in outputs)  # no views: these could not be changed in place
+        ctx.call, ctx.place = call, place
+        return output.detach()  # no view: that could not be changed in place
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.call.entered(gradients)
-        return None, *gradients
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        ctx.call.entered(ctx.place, gradient)
+        return None, None, gradient
 
 
 class _Gradient:
