@@ -5,13 +5,16 @@ from random import Random
 
 import pytest
 
+from lowtide.memory import events
 from lowtide.memory.events import PHASE, Allocate, Event, EventStream, Free, Label, Mark
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner import smallest_peak
 from lowtide.planner.records import Decisions, Profile, Static
 from lowtide.planner.simulate.simulator import predict
+from lowtide.report.page import asset
 from lowtide.report.page import memory as picture
-from lowtide.report.step_memory import MOST_MOMENTS, NAMED, predicted_memory, recorded_memory
+from lowtide.report.pictures import slug
+from lowtide.report.step_memory import CATEGORIES, MOST_MOMENTS, NAMED, predicted_memory, recorded_memory
 from planner.profiles import chain, random_profile, transformer
 
 
@@ -87,6 +90,18 @@ def test_memory_from_before_is_below_what_the_step_adds() -> None:
     over_entry = recorded_memory(Timeline(stream), "measured")
     assert over_entry.totals == (100, 60, 120)
     assert over_entry.floor_bytes == -40
+
+
+@pytest.mark.parametrize("category", events.CATEGORIES)
+def test_memory_of_each_category_is_shown(category: events.Category) -> None:
+    stream = EventStream((Allocate(1, 64, 0, "x"), Free(1, 64)))
+    assert recorded_memory(Timeline(stream, {1: Label(category)}), "estimated").parts_at(0) == {category: 64}
+
+
+@pytest.mark.parametrize("category", CATEGORIES)
+def test_each_category_has_its_colour(category: str) -> None:
+    assert f".lt-area.lt-{slug(category)} " in asset("page.css")
+    assert asset("page.css").count(f"--{slug(category)}: ") == 3  # light, dark by the system, dark by the button
 
 
 def test_a_recording_without_events_is_shown() -> None:
