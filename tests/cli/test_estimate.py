@@ -336,6 +336,17 @@ def test_a_profile_is_no_script(tmp_path, capfd: pytest.CaptureFixture[str], com
     assert "is a profile" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "way_out"),
+    [(("--report", "x.html"), "add --rank 0"), (("--rank", "1", "--fewest"), "leave --rank out")],
+)
+def test_an_option_that_several_gpus_do_not_have_is_refused(
+    options: tuple[str, ...], way_out: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(("estimate", "--device", "8 x T4", *options, __file__)) == 2
+    assert way_out in capfd.readouterr().err
+
+
 SCHEDULED = """
 import torch
 from torch import nn

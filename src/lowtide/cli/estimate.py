@@ -95,6 +95,10 @@ def estimate(
         raise click.UsageError(f'--rank and --fewest are for several GPUs, as in --device "8 x {gpu.name}".')
     if n_gpus is not None and rank is not None and rank >= n_gpus:
         raise click.UsageError(f"--rank {rank}: the ranks of {n_gpus} GPUs are 0 to {n_gpus - 1}.")
+    if rank is not None and fewest:
+        raise click.UsageError("--fewest is for all processes: leave --rank out.")
+    if n_gpus is not None and rank is None and report_to is not None:
+        raise click.UsageError("--report is of one process: add --rank 0.")
 
     from lowtide.utils.optional_deps import require_torch
 

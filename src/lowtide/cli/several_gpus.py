@@ -30,6 +30,8 @@ class SeveralGpus:
     def __init__(self, gpu: GpuSpec, script: Script, *, strict: bool, snapshot_to: str | None) -> None:
         self._gpu, self._script = gpu, script
         self._strict, self._snapshot_to = strict, snapshot_to
+        self._n_gpus = 0
+        """Number that was asked for; other numbers are tried."""
 
     def estimate(self, n_gpus: int, json_to: str | None, *, fewest: bool) -> int:
         """Print the estimates of the first and of the last process; return the exit code.
@@ -37,6 +39,7 @@ class SeveralGpus:
         Parameters are sharded by rows, evenly except on the last ranks, whose shards are padded; so ranks in between
         need no more than the first.
         """
+        self._n_gpus = n_gpus
         with tempfile.TemporaryDirectory() as folder:
             started = [_Run(self, Path(folder), n_gpus, rank) for rank in sorted({0, n_gpus - 1})]
             runs = [run.ended() for run in started]
@@ -84,7 +87,8 @@ class SeveralGpus:
         """Return the command that estimates one process, and writes its record."""
         options = ["--device", f"{n_gpus} x {self._gpu.name}", "--rank", str(rank), "--json", str(record_to)]
         options += ["--strict"] * self._strict
-        options += ["--snapshot", self._snapshot_to] if self._snapshot_to is not None and not rank else []
+        if self._snapshot_to is not None and (n_gpus, rank) == (self._n_gpus, 0):
+            options += ["--snapshot", self._snapshot_to]
         target = ["-m", self._script.target] if self._script.is_module else [self._script.target]
         return [sys.executable, "-m", "lowtide", "estimate", *options, *target, *self._script.args]
 
