@@ -358,11 +358,10 @@ class Fitting(PlanMonitor):
         if self._budget_for == "reserved":
             torch.cuda.empty_cache()  # gives back the segments of rehearsed steps
         self._applied = _InForce(model, self.plans, self._say, self._outgrown, self._rehearsing)
+        self._guard(model, self._applied)
         if is_compared:
             self._compared = self.plan
             self._compare(model, batch, plain)
-        elif not self.plan.graphs:  # compiled code has no more saving plan to repeat a step under
-            self._guard(model, self._applied)
 
     def _compare(self, model: nn.Module, batch: Any, plain: Outcome | None) -> None:
         """Compare compiled code under the plan with `plain`. Raises RehearsalError for other bits."""

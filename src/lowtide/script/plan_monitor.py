@@ -25,6 +25,12 @@ _PASSED_OVER = (
     "each in a process of its own, or call lowtide.fit in the script"
 )
 
+_NOT_REPEATED = (
+    "a step that runs out of memory will not be repeated: the model is compiled as a whole, and its code has no more "
+    "saving form to be repeated in. Give a smaller budget, or compile repeated blocks instead, each in its place: "
+    "`block.compile()`"
+)
+
 
 class PlanMonitor(StepListener):
     """A plan in force on the model, whose steps are measured."""
@@ -75,7 +81,11 @@ class PlanMonitor(StepListener):
 
     def _guard(self, model: nn.Module, applied: Applied) -> None:
         """Repeat steps of `model` that run out of memory while the plan is in force, if `retry` is set."""
-        if self._retry:
+        if not self._retry:
+            return
+        if applied.plan.graphs:  # nor may a wrapper precede a model whose calls are compiled
+            self._say(_NOT_REPEATED)
+        else:
             applied.also(StepRepeater(model, applied, self._say, self._has_repeated).remove)
 
     def _has_repeated(self) -> None:
