@@ -293,6 +293,7 @@ class Fitting(PlanMonitor):
             self._say(f"the plan for that {name} is given up: from here on another model is trained, and rehearsed")
         self.plan, self.verdict, self.unplanned, self._over, self._n_waited = None, None, None, [], 0
         self._smaller, self._in_force, self._n_looked = [], None, None
+        self._proof, self._compared, self._n_compiling = AUDITED, None, 0
         self._is_outgrown = self._is_rehearsed = False
         self._preceding.clear()
 
