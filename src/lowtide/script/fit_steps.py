@@ -152,8 +152,6 @@ class Fitting(PlanMonitor):
         """Plans for smaller batches than those of `plan`, the smallest first."""
         self._in_force: weakref.ref[_InForce] | None = None
         """The plans that stay in force after the last step that is observed."""
-        self._of_function: _InForce | None = None
-        """The same if a compiled function calls the model, which then does not hold them."""
         self._is_outgrown = False
         """True once a batch has come that is larger than the batches of all plans."""
         self._n_looked: int | None = None
@@ -301,7 +299,6 @@ class Fitting(PlanMonitor):
         """Release the model; the plan stays in force."""
         if self._applied is not None:
             self._in_force = weakref.ref(self._applied)
-            self._of_function = self._applied if self.compiled is not None else None
             self._rehearsing.begin_anew()  # frees the recorded data
         super().lets_go()
         self._rehearsing = Rehearsing()
@@ -323,7 +320,7 @@ class Fitting(PlanMonitor):
         for applied in (self._gone, self._applied, in_force):
             if applied is not None:
                 applied.remove()
-        self._gone = self._applied = self._in_force = self._of_function = None
+        self._gone = self._applied = self._in_force = None
 
     def _keep(self, made: Plan) -> None:
         """Keep a plan in force although no batch of its size has come."""
