@@ -18,22 +18,18 @@ if TYPE_CHECKING:
 RECORD = click.Path(dir_okay=False, path_type=Path)
 
 
-class _Ratio(click.ParamType[float]):
-    """A share: `2%` or `0.02`."""
-
-    name = "percent"
-
-    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        number, is_percent = value.strip().removesuffix("%"), value.strip().endswith("%")
-        try:
-            share = float(number) / (100 if is_percent else 1)
-        except ValueError:
-            share = -1.0
-        if not 0 <= share < 100:
-            self.fail(f"{value!r} is no share; write it as 2% or 0.02.", param, ctx)
-        return share
+def _share(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+    """Return a share: `2%` or `0.02`."""
+    if text is None:
+        return None
+    number, is_percent = text.strip().removesuffix("%"), text.strip().endswith("%")
+    try:
+        share = float(number) / (100 if is_percent else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 100:
+        raise click.BadParameter(f"{text!r} is no share; write it as 2% or 0.02.")
+    return share
 
 
 @click.command("report")
@@ -48,7 +44,7 @@ class _Ratio(click.ParamType[float]):
 @click.option("--github", is_flag=True, help="Print the findings as annotations of GitHub Actions.")
 @click.option(
     "--fail-above",
-    type=_Ratio(),
+    callback=_share,
     metavar="SHARE",
     help='With two runs: exit code 1 if the second peak is higher than the first by more than this share, as in "2%".',
 )
