@@ -100,7 +100,7 @@ def run(
     if no_in_place and budget is None:
         raise click.UsageError("--no-in-place goes with --budget: the plan of --plan says what it writes in place.")
     if budget_for == "reserved" and budget is None:
-        raise click.UsageError("--budget-for goes with --budget: the plan of --plan says what its budget is for.")
+        raise click.UsageError("--budget-for goes with --budget: a plan of --plan is measured in requested bytes.")
 
     from lowtide.levers import parse_script_lever
     from lowtide.memory.device_budget import check_on_device
