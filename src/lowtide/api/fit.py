@@ -118,9 +118,10 @@ def _in_a_line(bucket: Bucket) -> str:
 
 def _peak(plan: Plan, verdict: Verdict) -> str:
     """Format the peak: `14.9 -> 7.8 GiB peak (budget 8 GiB)`."""
-    change = format_change(plan.plain.peak_bytes, verdict.measured_peak_bytes)
-    reserved = " reserved" if verdict.budget_for == "reserved" else ""
-    return f"{change} peak{reserved} (budget {format_bytes(plan.budget_bytes)})"
+    budget = f"(budget {format_bytes(plan.budget_bytes)})"
+    if verdict.budget_for == "reserved":  # of the plain step requested bytes are known
+        return f"{format_bytes(verdict.measured_peak_bytes)} peak reserved {budget}"
+    return f"{format_change(plan.plain.peak_bytes, verdict.measured_peak_bytes)} peak {budget}"
 
 
 def _time(plan: Plan, verdict: Verdict) -> str:
@@ -281,7 +282,7 @@ def _fit(
             return Fitted(apply(model, made, optimizer=optimizer), choice.profile, made, verdict)
         measured.append(verdict.measured_peak_bytes)
         if len(measured) == (COMPILED_REPAIRS if choice.profile.graphs else REPAIRS):
-            raise over_budget(choice.profile, budget_bytes, measured)
+            raise over_budget(choice.profile, budget_bytes, measured, budget_for=budget_for)
         if choice.profile.graphs:
             excess_bytes = verdict.measured_peak_bytes - made.predicted.peak_bytes
             choice = replace(choice, profile=with_excess(choice.profile, excess_bytes, len(measured)))
@@ -293,7 +294,7 @@ def _fit(
         except Infeasible:
             least = smallest_plan(choice.profile)
             if least.decisions == made.decisions or offload:
-                raise over_budget(choice.profile, budget_bytes, measured) from None
+                raise over_budget(choice.profile, budget_bytes, measured, budget_for=budget_for) from None
             made = _own(choice, least, budget_bytes)
 
 
@@ -341,12 +342,19 @@ def _noticed(site: StepContext, profile: Profile) -> dict[str, str]:
 
 
 def over_budget(
-    made: Profile | Plan, budget_bytes: int, measured: Collection[int], nearest: Collection[str] = ()
+    made: Profile | Plan,
+    budget_bytes: int,
+    measured: Collection[int],
+    nearest: Collection[str] = (),
+    *,
+    budget_for: BudgetFor = "requested",
 ) -> OverBudget:
     """Build the error for a budget that no plan keeps; `measured` are the peaks of the plans that were tried."""
     notes = made.notes if any(OTHER_WORK in note for note in made.notes) else (*made.notes, OTHER_WORK)
     plain_bytes = made.plain.peak_bytes if isinstance(made, Plan) else plain_peak_bytes(made)
-    if min(measured) > plain_bytes:
+    if budget_for == "reserved":
+        notes = ("measured are reserved bytes, with the pieces between blocks that the allocator can't use", *notes)
+    elif min(measured) > plain_bytes:
         notes = (
             f"that is more than the plain step's {format_bytes(plain_bytes)}: this batch needs more than the rehearsed "
             "ones, as with lengths or rows that are in it, or something else was in memory, as the graph of a batch "

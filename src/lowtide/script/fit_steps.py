@@ -411,10 +411,11 @@ class Fitting(PlanMonitor):
         if measured_bytes <= made.budget_bytes:
             self._most = max(self._most, measured_bytes)
             if self._is_planned:
-                share = format_ratio(measured_bytes / made.plain.peak_bytes)
-                self._say(
-                    f"measured {format_bytes(measured_bytes)} peak, {share} of the plain step's: within the budget"
-                )
+                if self._budget_for == "reserved":  # of the plain step requested bytes are known
+                    what = "peak reserved"
+                else:
+                    what = f"peak, {format_ratio(measured_bytes / made.plain.peak_bytes)} of the plain step's"
+                self._say(f"measured {format_bytes(measured_bytes)} {what}: within the budget")
                 self._stays(made, measured_bytes, is_of_planned_size=True)
             elif self._n_others >= PATIENCE:
                 self._keep(made)
@@ -440,7 +441,7 @@ class Fitting(PlanMonitor):
                 )
                 self.plan = replace(lower, budget_bytes=made.budget_bytes)
                 return
-        self._stays_over(made, over_budget(profile, made.budget_bytes, self._over))
+        self._stays_over(made, over_budget(profile, made.budget_bytes, self._over, budget_for=self._budget_for))
 
     def _stays_over(self, made: Plan, why: OverBudget) -> None:
         """Continue as `on_infeasible` says if no plan keeps to the budget. Raises OverBudget."""
