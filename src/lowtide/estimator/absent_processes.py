@@ -29,6 +29,13 @@ class AbsentProcesses:
     size: int
     rank: int = 0
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise RehearsalError(
+                f"there is no rank {self.rank} of {self.size} processes. Give at least one process, and a rank from 0 "
+                "on that is below their number."
+            )
+
     @property
     def per_node(self) -> int:
         """Number of processes per machine."""
@@ -87,7 +94,7 @@ def absent_processes(size: int, rank: int = 0) -> Iterator[None]:
         rank: this process's rank.
 
     Raises:
-        RehearsalError: this process already has a process group.
+        RehearsalError: this process already has a process group, or there is no such rank.
     """
     processes = AbsentProcesses(size=size, rank=rank)
     with processes.around():
