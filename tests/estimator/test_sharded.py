@@ -200,3 +200,18 @@ def test_what_nccl_takes_lies_within_the_reports() -> None:
     assert nccl_bytes(1)[0] == min(reported)
     assert nccl_bytes(3)[1] <= max(reported) <= nccl_bytes(4)[1]
     assert nccl_bytes(0) == (0, 0)
+
+
+def test_the_largest_batch_of_one_of_several_processes_leaves_room_for_nccl() -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    gpu, _ = parse_gpus("cuda:3GiB")
+
+    def step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+
+    def largest() -> lowtide.LargestBatch:
+        return lowtide.largest_batch(model, step, torch.ones(4, 64), device=gpu, most=8)
+
+    alone = largest().budget_bytes
+    with lowtide.absent_processes(2):
+        assert largest().budget_bytes == alone - nccl_bytes(1)[1]

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lowtide._torch.distributed import n_groups
 from lowtide._torch.pytree import tree_map
 from lowtide.errors import BudgetError, Infeasible, LowtideError, RehearsalError
 from lowtide.estimator.estimation import estimate
 from lowtide.estimator.memory_estimate import MemoryEstimate
 from lowtide.memory.gpu_specs import GpuSpec, context_bytes, parse_gpu
+from lowtide.memory.nccl_memory import nccl_bytes
 from lowtide.runtime.fingerprint import tensors_in, with_tensors
+from lowtide.state.process_group import several_processes
 from lowtide.units import format_apart
 from lowtide.utils.amounts import parse_bytes
 from lowtide.utils.rendering import Displayed, short_repr
@@ -78,7 +81,8 @@ def largest_batch(
         batch: an example. Every tensor and array as long along `batch_dim` as the first one is lengthened or shortened;
             integers and booleans by repeating their values, and so are lists with one entry per row.
         budget: bytes, or a string such as "8GiB". Without it, the peak has to fit into the memory of `device` next to
-            the largest CUDA context, so that the allocator's cache never has to be emptied.
+            the largest CUDA context, and in one of several processes next to the most that NCCL takes, so that the
+            allocator's cache never has to be emptied.
         device: a GPU as for `estimate`; the peak is then the most that its allocator can reserve.
         batch_dim: the dimension to resize; 1 finds the longest sequence.
         most: the largest size to try; for sequences the most that the model takes, such as its number of positions.
@@ -156,7 +160,8 @@ def _limit(budget: int | str | None, gpu: GpuSpec | None) -> int:
         return parse_bytes(budget)
     if gpu is None:
         raise BudgetError('give a budget="8GiB", or a device="RTX 4090" whose memory it has to fit in.')
-    return gpu.total_bytes - context_bytes(gpu)[1]
+    nccl = nccl_bytes(n_groups() if several_processes() else 0)
+    return gpu.total_bytes - context_bytes(gpu)[1] - nccl[1]
 
 
 def _largest_within(peak: Callable[[int], int], budget: int, *, start: int, most: int) -> int:
