@@ -26,7 +26,9 @@ from models import MODELS, build, same, state
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("share", [0.15, 0.5, 0.85])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.15, marks=pytest.mark.slow), 0.5, pytest.param(0.85, marks=pytest.mark.slow)]
+)
 def test_a_fitted_step_stays_within_its_budget_and_gives_the_same_bits(name, share):
     """The budget is at `share` of the way from the smallest reachable peak to the plain one."""
     plain, planned = build(name), build(name)
@@ -291,7 +293,10 @@ def test_several_optimizers_and_gradients_from_before_the_plan_are_no_reason_to_
 
 @pytest.mark.parametrize(
     ("part", "says"),
-    [(None, "GPT2LMHeadModel is trained past the plan"), ("transformer.h.1", r"transformer.h.1 \(GPT2Block\) is")],
+    [
+        pytest.param(None, "GPT2LMHeadModel is trained past the plan", marks=pytest.mark.slow),
+        ("transformer.h.1", r"transformer.h.1 \(GPT2Block\) is"),
+    ],
 )
 def test_what_is_compiled_under_a_plan_is_said_once(part: str | None, says: str) -> None:
     case = build("gpt2")
@@ -474,6 +479,7 @@ print(predict(profile, Decisions()).peak_bytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the address space is limited as Linux does it")
 @pytest.mark.skipif(
     torch.__version__.startswith(("2.10.", "2.11.")),

@@ -23,9 +23,9 @@ def judged(folder: Path, *arguments: str) -> str:
     return made.stdout
 
 
-@pytest.mark.parametrize("seeds", ["100:110", "110:116", "20:24"])
+@pytest.mark.parametrize("seeds", [pytest.param("100:110", marks=pytest.mark.slow), "110:116", "20:24"])
 def test_bits_and_budgets(tmp_path: Path, seeds: str) -> None:
-    """Twenty networks, each in one of the parts of its peak or its smallest budget."""
+    """Networks, each in one of the parts of its peak or its smallest budget: ten, and ten more that are slow."""
     first, stop = map(int, seeds.split(":"))
     assert judged(tmp_path, "--seeds", seeds, "--one") == f"{stop - first} budgets, 0 not kept\n"
 

@@ -56,6 +56,7 @@ def test_flops_that_are_only_counted_are_those_that_are_done(name: str) -> None:
 SOME = ("checkpoint every block", "selective: every second matmul", "AOT, memory budget 0.3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [way for way in ways() if way.name in SOME], ids=SOME)
 def test_so_are_those_of_a_peer(way: Way) -> None:
     made = contestant("bert", quick=True)

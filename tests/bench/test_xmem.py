@@ -1,5 +1,6 @@
 """Published measurements: one row predicted, one that ran out of memory, what can't be rebuilt, and the arithmetic."""
 
+import pytest
 from estimators.page import page
 from estimators.predicting import predict
 from estimators.reasons import above_repeats, close_to_one, far, reason, repeats
@@ -20,6 +21,7 @@ def test_distilgpt2_comes_out_within_two_percent() -> None:
     assert found.verdict == "fits"
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_out_of_memory_does_not_fit() -> None:
     row = ROWS["x088"]
     found = predict(row)

@@ -185,6 +185,7 @@ def test_a_step_that_raises_leaves_the_next_ones_right(fitted):
     assert work(case, cut(case.batch, 4, 20)) == work(plain, cut(plain.batch, 4, 20))
 
 
+@pytest.mark.slow
 def test_what_lies_between_two_sizes_is_never_less_than_the_truth():
     """Exact in the number of rows; on the safe side where attention grows with the square of the length."""
     for name, small, middle, exact in [
@@ -250,6 +251,7 @@ def test_sizes_that_do_different_work_are_rehearsed_each():
         assert not fitted.applied.drifted
 
 
+@pytest.mark.slow
 def test_images_vary_in_number():
     case, plain = build("resnet"), build("resnet")
     with lowtide.fit(case.model, case.step, case.batch, budget="93%", shapes="auto") as fitted:
