@@ -68,7 +68,7 @@ def test_a_script_for_cuda_runs_two_steps_and_ends_with_everything_as_it_was(est
     code, out, err = estimate("--device", "RTX 3060")
     assert code == 0
     assert "on RTX 3060, with 11.7 GiB: it fits" in out
-    assert "smallest GPU on which it is sure to fit: RTX 4060" in out
+    assert "smallest GPU on which it is sure to fit: RTX 3070" in out
     assert "compiled code (torch.compile) needs what it needs as it was written" in out
     assert re.search("nothing is computed.*\nloss 1.000", err)  # said before the first number that is not true
     assert "same weights True Parameter" in err
@@ -81,7 +81,7 @@ def test_what_does_not_fit_has_exit_code_1_and_names_a_gpu(estimate) -> None:
     code, out, _ = estimate("--device", "RTX 3060", args=("--rows", "400000"))
     assert code == 1
     assert "it does not fit" in out
-    assert "smallest GPU on which it is sure to fit: L4" in out
+    assert "smallest GPU on which it is sure to fit: RTX 5080" in out
 
 
 def test_the_step_is_written_as_a_snapshot(estimate, tmp_path) -> None:

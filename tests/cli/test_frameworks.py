@@ -69,6 +69,7 @@ def test_a_framework_s_loop_trains_to_the_same_bits_within_a_budget(
     assert "within the budget" in under.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_cpu", [True, False])
 def test_the_trainer_is_rehearsed_for_a_gpu(use_cpu: bool, tmp_path: Path, run_python: RunPython) -> None:
     """It begins a sum of losses where the model is, and compares the device of each loss with that."""

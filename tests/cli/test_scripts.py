@@ -506,6 +506,7 @@ def test_many_calls_before_the_first_update_are_no_updates(script: Callable[[str
     assert "within the budget" in done.err
 
 
+@pytest.mark.slow
 def test_of_batches_of_many_sizes_the_largest_is_planned_for(
     script: Callable[[str], str], run_python: RunPython
 ) -> None:
@@ -517,6 +518,7 @@ def test_of_batches_of_many_sizes_the_largest_is_planned_for(
     assert "was given" not in done.stderr
 
 
+@pytest.mark.slow
 def test_where_no_two_batches_are_of_one_size_the_largest_is_planned_for(
     script: Callable[[str], str], run_python: RunPython, tmp_path: Path
 ) -> None:
@@ -551,6 +553,7 @@ class Block(torch.nn.Sequential):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Block", "nn.Sequential"])
 @pytest.mark.parametrize(
     "how", ["model[i].compile(", "model[i] = torch.compile(model[i], "], ids=["in place", "wrapped"]
@@ -648,6 +651,7 @@ def test_a_script_whose_models_take_turns_has_one_plan_for_both(
     assert plan.predicted.parts["parameters"] == 4 * (sum((n + 1) * m for n, m in widths) + 2 * 256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_tried", [1, 2, 3])
 def test_a_script_that_tries_a_copy_of_its_model_first(
     n_tried: int, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path

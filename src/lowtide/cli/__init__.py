@@ -43,7 +43,7 @@ COMMANDS = {
     ),
     "rehearse": Lazy(
         target="lowtide.cli.rehearse:rehearse",
-        summary="Profile a script's training step: its memory, and the smallest peak of any plan.",
+        summary="Profile a script's training step: its memory, and the smallest peak of a plan.",
         needs_torch=False,  # an existing profile can be shown without torch
     ),
     "estimate": Lazy(

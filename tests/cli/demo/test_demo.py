@@ -108,6 +108,7 @@ def test_a_real_runs_json_has_it_all(small: tuple["subprocess.CompletedProcess[s
         assert private not in path.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [name for name in SMALL if name != "gpt2"])
 def test_the_other_models(model: str) -> None:
     result = run("--steps=2", "--json=-", "--model", model, *SMALL[model])
