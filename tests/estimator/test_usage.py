@@ -12,6 +12,7 @@ class Recording:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.version = 0
+        self.streams: dict[int, int] = {}
 
     def since(self, position: int) -> Iterator[Event]:
         return iter(self.events[position:])
