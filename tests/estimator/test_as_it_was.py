@@ -437,6 +437,7 @@ def test_several_at_once_wait_for_each_other_and_leave_nothing_behind() -> None:
     assert torch._utils._rebuild_tensor is rebuild
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", WHERE)
 def test_another_thread_trains_meanwhile(where: dict[str, Any]) -> None:
     """Its backward passes, and what hooks in them ask, are none of the rehearsal's."""

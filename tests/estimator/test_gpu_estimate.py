@@ -99,6 +99,7 @@ def test_an_optimizer_in_backward_steps_there_as_well() -> None:
     assert 9 * weight < peak() < 11 * weight
 
 
+@pytest.mark.slow
 def test_a_model_on_the_meta_device_and_a_plan_of_the_cpu() -> None:
     with torch.device("meta"):
         large = nn.Linear(2**15, 2**15)

@@ -75,6 +75,7 @@ def test_it_trains_to_the_same_bits_within_a_budget(tmp_path: Path, capsys: pyte
     assert "was given" not in capsys.readouterr().err  # a count of tokens comes with the batch, and is no size
 
 
+@pytest.mark.slow
 def test_saving_and_resuming_are_as_ever(tmp_path: Path) -> None:
     plain = trainer(tmp_path / "plain", max_steps=8)
     plain.train()

@@ -260,7 +260,7 @@ for _ in range(4):
 """
 
 
-@pytest.mark.parametrize("gathered", ["total", "torch.stack(losses).mean()"])
+@pytest.mark.parametrize("gathered", ["total", pytest.param("torch.stack(losses).mean()", marks=pytest.mark.slow)])
 def test_losses_that_are_gathered_to_be_differentiated_are_not_to_be_detached(
     gathered: str, tmp_path: Path, run_python: RunPython
 ) -> None:
@@ -300,6 +300,7 @@ print([loss.item().hex() for loss in kept])
 )
 
 
+@pytest.mark.slow
 def test_a_model_that_is_compiled_where_it_stands_is_compiled_as_ever(tmp_path: Path, run_python: RunPython) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN_COMPILED, encoding="utf-8")
