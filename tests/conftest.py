@@ -63,12 +63,19 @@ def _only_what_was_there_stays() -> Iterator[None]:
     yield
     if (runner := sys.modules.get("lowtide.script.runner")) is not None:
         runner._LAST.clear()  # the last script's objects stay for its exit handlers
-    if _left_in_force():
+    if _left_in_force() or _has_hooks_after_updates():
         gc.unfreeze()
         gc.collect()
         _take_off_plans()
         gc.freeze()
     assert not (left := _left_in_force()), f"this module leaves {', '.join(left)}: it has to take off its plans"
+
+
+def _has_hooks_after_updates() -> bool:
+    """Return True if plans have hooks after updates: they go with their models."""
+    optimizers = sys.modules.get("torch.optim.optimizer")
+    hooks = () if optimizers is None else optimizers._global_optimizer_post_hooks.values()
+    return any(getattr(hook, "__module__", "").startswith("lowtide.") for hook in hooks)
 
 
 def _take_off_plans() -> None:

@@ -95,6 +95,12 @@ def absent_processes(size: int, rank: int = 0) -> Iterator[None]:
 
     Raises:
         RehearsalError: this process already has a process group, or there is no such rank.
+
+    Example:
+        >>> import torch, lowtide
+        >>> with lowtide.absent_processes(8, rank=3):
+        ...     torch.distributed.get_rank(), torch.distributed.get_world_size()
+        (3, 8)
     """
     processes = AbsentProcesses(size=size, rank=rank)
     with processes.around():

@@ -155,7 +155,13 @@ def more_state(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> Remo
                 "them before lowtide.fit, or pass optimizer=; of a script, run what comes before by itself"
             )
 
-    return register_optimizer_step_post_hook(updated)
+    return _while_alive(model, register_optimizer_step_post_hook(updated))
+
+
+def _while_alive(obj: object, hook: RemovableHandle) -> RemovableHandle:
+    """Remove the hook when `obj` is freed, if it is not removed before: optimizers of the whole process hold it."""
+    weakref.finalize(obj, hook.remove).atexit = False
+    return hook
 
 
 LOOKS = 6
@@ -167,7 +173,7 @@ UNSEEN = 3
 
 def watch_bypass(engine: Engine, say: Callable[[str], None]) -> RemovableHandle:
     """Warn once if the model is trained and its calls bypass the plan's interceptors, or some of them do."""
-    reference = weakref.ref(engine)  # the hook is held by the optimizers of the whole process
+    reference = weakref.ref(engine)
     looks = LOOKS
     known: dict[int, int] = {}
     """By optimizer, the number of observed calls at its last step."""
@@ -198,4 +204,4 @@ def watch_bypass(engine: Engine, say: Callable[[str], None]) -> RemovableHandle:
                 "Compile blocks in their place before they are planned for (block.compile())."
             )
 
-    return register_optimizer_step_post_hook(updated)
+    return _while_alive(engine, register_optimizer_step_post_hook(updated))
