@@ -19,7 +19,10 @@ WAYS = ("fsdp", "meta-fsdp-bf16", "hsdp", "offload-fsdp", "after2-fsdp", "accumu
     "cases",
     [
         ("fits_alone", "fits_before_it_is_wrapped"),
-        ("counts_buckets", "estimates_buckets", "refuses_what_waits", "refuses_an_update_too_early"),
+        pytest.param(
+            ("counts_buckets", "estimates_buckets", "refuses_what_waits", "refuses_an_update_too_early"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["fits", "refuses"],
 )
@@ -31,7 +34,10 @@ def test_each_process_fits_what_ddp_wraps(cases: tuple[str, ...], run_python: Ru
     "cases",
     [
         ("fits", "fits_half_precision", "fits_what_stays_whole", "refuses"),
-        ("fits_units_in_units", "fits_steps_of_micro_batches", "is_as_it_was", "is_told_what_is_not_whole"),
+        pytest.param(
+            ("fits_units_in_units", "fits_steps_of_micro_batches", "is_as_it_was", "is_told_what_is_not_whole"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["as is usual", "else"],
 )
@@ -86,7 +92,7 @@ def check(done: "subprocess.CompletedProcess[str]", cases: tuple[str, ...]) -> N
     assert sorted(re.findall(r"(\w+): as it should be", done.stdout)) == sorted(cases * 2)
 
 
-@pytest.mark.parametrize("name", ["train.py", "train_sharded.py"])
+@pytest.mark.parametrize("name", ["train.py", pytest.param("train_sharded.py", marks=pytest.mark.slow)])
 def test_a_script_in_several_processes_runs_within_a_budget(name: str, run_python: RunPython, tmp_path: Path) -> None:
     script, saved = str(HERE / name), tmp_path / "plan.json"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
