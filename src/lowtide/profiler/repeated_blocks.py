@@ -7,6 +7,8 @@ from collections import Counter
 
 from torch import nn
 
+from lowtide.profiler.preconditions import has_torchscript
+
 BARE_LEAVES = (nn.RNNBase, nn.MultiheadAttention, nn.Transformer)
 """Modules of torch.nn that are worth a replay, unlike its other modules, whose nodes all have recipes."""
 
@@ -37,7 +39,8 @@ def freed_blocks(model: nn.Module) -> frozenset[nn.Module]:
     """Find the modules whose saved tensors a frugal audit frees; none is inside another.
 
     These are the repeated blocks and, where a child contains none, the child itself if it has children. A child that
-    contains all other such children is searched first.
+    contains all other such children is searched first. TorchScript saves other tensors in its first run than in later
+    ones, so nothing that a block with it has saved is freed.
     """
     repeated = repeated_blocks(model)
 
@@ -52,7 +55,7 @@ def freed_blocks(model: nn.Module) -> frozenset[nn.Module]:
                 found |= (set() if is_apart else visit(child)) or ({child} if not is_list(child) else set())
         return found
 
-    return frozenset(visit(model))
+    return frozenset(module for module in visit(model) if not has_torchscript(module))
 
 
 def is_list(module: nn.Module) -> bool:

@@ -34,7 +34,7 @@ def name_of(model: nn.Module) -> str:
     """Return the name of the model's class, or those of its parts."""
     if type(model) is CompositeModel:
         return " and ".join(model._modules)
-    return type(model._modules.get("_orig_mod", model)).__name__  # as torch.compile names the model that it wraps
+    return type(getattr(model, "_orig_mod", model)).__name__  # as torch.compile names the model that it wraps
 
 
 def is_of_parts(found: Fingerprint) -> bool:
