@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,6 +119,17 @@ def _errors_are_shown_as_python_shows_them() -> Iterator[None]:
     before = sys.excepthook
     yield
     sys.excepthook = before
+
+
+@pytest.fixture
+def inductor() -> Iterator[None]:
+    """Compiles without optimization, and skips without a compiler of C++, in which inductor writes for processors."""
+    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        pytest.skip("inductor needs a compiler of C++, and there is none")
+    from torch._inductor import config
+
+    with config.patch({"aot_inductor.debug_compile": True}):
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

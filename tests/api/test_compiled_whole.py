@@ -1,7 +1,5 @@
 """Models that are compiled as a whole: a plan decides what their compiled code saves for backward, to the same bits."""
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,15 +63,6 @@ def compiled_anew() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     assert inductor_config.custom_partitioner_fn is None
-
-
-@pytest.fixture
-def inductor() -> Iterator[None]:
-    """Compiles without optimization, and skips without a compiler of C++, in which inductor writes for processors."""
-    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-        pytest.skip("inductor needs a compiler of C++, and there is none")
-    with inductor_config.patch({"aot_inductor.debug_compile": True}):
-        yield
 
 
 def transformer(dropout: float = 0.1) -> tuple[nn.Module, Tensor]:

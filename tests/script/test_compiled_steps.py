@@ -1,7 +1,5 @@
 """Loops that train a model compiled as a whole: rehearsed, planned and measured in training, to the same bits."""
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,15 +31,6 @@ def compiled_anew() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     assert inductor_config.custom_partitioner_fn is None
-
-
-@pytest.fixture
-def inductor() -> Iterator[None]:
-    """Compiles without optimization, and skips without a compiler of C++, in which inductor writes for processors."""
-    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-        pytest.skip("inductor needs a compiler of C++, and there is none")
-    with inductor_config.patch({"aot_inductor.debug_compile": True}):
-        yield
 
 
 def as_wrapper(model: nn.Module) -> Callable[[Tensor], Tensor]:
