@@ -575,6 +575,27 @@ def test_compiled_code_in_another_thread_changes_no_count() -> None:
     assert written.nodes == ["GeluBackward0"]
 
 
+def test_gradients_are_written_while_another_thread_compiles() -> None:
+    inside, through = threading.Event(), threading.Event()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        inside.set()
+        through.wait()
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    thread = threading.Thread(target=compiled, args=(torch.ones(3),))
+    thread.start()
+    inside.wait()
+    try:
+        with Written() as written:
+            gelu(activations())
+    finally:
+        through.set()
+        thread.join()
+    assert written.nodes == ["GeluBackward0"]
+
+
 def test_training_in_another_thread_changes_no_count() -> None:
     usual = in_place.available("cpu")
     stop = threading.Event()

@@ -62,6 +62,19 @@ def _marked(function: F, calls: Any) -> F:
 _FRAMES = torch._C._dynamo.eval_frame
 
 
+@not_compiled_alone
+def is_compiling_here() -> bool:
+    """Return True if this thread compiles or exports code, or if this call is traced. 2.13.
+
+    `torch.compiler.is_compiling` is also True while another thread compiles.
+    """
+    return torch.compiler.is_compiling() and (
+        torch.compiler.is_dynamo_compiling()  # a constant that is True only in traced code
+        or torch.compiler.is_exporting()
+        or torch._guards.CompileContext.try_get() is not None
+    )
+
+
 def in_compiled_backward() -> bool:
     """Return True if the node that backward runs in this thread is compiled code. 2.13, since 2.0.
 

@@ -10,12 +10,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowtide._torch.backward import in_backward
-from lowtide._torch.compiled_code import not_compiled_alone
+from lowtide._torch.compiled_code import is_compiling_here, not_compiled_alone
 
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Function that returns a replacement for its argument, which the replacement calls."""
@@ -64,7 +63,7 @@ def _install(owner: Any, name: str) -> tuple[Callable[..., Any], list[Make]]:
     @not_compiled_alone
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling_here():
             return original(*args, **kwargs)
         function = original
         for make in makes:

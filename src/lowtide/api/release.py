@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lowtide._torch.autograd_graph import nodes_from
 from lowtide._torch.backward import ENGINE, in_backward
+from lowtide._torch.compiled_code import is_compiling_here
 from lowtide._torch.nodes import node_metadata
 from lowtide._torch.patching import replace_function, wrap_module_calls
 from lowtide._torch.tensors import base_of
@@ -133,7 +134,7 @@ class Step(AbstractContextManager["Step"]):
         if not self._is_here():
             return
         self._depth -= 1
-        if self._depth or in_backward() or torch.compiler.is_compiling():
+        if self._depth or in_backward() or is_compiling_here():
             return
         for tensor in _tensors_in(output):
             if tensor.grad_fn is not None:

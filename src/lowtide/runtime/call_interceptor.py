@@ -10,11 +10,10 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from lowtide._torch.backward import is_tracing
-from lowtide._torch.compiled_code import is_compiled
+from lowtide._torch.compiled_code import is_compiled, is_compiling_here
 from lowtide._torch.modules import CALL, without_function_mode
 from lowtide.runtime.call_context import MutableState
 from lowtide.runtime.class_calls import past_fronts, stand_in_calls
@@ -104,7 +103,7 @@ class CallInterceptor:
         return self._reach
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_tracing():  # a trace is of the model alone
+        if is_compiling_here() or is_tracing():  # a trace is of the model alone
             return self.inner(*args, **kwargs)
         now = self.engine.here.now
         if now is not None:
@@ -150,7 +149,7 @@ class OuterInterceptor:
         self.around, self.owner = pass_on, None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_tracing():  # a trace is of the model alone
+        if is_compiling_here() or is_tracing():  # a trace is of the model alone
             return self.inner(*args, **kwargs)
         if threading.get_ident() != self._thread:
             caller = sys._getframe(1).f_locals.get("self")

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lowtide._torch.compiled_code import is_compiling_here
 from lowtide._torch.nodes import next_sequence_number, node_metadata
 from lowtide._torch.tensors import is_plain
 from lowtide.runtime.recipes import RECIPES
@@ -152,7 +153,7 @@ class OperandCapture(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _WATCHED:
             return func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention and not torch.compiler.is_compiling():
+        if func is F.scaled_dot_product_attention and not is_compiling_here():
             here.attention = self._attention(dict(zip(_ATTENTION, args, strict=False)) | kwargs)
             try:
                 return func(*args, **kwargs)
@@ -161,7 +162,7 @@ class OperandCapture(TorchFunctionMode):
         if func in _SIZED_BY_CONTENTS and is_sized_by_contents(func, args):
             self._listener.sized_by_contents(_SIZED_BY_CONTENTS[func])
         names = _OPERANDS.get(func)
-        if names is None or torch.compiler.is_compiling():
+        if names is None or is_compiling_here():
             return func(*args, **kwargs)
         is_in_order = len(args) == len(names) and not kwargs
         operands = dict(zip(names, args, strict=True)) if is_in_order else _by_name(names, args, kwargs)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lowtide._torch.compiled_code import is_compiling_here
 from lowtide._torch.patching import replace_function
 from lowtide.state.introspection import user_functions, variables
 
@@ -36,7 +37,7 @@ def watch_compiled_functions(detector: _Detector) -> Callable[[], None]:
 
         @functools.wraps(made)
         def told(*args: Any, **kwargs: Any) -> Any:
-            watching = None if torch.compiler.is_compiling() or reference is None else reference()
+            watching = None if is_compiling_here() or reference is None else reference()
             return made(*args, **kwargs) if watching is None else watching.calls_compiled(made, model, args, kwargs)
 
         return told

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide._torch.backward import in_backward
+from lowtide._torch.compiled_code import is_compiling_here
 from lowtide._torch.nodes import next_sequence_number, sequence_number
 from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.leaks.call_log import (
@@ -179,7 +180,7 @@ class Watch(Displayed):
             self._checkpoints.module_called(module)
         if self._root is not None:
             self._nested += id(module) == self._root
-        elif not in_backward() and not torch.compiler.is_compiling():
+        elif not in_backward() and not is_compiling_here():
             self._root = id(module)
             self._run_guarded(lambda: self._begin_call(module))
 
