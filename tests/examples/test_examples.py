@@ -60,6 +60,16 @@ def test_an_example_prints_the_same_numbers_within_its_budget(
     assert re.search(r"lowtide: measured .* peak, \d+ % of the plain step's: within the budget", within.err)
 
 
+@pytest.mark.slow  # tests/profiler/test_checkpoints.py has the same on small models
+@pytest.mark.parametrize(("name", "by_hand"), [("gpt_mask", "--checkpoint=late"), ("resnet_blocks", "--checkpoint")])
+def test_mistakes_by_hand_stay_as_they_are(
+    name: str, by_hand: str, plainly: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = (*SMALL[name][1:], by_hand, "--steps=5")
+    assert cli.main(["run", "--budget", "100%", str(EXAMPLES / f"{name}.py"), *args]) == 0
+    assert capsys.readouterr().out == plainly(name, *args)
+
+
 def test_no_example_knows_lowtide() -> None:
     for path in EXAMPLES.glob("*.py"):
         assert "import lowtide" not in path.read_text(encoding="utf-8"), path
