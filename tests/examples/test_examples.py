@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -102,3 +103,16 @@ def test_a_mask_of_none_passes_and_a_reentrant_checkpoint_refuses_grad(plainly: 
     assert plainly("known_errors", *size, "--checkpoint=non-reentrant") == plainly("known_errors", *size)
     with pytest.raises(RuntimeError, match=r"incompatible with \.grad\(\)"):
         plainly("known_errors", *size, "--checkpoint=reentrant")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["T4", "RTX 4090", "H100-80"])
+def test_peaks_without_an_optimizer_are_printed_for_a_gpu_that_is_not_here(gpu: str) -> None:
+    size = ("--layers=4", "--width=64")
+    call = [sys.executable, "-m", "lowtide", "estimate", "--device", gpu, str(EXAMPLES / "peak_memory.py"), *size]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    plain, checkpointed = (int(mib) for mib in re.findall(r"^[a-z ]+: (\d+) MiB$", done.stdout, re.MULTILINE))
+    assert checkpointed < plain
+    assert f"{plain} MiB  allocated\n" in done.stdout
+    assert "of 2 forward and backward passes, for no optimizer stepped, in an earlier one than the last" in done.stdout
