@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from lowtide.cli.demo import text_batches as text
 from lowtide.cli.demo.demo_packages import need, need_folder
@@ -127,7 +127,7 @@ def bert(size: Size) -> Parts:
     The encoder and the embeddings are the trained ones; of the 30,522 tokens only those of the text are taken, as the
     others would make up most of the parameters. The package has no head for masked tokens, so the head's dense layer
     and norm are random, and its output matrix is the word embeddings (tied, as in BERT). As in BERT's own pre-training
-    code the head sees the masked places only. Fewer than 6 `layers` are the first ones.
+    code the head sees the masked places only. Fewer than 6 `layers` are the first ones. Adafactor keeps little state.
     """
     transformers = need("transformers")
     folder, tokenizer = need_folder(*MINILM), minilm_tokenizer()
@@ -155,7 +155,7 @@ def bert(size: Size) -> Parts:
         model=MaskedLanguageModel(masked_lm),
         batches=batches,
         loss=_masked_loss,
-        optimizer=partial(AdamW, lr=1e-4),
+        optimizer=partial(Adafactor, lr=1e-3),
         items="tokens",
         items_per_step=size.batch_size * size.length,
         description=(
@@ -200,7 +200,7 @@ def resnet(size: Size) -> Parts:
 
 BUILDERS: dict[str, tuple[Callable[[Size], Parts], Size]] = {
     "gpt2": (gpt2, Size(batch_size=8, length=256, layers=6)),
-    "bert": (bert, Size(batch_size=24, length=128, layers=3)),
+    "bert": (bert, Size(batch_size=14, length=128, layers=4)),
     "llama": (llama, Size(batch_size=8, length=256, layers=6)),
     "resnet": (resnet, Size(batch_size=96, length=64, layers=5)),
 }
