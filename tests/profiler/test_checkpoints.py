@@ -68,7 +68,7 @@ class LateBinding(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = network(None)[1:]
+        self.blocks = nn.ModuleList([*network(None)][1:])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

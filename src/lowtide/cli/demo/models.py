@@ -247,7 +247,7 @@ def tokens_in_use(tokenizer: Any) -> tuple[Tensor, Tensor]:
     [tokens] and [different tokens], int64. The second is sorted, and holds the special tokens of BERT as well.
     """
     ids = text.token_ids(tokenizer, text.python_reference())
-    used = torch.cat([_special(tokenizer), ids]).unique()
+    used = torch.cat([_special(tokenizer), ids]).unique()  # type: ignore[no-untyped-call]
     return torch.searchsorted(used, ids), used
 
 
