@@ -96,12 +96,12 @@ def test_the_demo_sizes() -> None:
         "bert": (used + 512 + 2) * width + norm + 4 * block + used + head,
         "llama": 2 * vocab * width + 6 * (4 * width**2 + 3 * 1024 * width + 2 * width) + width,
     }
-    items = {"gpt2": 8 * 256, "bert": 14 * 128, "llama": 8 * 256, "resnet": 112}
+    items = {"gpt2": 8 * 256, "bert": 14 * 128, "llama": 8 * 256, "resnet": 144}
     for name in MODELS:
         full = workload(name)
         assert full.items_per_step == items[name]
         if name == "resnet":
-            assert full.batches[0]["pixel_values"].shape == (112, 1, 8, 8)
+            assert full.batches[0]["pixel_values"].shape == (144, 1, 8, 8)
             assert sum("BatchNorm2d" in type(module).__name__ for module in full.model.modules()) == 1 + 30 + 3
         else:
             usual = BUILDERS[name][1]

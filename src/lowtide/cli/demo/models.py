@@ -202,7 +202,7 @@ BUILDERS: dict[str, tuple[Callable[[Size], Parts], Size]] = {
     "gpt2": (gpt2, Size(batch_size=8, length=256, layers=6)),
     "bert": (bert, Size(batch_size=14, length=128, layers=4)),
     "llama": (llama, Size(batch_size=8, length=256, layers=6)),
-    "resnet": (resnet, Size(batch_size=112, length=64, layers=5)),
+    "resnet": (resnet, Size(batch_size=144, length=64, layers=5)),
 }
 """Each model's builder and the size that the demo runs it at."""
 
