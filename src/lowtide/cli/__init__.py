@@ -51,6 +51,11 @@ COMMANDS = {
         summary="Predict the memory of a script's training step on GPUs that need not be here.",
         needs_torch=False,  # an unknown GPU is rejected without torch
     ),
+    "largest-batch": Lazy(
+        target="lowtide.cli.largest_batch:largest_batch",
+        summary="Rank GPUs by the largest batch of a script, or of a model of transformers.",
+        needs_torch=False,
+    ),
     "gpus": Lazy(
         target="lowtide.cli.gpus:gpus",
         summary="List the GPUs that --device knows, with their memory and its source.",
