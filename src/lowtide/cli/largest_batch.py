@@ -50,7 +50,7 @@ def largest_batch(
     """Rank the known GPUs by the largest batch that fits on each: plainly, and with every block replayed.
 
     The training step of SCRIPT, or of a model of transformers with AdamW (--hf), is estimated on tensors without memory
-    at a few sizes of the batch; others are read off straight lines in between. Nothing is measured. Replaying every block is
+    at a few sizes of the batch; others are read off lines in between. Nothing is measured. Replaying every block is
     what checkpointing does; the table states its extra FLOPs. Plans of `lowtide run` and `lowtide.fit` cost less time
     where less has to be saved, but need a rehearsal.
 

@@ -9,10 +9,11 @@ from importlib.resources import files
 from lowtide.planner.budget_frontier import Frontier, Point
 from lowtide.planner.records import Plan
 from lowtide.report.decision_tree import FATES, Branch, decision_tree
+from lowtide.report.finding import Finding
 from lowtide.report.frontier_table import extra_time
 from lowtide.report.pictures import escape, frontier_plot, legend, memory_plot, places, table
 from lowtide.report.plan_text import blocks, extra
-from lowtide.report.run_record import HeldMemory, RunRecord
+from lowtide.report.run_record import RunRecord
 from lowtide.report.run_text import peak_sentence, verdict
 from lowtide.report.step_memory import CATEGORIES, StepMemory
 from lowtide.report.text_table import decisions, lever_lines
@@ -34,7 +35,7 @@ def run_page(run: RunRecord) -> str:
     about = "" if made_for is None else f"batch {made_for.batch} · {made_for.device} · torch {made_for.torch}"
     sections = [
         ("fits", "What was found" if made_for is None and not run.needs else "Does it fit?", fits(run)),
-        ("memory", "Where memory goes", memory(run.before, run.after, run.budget_bytes)),
+        ("memory", "Where memory goes", memory(run.before, run.after, run.requested_budget_bytes)),
         ("decided", "What was decided", decided(run)),
         ("else", "What else could be decided", alternatives(run.frontier, run.plan)),
         ("outlives", "What outlives its step", outlives(run)),
@@ -94,6 +95,8 @@ def _tiles(run: RunRecord) -> str:
     if peak is not None and run.plan is not None:
         less = f"{format_ratio(1 - peak / plain)} less" if plain and peak < plain else "as before"
         tiles.append(("after", format_bytes(peak), less, peak))
+        if (reserved := run.reserved_peak_bytes) is not None:
+            tiles.append(("reserved", format_bytes(reserved), "by the allocator, which the budget is for", reserved))
         tiles.append(
             ("extra time", extra(run.plan.predicted.extra_ms, run.plan.step_ms).removesuffix(" time"), _cost(run), None)
         )
@@ -130,13 +133,13 @@ def _bars(run: RunRecord) -> str:
     plain, peak = run.plain_peak_bytes, run.peak_bytes
     if run.plan is None or plain is None or peak is None:
         return ""
-    most = max(plain, peak, run.plan.budget_bytes)
-    at = 100 * run.plan.budget_bytes / most
+    budget = run.requested_budget_bytes
+    most = max(plain, peak, budget or 0)
     rows = "".join(
         f'<div class="lt-hbar"><span>{name}</span><i class="is-{name}" style="width:{100 * n / most:.1f}%"></i></div>'
         for name, n in (("before", plain), ("after", peak))
     )
-    mark = f'<div class="lt-hbudget"><i style="left:{at:.1f}%"></i></div>'
+    mark = "" if budget is None else f'<div class="lt-hbudget"><i style="left:{100 * budget / most:.1f}%"></i></div>'
     return f'<div class="lt-hbars" aria-hidden="true">{rows}{mark}</div>'
 
 
@@ -426,7 +429,7 @@ def outlives(run: RunRecord) -> str:
     return "".join(map(_finding, run.findings))
 
 
-def _finding(found: HeldMemory) -> str:
+def _finding(found: Finding) -> str:
     size = f"{format_bytes(found.held_bytes)} {found.unit}".strip() if found.held_bytes else ""
     rows = [("held by" if found.held_bytes else "where", found.holder), ("made at", found.made_at), ("fix", found.fix)]
     body = "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in rows if value)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowtide.errors import LowtideError
+from lowtide.report.finding import Finding
 from lowtide.report.page import document, memory, obtained
 from lowtide.report.pictures import escape, table
 from lowtide.report.plan_text import show_diff
-from lowtide.report.run_record import HeldMemory, RunRecord
+from lowtide.report.run_record import RunRecord
 from lowtide.report.step_memory import StepMemory
 from lowtide.units import format_bytes, format_ratio, format_time
 
@@ -39,13 +40,13 @@ class RunComparison:
         return other / one - 1 if one and other is not None else None
 
     @property
-    def new_findings(self) -> tuple[HeldMemory, ...]:
+    def new_findings(self) -> tuple[Finding, ...]:
         """Findings that the first run does not have."""
         known = {(each.code, each.holder) for each in self.first.findings or ()}
         return tuple(each for each in self.second.findings or () if (each.code, each.holder) not in known)
 
     @property
-    def gone_findings(self) -> tuple[HeldMemory, ...]:
+    def gone_findings(self) -> tuple[Finding, ...]:
         """Findings that only the first run has."""
         if self.second.findings is None:
             return ()
