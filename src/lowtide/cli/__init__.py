@@ -13,8 +13,8 @@ from importlib import import_module
 
 import click
 
-from lowtide import __version__
 from lowtide.errors import LowtideError
+from lowtide.utils.installed_versions import versions_in_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class LazyGroup(click.Group):
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="lowtide")
+@click.version_option(versions_in_words(), message="%(version)s")
 def lowtide() -> None:
     """Make a PyTorch training step fit in a memory budget, and prove that it did."""
 
