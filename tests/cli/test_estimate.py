@@ -350,7 +350,7 @@ def test_a_script_that_fails_has_exit_code_2(estimate) -> None:
     ("options", "said"),
     [
         (("--device", "RTX 9999"), "no GPU"),
-        (("--batch", "4"), "--device"),
+        (("--rank", "0"), "several GPUs"),
         (("--device", "T4", "--plain"), "--plain"),
         (("--device", "T4", "--snapshot", "no such folder/step.pickle"), "no such folder is not a folder"),
     ],

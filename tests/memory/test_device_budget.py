@@ -136,15 +136,11 @@ def test_a_budget_for_reserved_bytes_holds_in_the_simulated_allocator(
 
 
 def test_a_plan_from_a_file_is_measured_in_the_bytes_that_its_budget_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("api.verify", "script.apply_plan"):
-        monkeypatch.setattr(f"lowtide.{module}.check_on_device", lambda *_: None)
+    monkeypatch.setattr("lowtide.script.apply_plan.check_on_device", lambda *_: None)
     made = Small()
     requested = lowtide.plan(lowtide.rehearse(made.model, made.step, X), "100%")
     reserved = lowtide.Plan.from_json(replace(requested, budget_for="reserved", budget_bytes=2**40).to_json())
     assert reserved.budget_for == "reserved"
-    verdicts = [lowtide.verify(made.model, made.step, X, plan) for plan in (requested, reserved)]
-    assert verdicts[0].measured_peak_bytes < verdicts[1].measured_peak_bytes
-    assert "reserved peak measured" in str(verdicts[1])
     said: list[str] = []
     with watched(Applying(reserved, said.append)):
         for _ in range(4):

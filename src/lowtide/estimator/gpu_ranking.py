@@ -18,10 +18,10 @@ from lowtide.utils.rendering import Displayed, short_repr
 
 SMALLEST = 2
 """Smallest size of the batch at which the step is estimated: batch norm needs two rows."""
-STEP = 8
-"""Ratio of a size to the one before."""
-MOST = SMALLEST * STEP**6
+MOST = 2**20
 """Largest size at which the step is estimated."""
+LARGEST_STEP = 256
+"""Largest ratio of a size to the one before."""
 
 EstimateAt = Callable[[GpuSpec, int, bool], GpuMemoryEstimate]
 """Estimates the step on a GPU, at a size of the batch, with every block replayed or not."""
@@ -103,11 +103,14 @@ def _at_sizes(estimate_at: EstimateAt, gpus: Sequence[GpuSpec], replayed: bool) 
     estimates: dict[int, GpuMemoryEstimate] = {}
     size = SMALLEST
     while True:
-        estimates[size] = estimate_at(shown, size, replayed)
+        estimates[size] = found = estimate_at(shown, size, replayed)
         advance()
-        if estimates[size].interval[1] > most or size >= MOST:
+        peak = found.interval[1]
+        if peak > most or size >= MOST:
             return estimates
-        size *= STEP
+        row_bytes = max((peak - found.static.total) / size, 1.0)
+        too_large = size + int(1.05 * (most - peak) / row_bytes) + 1
+        size = min(max(too_large, 2 * size), LARGEST_STEP * size, MOST)
 
 
 def _room(gpu: GpuSpec) -> int:
@@ -122,10 +125,10 @@ def _largest(gpu: GpuSpec, estimates: Mapping[int, GpuMemoryEstimate]) -> int:
     if not within:
         return 0
     size = max(within)
-    if size * STEP not in peaks:
+    if size == max(peaks):
         return size
-    slope = (peaks[size * STEP] - peaks[size]) / (size * STEP - size)
-    return size + int((room - peaks[size]) / slope)
+    larger = min(other for other in peaks if other > size)
+    return size + int((room - peaks[size]) * (larger - size) / (peaks[larger] - peaks[size]))
 
 
 def _table(ranking: GpuRanking) -> Iterator[str]:
@@ -141,10 +144,9 @@ def _table(ranking: GpuRanking) -> Iterator[str]:
     for name, *others in rows:
         cells_ = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
         yield f"{name:<{widths[0]}}  {'  '.join(cells_)}"
-    yield (
-        f"Estimated, not measured: the step at batches {', '.join(map(str, ranking.sizes))}; others on the lines in "
-        "between.\nThe largest CUDA context is left free, and the most that the allocator reserves counts."
-    )
+    sizes = ", ".join(map(str, ranking.sizes))
+    yield f"Estimated, not measured: the step at batches {sizes}; others on lines in between, which no peak is above."
+    yield "The largest CUDA context is left free, and the most that the allocator reserves counts."
     if has_blocks:
         yield "lowtide.fit finds plans that cost less time, where less than every block has to be replayed."
     if any(not each.is_sure for each in ranking.limits):
