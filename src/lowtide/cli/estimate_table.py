@@ -8,29 +8,25 @@ from typing import Any
 from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 from lowtide.estimator.memory_estimate import MemoryEstimate
 from lowtide.units import format_bytes
-
-_HEADER = ("batch", "requested", "allocated", "reserved", "at least", "at most", "answer", "smallest GPU")
+from lowtide.utils.tables import Table
 
 
 def sweep(found: Mapping[int | None, MemoryEstimate]) -> str:
     """Format one line for each size of the batch."""
-    lines: list[str] = []
-    rows: list[tuple[str, ...]] = [("batch", "peak")]
+    rows: list[tuple[str, ...]] = []
+    title: list[str] = []
+    headings: tuple[str, ...] = ("batch", "peak")
     for size, estimate in found.items():
         if not isinstance(estimate, GpuMemoryEstimate):
             rows.append((str(size), format_bytes(estimate.peak_bytes)))
             continue
-        if not lines:
-            lines.append(f"on {estimate.gpu.name}, with {format_bytes(estimate.gpu.total_bytes)}:")
-            rows = [_HEADER]
+        title = [f"on {estimate.gpu.name}, with {format_bytes(estimate.gpu.total_bytes)}:"]
+        headings = ("batch", "requested", "allocated", "reserved", "at least", "at most", "answer", "smallest GPU")
         peaks = (estimate.peak_requested_bytes, estimate.peak_allocated_bytes, estimate.peak_reserved_bytes)
         sizes = [format_bytes(n) for n in (*peaks, *estimate.interval)]
         smallest = "none" if estimate.smallest_gpu is None else estimate.smallest_gpu.name
         rows.append((str(size), *sizes, estimate.verdict, smallest))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        [*lines, *("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)]
-    )
+    return "\n".join([*title, *Table(headings=headings, rows=rows, left=frozenset()).lines()])
 
 
 def is_within(estimate: MemoryEstimate, budget_bytes: int | None, *, strict: bool) -> bool:

@@ -15,6 +15,7 @@ from lowtide.memory.gpu_specs import GpuSpec, context_bytes
 from lowtide.units import format_bytes, format_ratio
 from lowtide.utils.progress import Stage, advance
 from lowtide.utils.rendering import Displayed, short_repr
+from lowtide.utils.tables import Table
 
 SMALLEST = 2
 """Smallest size of the batch at which the step is estimated: batch norm needs two rows."""
@@ -135,17 +136,14 @@ def _table(ranking: GpuRanking) -> Iterator[str]:
     extra = "" if ranking.extra_flops is None else f" ({format_ratio(ranking.extra_flops, signed=True)} FLOPs)"
     has_blocks = ranking.extra_flops is not None
     heading = ("GPU", "memory", "batch", *([f"every block replayed{extra}"] if has_blocks else []))
-    rows = [heading]
+    rows = []
     for each in ranking.limits:
-        cells = [each.plain, *([each.replayed] if has_blocks else [])]
-        words = [_in_words(n or 0, is_sure=each.is_sure) for n in cells]
+        sizes = [each.plain, *([each.replayed or 0] if has_blocks else [])]
+        words = (_in_words(size, is_sure=each.is_sure) for size in sizes)
         rows.append((each.gpu.name, format_bytes(each.gpu.total_bytes), *words))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heading))]
-    for name, *others in rows:
-        cells_ = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
-        yield f"{name:<{widths[0]}}  {'  '.join(cells_)}"
-    sizes = ", ".join(map(str, ranking.sizes))
-    yield f"Estimated, not measured: the step at batches {sizes}; others on lines in between, which no peak is above."
+    yield from Table(headings=heading, rows=rows).lines()
+    tried = ", ".join(map(str, ranking.sizes))
+    yield f"Estimated, not measured: the step at batches {tried}; others on lines in between, which no peak is above."
     yield "The largest CUDA context is left free, and the most that the allocator reserves counts."
     if has_blocks:
         yield "lowtide.fit finds plans that cost less time, where less than every block has to be replayed."

@@ -10,14 +10,15 @@ from lowtide.planner.budget_frontier import Frontier, Point
 from lowtide.planner.records import Plan
 from lowtide.report.decision_tree import FATES, Branch, decision_tree
 from lowtide.report.finding import Finding
-from lowtide.report.frontier_table import extra_time
-from lowtide.report.pictures import escape, frontier_plot, legend, memory_plot, places, table
+from lowtide.report.frontier_table import extra_time, table
+from lowtide.report.pictures import escape, frontier_plot, legend, memory_plot, places
 from lowtide.report.plan_text import blocks, extra
 from lowtide.report.run_record import RunRecord
 from lowtide.report.run_text import peak_sentence, verdict
 from lowtide.report.step_memory import CATEGORIES, StepMemory
 from lowtide.report.text_table import decisions, lever_lines
 from lowtide.units import format_bytes, format_ratio, format_time
+from lowtide.utils.tables import Styled, Table
 
 _DEEPEST_OPEN = 2
 """Levels of the module tree that are expanded at first."""
@@ -154,12 +155,12 @@ def _needs_table(run: RunRecord) -> str:
                 format_bytes(need.peak_allocated_bytes),
                 format_bytes(need.peak_reserved_bytes),
                 least if least == most else f"{least} to {most}",
-                escape(need.verdict),
-                escape(need.smallest_gpu or "none of the table"),
+                need.verdict,
+                need.smallest_gpu or "none of the table",
             )
         )
     headings = ("batch", "requested", "allocated", "reserved", "within", "answer", "smallest GPU")
-    return table(headings, rows, caption="Memory on the GPU", first_is_name=True)
+    return Table(headings=headings, rows=rows).html("Memory on the GPU")
 
 
 def _trained_table(run: RunRecord) -> str:
@@ -172,18 +173,17 @@ def _trained_table(run: RunRecord) -> str:
         bits = {None: "", True: "identical", False: "DIFFERENT"}[each.is_identical]
         rows.append(
             (
-                escape(each.name),
+                each.name,
                 size(each.budget_bytes),
                 size(each.predicted_peak_bytes),
-                size(each.measured_peak_bytes) or escape(each.refusal or ""),
+                size(each.measured_peak_bytes) or each.refusal or "",
                 time,
                 bits,
             )
         )
     headings = ("loop", "budget", "predicted peak", "measured peak", "time", "bits")
-    return "<h3>Ways to train, side by side</h3>" + table(
-        headings, rows, caption="Ways to train, side by side", first_is_name=True
-    )
+    shown = Table(headings=headings, rows=rows).html("Ways to train, side by side")
+    return f"<h3>Ways to train, side by side</h3>{shown}"
 
 
 # --- where memory goes
@@ -345,19 +345,8 @@ def alternatives(frontier: Frontier | None, plan: Plan | None) -> str:
     """Return the frontier with the plan marked on it, and the plans next to it."""
     if frontier is None or not frontier.points:
         return ""
-    rows = []
-    for name, point in _named(frontier, plan):
-        marks = ' class="lt-mark"' if name == "this plan" else ""
-        rows.append(
-            (
-                f"<span{marks}>{name}</span>",
-                format_bytes(point.peak_bytes, round_up=True),
-                format_ratio(point.share),
-                extra_time(point.extra_ms, frontier.step_ms),
-                f"{point.extra_flops:.3g}",
-            )
-        )
-    headings = ("plan", "peak", "of the plain step's", "extra time", "extra FLOPs")
+    named = ((Styled(n, "lt-mark") if n == "this plan" else n, point) for n, point in _named(frontier, plan))
+    plans = table(named, frontier.step_ms).html("Plans by budget")
     bound = ""
     if plan is not None and plan.bound_ms:
         bound = f" No plan within this budget takes less than {extra(plan.bound_ms, plan.step_ms)} (hollow mark)."
@@ -366,7 +355,7 @@ def alternatives(frontier: Frontier | None, plan: Plan | None) -> str:
         f'<figure><p class="lt-axis">extra time of a step</p>{frontier_plot(frontier, plan)}'
         '<p class="lt-axis is-x">peak memory of the step</p></figure>'
         "<details><summary>All plans as a table</summary>"
-        f"{table(headings, rows, caption='Plans by budget', first_is_name=True)}</details>"
+        f"{plans}</details>"
     )
 
 
