@@ -132,6 +132,16 @@ def test_the_other_models(model: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["bert", "resnet"])
+def test_each_budget_has_a_plan_at_the_usual_size(model: str) -> None:
+    result = run("--steps=1", "--json=-", "--model", model)
+    assert result.return_value == 0
+    found = Comparison.from_json(result.stdout)
+    check(found, steps=1)
+    assert found.unreached == ()
+
+
+@pytest.mark.slow
 def test_the_count_of_steps_comes_out() -> None:
     told: list[tuple[str, int, int]] = []
     work, plain = (workloads.workload("resnet", batch_size=16, length=32, layers=1) for _ in range(2))
