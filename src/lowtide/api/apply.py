@@ -65,7 +65,7 @@ class Applied(Removable):
             with contextlib.ExitStack() as undo:
                 undo.callback(enable_plan_levers(plan, model, optimizer).remove)
                 if plan.predicted != plan.plain:
-                    undo.callback(self._partitioned(say))
+                    undo.callback(self._partitioned(model, say))
                 if is_compiled(model):
                     undo.callback(PlanGuard(model, plan, say, self, outgrown).remove)
                 else:  # its calls are traced, and no wrapper may precede them
@@ -111,22 +111,24 @@ class Applied(Removable):
         """Call `remove` when the plan is removed, before that."""
         self._undo.callback(remove)
 
-    def _partitioned(self, say: Callable[[str], None]) -> Callable[[], None]:
-        """Make inductor compile as the plan decides, until the returned function is called."""
+    def _partitioned(self, model: nn.Module, say: Callable[[str], None]) -> Callable[[], None]:
+        """Make inductor compile as the plan decides, until the returned function is called or `model` is freed."""
         from lowtide.runtime.compiled_plan import Partitioner  # imports inductor, which takes seconds
 
+        keys = self._unknown  # inductor's settings hold the partitioner, which must not hold the model
+
         def unknown(key: str) -> None:
-            if not self._unknown:
+            if not keys:
                 say(
                     "a graph was compiled that the plan is not for, of another model or for another form of batch: it "
                     "saves for backward what torch says, and the peak may be above the budget. If it is of this "
                     "model, fit again with the batch as it is now."
                 )
-            self._unknown.add(key)
+            keys.add(key)
 
         partitioner = Partitioner(self.plan.graphs, self.plan.recompute, apart=products_are_apart())
         partitioner.unknown = unknown
-        return partition_by(partitioner)
+        return partition_by(partitioner, of=next(model.parameters(), model))  # a script's model may be a stand-in
 
     def remove(self) -> None:
         """Restore the model, and the optimizer. Repeated calls do nothing."""

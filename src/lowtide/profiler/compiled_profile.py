@@ -3,8 +3,7 @@
 The profile takes values, slots and costs from the joint graphs, where the profile of an eager step takes them from
 autograd's graph, so the same planner plans both. All share the step's one axis of positions: each stretch of events
 outside compiled code is a position, and so is each call inside compiled code. Levels inside are those of
-`joint_memory.py`, shifted by the difference between the plain step's measured peak inside compiled code and its
-computed peak.
+`joint_memory.py`, shifted by the excess of the plain step's measured peak inside compiled code over its computed peak.
 """
 
 from __future__ import annotations
@@ -197,8 +196,9 @@ class _Records:
             self._base.append(max(levels[done : enter + 1]) - held)
             self._at[number, phase] = len(self._base)
             below = levels[enter] - held
-            # the effect of inductor's order, fusions and scratch memory, the same for all positions
-            below += max(levels[enter : leave + 1]) - levels[enter] - max(graph.plain[phase].levels)
+            # scratch memory, the same for all positions; bytes that inductor's order saves here, plans may need
+            rise = max(levels[enter : leave + 1]) - levels[enter]
+            below += max(0, rise - max(graph.plain[phase].levels))
             below += graph.saved_bytes(1, 0) if phase else 0
             half = graph.saved[phase]
             self._base += [below + level - graph.saved_bytes(phase, at) for at, level in enumerate(half.levels)]
