@@ -341,6 +341,8 @@ def _compiled(site: StepContext, choice: Choice, made: Plan, budget_for: BudgetF
 
 def as_measured(made: Plan, peak_bytes: int) -> Plan:
     """Return a compiled plan with its measured peak as prediction; a note says how far off the forecast was."""
+    if made.predicted == made.plain:  # nothing is compiled for the plan
+        return made
     apart = peak_bytes / made.predicted.peak_bytes - 1
     note = f"before it was compiled, {format_bytes(made.predicted.peak_bytes)} were forecast: {apart:+.1%} measured"
     return replace(made, predicted=with_peak(made.predicted, peak_bytes), notes=(*made.notes, note))
@@ -499,6 +501,6 @@ def _compiled_differs(verdict: Verdict) -> str:
 def _not_identical(verdict: Verdict) -> str:
     return (
         f"under the plan the step gave other bits than without it: {_differing(verdict)}. Plain steps from the same "
-        "state did not differ there. If the step draws on something that a rehearsal can't put back (a clock, a file, numbers of its "
-        "own), leave that out of it; if not, please report it."
+        "state did not differ there. If the step draws on something that a rehearsal can't put back (a clock, a file, "
+        "numbers of its own), leave that out of it; if not, please report it."
     )

@@ -244,7 +244,7 @@ class _Records:
                     call=number,
                     label=joint.nodes[node].module,
                     need=backward + reads.first[node] if is_read else None,
-                    release=backward + reads.last[node] + 1 if is_read else 0,
+                    release=backward + max(reads.first[node], reads.last[node]) + 1 if is_read else 0,
                 )
             )
 
