@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from contest import tables
+from contest import by_hand, tables
 from contest.models import BUILDERS, SEED, Contestant, Size
 from contest.step import Bits, Steps
 from contest.ways import every_nth_block
@@ -42,6 +42,11 @@ from lowtide.runtime.joint_slots import JointSlots
 HAS_KERNELS = os.environ.get("KERNELS", "1") != "0"
 """False to compile no kernels: those that write zeros allocate the same, so that peaks and FLOPs are the true ones."""
 OF_TOKENS = Size(layers=2, length=128, rows=8, vocabulary=1000)
+BY_HAND: dict[str, Callable[[], Contestant]] = {
+    "gpt2-by-hand": partial(by_hand.gpt2, 0.0),
+    "gpt2-dropout-by-hand": partial(by_hand.gpt2, 0.1),
+    "resnet-by-hand": by_hand.resnet,
+}
 SIZES = {
     "gpt2": OF_TOKENS,
     "gpt2-dropout": OF_TOKENS,
@@ -50,6 +55,7 @@ SIZES = {
     "vit": Size(layers=2, length=96, rows=8),
     "resnet": Size(layers=2, length=32, rows=32),
 }
+MODELS = (*BY_HAND, *SIZES)
 SHARES = (0.8, 0.5, 0.3, 0.1, 0.0)
 """Of saved bytes, as `activation_memory_budget` takes them."""
 PERCENT = (80, 65, 50)
@@ -181,7 +187,7 @@ class Measuring:
 def built(name: str) -> Contestant:
     """Build a model and its batch, always the same."""
     torch.manual_seed(SEED)
-    made = BUILDERS[name][0](SIZES[name])
+    made = BY_HAND[name]() if name in BY_HAND else BUILDERS[name][0](SIZES[name])
     made.model.train()
     return made
 
@@ -189,9 +195,11 @@ def built(name: str) -> Contestant:
 def compiled(name: str, every: int = 0) -> Steps:
     """Build a model that is compiled as a whole, with a checkpoint around every `every`th block."""
     made = built(name)
-    if name.startswith("gpt2"):  # else its first forward warns, which ends the graph
+    if name in ("gpt2", "gpt2-dropout"):  # else its first forward warns, which ends the graph
         made.model.loss_type = "ForCausalLM"  # type: ignore[assignment]
-    if every:
+    if every and name in BY_HAND:
+        by_hand.checkpointed(made.model, every)
+    elif every:
         every_nth_block(made.model, every)
     call: Any = torch.compile(made.model)
     return Steps(made.model, made.batch, call, has_plan=True)
@@ -232,7 +240,7 @@ def write_page(doc: str) -> None:
     about = " ".join(doc.split("\n\n")[-1].split())
     on = f"torch {torch.__version__}, Python {platform.python_version()}, one thread."
     lines = ["# Models compiled as a whole", "", f"`python bench/compiled_whole.py`. {about}", "", on]
-    for name in SIZES:
+    for name in MODELS:
         if name in stored:
             rows = [Row(**fields) for fields in stored[name]["rows"]]
             lines += tables.rows_of(stored[name]["description"], COLUMNS, rows)
@@ -265,7 +273,7 @@ def main() -> None:
     """Measure the rows that are missing."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=SIZES, default=[*SIZES])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     asked = parser.parse_args()
     until = time.monotonic() + asked.seconds

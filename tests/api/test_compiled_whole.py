@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,10 +223,9 @@ def test_code_that_cuda_graphs_replay_is_refused_by_the_name_of_the_mode() -> No
 
     from lowtide._torch.joint_graph import watched_calls
 
-    graph: Any = object.__new__(CompiledFxGraph)
-    graph.fx_kwargs = {"cudagraphs": True}
+    graph: Any = SimpleNamespace(fx_kwargs={"cudagraphs": True})
     with watched_calls(lambda *_: None), pytest.raises(lowtide.RehearsalError, match='mode="reduce-overhead"'):
-        graph([])
+        CompiledFxGraph.__call__(graph, [])
 
 
 @pytest.mark.parametrize("changed", [{"torch": "2.9.0"}, {"device": "cuda"}])
