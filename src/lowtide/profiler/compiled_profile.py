@@ -15,9 +15,9 @@ from itertools import accumulate, pairwise
 
 from lowtide._torch.joint_graph import JointNode
 from lowtide.errors import RehearsalError
-from lowtide.memory.events import EventStream, Mark, bytes_added
+from lowtide.memory.events import Allocate, EventStream, Free, Mark, bytes_added
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
-from lowtide.profiler.joint_memory import Half, backward_half, forward_half, upstream, written
+from lowtide.profiler.joint_memory import Half, backward_half, forward_half, scratch_of, upstream, written
 from lowtide.runtime.joint_slots import JointSlots, Recomputed
 
 CALL = "compiled call"
@@ -51,7 +51,24 @@ def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float)
     ran: dict[tuple[int, tuple[int, ...]], int] = {}
     """Graphs that ran, each at one size, in order."""
     calls = [replace(call, graph=ran.setdefault((call.graph, call.sizes), len(ran))) for call in calls]
-    return _coarser(_Records([_Graph.of(graphs[n].at(sizes)) for n, sizes in ran], calls, stream, step_ms).profile())
+    first = {call.graph: call for call in reversed(calls)}
+    both = [
+        _Graph.of(
+            graphs[n].at(sizes), (_transients(stream, first[at].forward), _transients(stream, first[at].backward))
+        )
+        for at, (n, sizes) in enumerate(ran)
+    ]
+    return _coarser(_Records(both, calls, stream, step_ms).profile())
+
+
+def _transients(stream: EventStream, span: tuple[int, int] | None) -> list[int]:
+    """Return the sizes of blocks that were freed before anything else was allocated or freed."""
+    begin, end = span or (0, 0)
+    return [
+        event.bytes
+        for event, following in pairwise(stream.events[begin : end + 1])
+        if type(event) is Allocate and type(following) is Free and event.block == following.block
+    ]
 
 
 def _sends(node: JointNode) -> bool:
@@ -102,16 +119,20 @@ class _Graph:
     """Forward with no slot saved."""
     units: list[float]
     """Cost of each call, in FLOPs of a matrix product."""
+    scratch: dict[int, int]
+    """Scratch memory of extern kernels, by node."""
 
     @classmethod
-    def of(cls, slots: JointSlots) -> _Graph:
+    def of(cls, slots: JointSlots, transients: tuple[Sequence[int], Sequence[int]]) -> _Graph:
         joint, plain, saved = slots.joint, slots.as_torch(), slots.without(())
+        scratch = scratch_of(joint, plain, transients)
         return cls(
             slots,
-            (forward_half(joint, plain), backward_half(joint, plain)),
-            (forward_half(joint, saved), backward_half(joint, saved)),
+            (forward_half(joint, plain, scratch), backward_half(joint, plain, scratch)),
+            (forward_half(joint, saved, scratch), backward_half(joint, saved, scratch)),
             forward_half(joint, Recomputed(frozenset(), frozenset())),
             [_units(node) for node in joint.nodes],
+            scratch,
         )
 
     @property
@@ -225,6 +246,7 @@ class _Records:
                     cost_ms=graph.units[node] * self._ms_per_unit,
                     flops=found.flops,
                     expensive=bool(found.flops),
+                    transient_bytes=graph.scratch.get(node, 0),
                 )
             )
             if slot is not None:

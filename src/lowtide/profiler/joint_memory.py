@@ -4,16 +4,19 @@ A value takes memory where inductor has to write it: results of extern kernels a
 kernels, and outputs. All other values exist within fused kernels only. The order is that of the joint graph; recomputed
 values come right before the first call that needs them. A fused kernel has its inputs in memory together with all its
 outputs; one with a single output writes over an input of its size that nothing else reads. Not modelled are inductor's
-reordering, fusion across other calls, and scratch memory of extern kernels, which is measured (`compiled_profile.py`).
+reordering and fusion across other calls. Scratch memory of extern kernels is measured (`compiled_profile.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from lowtide._torch.joint_graph import JointGraph
 from lowtide.runtime.joint_slots import Recomputed
+
+NONE: Final[Mapping[int, int]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +33,47 @@ class Half:
     """Last position that reads each value."""
 
 
-def forward_half(joint: JointGraph, recomputed: Recomputed) -> Half:
-    """Return forward, which gives backward the values named by `recomputed`."""
+def forward_half(joint: JointGraph, recomputed: Recomputed, scratch: Mapping[int, int] = NONE) -> Half:
+    """Return forward, which gives backward the values named by `recomputed`.
+
+    Args:
+        joint: The graph.
+        recomputed: Values that are saved, and values that are computed again.
+        scratch: Scratch memory of extern kernels, by node.
+    """
     nodes = joint.nodes
     outputs = [*joint.forward_outputs, *(i for i in recomputed.given if nodes[i].kind != "input")]
-    return _half(joint, upstream(joint, outputs), (), outputs)
+    return _half(joint, upstream(joint, outputs), (), outputs, scratch)
 
 
-def backward_half(joint: JointGraph, recomputed: Recomputed) -> Half:
-    """Return backward, which frees each value that it was given after the last read."""
+def backward_half(joint: JointGraph, recomputed: Recomputed, scratch: Mapping[int, int] = NONE) -> Half:
+    """Return backward, which frees each value that it was given after the last read. Arguments as for forward."""
     nodes = joint.nodes
     given = {nodes[i].root for i in recomputed.given} | {i for i, node in enumerate(nodes) if node.is_tangent}
     given = {root for root in given if nodes[root].kind != "input" or nodes[root].is_tangent}
-    return _half(joint, _backward_order(joint, recomputed.again), given, joint.backward_outputs)
+    return _half(joint, _backward_order(joint, recomputed.again), given, joint.backward_outputs, scratch)
+
+
+def scratch_of(
+    joint: JointGraph, torchs_own: Recomputed, transients: tuple[Sequence[int], Sequence[int]]
+) -> dict[int, int]:
+    """Return the scratch memory of products of 16-bit values, which are summed in 32 bits.
+
+    Args:
+        joint: The graph.
+        torchs_own: torch's own partition, under which the step was recorded.
+        transients: Sizes of the blocks that forward and backward freed as soon as they had them.
+    """
+    outputs = [*joint.forward_outputs, *torchs_own.given]
+    orders = upstream(joint, outputs), _backward_order(joint, torchs_own.again)
+    found = dict[int, int]()
+    for order, sizes in zip(orders, transients, strict=True):
+        nodes = [
+            n for n in order if joint.nodes[n].kind == "extern" and joint.nodes[n].is_half and joint.nodes[n].bytes
+        ]
+        if len(nodes) == len(sizes):  # the larger the product, the larger its scratch memory
+            found |= dict(zip(sorted(nodes, key=lambda n: joint.nodes[n].bytes), sorted(sizes), strict=True))
+    return found
 
 
 def upstream(joint: JointGraph, found: Iterable[int]) -> list[int]:
@@ -115,7 +146,13 @@ def _into_sums(joint: JointGraph, inside: Collection[int], outputs: Collection[i
     return found
 
 
-def _half(joint: JointGraph, order: Sequence[int], given: Collection[int], outputs: Collection[int]) -> Half:
+def _half(
+    joint: JointGraph,
+    order: Sequence[int],
+    given: Collection[int],
+    outputs: Collection[int],
+    scratch: Mapping[int, int],
+) -> Half:
     nodes, place = joint.nodes, {value: at for at, value in enumerate(order)}
     is_written = written(joint, order, outputs)
     begins, ends = _kernels(joint, order, is_written)
@@ -143,9 +180,9 @@ def _half(joint: JointGraph, order: Sequence[int], given: Collection[int], outpu
         if end < len(order):
             changes[end + 1] -= nodes[value].bytes
     levels, level = list[int](), 0
-    for change in changes[:-1]:
+    for value, change in zip((*order, -1), changes, strict=False):
         level += change
-        levels.append(level)
+        levels.append(level + scratch.get(value, 0))
     return Half(tuple(levels), born, first, last)
 
 
