@@ -10,7 +10,7 @@ included; MFLOP are those of the matrix products, convolutions and attention tha
 counts them. Lowtide is asked for each other way's peak, and for shares of the plain step's; a plan that is measured
 above its budget, or far below, is planned anew, at most three times. Gradients are compared bit by bit with those of
 the compiled step without a budget, in rows where inductor's kernels were compiled, too: in other rows kernels that
-write zeros take their place, and the same memory.
+write zeros take their place, and the same memory. Where backward draws other random numbers, gradients are wrong.
 """
 
 from __future__ import annotations
@@ -135,10 +135,13 @@ class Measuring:
         steps = compiled(self.name, every)
         with functorch_config.patch(activation_memory_budget=share), always_partitioned(), partitioning_by(partitioner):
             peak_bytes, bits = measured(steps)
-        again = sum(graph.joint.nodes[node].flops for graph in seen for node in graph.as_torch().again)
+        again = [graph.joint.nodes[node] for graph in seen for node in graph.as_torch().again]
+        flops = sum(node.flops for node in again)
         if way == PLAIN:
             self._bits = bits
-        return Row(way, peak_bytes, again, "" if way == PLAIN else self._unequal(bits))
+            return Row(way, peak_bytes, flops, "")
+        drawn = "backward draws other random numbers" if any(node.is_random for node in again) else ""
+        return Row(way, peak_bytes, flops, ", ".join(filter(None, (self._unequal(bits), drawn))))
 
     def _by_lowtide(self, way: str, budget: int) -> Row:
         if self._ours is None:

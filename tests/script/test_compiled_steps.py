@@ -158,6 +158,7 @@ def test_a_compiled_function_that_updates_parameters_is_refused_with_what_to_do(
         lowtide.fit(model, torch.compile(whole_step), torch.ones(2, 4), budget="80%")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("inductor")
 def test_a_compiled_function_that_runs_backward_is_compared_as_it_is() -> None:
     def backward_inside(model: nn.Module) -> Callable[[Tensor], Tensor]:
