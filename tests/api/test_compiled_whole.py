@@ -13,12 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch._guards import CompileContext, CompileId, compile_context
 from torch._inductor import config as inductor_config
 
 import lowtide
 from compiled_by_hand import plan_for
+from joint_graphs import masked
 from kernels_left_out import kernels_left_out
 from lowtide.planner.records import Plan
+from lowtide.runtime.joint_slots import JointSlots
 
 
 class Attends(nn.Module):
@@ -246,6 +249,19 @@ def test_a_graph_that_the_plan_is_not_for_is_said_once() -> None:
         model(torch.randn(4, 8)).sum().backward()
     assert [text for text in said if "a graph was compiled that the plan is not for" in text] == said[:1]
     assert applied.drifted
+
+
+def test_a_compiled_function_that_is_compiled_for_larger_inputs_is_said_once() -> None:
+    model, said = nn.Linear(8, 8), list[str]()
+    larger = masked()
+    larger.nodes[0].bytes *= 2
+    with lowtide.apply(model, plan_for(model, torch.randn(2, 8)), say=said.append):
+        partitioner = inductor_config.custom_partitioner_fn
+        for number, graph in enumerate((masked(), larger, larger)):
+            with compile_context(CompileContext(CompileId(frame_id=0, frame_compile_id=number))):
+                partitioner.seen(JointSlots(graph, frozenset({3, 5})))
+    assert len(said) == 1
+    assert "larger inputs" in said[0]
 
 
 def test_a_model_that_a_compiled_function_calls_is_freed_and_its_plan_goes_with_it() -> None:

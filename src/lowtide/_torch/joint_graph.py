@@ -53,6 +53,11 @@ class JointNode:
     """True for a floating-point value of 16 bits or less per element."""
     users: list[int] = field(default_factory=list)
 
+    @property
+    def is_given(self) -> bool:
+        """Return True for an input of forward that changes from step to step, such as the batch."""
+        return self.kind == "input" and not (self.is_static or self.is_tangent)
+
 
 @dataclass(slots=True, eq=False)
 class JointGraph:
