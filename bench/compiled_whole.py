@@ -122,7 +122,7 @@ class Measuring:
         yield "`torch.utils.checkpoint` around every block", partial(self._by_torch, every=1)
         peers = {row.way: row for row in self.rows}
         for way, row in peers.items():
-            if way != PLAIN and not way.startswith("**"):
+            if row.peak_bytes < peers[PLAIN].peak_bytes and not way.startswith("**"):
                 yield f"**Lowtide** at {way}'s peak", partial(self._by_lowtide, budget=row.peak_bytes)
         for percent in PERCENT:
             budget = peers[PLAIN].peak_bytes * percent // 100
