@@ -282,7 +282,7 @@ class Audit(RecomputeAudit, Observer):
             self.hold_again(frame, freed)
             self._own_draws.put_back(states)
         elif freed:
-            self.relied_on.frames.add(frame)
+            self.relied_on.add(frame)
             frame.values = {place: weakref.ref(value) for value, place in freed.items()}
         if leaks:
             undo_appends(first, next_sequence_number())
