@@ -96,14 +96,16 @@ def test_audited_and_traced_steps_peak_below_the_plain_one(kind, shape):
     assert peaks[0] <= 0.9 * plain_bytes
 
 
-def test_first_steps_peak_as_low_as_checkpointing_every_child_that_has_children():
+@pytest.mark.parametrize(("kind", "shape", "most"), [(UNet, IMAGE, 1.1), (Listed, ROWS, 1.01)])
+def test_first_steps_peak_as_low_as_checkpointing_every_child_that_has_children(kind, shape, most):
+    # A block is tried in forward, where a UNet holds inputs in variables that are gone when checkpointing recomputes.
     torch.manual_seed(0)
-    model, checkpointed, x = Listed(), Listed(), torch.randn(ROWS)
+    model, checkpointed, x = kind(), kind(), torch.randn(shape)
     checkpointed.load_state_dict(model.state_dict())
-    for _, wide, _ in checkpointed.layers:
-        wide.forward = partial(checkpoint, wide.forward, use_reentrant=False)
+    for block in freed_blocks(checkpointed):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     least_bytes, expected = peak_and_gradients(checkpointed, x)
-    assert max(first_peaks(model, x, expected)) <= 1.01 * least_bytes
+    assert max(first_peaks(model, x, expected)) <= most * least_bytes
 
 
 OWN = torch.Generator()
