@@ -16,6 +16,7 @@ from lowtide.estimator.cuda.deferred_placement import DeferredCudaModule
 from lowtide.estimator.cuda.placement import is_given
 from lowtide.estimator.cuda.two_step_run import TwoStepGpuRun
 from lowtide.estimator.fake_step import COMPILED
+from lowtide.estimator.packed_sequences import sizes_in
 from lowtide.runtime.fingerprint import in_words, tensors_in
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.script.alternating_models import PATIENCE, held_by, ids, others_at_hand
@@ -198,7 +199,8 @@ class Estimating(StepListener):
         for unit in units(model.modules()):
             unit.reshard()  # type: ignore[operator]  # whole after an evaluation, and gathered again by the next forward
         found = ReachableState(*at_hand())
-        batch = [tensor for tensor in tensors_in(batch) if not _is_in(resizing, tensor)]
+        later = (*resizing, *sizes_in(batch))
+        batch = [tensor for tensor in tensors_in(batch) if not _is_in(later, tensor)]
         reached = (self._optimizers, found.modules)
         rehearsal = TwoStepGpuRun(
             self._gpu, model, batch, reached, alone=True, is_there=self.asked.has, processes=self._processes
