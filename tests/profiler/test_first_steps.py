@@ -150,6 +150,30 @@ def test_blocks_are_found_in_lists_and_where_no_two_are_alike():
     assert freed_blocks(wrapped) == freed_blocks(model)
 
 
+class Hourglass(nn.Module):
+    """A model of which one child is most of the model, and so on inside of it."""
+
+    def __init__(self, depth=3, width=8):
+        super().__init__()
+        inner = Hourglass(depth - 1, width) if depth > 1 else self.one(width)
+        self.across, self.before, self.inner, self.after = self.one(width), self.one(width), inner, self.one(width)
+
+    def one(self, width):
+        return nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+
+    def forward(self, x):
+        inner = self.after(self.inner(self.before(F.max_pool2d(x, 2))))
+        return self.across(x) + F.interpolate(inner, scale_factor=2)
+
+
+def test_blocks_are_found_inside_a_child_that_is_most_of_the_model():
+    torch.manual_seed(0)
+    model, x = Hourglass(), torch.randn(4, 8, 64, 64)
+    assert freed_blocks(model) == {m for m in model.modules() if type(m) is nn.Sequential}
+    plain_bytes, expected = peak_and_gradients(model, x)
+    assert max(first_peaks(model, x, expected)) <= 0.9 * plain_bytes
+
+
 class Renormalised(nn.Module):
     """A table whose rows each call writes to, before backward has read what an earlier one looked up."""
 
