@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from lowtide.memory.device_budget import BudgetFor
     from lowtide.memory.events import Recorder
     from lowtide.planner.records import Profile, Static
     from lowtide.profiler.trial_updates import Updates
     from lowtide.state.step_snapshot import StepSnapshot
+    from lowtide.utils.amounts import BudgetFor
 
 DRAWS: Final = 8
 """Steps that are measured where the work is random, each with different random numbers."""

@@ -166,7 +166,7 @@ class ForwardPass:
         try:
             if probe is not None:
                 probe.entering(seam, args, kwargs)
-            if self.engine.notes(scope) and not self.notes:
+            if (actions.notes or self.engine.captures_all) and not self.notes:
                 run = self.run_replayable if seam.replays else self.run
                 result = self.run_capturing(run, seam, args, kwargs)
             elif seam.replays:
