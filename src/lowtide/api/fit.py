@@ -19,7 +19,7 @@ from lowtide.levers import DEFAULT, lever_named
 from lowtide.levers.lever import StepContext
 from lowtide.levers.products_apart import ProductsApart
 from lowtide.levers.selection import Choice, choose, optimizer_of, suggest_levers
-from lowtide.memory.device_budget import BudgetFor, check_on_device, on_device
+from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.planner import plan
 from lowtide.planner.inplace_savings import without_in_place
 from lowtide.planner.planning import forecast_peak, plain_peak_bytes, smallest_plan, unplanned_step, with_peak
@@ -32,7 +32,7 @@ from lowtide.state.reachable_objects import observe_changes
 from lowtide.state.step_arguments import accept_batch
 from lowtide.state.step_outcome import unless_out_of_memory
 from lowtide.units import format_bytes, format_change, format_time
-from lowtide.utils.amounts import parse_budget
+from lowtide.utils.amounts import BudgetFor, parse_budget
 from lowtide.utils.interrupts import removed_if_interrupted
 from lowtide.utils.messages import tell
 from lowtide.utils.progress import Stage, showing
@@ -280,7 +280,8 @@ def _fit(
         return Fitted(apply(model, made, optimizer=optimizer), choice.profile, made, verdict)
     budget_bytes, measured = made.budget_bytes, list[int]()
     while True:
-        verdict = _proof(site, made, budget_for)
+        made = replace(made, budget_for=budget_for)
+        verdict = _proof(site, made)
         if not verdict.identical:
             raise RehearsalError(_not_identical(verdict))
         if verdict.within_budget:
@@ -451,7 +452,7 @@ def _own(choice: Choice, made: Plan, budget_bytes: int) -> Plan:
     return replace(made, budget_bytes=budget_bytes, plain=choice.plain, notes=(*made.notes, *choice.notes.values()))
 
 
-def _proof(site: StepContext, made: Plan, budget_for: BudgetFor) -> Verdict:
+def _proof(site: StepContext, made: Plan) -> Verdict:
     """Run the step under the plan, and without. Raises RehearsalError if the device has no room for the budget."""
 
     def no_room(said: str) -> RehearsalError:
@@ -462,7 +463,7 @@ def _proof(site: StepContext, made: Plan, budget_for: BudgetFor) -> Verdict:
         )
 
     return unless_out_of_memory(
-        lambda: compare_with_plain(site.model, site.step, site.batch, made, site.optimizer, budget_for),
+        lambda: compare_with_plain(site.model, site.step, site.batch, made, site.optimizer),
         no_room,
     )
 

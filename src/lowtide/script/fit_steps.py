@@ -20,7 +20,7 @@ from lowtide._torch.compiled_code import n_compiled
 from lowtide.api.apply import Applied
 from lowtide.api.fit import COMPILED_REPAIRS, REPAIRS, as_measured, forecast_plan, over_budget, with_excess
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError
-from lowtide.memory.device_budget import BudgetFor, check_on_device, on_device
+from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.memory.events import Busy
 from lowtide.planner import plan
 from lowtide.planner.planning import smallest_plan
@@ -38,6 +38,7 @@ from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.state.process_group import several_processes
 from lowtide.units import format_apart, format_bytes, format_change, format_ratio, format_time
+from lowtide.utils.amounts import BudgetFor
 from lowtide.utils.progress import Stage, showing
 
 if TYPE_CHECKING:
@@ -270,6 +271,7 @@ class Fitting(PlanMonitor):
                 return
             self.plan = replace(smallest_plan(profile), budget_bytes=why.budget_bytes)
             self._say(f"{_first_line(why)} The most saving plan is in force, as asked, and is over the budget")
+        self.plan = replace(self.plan, budget_for=self._budget_for)
         self._announce(self.plan)
 
     def _go_on_plain(self, why: LowtideError) -> None:
@@ -441,7 +443,7 @@ class Fitting(PlanMonitor):
                     f"measured {format_bytes(measured_bytes)} peak, {format_bytes(over)} over the budget: planning "
                     "again"
                 )
-                self.plan = replace(lower, budget_bytes=made.budget_bytes)
+                self.plan = replace(lower, budget_bytes=made.budget_bytes, budget_for=made.budget_for)
                 return
         self._stays_over(made, over_budget(profile, made.budget_bytes, self._over, budget_for=self._budget_for))
 
@@ -524,7 +526,7 @@ class Fitting(PlanMonitor):
         if len(larger.input_shapes) == 1 and most_elements(larger) > most_elements(made):
             if not larger.graphs:  # compiled code has one partition for all sizes
                 self._smaller.append(made)
-            self.plan = larger
+            self.plan = replace(larger, budget_for=made.budget_for)
             self._over, self._n_others, self._most = [], 0, 0
             self._announce(larger)
 
