@@ -263,7 +263,7 @@ class ForwardPass:
             return seam.inner(*args, **kwargs)
         hold = partial(self.argument, scope, itertools.count(), outer)
         frame = ReplayFrame(seam, args, kwargs, hold, outer)
-        self.engine.relied_on.frames.add(frame)
+        self.engine.relied_on.add(frame)
         self.frame = frame if replay else outer
         try:
             result = seam.inner(*args, **kwargs)

@@ -13,7 +13,7 @@ puts it back. Only the main thread gets signals; other threads change nothing.
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]
 import _thread
 import contextlib
 import functools
