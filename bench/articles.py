@@ -197,10 +197,10 @@ def measure(example: Example, known: Sequence[Run]) -> Iterator[Run]:
 
 
 def estimated() -> list[str]:
-    """Return the lines that `examples/peak_memory.py` prints under `lowtide estimate --device`."""
+    """Return the lines that `examples/peak_memory.py` prints under `lowtide estimate --device`, on stderr."""
     call = [sys.executable, "-m", "lowtide", "estimate", "--device", GPU, f"examples/{ON_GPU}.py"]
     done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=True)
-    return [line for line in done.stdout.splitlines() if re.fullmatch(r"[a-z ]+: [\d]+ MiB", line)]
+    return [line for line in done.stderr.splitlines() if re.fullmatch(r"[a-z ]+: [\d]+ MiB", line)]
 
 
 # --- the pages ------------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def test_peaks_without_an_optimizer_are_printed_for_a_gpu_that_is_not_here(gpu: 
     call = [sys.executable, "-m", "lowtide", "estimate", "--device", gpu, str(EXAMPLES / "peak_memory.py"), *size]
     done = subprocess.run(call, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    plain, checkpointed = (int(mib) for mib in re.findall(r"^[a-z ]+: (\d+) MiB$", done.stdout, re.MULTILINE))
+    plain, checkpointed = (int(mib) for mib in re.findall(r"^[a-z ]+: (\d+) MiB$", done.stderr, re.MULTILINE))
     assert checkpointed < plain
     assert f"{plain} MiB  allocated\n" in done.stdout
     assert "of 2 forward and backward passes, for no optimizer stepped, in an earlier one than the last" in done.stdout

@@ -132,6 +132,16 @@ def test_the_other_models(model: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["bert", "resnet"])
+def test_each_budget_has_a_plan_at_the_usual_size(model: str) -> None:
+    result = run("--steps=1", "--json=-", "--model", model)
+    assert result.return_value == 0
+    found = Comparison.from_json(result.stdout)
+    check(found, steps=1)
+    assert found.unreached == ()
+
+
+@pytest.mark.slow
 def test_the_count_of_steps_comes_out() -> None:
     told: list[tuple[str, int, int]] = []
     work, plain = (workloads.workload("resnet", batch_size=16, length=32, layers=1) for _ in range(2))
@@ -237,6 +247,12 @@ def test_a_broken_promise_is_said() -> None:
     assert " DIFFER" in text
     assert "Proven" not in text
     assert "2 tensors were not what the plan expects" in shown(comparison(replace(GOOD, drifted=("a#0:0", "b#0:0"))))
+
+
+def test_one_step_is_one_step() -> None:
+    text = " ".join(shown(replace(comparison(GOOD), steps=1)).split())
+    assert "64 tokens a step, 1 step a run." in text
+    assert "over 1 step every loss" in text
 
 
 def test_the_table_can_be_written_in_ascii() -> None:
