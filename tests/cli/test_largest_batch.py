@@ -38,6 +38,7 @@ def ranked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
     return found
 
 
+@pytest.mark.slow
 def test_a_scripts_batches_are_those_that_a_search_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN, encoding="utf-8")
@@ -58,6 +59,7 @@ def test_a_scripts_batches_are_those_that_a_search_finds(tmp_path: Path, capsys:
     assert 0 < found["extra_flops_replayed"] < 1 / 3
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_is_ranked_with_random_weights(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--hf", "gpt2", "--layers", "2", "--seq", "64", "--gpu", "rtx 3060", "--gpu", "Jetson Orin NX 16")
     found = ranked(capsys, *options)
