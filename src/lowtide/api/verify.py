@@ -13,7 +13,7 @@ from lowtide.levers import enable, lever_named
 from lowtide.memory.device_budget import check_on_device
 from lowtide.planner.records import Plan
 from lowtide.planner.serialization import Record
-from lowtide.profiler.peak_margin import recorded_peak
+from lowtide.profiler.peak_margin import peaks_with_all_blocks, recorded_peak
 from lowtide.profiler.preconditions import check
 from lowtide.profiler.trial_updates import Updates
 from lowtide.report.run_record import Proof
@@ -253,7 +253,10 @@ def compare_with_plain(
             updates.undo()
             sent = n_sent()
             unchanged.restore_for_rerun()
-            peaks = [recorded_peak(model, updates, batch, unchanged, plan.budget_for) for _ in range(1 + plan.draws)]
+            measured = partial(recorded_peak, model, updates, batch, unchanged, plan.budget_for)
+            peaks = [measured() for _ in range(1 + plan.draws)]
+            if plan.draws:
+                peaks += peaks_with_all_blocks(measured)
             check_waits_for_no_process(sent)
             unchanged.restore_for_rerun()
             planned_ms = _timed(model, step, batch)  # not recorded, like the plain step: recording takes time

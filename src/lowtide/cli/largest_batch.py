@@ -75,7 +75,8 @@ def largest_batch(
             from lowtide.cli.random_models import random_model
 
             model = random_model(architecture, layers=layers, seq=seq, bf16=bf16)
-            about, estimate_at = model.about, model.estimate_at
+            about = model.about
+            estimate_at: EstimateAt = model.estimate_at
         else:
             assert target is not None
             about, estimate_at = target, _of_script(target, args, is_module=is_module)

@@ -115,7 +115,7 @@ def _config(transformers: Any, architecture: str, layers: int | None) -> Any:
 
 def _trained_class(transformers: Any, config: Any) -> Any:
     """Return the class of models with a loss. Raises LowtideError if transformers has none of a known kind."""
-    kinds = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification")
+    kinds: tuple[str, ...] = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification")
     if config.is_encoder_decoder:
         kinds = ("AutoModelForSeq2SeqLM", *kinds)
     for name in kinds:

@@ -42,8 +42,11 @@ def repeated_blocks(model: nn.Module) -> Sequence[str]:
 def _blocks(module: nn.Module, path: str) -> Iterator[str]:
     prefix = f"{path}." if path else ""
     children = dict(module.named_children())
-    is_row = isinstance(module, nn.ModuleList | nn.Sequential) and len(children) > 1
-    if is_row and len({type(child) for child in children.values()}) == 1 and _is_composed(module[0]):
+    first, *others = children.values() or (None,)
+    is_row = (
+        isinstance(module, nn.ModuleList | nn.Sequential) and others and len(set(map(type, children.values()))) == 1
+    )
+    if first is not None and is_row and _is_composed(first):
         yield from (f"{prefix}{name}" for name in children)
         return
     for name, child in children.items():

@@ -18,6 +18,7 @@ from lowtide.estimator.cuda.absent_gpu_run import AbsentGpuRun
 from lowtide.estimator.cuda.deferred_placement import DeferredCudaModule
 from lowtide.estimator.cuda.placement import is_given
 from lowtide.estimator.fake_step import COMPILED
+from lowtide.estimator.packed_sequences import sizes_in
 from lowtide.estimator.replayed_blocks import replay_blocks
 from lowtide.estimator.two_step_run import TwoStepRun
 from lowtide.runtime.fingerprint import in_words, tensors_in
@@ -228,7 +229,8 @@ class Estimating(StepListener):
         for unit in units(model.modules()):
             unit.reshard()  # type: ignore[operator]  # whole after an evaluation, and gathered again by the next forward
         found = ReachableState(*at_hand())
-        batch = [tensor for tensor in tensors_in(batch) if not _is_in(resizing, tensor)]
+        later = (*resizing, *sizes_in(batch))
+        batch = [tensor for tensor in tensors_in(batch) if not _is_in(later, tensor)]
         reached = (self._optimizers, found.modules)
         if self._gpu is None:
             rehearsal = TwoStepRun(model, batch, reached)

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from lowtide.estimator.absent_processes import AbsentProcesses
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED
 from lowtide.estimator.cuda.ops.matmul import LT_WORKSPACE, WORKSPACE, workspace_bytes
-from lowtide.estimator.cuda.ops.op_record import ScratchBlock
+from lowtide.estimator.cuda.ops.op_registry import ScratchBlock
 from lowtide.estimator.memory_estimate import MemoryEstimate
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.segment_addresses import OTHERS, DriverAddresses, Order
@@ -152,12 +152,14 @@ class GpuMemoryEstimate(MemoryEstimate):
         before = (event for event in events[: peak + 1] if type(event) is Allocate)
         workspaces = sum(event.bytes for event in before if event.op in (WORKSPACE, LT_WORKSPACE))
         included = f", with {format_bytes(workspaces)} of cuBLAS's workspaces" if workspaces else ""
+        is_in_last = peak >= len(events) - len(self.timeline.stream.events)
         if self.n_passes:
             passes = (
                 "1 forward and backward pass" if self.n_passes == 1 else f"{self.n_passes} forward and backward passes"
             )
-            return f"{passes}, for no optimizer stepped{included}"
-        which = "second" if peak >= len(events) - len(self.timeline.stream.events) else "first"
+            earlier = "" if is_in_last else ", in an earlier one than the last, which is shown above"
+            return f"{passes}, for no optimizer stepped{earlier}{included}"
+        which = "second" if is_in_last else "first"
         return f"both steps, in the {which} one{included}"
 
 
