@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -40,7 +41,7 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
 @click.option(
     "--rank", type=click.IntRange(0), help="Of several GPUs, estimate this rank; else the first and the last."
 )
-@click.option("--fewest", is_flag=True, help="Of several GPUs, also say how many of each kind are enough, up to 64.")
+@click.option("--fewest", is_flag=True, help="Also say how many GPUs of each kind are enough, trying 1, 2, 4 ... 64.")
 @click.option("--strict", is_flag=True, help="Exit code 1 also if some of the memory is not known exactly.")
 @click.option("--batch", "sizes", type=click.IntRange(1), multiple=True, help="Size of the batch; may be repeated.")
 @click.option(
@@ -52,6 +53,7 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
     help="Write the memory of the two steps to FILE, as a snapshot for pytorch.org/memory_viz.",
 )
 @output_option("--json", "json_to", 'Write the estimate to FILE as JSON; "-": print only that.')
+@click.option("--record", "record_to", hidden=True, help="Write the estimate to FILE as JSON, and say nothing of it.")
 @report_option
 @script_arguments()
 def estimate(
@@ -62,6 +64,7 @@ def estimate(
     sizes: tuple[int, ...],
     snapshot_to: str | None,
     json_to: str | None,
+    record_to: str | None,
     report_to: str | None,
     target: str,
     args: tuple[str, ...],
@@ -135,10 +138,14 @@ def estimate(
         from lowtide.cli.estimate_table import sweep
 
         click.echo(sweep({size: estimate for size, estimate in found.items() if size is not None}))
-    if json_to is not None:
+    if json_to is not None or record_to is not None:
         from lowtide.cli.estimate_table import record
 
-        write(json.dumps([record(estimate, size) for size, estimate in found.items()], indent=1), json_to)
+        text = json.dumps([record(estimate, size) for size, estimate in found.items()], indent=1)
+        if json_to is not None:
+            write(text, json_to)
+        if record_to is not None:
+            Path(record_to).write_text(text, encoding="utf-8")
     if report_to is not None:
         write_report(_record(found, target), report_to)
     return 0 if all(one.is_sure if strict else one.fits for one in found.values()) else 1

@@ -18,6 +18,7 @@ from lowtide._torch.distributed import meshes_on
 from lowtide._torch.fake_modes import function_modes_in_backward
 from lowtide._torch.modules import apply_to_tensors
 from lowtide._torch.patching import replace_function
+from lowtide.estimator.compiled_collectives import compile_as_written
 from lowtide.estimator.cuda import process_groups as groups
 from lowtide.estimator.cuda.memory_stats import Usage
 from lowtide.estimator.cuda.redirect import cuda_is_there
@@ -53,7 +54,10 @@ def cuda_for_a_script(gpu: GpuSpec, crew: Estimating, processes: AbsentProcesses
 
     def compiles(model: Any = None, **options: Any) -> Any:
         crew.compiles = True
-        return (lambda model: model) if model is None else model
+        if model is None:
+            return functools.partial(compiles, **options)
+        compile_as_written(model)
+        return model
 
     importlib.import_module("torch._dynamo")  # see `cuda_is_there`
 
@@ -77,7 +81,7 @@ def cuda_for_a_script(gpu: GpuSpec, crew: Estimating, processes: AbsentProcesses
             stack.enter_context(patch.object(nn.Module, "to_empty", _on_meta(nn.Module.to_empty, crew)))
         for owner, name, function in groups.stand_ins(processes):
             stack.enter_context(patch.object(owner, name, function))
-        stack.enter_context(patch.object(nn.Module, "compile", lambda self, *args, **kwargs: compiles()))
+        stack.enter_context(patch.object(nn.Module, "compile", lambda self, *args, **kwargs: compiles(self)))
         if not torch.cuda.is_available():
             usage = Usage(crew.asked, AllocatorConfig.from_environment())
             stack.enter_context(cuda_is_there(gpu, crew.asked, usage))
