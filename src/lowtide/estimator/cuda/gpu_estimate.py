@@ -193,8 +193,8 @@ class Outcome:
         self._endless: dict[tuple[int, int], Reserved] = {}
         """Peaks with unlimited memory, by the stream's id and the number of the order."""
         self._by_workspace: dict[tuple[str, int], EventStream] = {}
-        self._sure: dict[str, bool] = {}
-        """Results of `_surely_fits`, by the GPU's name."""
+        self._sure: dict[GpuSpec, bool] = {}
+        """Results of `_surely_fits`."""
 
     def needs(self) -> tuple[Reserved, tuple[int, int]]:
         """Return the expected peaks, and the bounds of the reserved one, on a GPU of unlimited memory."""
@@ -222,13 +222,13 @@ class Outcome:
 
         A step is never sure to fit where the GPU's memory is the host's, which others take from.
         """
-        if gpu.name not in self._sure:
+        if gpu not in self._sure:
             most = context_bytes(gpu)[1] + self._beside[1]
             # all streams, because with best fit smaller blocks may need more memory
             runs = ((name, order) for name in self._streams for order in range(len(self._orders)))
             is_known = self._is_bounded and not gpu.shared
-            self._sure[gpu.name] = is_known and all(self._runs(name, order, gpu, most) for name, order in runs)
-        return self._sure[gpu.name]
+            self._sure[gpu] = is_known and all(self._runs(name, order, gpu, most) for name, order in runs)
+        return self._sure[gpu]
 
     def _runs(self, name: str, order: int, gpu: GpuSpec, context: int) -> bool:
         stream, capacity = self._on_gpu(name, workspace_bytes(gpu)), gpu.total_bytes - context
