@@ -2,7 +2,7 @@
 
     python bench/sharded.py                   # some 10 minutes on two cores; writes docs/sharded.md
     python bench/sharded.py --models llama    # prints the rows of this model alone
-    python bench/sharded.py --published       # renews the last two sections of the page alone
+    python bench/sharded.py --published       # renews the last two sections alone; two minutes of one core
 
 Each repeated block and the whole are sharded with `fully_shard`; gloo connects the processes, which have a core each.
 Peaks are the CPU allocator's in the first process, with AdamW's state, its parameters' parts and the batch. FLOPs are
@@ -190,7 +190,9 @@ def published() -> Iterator[str]:
         "with 96 GB and a torch of 2024; which setting of the allocator was used is not said, so both are shown. "
         "Expandable is "
         "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. Assumed: the root's parameters stay gathered between "
-        "forward and backward, and attention's kernel is the one that torch 2.13 takes."
+        "forward and backward, and attention's kernel is the one that torch 2.13 takes. The source's other rows are of "
+        "compiled models, of Float8, of pipelines and of context parallelism, which are not estimated. Two rows are "
+        "no validation."
     )
     yield ""
     yield "| step | GPUs | published | requested | reserved | difference | reserved, expandable | difference | source |"
