@@ -395,6 +395,7 @@ class Tagger(nn.Module):
         return self.out(out)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_sequences_that_are_packed_and_padded_again_need_what_they_need(batch_first: bool) -> None:
     model = Tagger(batch_first)

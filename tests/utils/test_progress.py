@@ -166,6 +166,7 @@ def test_a_stage_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert "hidden" not in screen()
 
 
+@pytest.mark.slow
 def test_in_a_notebook_the_bars_are_tqdms() -> None:
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
     import nbformat

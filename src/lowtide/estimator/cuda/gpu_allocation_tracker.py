@@ -26,7 +26,7 @@ from lowtide.estimator.compiled_collectives import refuse_in_compiled_code
 from lowtide.estimator.cpu.scratch import Scratch
 from lowtide.estimator.cpu.scratch_trials import Trials
 from lowtide.estimator.cuda.current_gpu import NAME, standing_in, streams
-from lowtide.estimator.cuda.ops.op_table import LAYOUTS, ON_HOST, ORDER, SHAPES
+from lowtide.estimator.cuda.ops.op_table import CUDA_OPS, CudaOp
 from lowtide.estimator.fake_tensors import FakeTensors, swap
 from lowtide.memory.events import Allocate, Event, Free
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from lowtide._torch.fake_modes import FakeTensorMode
     from lowtide.estimator.cuda.op_workspace import OpWorkspaces
-    from lowtide.estimator.cuda.ops.op_record import ScratchBlock
+    from lowtide.estimator.cuda.ops.op_registry import ScratchBlock
     from lowtide.estimator.values.assumptions import ValueOracle
 
 aten = torch.ops.aten
@@ -44,6 +44,7 @@ _ACROSS_DEVICES = frozenset({aten.copy_.default, aten._to_copy.default, aten._pa
 """Operators whose tensors may be on different devices."""
 
 _CPU = torch.device("cpu")
+_AS_ON_CPU = CudaOp()
 
 
 class _AtHome(FakeTensors):
@@ -96,13 +97,14 @@ class GpuAllocationTracker(AllocationTracker):
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
         op = f"aten::{func.__name__.partition('.')[0]}"
-        if (host := ON_HOST.get(func)) is not None:
+        known = CUDA_OPS.get(func, _AS_ON_CPU)
+        if (host := known.on_host) is not None:
             for place in host:
                 self._follow(made[place], op, n_bytes=0)
             made = [tensor for place, tensor in enumerate(made) if place not in host]
         found = self._takes.inside(func, args, kwargs, made)
         held = [(self._open(inside, op), inside) for inside in found if inside.first]
-        super()._record(func, args, kwargs, tensors, [made[i] for i in ORDER[func]] if func in ORDER else made)
+        super()._record(func, args, kwargs, tensors, made if known.order is None else [made[i] for i in known.order])
         if made and func.namespace not in OWN_OPERATORS | SHARDING_OPERATORS:
             self.unbounded.setdefault(op, f"{func.name()}, no operator of torch: what it takes inside")
         self._take([inside for inside in found if not inside.first], op)
@@ -191,11 +193,12 @@ class GpuAllocationTracker(AllocationTracker):
             refuse_in_compiled_code(func.name())
         self.is_inside, before = True, self.is_inside
         try:
-            if func in SHAPES:
+            known = CUDA_OPS.get(func, _AS_ON_CPU)
+            if known.results is not None:
                 with self._fakes:
-                    return SHAPES[func](*args, **kwargs)
+                    return known.results(*args, **kwargs)
             out = super()._run(func, args, kwargs)
-            return LAYOUTS[func](args, out) if func in LAYOUTS else out
+            return out if known.layout is None else known.layout(args, out)
         except NO_FAKE_KERNEL:
             return self._run_on_cpu(func, args, kwargs)
         finally:

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from lowtide.estimator.absent_processes import AbsentProcesses
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED
 from lowtide.estimator.cuda.ops.matmul import LT_WORKSPACE, WORKSPACE, workspace_bytes
-from lowtide.estimator.cuda.ops.op_record import ScratchBlock
+from lowtide.estimator.cuda.ops.op_registry import ScratchBlock
 from lowtide.estimator.memory_estimate import MemoryEstimate
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.segment_addresses import OTHERS, DriverAddresses, Order

@@ -20,7 +20,7 @@ from lowtide.estimator.cuda.gpu_allocation_tracker import GpuAllocationTracker
 from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate, Outcome, known_within
 from lowtide.estimator.cuda.memory_stats import Usage
 from lowtide.estimator.cuda.op_workspace import OpWorkspaces
-from lowtide.estimator.cuda.ops.op_record import READ_IN
+from lowtide.estimator.cuda.ops.op_registry import READ_IN
 from lowtide.estimator.cuda.placement import GpuPlacement, belongings
 from lowtide.estimator.cuda.redirect import CudaRedirect, cuda_is_there
 from lowtide.estimator.ddp_buckets import Reducers
