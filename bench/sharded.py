@@ -163,7 +163,10 @@ class Published(NamedTuple):
     source: str
 
 
-TORCHTITAN = "torchtitan, benchmarks/llama3_h100_202412"
+TORCHTITAN = (
+    "[torchtitan](https://github.com/pytorch/torchtitan/blob/31a17bfdb70bab6f62a13d21816a5339b911d6e3/benchmarks/"
+    "llama3_h100_202412_torchtitan.md)"
+)
 PUBLISHED = (
     Published("Llama 3.1 8B, 2 x 8192 tokens, selective checkpointing", "8 x h100-80", "", "82.4 GiB", TORCHTITAN),
     Published("the same", "128 x h100-80", "", "67.0 GiB", TORCHTITAN),
