@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lowtide.profiler.audit import Audit
-    from lowtide.runtime.forward_pass import CallScope
     from lowtide.runtime.operand_capture import CaptureSite
 
 Mark = Callable[[str, object], None]
@@ -67,6 +66,7 @@ class MaxSavingEngine(Engine):
     """An engine that frees every tensor that an audit found recomputable, which the trace may still refute."""
 
     is_measured = True
+    captures_all = True
     learns = False
 
     def __init__(self, model: nn.Module, audit: Audit, *, in_place: bool = True) -> None:
@@ -80,9 +80,6 @@ class MaxSavingEngine(Engine):
         least = {node: n_bytes for group in written_over for node, n_bytes in group.nodes.items()}
         actions = actions_for({a: nodes[a] for a in decisions.recompute}, decisions.replay)
         super().__init__(model, actions, in_place=[least])
-
-    def notes(self, scope: CallScope) -> bool:
-        return True
 
     def say(self, what: str) -> None:
         """Report nothing: the profile names tensors that are freed too early, and the audit has reported the rest."""

@@ -17,7 +17,7 @@ _BAR_CELLS = 40
 def show(found: Comparison, console: Console) -> None:
     """Print the whole comparison; 80 columns are enough."""
     blocks = console.encoding.lower().startswith("utf")
-    about = f"AdamW, {found.items_per_step:,} {found.items} a step, {found.steps} steps a run"
+    about = f"{found.optimizer}, {found.items_per_step:,} {found.items} a step, {found.steps} steps a run"
     console.print(Text(f"{found.description}; {about}."), "", sep="\n")
     console.print(_table(found), "", _bars(found, "▓█▏" if blocks else "#=|"), "", sep="\n")
     for line in [*_made_again(found), "", *_proof(found), *_remarks(found)]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -69,12 +68,8 @@ class GpuAllocationTracker(AllocationTracker):
         """Blocks known only within bounds, by number."""
         self.unbounded: dict[str, str] = {}
         """Operators with unknown scratch memory, in words, by name."""
-        self._n_corrected = 0
-        """Number of corrections to recorded events."""
         self.is_inside = False
         """True while an operator runs."""
-        self.lengths: tuple[int, int] | None = None
-        """Lengths (old, new): tensors of the old length count as if they had the new one."""
 
     @property
     def version(self) -> object:
@@ -91,8 +86,6 @@ class GpuAllocationTracker(AllocationTracker):
         return streams[-1]
 
     def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
-        if self.lengths is not None and n_bytes is None and tensor.dim() and tensor.shape[0] == self.lengths[0]:
-            n_bytes = tensor.untyped_storage().nbytes() * self.lengths[1] // self.lengths[0]
         super()._follow(tensor, standing_in[-1] if op and standing_in else op, entry=entry, n_bytes=n_bytes)
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
@@ -141,26 +134,6 @@ class GpuAllocationTracker(AllocationTracker):
             return args, kwargs, tensors
         args, kwargs = tree_map(self.on_gpu, (args, kwargs))
         return args, kwargs, tensors_of(args, kwargs)[0]
-
-    @contextlib.contextmanager
-    def corrected(self) -> Iterator[None]:
-        """Replace the tensor that ends in this block by the one created in it, from the beginning of the recording.
-
-        Has no effect unless exactly one ends and one is created.
-        """
-        n_before = len(self._events)
-        yield
-        made = {event.block: event for event in self._events[n_before:] if isinstance(event, Allocate)}
-        ended = [event.block for event in self._events[n_before:] if isinstance(event, Free)]
-        left = [made[block] for block in made if block not in ended]
-        gone = [block for block in ended if block not in made]
-        if len(left) == len(gone) == 1:
-            for place, event in enumerate(self._events[:n_before]):
-                if isinstance(event, Allocate) and event.block == gone[0]:
-                    self._events[place : place + 1] = left
-                    del self._events[n_before:]
-                    self._n_corrected += 1
-                    return
 
     def put_on_gpu(self, tensor: Tensor) -> None:
         """Move a leaf tensor that the step created on the CPU to the GPU from here on."""
