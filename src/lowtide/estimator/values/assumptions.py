@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from lowtide._torch.backward import in_forward_mode
-from lowtide._torch.fake_modes import SHARDING_OPERATORS, is_fake, is_strided, on_real_tensors
+from lowtide._torch.fake_modes import SENDING_OPERATORS, is_fake, is_strided, on_real_tensors
 from lowtide._torch.operators import draws, written_by
 from lowtide._torch.pytree import tree_leaves, tree_map
 from lowtide._torch.tensors import storage_id
@@ -88,7 +88,7 @@ RECEIVING = frozenset(
         "reduce_scatter_tensor_coalesced",
     }
 )
-"""Operators among `SHARDING_OPERATORS` whose results other processes fill."""
+"""Operators among `SENDING_OPERATORS` whose results other processes fill; others keep this process's contents."""
 
 _LEFT_REAL = "_lowtide_left_real"
 
@@ -274,9 +274,12 @@ class ValueOracle:
             for gradient in args[0]:
                 contents.forget(gradient)
             return  # its `found_inf` stays as it was, 0
-        if func.namespace in SHARDING_OPERATORS and _name(func) in RECEIVING:
-            for tensor in made:
-                contents.receive(tensor, func.name())
+        if func.namespace in SENDING_OPERATORS:  # never run, as that would send
+            for given, tensor in zip(tensors, made, strict=False):
+                if _name(func) in RECEIVING:
+                    contents.receive(tensor, func.name())
+                elif not contents.is_met(tensor):
+                    self.pass_on(given, tensor)
             return
         targets = _targets(written_by(func), args, kwargs)
         self.written.update(map(storage_id, targets))
