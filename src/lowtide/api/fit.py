@@ -308,7 +308,8 @@ def _compiled(site: StepContext, choice: Choice, made: Plan, budget_for: BudgetF
     best: tuple[Plan, Verdict] | None = None
     tried, lowest = list[Decisions](), made
     while True:
-        verdict = _proof(site, made, budget_for)
+        made = replace(made, budget_for=budget_for)
+        verdict = _proof(site, made)
         tried.append(made.decisions)
         if not verdict.identical and best is None:
             raise RehearsalError(_compiled_differs(verdict))
