@@ -2,6 +2,7 @@
 
     python bench/articles.py                  # measure all, then renew docs/articles.md and docs/articles.ja.md
     python bench/articles.py gpt_mask ...     # measure these alone; the other numbers stay
+    python bench/articles.py --resume ...     # measure only the rows that are missing, after a run that was cut off
     python bench/articles.py --tables         # renew both pages from docs/articles.json
 
 Each run is a process of its own with one thread. Its time is the least processor time of a step, over those after the
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import hashlib
 import json
 import os
 import re
@@ -53,6 +55,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The budget of a run under Lowtide: a share of the plain peak, the least peak by hand, or the smallest."""
     refused: str = ""
     """The error's last lines, of a run that ended early."""
+    printed: str = ""
+    """SHA-256 of the lines that it printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +150,14 @@ def work(to: str, budget: str, script: str, args: Sequence[str]) -> int:
 # --- all runs -------------------------------------------------------------------------------------------------------
 
 
-def run(example: Example, by_hand: str = "", budget: str = "") -> tuple[Run, str]:
-    """Return the numbers of one run, and the text that the script printed."""
+def run(example: Example, by_hand: str = "", budget: str = "", known: Sequence[Run] = ()) -> Run:
+    """Return the numbers of one run: those in `known`, or else measured."""
     script = f"examples/{example.script}.py"
     args = [*example.args.split(), *by_hand.split()]
+    command = " ".join([f"lowtide run --budget {budget}" if budget else "python", script, *args])
+    for each in known:
+        if each.command == command and (each.printed or each.refused):
+            return each
     numbers = ROOT / f".articles-{os.getpid()}.json"
     call = [sys.executable, __file__, "--work", str(numbers), f"--run-within={budget}", script]
     call += [*args, f"--steps={STEPS}"]
@@ -159,38 +167,40 @@ def run(example: Example, by_hand: str = "", budget: str = "") -> tuple[Run, str
         found = json.loads(numbers.read_text(encoding="utf-8")) if numbers.exists() else {}
     finally:
         numbers.unlink(missing_ok=True)
-    command = " ".join([f"lowtide run --budget {budget}" if budget else "python", script, *args])
     if done.returncode:
-        return Run(command=command, refused=done.stderr.strip()[-2000:]), done.stdout
-    return Run(command=command, peak_bytes=found["peak_bytes"], step_ms=found["step_ms"]), done.stdout
+        return Run(command=command, refused=done.stderr.strip()[-2000:])
+    printed = hashlib.sha256(done.stdout.encode()).hexdigest()
+    return Run(command=command, peak_bytes=found["peak_bytes"], step_ms=found["step_ms"], printed=printed)
 
 
-def measure(example: Example) -> list[Run]:
+def measure(example: Example, known: Sequence[Run]) -> Iterator[Run]:
     """Run the script plainly, by hand, and within the share, or else the least peak reached by hand."""
-    plain, printed = run(example)
+    plain = run(example, known=known)
     if plain.peak_bytes is None:
         raise SystemExit(f"{plain.command} failed:\n{plain.refused}")
-    runs = [plain]
+    yield plain
+    least_bytes = plain.peak_bytes
     for by_hand in example.by_hand:
-        of_hand, lines = run(example, by_hand)
-        runs.append(msgspec.structs.replace(of_hand, same=None if of_hand.refused else lines == printed))
-    least_bytes = min(of_hand.peak_bytes or plain.peak_bytes for of_hand in runs)
-    name = "share" if example.share else "hand"
+        of_hand = run(example, by_hand, known=known)
+        least_bytes = min(of_hand.peak_bytes or least_bytes, least_bytes)
+        same = None if of_hand.refused else of_hand.printed == plain.printed
+        yield msgspec.structs.replace(of_hand, same=same)
+    name: Literal["share", "hand", "smallest"] = "share" if example.share else "hand"
     budget_bytes = example.share * plain.peak_bytes // 100 if example.share else least_bytes
-    within, lines = run(example, budget=format_bytes(budget_bytes, round_up=True).replace(" ", ""))
+    within = run(example, budget=format_bytes(budget_bytes, round_up=True).replace(" ", ""), known=known)
     if (smallest := re.search(r"Smallest peak: ([\d.]+) ([KMG]iB)", within.refused)) is not None:
-        within, lines = run(example, budget=smallest[1] + smallest[2])
+        within = run(example, budget=smallest[1] + smallest[2], known=known)
         name = "smallest"
     if within.refused:
         raise SystemExit(f"{within.command} failed:\n{within.refused}")
-    return [*runs, msgspec.structs.replace(within, same=lines == printed, within=name)]
+    yield msgspec.structs.replace(within, same=within.printed == plain.printed, within=name)
 
 
 def estimated() -> list[str]:
-    """Return the lines that `examples/peak_memory.py` prints under `lowtide estimate --device`."""
+    """Return the lines that `examples/peak_memory.py` prints under `lowtide estimate --device`, on stderr."""
     call = [sys.executable, "-m", "lowtide", "estimate", "--device", GPU, f"examples/{ON_GPU}.py"]
     done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=True)
-    return [line for line in done.stdout.splitlines() if re.fullmatch(r"[a-z ]+: [\d]+ MiB", line)]
+    return [line for line in done.stderr.splitlines() if re.fullmatch(r"[a-z ]+: [\d]+ MiB", line)]
 
 
 # --- the pages ------------------------------------------------------------------------------------------------------
@@ -258,7 +268,7 @@ def depth_table(results: Results, language: str) -> str:
     head = (words["layers"], words["plain"], words["by hand"], "", "Lowtide", "")
     lines = [_row(head), "|---:|---:|---:|---:|---:|---:|"]
     for name, runs in results.runs.items():
-        if not name.startswith("sqrt_depth"):
+        if not name.startswith("sqrt_depth") or not runs[-1].within:
             continue
         cells = [name.rpartition("_")[2], format_bytes(runs[0].peak_bytes or 0)]
         for each in runs[1:]:
@@ -278,7 +288,7 @@ def renewed(page: str, results: Results, language: str) -> str:
             text = depth_table(results, language)
         elif name == ON_GPU and results.estimate:
             text = "\n".join(["```text", *results.estimate, "```"])
-        elif name in results.runs:
+        elif any(each.within for each in results.runs.get(name, ())):
             text = table(results.runs[name], language)
         else:
             return match[0]  # not measured so far
@@ -299,26 +309,36 @@ def main(arguments: list[str]) -> None:
     """Measure, and renew both pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join([*EXAMPLES, ON_GPU])} (default: all)")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that are measured")
     parser.add_argument("--tables", action="store_true", help="measure nothing")
     given = parser.parse_args(arguments)
     if unknown := {*given.names} - {*EXAMPLES, ON_GPU}:
         parser.error(f"there is no example {', '.join(sorted(unknown))}")
     for name in () if given.tables else given.names or [*EXAMPLES, ON_GPU]:
-        runs = [] if name == ON_GPU else measure(EXAMPLES[name])
-        lines = estimated() if name == ON_GPU else []
-        results = read()  # now: another process may have written its own
-        ordered = {each: runs if each == name else results.runs.get(each, []) for each in EXAMPLES}
-        results = Results(
-            versions={package: version(package) for package in ("torch", "transformers")},
-            runs={each: found for each, found in ordered.items() if found},
-            estimate=lines or results.estimate,
-        )
-        RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
-        for each in runs:
-            print(each)
+        if name == ON_GPU:
+            if not (given.resume and read().estimate):
+                save(estimate=estimated())
+            continue
+        rows: list[Run] = []
+        for row in measure(EXAMPLES[name], read().runs.get(name, []) if given.resume else []):
+            rows.append(row)
+            save(name, rows)
+            print(row, flush=True)
     for language, page in PAGES.items():
         if page.exists():
             page.write_text(renewed(page.read_text(encoding="utf-8"), read(), language), encoding="utf-8")
+
+
+def save(name: str = "", rows: Sequence[Run] = (), estimate: Sequence[str] = ()) -> None:
+    """Write the rows of one example, or the lines of the estimate, beside the results of the others."""
+    results = read()  # now: another process may have written its own
+    ordered = {each: [*rows] if each == name else results.runs.get(each, []) for each in EXAMPLES}
+    results = Results(
+        versions={package: version(package) for package in ("torch", "transformers")},
+        runs={each: found for each, found in ordered.items() if found},
+        estimate=[*estimate] or results.estimate,
+    )
+    RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
 
 
 def read() -> Results:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -132,7 +133,15 @@ def inductor() -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks which tests are slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    counts: Counter[str] = Counter()
+    for item in items:
+        if (few := item.get_closest_marker("default_cases")) is not None:
+            name = item.nodeid.partition("[")[0]
+            counts[name] += 1
+            if counts[name] > few.args[0]:
+                item.add_marker(pytest.mark.slow)
     # Groups of tests that one worker runs alone come first, so that no other waits for it in the end.
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]

@@ -126,13 +126,9 @@ class TestFollowed:
 
     def test_add_the_workspace_of_an_operator(self, repository: Copy) -> None:
         section, file = "Add the workspace of an operator", "src/lowtide/estimator/cuda/ops/reductions.py"
-        behaviour, function, test = blocks(section, "python")
-        repository.replace(file, "import Behaviour, ScratchBlock\n", "import Behaviour, ScratchBlock, copies\n")
-        repository.replace(
-            file, "        exact=False,\n    ),\n)\n", f"        exact=False,\n    ),\n{indented(behaviour)})\n"
-        )
-        text = (repository.root / file).read_text("utf-8")
-        repository.replace(file, text[text.index("INSIDE = ") :], function)
+        operator, test = blocks(section, "python")
+        repository.replace(file, "ScratchBlock, cuda_op\n", "ScratchBlock, copies, cuda_op\n")
+        repository.append(file, operator)
         repository.append("tests/estimator/test_behaviours.py", test)
         repository.run(blocks(section, "console")[0])
 

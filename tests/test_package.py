@@ -178,7 +178,15 @@ def test_without_torch_plans_and_errors_still_work(no_torch: tuple[Path, str], r
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("version", ["2.10.0", "2.13.0+cpu", "2.14.0a0+git1234567", "3.0.0"])
+def test_a_torch_newer_than_any_tested_is_taken_and_said_once(tmp_path: Path, run_python: RunPython) -> None:
+    (tmp_path / "torch.py").write_text("__version__ = '3.0.0'", encoding="utf-8")
+    code = "from lowtide.utils.optional_deps import require_torch; require_torch('one'); require_torch('two')"
+    done = run_python("-c", code, path=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr.count("torch 3.0.0 is newer than any that Lowtide was tested with, up to 2.15") == 1
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.13.0+cpu", "2.14.0a0+git1234567"])
 def test_a_torch_that_is_new_enough_is_taken(version: str, tmp_path: Path, run_python: RunPython) -> None:
     (tmp_path / "torch.py").write_text(f"__version__ = {version!r}", encoding="utf-8")
     code = "from lowtide.utils.optional_deps import require_torch; require_torch('this test')"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lowtide.utils.rendering import register_renderers
 
 if TYPE_CHECKING:
+    __version__: str
     from lowtide.api.apply import Applied, apply
     from lowtide.api.fit import Fitted, FittedSizes, fit
     from lowtide.api.fitted import fitted, remove
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Plan, Profile
     from lowtide.report.run_record import RunRecord
     from lowtide.script.within import Run, RunVerdict, within
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Applied",
@@ -164,6 +163,9 @@ _TORCH_FREE = ("lowtide.errors", "lowtide.planner", "lowtide.report")
 if not TYPE_CHECKING:  # hidden from type checkers, for which any name would else be public
 
     def __getattr__(name: str) -> object:
+        if name == "__version__":
+            globals()[name] = found = import_module("lowtide.utils.installed_versions").own_version()
+            return found
         home = _HOMES.get(name)
         if home is None:
             raise AttributeError(f"module 'lowtide' has no attribute {name!r}")

@@ -376,6 +376,23 @@ def test_code_that_is_not_compiled_alone() -> None:
     assert [node.name for node in graphs[1].graph.nodes if node.op == "call_method"] == ["exp", "cos", "sin"]  # type: ignore[attr-defined]
 
 
+def test_code_that_is_traced_is_told_from_code_that_runs_while_something_compiles() -> None:
+    tests = (compiled_code.is_traced, compiled_code.is_compiling_anywhere, compiled_code.is_compiling_here)
+    seen: list[list[bool]] = []
+
+    def backend(graph: Any, inputs: object) -> Any:
+        seen.append([test() for test in tests])
+        return graph.forward
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() if compiled_code.is_traced() else x
+
+    x = torch.ones(2)
+    assert torch.equal(torch.compile(function, backend=backend, fullgraph=True)(x), x.sin())
+    assert seen == [[False, True, True]]
+    assert [test() for test in tests] == [False, False, False]
+
+
 def test_a_hook_that_compiled_code_has_called_is_not_compiled() -> None:
     def shown(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
@@ -478,7 +495,12 @@ def test_kernels_that_are_put_aside_are_asked_only_where_a_block_says_so() -> No
         return torch.autograd.grad(nn.functional.hardswish(x).sum(), x, create_graph=create_graph)[0]
 
     plain, second = gradient(), torch.autograd.grad(gradient(create_graph=True).sum(), x)[0]
-    library = privateuse1.put_aside({"hardswish_backward": kernel})
+    wanted: set[str] = set()
+    library = privateuse1.put_aside({"hardswish_backward": kernel}, wanted)
+    with privateuse1.with_aside():
+        assert torch.equal(gradient(), plain)
+    assert calls == []  # not wanted
+    wanted.add("hardswish_backward")
     assert torch.equal(gradient(), plain)
     assert calls == []
     with privateuse1.with_aside():
@@ -916,6 +938,16 @@ def test_kernels_of_attention_are_switched_on_and_off() -> None:
     assert all(privateuse1.attention_allowed(name) for name in ("cudnn", "flash", "efficient"))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
         assert [privateuse1.attention_allowed(name) for name in ("cudnn", "flash", "efficient")] == [False, True, False]
+
+
+def test_kernels_of_attention_in_the_order_of_their_names() -> None:
+    names = ("flash", "mem_efficient", "math", "cudnn")
+    for name, (is_allowed, allow) in zip(names, modes.ATTENTION_KERNELS, strict=True):
+        public = getattr(torch.backends.cuda, f"{name}_sdp_enabled")
+        allow(False)
+        assert (is_allowed(), public()) == (False, False)
+        allow(True)
+        assert (is_allowed(), public()) == (True, True)
 
 
 def test_saved_tensor_hooks_are_off_for_a_while() -> None:

@@ -25,6 +25,7 @@ from lowtide.planner.records import Plan
 from models import MODELS, build, same, state
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "share", [pytest.param(0.15, marks=pytest.mark.slow), 0.5, pytest.param(0.85, marks=pytest.mark.slow)]
@@ -152,6 +153,7 @@ def test_a_plan_holds_for_smaller_batches_and_shorter_sequences():
     assert same(state(plain), state(planned))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*the peak may be above the budget")
 def test_batches_that_are_larger_than_the_planned_one_and_parameters_that_are_unfrozen_are_said_once(tmp_path):
     case = build("gpt2")
@@ -183,6 +185,7 @@ def test_batches_that_are_larger_than_the_planned_one_and_parameters_that_are_un
     step(larger)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*the peak may be above the budget")
 def test_a_block_that_takes_the_place_of_a_planned_one_is_said_once():
     case = build("gpt2")
@@ -216,6 +219,7 @@ def test_it_is_said_also_where_a_step_calls_parts_of_the_model(unfrozen):
         step(torch.randn(400, 64))  # another warning would be an error
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.filterwarnings("ignore:.*the peak may be above the budget")
 @pytest.mark.parametrize("budget", ["70%", "100%"])
 def test_a_batch_that_is_larger_than_the_planned_one_gets_the_most_saving_plan(tmp_path, budget):
@@ -265,6 +269,7 @@ def test_a_batch_that_is_longer_and_has_fewer_rows_is_no_larger_one():
     assert peak(made, 8, 65) < peak(alone, 8, 65)
 
 
+@pytest.mark.slow
 def test_training_in_eval_mode_under_a_plan_is_said() -> None:
     case = build("gpt2")
     with lowtide.fit(case.model, case.step, case.batch, budget="70%"):
@@ -276,6 +281,7 @@ def test_training_in_eval_mode_under_a_plan_is_said() -> None:
             case.step(case.batch)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*past the plan")
 def test_several_optimizers_and_gradients_from_before_the_plan_are_no_reason_to_say_so() -> None:
     case = build("gpt2")
@@ -401,6 +407,7 @@ class Dropped(nn.Module):
         return x if torch.rand(()) < 0.3 else x + self.down(torch.tanh(self.up(x)))
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_where_layers_are_dropped_at_random_the_rehearsed_ones_are_measured(seed):
     torch.manual_seed(seed)

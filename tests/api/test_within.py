@@ -192,6 +192,7 @@ class Stop(Exception):
     """Raised in the middle of a step."""
 
 
+@pytest.mark.default_cases(4)
 @pytest.mark.parametrize("n_steps", range(4))
 @pytest.mark.parametrize("where", ["forward", "backward", "update"])
 def test_an_exception_at_any_place_leaves_the_model_as_it_was(n_steps: int, where: str) -> None:

@@ -12,6 +12,7 @@ MIB = 2**20
 ROWS = {row.id: row for row in load()}
 
 
+@pytest.mark.slow
 def test_distilgpt2_comes_out_within_two_percent() -> None:
     row = ROWS["x053"]
     found = predict(row)

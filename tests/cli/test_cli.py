@@ -1,3 +1,5 @@
+import importlib.metadata
+import platform
 import sys
 import types
 from collections.abc import Callable
@@ -34,7 +36,11 @@ def test_completion_loads_no_torch(run_python: RunPython, monkeypatch: pytest.Mo
 
 def test_version(run_python: RunPython) -> None:
     done = run_python("-m", "lowtide", "--version")
-    assert (done.returncode, done.stdout) == (0, f"lowtide, version {lowtide.__version__}\n")
+    name, torch_and_tested, python = done.stdout.splitlines()
+    assert done.returncode == 0
+    assert name == f"lowtide {lowtide.__version__}"
+    assert torch_and_tested.startswith(f"torch {importlib.metadata.version('torch')} (tested: 2.10, ")
+    assert python == f"Python {platform.python_version()}"
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -175,6 +175,29 @@ def test_a_layer_with_kernels_of_its_own_is_on_the_gpu_where_a_script_stays_on_t
     assert found[0] == found[1]
 
 
+PACKED = """
+import torch
+from torch import nn
+
+rnn = nn.GRU(28, 64, batch_first=True).to("cuda")
+optimizer = torch.optim.Adam(rnn.parameters())
+for _ in range(3):
+    x = nn.utils.rnn.pack_padded_sequence(torch.randn(3, 20, 28).cuda(), [20, 15, 2], batch_first=True)
+    out, last = rnn(x)
+    padded, lengths = nn.utils.rnn.pad_packed_sequence(out, batch_first=True)
+    optimizer.zero_grad()
+    padded.mean().backward()
+    optimizer.step()
+print(out.data.is_cuda, out.batch_sizes.is_cuda, tuple(padded.shape), lengths.tolist())
+"""
+
+
+def test_sequences_that_are_packed_before_the_first_forward_keep_their_sizes_on_the_cpu(estimate: Estimate) -> None:
+    code, out, err = estimate(PACKED)
+    assert code == 0, err
+    assert "by one GPU's measurement" in out
+
+
 def test_recurrent_layers_fit_by_one_gpus_measurement_and_not_where_that_is_too_little(estimate: Estimate) -> None:
     for strict, code in (((), 0), (("--strict",), 1)):
         found, out, _ = estimate(RECURRENT, *strict, args=("LSTM", "cuda"))

@@ -136,6 +136,104 @@ def test_a_sweep_to_far_smaller_sizes_has_nothing_of_the_large_one(estimate) -> 
         assert found[8192][name] == found[64][name] == found[512][name]
 
 
+def test_without_a_device_the_peak_is_that_of_the_step_on_this_machine(estimate) -> None:
+    on_cpu = TRAIN.replace('if device == "cuda":', "if False:").replace('"cuda"', '"cpu"').replace(".cuda()", "")
+    code, out, err = estimate(text=on_cpu)
+    assert code == 0
+    assert re.match(r"peak .*, in phase ", out)
+    assert "CUDA" not in out
+    assert re.search("nothing is computed.*\nloss 1.000", err)
+    assert "same weights True Parameter" in err
+    assert "the end" not in err
+
+
+PLAIN = """
+import contextlib, lowtide, torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+optimizer = torch.optim.AdamW(model.parameters())
+data = torch.randn(4 * 64, 256)
+for i in range(4):
+    x = data[i * 64 : (i + 1) * 64].clone()
+    with lowtide.measure(model, optimizer) if MEASURED else contextlib.nullcontext() as memory:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_the_peak_on_this_machine_is_the_measured_one(estimate) -> None:
+    code, out, _ = estimate("--json", "-", text=f"MEASURED = False{PLAIN}")
+    (found,) = json.loads(out)
+    assert code == 0
+    measuring: dict[str, object] = {}
+    exec(f"MEASURED = True{PLAIN}", measuring)
+    n_weights = sum(p.numel() for p in measuring["model"].parameters())
+    at_entry = 4 * 3 * n_weights + 4 * 64 * 256 + 4 * 4  # weights, two moments, the batch, step counters
+    assert found["peak_bytes"] == pytest.approx(measuring["memory"].peak_bytes + at_entry, abs=64)
+    assert found["parameters_bytes"] == 4 * n_weights
+
+
+@pytest.mark.parametrize(("budget", "expected", "words"), [("1GiB", 0, "is within"), ("1MiB", 1, "is above")])
+def test_the_peak_on_this_machine_is_compared_with_a_budget(estimate, budget, expected, words) -> None:
+    code, out, _ = estimate("--budget", budget, text=f"MEASURED = False{PLAIN}")
+    assert code == expected
+    assert re.search(rf"{words} the budget of .*\n$", out)
+
+
+def test_a_sweep_on_this_machine_gives_what_the_script_does_at_those_sizes(estimate) -> None:
+    text = f"MEASURED = False{PLAIN}"
+    code, out, _ = estimate("--json", "-", "--batch", "32", "--batch", "512", text=text)
+    assert code == 0
+    for found in json.loads(out):
+        _, alone, _ = estimate("--json", "-", text=text.replace("64", str(found["batch"])))
+        assert found["peak_bytes"] == json.loads(alone)[0]["peak_bytes"]
+
+
+def test_a_budget_is_refused_for_another_device_and_in_percent(estimate) -> None:
+    for options, words in (
+        (("--budget", "1GiB", "--device", "T4"), "--budget is for this machine"),
+        (("--budget", "50%"), "50%"),
+        (("--fewest",), "--fewest are for several GPUs"),
+    ):
+        code, _, err = estimate(*options)
+        assert code == 2
+        assert words in err
+
+
+ONE_AFTER_ANOTHER = """
+import sys, torch
+from torch import nn
+
+def train(width):
+    model = nn.Sequential(nn.Linear(256, width), nn.GELU(), nn.Linear(width, 256)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3 if width == 1024 else int(sys.argv[1])):
+        model(torch.randn(64, 256, device=device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if int(sys.argv[1]):
+    train(512)
+train(1024)
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--device", "T4")])
+def test_a_model_whose_place_another_one_took_no_longer_counts(estimate, options) -> None:
+    peaks = set()
+    for n_steps_of_a_first_one in (0, 1):
+        arguments = (str(n_steps_of_a_first_one),)
+        code, out, _ = estimate(*options, "--json", "-", text=ONE_AFTER_ANOTHER, args=arguments)
+        assert code == 0
+        (found,) = json.loads(out)
+        peaks.add(found["peak_requested_bytes" if options else "peak_bytes"])
+    assert len(peaks) == 1
+
+
 TAKING_TURNS = """
 import sys, torch
 from torch import nn
@@ -252,7 +350,7 @@ def test_a_script_that_fails_has_exit_code_2(estimate) -> None:
     ("options", "said"),
     [
         (("--device", "RTX 9999"), "no GPU"),
-        (("--batch", "4"), "--device"),
+        (("--rank", "0"), "several GPUs"),
         (("--device", "T4", "--plain"), "--plain"),
         (("--device", "T4", "--snapshot", "no such folder/step.pickle"), "no such folder is not a folder"),
     ],
@@ -742,6 +840,7 @@ for step in range(STEPS):
 """
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("steps", ["9", "2"])
 @pytest.mark.parametrize(
     "update",

@@ -112,6 +112,7 @@ def test_a_script_trains_on_where_its_plan_can_not_be_saved(script: Callable[[st
     assert done.err.count(said) == 1
 
 
+@pytest.mark.slow
 @needs_full
 def test_a_script_trains_on_where_stderr_is_full(script: Callable[[str], str], plain: str) -> None:
     command = [sys.executable, "-m", "lowtide", "run", "--budget", "90%", script(TRAIN)]
@@ -389,6 +390,7 @@ torch.manual_seed(0)
 UNEVEN = TRAIN.replace("torch.manual_seed(0)\n", WORDS).replace("for _ in range(4)]", "for _ in range(4)], Words()")
 
 
+@pytest.mark.slow
 def test_modules_that_save_something_else_in_each_step_are_left_alone(
     script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
 ) -> None:
@@ -440,6 +442,7 @@ def test_what_was_not_there_is_said_in_words(
     assert says in done.err
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(("text", "args"), [(TRAIN, ("--help",)), (NEVER, ()), (NEVER + "raise SystemExit(0)", ())])
 def test_a_script_that_trains_nothing_is_no_failure_but_for_who_wants_to_know_about_it(
     text: str, args: tuple[str, ...], script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
@@ -472,6 +475,7 @@ for p in optimizers:
 )
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("n_steps", ["3", "5"])
 def test_a_script_whose_optimizers_step_inside_of_backward_trains_to_the_same_bits(
     n_steps: str, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
@@ -634,6 +638,7 @@ print(bits.hexdigest())
 """
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(("n_critic", "late"), [(1, 0), (2, 1), (5, 0), (5, 1)])
 def test_a_script_whose_models_take_turns_has_one_plan_for_both(
     n_critic: int, late: int, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
@@ -773,6 +778,7 @@ def test_a_script_that_is_no_python_is_shown_as_python_shows_it(
     assert done.err.startswith(alone.stderr)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "50%")], ids=lambda command: command[0])
 def test_a_script_that_is_interrupted_says_where(
     command: tuple[str, ...], script: Callable[[str], str], run: Run, run_python: RunPython
@@ -900,6 +906,7 @@ torch.manual_seed(0)
 )
 
 
+@pytest.mark.slow
 def test_a_script_is_the_main_program_until_its_last_handler_has_run(
     script: Callable[[str], str], run_python: RunPython
 ) -> None:
@@ -908,6 +915,7 @@ def test_a_script_is_the_main_program_until_its_last_handler_has_run(
     assert done.stdout.endswith("saved\n")
 
 
+@pytest.mark.slow
 def test_a_script_that_is_ended_early_saves_no_model_at_exit(
     script: Callable[[str], str], run_python: RunPython
 ) -> None:
@@ -1076,6 +1084,7 @@ for step in range(5):
 OTHERS = ["count", "mean", "slots", "drawn", "bound", "sobol"]
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("kind", ["torch", "global", "env", "iterator", *OTHERS])
 def test_a_script_whose_blocks_draw_from_generators_of_their_own(
     kind: str, script: Callable[[str], str], run: Run, run_python: RunPython
@@ -1144,6 +1153,7 @@ print(prompt.sum().item().hex())
 """
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_prompt_of_no_module_is_trained_through_a_frozen_model(
     mode: str, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
@@ -1213,6 +1223,7 @@ for step in range(5):
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_transforms_functions_before_it_trains(
     script: Callable[[str], str], run: Run, run_python: RunPython
 ) -> None:
@@ -1222,6 +1233,7 @@ def test_a_script_that_transforms_functions_before_it_trains(
     assert "within the budget" in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 def test_a_script_that_traces_its_model_before_and_while_it_trains(
     script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
@@ -1312,6 +1324,7 @@ for step in range(3):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits its own address space")
 def test_a_script_that_runs_out_of_memory_runs_within_a_budget(
     script: Callable[[str], str], run_python: RunPython, monkeypatch: pytest.MonkeyPatch
@@ -1361,6 +1374,7 @@ for step in""",
 ).replace("    print(step", "    profiler.step()\n    print(step")
 
 
+@pytest.mark.slow
 def test_steps_that_a_profiler_of_the_script_records_are_left_to_it(
     script: Callable[[str], str], run: Run, run_python: RunPython
 ) -> None:

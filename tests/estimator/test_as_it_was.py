@@ -29,6 +29,7 @@ WHERE: list[dict[str, Any]] = [{}, {"device": "A100-40"}]
 """On the machine at hand, and on a GPU that is not there."""
 
 
+@pytest.mark.default_cases(4)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("before", ["fresh", "after a step", "with gradients"])
 @pytest.mark.parametrize("fails", [False, True])

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide.estimator.cuda.ops.autocast import kernels
-from lowtide.estimator.cuda.ops.op_table import BEHAVIOURS, INSIDE, KERNELS
+from lowtide.estimator.cuda.ops.op_table import BEHAVIOURS, CUDA_OPS, KERNELS
 from lowtide.memory.events import Allocate
 
 HEADS, LENGTH, HEAD = 4, 256, 64
@@ -208,4 +208,4 @@ def test_every_behaviour_has_a_source_and_every_kernel_is_an_operator_of_torch()
     for name in (*KERNELS, *(name for name, _ in kernels())):
         packet, _, overload = name.partition(".")
         assert hasattr(getattr(torch.ops.aten, packet), overload or "default")
-    assert all(callable(rule) for rule in INSIDE.values())
+    assert all(set(op.behaviours) <= set(BEHAVIOURS) and op.behaviours for op in CUDA_OPS.values())

@@ -23,6 +23,7 @@ def activations(timeline: Timeline) -> list[tuple[str, int]]:
     return sorted((b.label.module, b.bytes) for b in timeline.alive_at_peak()["activations"] if b.label is not None)
 
 
+@pytest.mark.default_cases(8)
 @pytest.mark.parametrize("name", ZOO)
 def test_the_peak_of_a_step_is_the_measured_one(name: str) -> None:
     model, batch, step = ZOO[name]()
@@ -35,6 +36,7 @@ def test_the_peak_of_a_step_is_the_measured_one(name: str) -> None:
     assert all(":" in line and "evenly" in line for line in estimated.assumed)
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_phases_categories_and_static_bytes_are_the_measured_ones(name: str) -> None:
     case = build(name)

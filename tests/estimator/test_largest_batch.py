@@ -58,6 +58,7 @@ def test_the_largest_batch(setting):
     assert measured == pytest.approx(found.estimate.peak_bytes, rel=0.001)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("kind", ["arrays", "labels in a list", "entries of rows"])
 def test_what_is_no_tensor_gets_longer_too(setting, kind):
     model, step = setting

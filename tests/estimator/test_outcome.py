@@ -3,7 +3,7 @@
 import random
 
 from lowtide.estimator.cuda.gpu_estimate import Outcome
-from lowtide.estimator.cuda.ops.op_record import ScratchBlock
+from lowtide.estimator.cuda.ops.op_registry import ScratchBlock
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.events import Allocate, EventStream, Free
 from lowtide.memory.gpu_specs import GpuSpec, context_bytes

@@ -361,6 +361,16 @@ def test_what_an_optimizer_compares_is_taken_as_small() -> None:
     assert estimated.timeline.peak_bytes == pytest.approx(measured.peak_bytes, abs=64)
 
 
+def test_a_batch_that_is_packed_keeps_its_sizes_on_the_cpu() -> None:
+    model = nn.LSTM(8, 8, batch_first=True)
+    packed = pack_padded_sequence(torch.randn(2, 5, 8), torch.tensor([5, 3]), batch_first=True)
+
+    def step(batch):
+        model(batch)[0].data.sum().backward()
+
+    assert "aten::_cudnn_rnn" in str(lowtide.estimate(model, step, packed, device="L4"))
+
+
 def test_packed_sequences_have_the_lengths_that_the_batch_has() -> None:
     model = nn.LSTM(8, 8, batch_first=True)
 
@@ -395,6 +405,7 @@ class Tagger(nn.Module):
         return self.out(out)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_sequences_that_are_packed_and_padded_again_need_what_they_need(batch_first: bool) -> None:
     model = Tagger(batch_first)

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,16 @@ def test_an_example_prints_the_same_numbers_within_its_budget(
     assert re.search(r"lowtide: measured .* peak, \d+ % of the plain step's: within the budget", within.err)
 
 
+@pytest.mark.slow  # tests/profiler/test_checkpoints.py has the same on small models
+@pytest.mark.parametrize(("name", "by_hand"), [("gpt_mask", "--checkpoint=late"), ("resnet_blocks", "--checkpoint")])
+def test_mistakes_by_hand_stay_as_they_are(
+    name: str, by_hand: str, plainly: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = (*SMALL[name][1:], by_hand, "--steps=5")
+    assert cli.main(["run", "--budget", "100%", str(EXAMPLES / f"{name}.py"), *args]) == 0
+    assert capsys.readouterr().out == plainly(name, *args)
+
+
 def test_no_example_knows_lowtide() -> None:
     for path in EXAMPLES.glob("*.py"):
         assert "import lowtide" not in path.read_text(encoding="utf-8"), path
@@ -92,3 +103,16 @@ def test_a_mask_of_none_passes_and_a_reentrant_checkpoint_refuses_grad(plainly: 
     assert plainly("known_errors", *size, "--checkpoint=non-reentrant") == plainly("known_errors", *size)
     with pytest.raises(RuntimeError, match=r"incompatible with \.grad\(\)"):
         plainly("known_errors", *size, "--checkpoint=reentrant")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["T4", "RTX 4090", "H100-80"])
+def test_peaks_without_an_optimizer_are_printed_for_a_gpu_that_is_not_here(gpu: str) -> None:
+    size = ("--layers=4", "--width=64")
+    call = [sys.executable, "-m", "lowtide", "estimate", "--device", gpu, str(EXAMPLES / "peak_memory.py"), *size]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    plain, checkpointed = (int(mib) for mib in re.findall(r"^[a-z ]+: (\d+) MiB$", done.stderr, re.MULTILINE))
+    assert checkpointed < plain
+    assert f"{plain} MiB  allocated\n" in done.stdout
+    assert "of 2 forward and backward passes, for no optimizer stepped, in an earlier one than the last" in done.stdout

@@ -48,6 +48,12 @@ def commands(file: Path) -> dict[str, tuple[Callable[[], object], ...]]:
             lambda: main(["plan", "make", "--budget", "70%", str(file)]),
         ),
         "plan": (lambda: main(["plan", "show", str(file)]), lambda: main(["plan", "show", "--json", str(file)])),
+        "run": (
+            lambda: main(["report", str(file)]),
+            lambda: main(["report", "-o", f"{file.parent}/page.html", str(file)]),
+            lambda: main(["report", str(file), str(file), "--fail-above", "2%"]),
+        ),
+        "watched": (lambda: main(["report", str(file)]),),
         "points": (lambda: read_points(file),),
         "trace": (lambda: replay(Trace.read(file)),),
         "stream": (lambda: Timeline(EventStream.from_json(file)).blocks,),

@@ -6,6 +6,7 @@ import pickle
 import tracemalloc
 from pathlib import Path
 
+import msgspec
 import pytest
 from allocator_traces import Trace
 
@@ -19,6 +20,7 @@ from lowtide.planner.budget_frontier import frontier
 from lowtide.planner.records import Plan, Profile
 from memory.test_snapshots import RECORD
 from planner.profiles import chain
+from report.runs import FINDINGS, run
 
 MIB = 2**20
 HERE = Path(__file__).parent
@@ -40,6 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (to / "points.json").write_text(json.dumps(points))
     stream.to_json(to / "stream.json")
     Timeline(stream, {0: Label("activations", "h.0", "aten::mm")}).to_json(to / "timeline.json")
+    run().to_json(to / "run.json")
+    (to / "watched.json").write_text(json.dumps({"steps": 7, "findings": msgspec.to_builtins(FINDINGS)}))
     (to / "trace.json.gz").write_bytes(TRACE.read_bytes())
     (to / "snapshot.pickle").write_bytes(pickle.dumps(RECORD))
     return to

@@ -107,6 +107,7 @@ class Stop(TrainerCallback):
             raise KeyError("mine")
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("how", ["close", "another block", "training anew"])
 def test_after_an_exception_the_model_is_given_back(how: str, tmp_path: Path) -> None:
     callback = LowtideCallback("70%")

@@ -233,6 +233,7 @@ def test_transformers(name: str) -> None:
     assert_equal(gradients(case.model), expected, rounding=1e-7)
 
 
+@pytest.mark.slow
 def test_under_a_plan() -> None:
     case = build("llama")
     case.model.double()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conftest import RunPython
 from lowtide._torch.cpu_profiler import profiler_running
 from lowtide.errors import RehearsalError
 from lowtide.memory.cpu_recorder import CpuRecorder
@@ -314,6 +315,15 @@ def test_an_exception_passes_through_and_what_came_before_it_is_there() -> None:
     with pytest.raises(ZeroDivisionError), recorder:
         work()
     assert sizes(recorder.stream) == [5]
+
+
+@pytest.mark.parametrize(
+    "left_open", ["lowtide.measure()", "torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])"]
+)
+def test_a_profiler_that_is_left_running_does_not_crash_the_exit(run_python: RunPython, left_open: str) -> None:
+    lines = f"import torch, lowtide, lowtide.memory.cpu_recorder\n{left_open}.__enter__()\nprint(torch.ones(9).sum())"
+    ended = run_python("-c", lines)
+    assert (ended.returncode, ended.stdout) == (0, "tensor(9.)\n")
 
 
 def test_misuse_is_said() -> None:

@@ -1,5 +1,6 @@
 """Budgets that are said of the GPU at hand, and refused where there is none."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -11,6 +12,8 @@ from lowtide.cli import main
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.device_budget import MARGIN, automatic_budget, on_device
 from lowtide.memory.reserved_peak import reserved_excess_bytes
+from lowtide.script.apply_plan import Applying
+from lowtide.script.run_listened import watched
 from lowtide.utils.amounts import check_budget, share_of_gpu
 
 GIB = 2**30
@@ -122,9 +125,27 @@ def test_a_budget_for_reserved_bytes_holds_in_the_simulated_allocator(
             for _ in range(8):
                 made.step(X)
         verdict = run.verdict
+        assert run.plan is not None
+        assert run.plan.budget_for == "reserved"
+        assert run.metrics()["lowtide_peak_bytes"] == run.plan.predicted.peak_bytes
+        assert verdict is not None
+        assert run.metrics()["lowtide_reserved_peak_bytes"] == verdict.measured_peak_bytes
     assert verdict is not None
     assert verdict.within_budget
     assert "reserved peak measured: within the budget" in str(verdict)
+
+
+def test_a_plan_from_a_file_is_measured_in_the_bytes_that_its_budget_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.script.apply_plan.check_on_device", lambda *_: None)
+    made = Small()
+    requested = lowtide.plan(lowtide.rehearse(made.model, made.step, X), "100%")
+    reserved = lowtide.Plan.from_json(replace(requested, budget_for="reserved", budget_bytes=2**40).to_json())
+    assert reserved.budget_for == "reserved"
+    said: list[str] = []
+    with watched(Applying(reserved, said.append)):
+        for _ in range(4):
+            made.step(X)
+    assert "peak reserved: within the budget" in said[-1]
 
 
 @pytest.mark.gpu

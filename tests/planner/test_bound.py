@@ -47,6 +47,7 @@ def test_no_possible_plan_beats_it(seed: int, percent: int) -> None:
         assert lower_bound(Simulator(profile), smallest - 1) >= lower_bound(Simulator(profile), smallest)
 
 
+@pytest.mark.slow
 @given(profiles(max_ops=24), st.integers(20, 100))
 def test_no_plan_that_was_found_beats_it(profile: Profile, percent: int) -> None:
     try:
@@ -56,6 +57,7 @@ def test_no_plan_that_was_found_beats_it(profile: Profile, percent: int) -> None
     assert lower_bound(Simulator(profile), made.budget_bytes) <= made.predicted.extra_ms
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("percent", [85, 70, 60, 50, 40])
 def test_plans_of_a_transformer_are_close_to_it(percent: int) -> None:
     profile = transformer(6)

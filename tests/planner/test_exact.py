@@ -56,6 +56,7 @@ def test_what_a_search_finds_fits_and_is_predicted_rightly(profile: Profile, per
         assert (prediction.extra_ms, prediction.extra_flops) == (found.extra_ms, found.extra_flops)
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("percent", [85, 70, 60, 50, 40])
 def test_plans_of_a_transformer_are_close_to_the_bound_that_they_carry(percent: int) -> None:
     made = plan(transformer(8), f"{percent}%")

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.errors import Infeasible
 from lowtide.planner import smallest_peak
-from lowtide.profiler.online import OnlineProfiler
 from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.units import format_bytes
 
@@ -64,47 +63,51 @@ def test_nothing_is_said_of_others() -> None:
     assert not any("checkpoint" in note for note in lowtide.rehearse(model, step_of(model), X).notes)
 
 
-@pytest.mark.parametrize("how", [False, True])
-def test_steps_of_a_script_are_rehearsed_both_ways(how: bool) -> None:
-    model, plain = network(how), network(how)
-    crew = Rehearsing(stop=False)
-    torch.manual_seed(1)
-    for _ in range(4):
-        crew.begins(model, ((X,), {}), ())
-        step_of(model)(X)
-        crew.ends(model)
-    crew.leaves()
-    assert crew.profile is not None
-    assert sum("without that the smallest peak would be" in note for note in crew.profile.notes) == 1
-    torch.manual_seed(1)
-    for _ in range(4):
-        step_of(plain)(X)
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+class LateBinding(nn.Module):
+    """Blocks checkpointed by a function of the loop: in backward the last block runs in place of every other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([*network(None)][1:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(lambda t: block(t), x, use_reentrant=False)  # noqa: B023 - the mistake
+        return x
 
 
-def test_without_time_for_both_the_number_is_missing() -> None:
-    model, crew = network(False), Rehearsing(stop=False)
-    for _ in range(2):
-        crew.begins(model, ((X,), {}), ())
-        step_of(model)(X)
-        crew.ends(model)
-    crew.finish()
-    crew.leaves()
-    assert crew.profile is not None
-    assert any("rehearse without that" in note for note in crew.profile.notes)
+def counting() -> nn.Module:
+    """BatchNorm in checkpoints, which updates its statistics in forward and again in backward."""
+    torch.manual_seed(0)
+    blocks = [Block(False) for _ in range(3)]
+    for block in blocks:
+        block.inner.append(nn.BatchNorm1d(32))
+    return nn.Sequential(nn.Linear(32, 32), *blocks)
 
 
-def test_checkpoints_are_off_only_while_steps_are_observed() -> None:
-    model = network(False)
-    observed = OnlineProfiler(model, checkpoints=False)
-    observed.begin(((X,), {}))
-    step_of(model)(X)
-    observed.end()
-    assert not observed.checkpointed or observed.checkpointed.total() == 4
-    observed.leave()
-    other = OnlineProfiler(model)
-    other.begin(((X,), {}))
-    step_of(model)(X)
-    other.end()
-    other.leave()
-    assert other.checkpointed.total() == 4
+@pytest.mark.parametrize(
+    "build", [lambda: network(False), lambda: network(True), LateBinding, counting], ids=["new", "old", "late", "norm"]
+)
+def test_steps_of_a_script_keep_the_bits_of_its_checkpoints(build: Callable[[], nn.Module]) -> None:
+    model, plain = build(), build()
+    rehearsing = Rehearsing(stop=False)
+    trained = []
+    for each in (model, plain):
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        x = torch.randn(64, 32, requires_grad=True)
+        for _ in range(4):
+            is_rehearsed = each is model and not rehearsing.done
+            if is_rehearsed:
+                rehearsing.begins(each, ((x,), {}), (optimizer,))
+            each(x).square().mean().backward()
+            optimizer.step()
+            if is_rehearsed:
+                rehearsing.ends(each)
+            optimizer.zero_grad()
+        rehearsing.leaves()
+        trained.append(each.state_dict())
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[1])
+    assert rehearsing.n_steps == 2
+    assert rehearsing.profile is not None
+    assert any("rehearse without that to see what a plan for it needs" in note for note in rehearsing.profile.notes)

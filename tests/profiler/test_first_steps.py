@@ -96,14 +96,16 @@ def test_audited_and_traced_steps_peak_below_the_plain_one(kind, shape):
     assert peaks[0] <= 0.9 * plain_bytes
 
 
-def test_first_steps_peak_as_low_as_checkpointing_every_child_that_has_children():
+@pytest.mark.parametrize(("kind", "shape", "most"), [(UNet, IMAGE, 1.1), (Listed, ROWS, 1.01)])
+def test_first_steps_peak_as_low_as_checkpointing_every_child_that_has_children(kind, shape, most):
+    # A block is tried in forward, where a UNet holds inputs in variables that are gone when checkpointing recomputes.
     torch.manual_seed(0)
-    model, checkpointed, x = Listed(), Listed(), torch.randn(ROWS)
+    model, checkpointed, x = kind(), kind(), torch.randn(shape)
     checkpointed.load_state_dict(model.state_dict())
-    for _, wide, _ in checkpointed.layers:
-        wide.forward = partial(checkpoint, wide.forward, use_reentrant=False)
+    for block in freed_blocks(checkpointed):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     least_bytes, expected = peak_and_gradients(checkpointed, x)
-    assert max(first_peaks(model, x, expected)) <= 1.01 * least_bytes
+    assert max(first_peaks(model, x, expected)) <= most * least_bytes
 
 
 OWN = torch.Generator()
@@ -146,6 +148,30 @@ def test_blocks_are_found_in_lists_and_where_no_two_are_alike():
     assert freed_blocks(Flat()) == frozenset()
     wrapped = nn.Sequential(nn.Sequential(model), nn.Conv2d(2, 2, 1))
     assert freed_blocks(wrapped) == freed_blocks(model)
+
+
+class Hourglass(nn.Module):
+    """A model of which one child is most of the model, and so on inside of it."""
+
+    def __init__(self, depth=3, width=8):
+        super().__init__()
+        inner = Hourglass(depth - 1, width) if depth > 1 else self.one(width)
+        self.across, self.before, self.inner, self.after = self.one(width), self.one(width), inner, self.one(width)
+
+    def one(self, width):
+        return nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+
+    def forward(self, x):
+        inner = self.after(self.inner(self.before(F.max_pool2d(x, 2))))
+        return self.across(x) + F.interpolate(inner, scale_factor=2)
+
+
+def test_blocks_are_found_inside_a_child_that_is_most_of_the_model():
+    torch.manual_seed(0)
+    model, x = Hourglass(), torch.randn(4, 8, 64, 64)
+    assert freed_blocks(model) == {m for m in model.modules() if type(m) is nn.Sequential}
+    plain_bytes, expected = peak_and_gradients(model, x)
+    assert max(first_peaks(model, x, expected)) <= 0.9 * plain_bytes
 
 
 class Renormalised(nn.Module):

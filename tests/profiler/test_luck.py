@@ -56,6 +56,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("name", CHOICES)
 def test_budgets_hold_in_other_draws_and_the_note_says_what_varied(name):
     torch.manual_seed(0)
@@ -79,6 +80,21 @@ def test_budgets_hold_in_other_draws_and_the_note_says_what_varied(name):
             with lowtide.measure() as memory:
                 step(x)
             assert static_bytes + memory.peak_bytes <= budget
+
+
+def test_the_step_in_which_every_block_runs_is_measured_under_the_plan():
+    torch.manual_seed(0)
+    model, x = Drawn(CHOICES["torch, a number"]), torch.randn(8, 16, 32)
+
+    def step(x):
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    profile = lowtide.rehearse(model, step, x)
+    assert profile.draws > 0
+    with lowtide.fit(model, step, x, budget="80%", profile=profile) as fitted:
+        plan = fitted.plan
+    assert plan.predicted.peak_bytes * 0.97 <= fitted.verdict.measured_peak_bytes <= plan.budget_bytes
 
 
 def test_steps_that_are_taken_as_they_come_and_vary_are_planned_for_the_largest_and_say_so():

@@ -50,6 +50,7 @@ class OnItself(InAList):
         return x
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("cls", [InAList, UntilHalfway, OnItself])
 @pytest.mark.parametrize("part", [0, 30, 70])
 def test_the_prediction_knows(cls, part):

@@ -190,6 +190,7 @@ def penalty(layers: list[nn.Module]):
     return model, loss
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("part", [0, 50])
 @pytest.mark.parametrize("activation", [nn.LeakyReLU, nn.SiLU, nn.Tanh])
 @pytest.mark.parametrize("made", [forces, penalty])

@@ -32,6 +32,7 @@ def rehearsed(request: pytest.FixtureRequest) -> tuple[Case, Profile]:
     return case, lowtide.rehearse(case.model, case.step, case.batch)
 
 
+@pytest.mark.default_cases(2)
 def test_the_peak_of_the_plain_step_follows_from_the_most_saving_one(rehearsed):
     _, profile = rehearsed
     predicted = predict(profile, Decisions()).peak_bytes
@@ -135,6 +136,7 @@ def test_a_profile_survives_json(rehearsed, tmp_path):
     assert Profile.from_json(path) == profile
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("before", ["fresh", "after a step", "with gradients"])
 def test_everything_is_as_it_was(before):
     case = build("resnet")
@@ -537,6 +539,7 @@ def _said_in_the_step(model):
     return step, torch.randn(256, 64)
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("what", [_of_a_prompt, _of_a_prompt_by_hand, _of_the_batch, _said_in_the_step])
 def test_a_gradient_may_go_through_a_model_that_is_frozen(what):
     model = Chain()

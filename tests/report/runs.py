@@ -5,14 +5,15 @@ from dataclasses import replace
 from lowtide.planner import plan
 from lowtide.planner.budget_frontier import frontier
 from lowtide.planner.records import Plan, Profile
-from lowtide.report.run_record import HeldMemory, Proof, RunRecord, record_of
+from lowtide.report.finding import Finding
+from lowtide.report.run_record import Proof, RunRecord, record_of
 from planner.profiles import transformer
 
 PROFILE: Profile = transformer(3, width=64 * 2**10)
 PLAN: Plan = plan(PROFILE, "65%")
 FRONTIER = frontier(PROFILE, n_budgets=3)
 FINDINGS = (
-    HeldMemory(
+    Finding(
         code="LT003",
         name="graph retained",
         held_bytes=123_456_789,

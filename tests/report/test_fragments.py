@@ -17,6 +17,7 @@ from lowtide.planner.records import Static
 from lowtide.planner.serialization import Record
 from lowtide.report.step_memory import predicted_memory
 from lowtide.utils.rendering import LONGEST_REPR, Displayed
+from lowtide.utils.tables import Styled, Table
 from report.runs import PLAN, PROFILE, run
 
 TIMELINE = Timeline(EventStream(tuple(Allocate(i, 2**20, i, "aten::mm") for i in range(5000))))
@@ -92,3 +93,11 @@ def test_a_frontier_prints_without_escape_codes(monkeypatch: pytest.MonkeyPatch)
     shown = str(RECORDS["frontier"])
     assert "\x1b" not in shown
     assert "100 %" in shown
+
+
+def test_a_table_is_one_for_text_and_for_html() -> None:
+    shown = Table(headings=("", "bytes", "note"), rows=[("a <b>", "1", Styled("up", "lt-up"))], left=frozenset({0, 2}))
+    assert [*shown.lines()] == ["       bytes  note", "a <b>      1  up"]
+    page = shown.html("Sizes & notes")
+    assert '<th scope="row">a &lt;b&gt;</th><td>1</td><td><span class="lt-up">up</span></td>' in page
+    assert 'aria-label="Sizes &amp; notes"' in page

@@ -116,6 +116,7 @@ def test_with_nobody_else_there_no_names_are_needed(tmp_path: Path) -> None:
     assert not {"Lowtide", "the plain step"} & texts(tmp_path / "f.svg").keys()
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize(
     "others",
     [

@@ -35,6 +35,21 @@ def test_its_numbers_are_the_records() -> None:
     assert html.escape(peak_sentence(RUN.after)) in PAGE
 
 
+def test_reserved_bytes_are_kept_apart_from_requested_ones() -> None:
+    made = run()
+    assert made.plan is not None
+    assert made.proof is not None
+    plan = replace(made.plan, budget_for="reserved", budget_bytes=made.plan.budget_bytes * 2)
+    reserved_bytes = made.plan.predicted.peak_bytes + 1000
+    found = replace(made, plan=plan, proof=replace(made.proof, measured_peak_bytes=reserved_bytes))
+    assert found.peak_bytes == plan.predicted.peak_bytes
+    page = run_page(found)
+    assert re.search(rf'data-tile="reserved" data-bytes="{reserved_bytes}"', page)
+    assert re.search(rf'data-tile="after" data-bytes="{plan.predicted.peak_bytes}"', page)
+    assert "reserved, within the budget of" in verdict(found)[1]
+    assert 'class="lt-hbudget"' not in page  # the budget is of other bytes than the bars
+
+
 def test_saved_bytes_by_fate_add_up_to_all_saved_bytes() -> None:
     tree = decision_tree(PROFILE, PLAN)
     held = {slot.storage for slot in PROFILE.slots if not slot.is_input and slot.storage is not None}

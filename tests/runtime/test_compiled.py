@@ -99,6 +99,7 @@ def train(case: Case, *sizes: int) -> None:
         case.step(case.batch[:size])  # type: ignore[index]
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_compiled_blocks_are_run_again_to_the_same_bits(name: str) -> None:
     planned = KINDS[name]()
@@ -207,6 +208,7 @@ def test_a_plan_for_the_model_as_it_was_before_it_was_compiled_is_refused() -> N
         lowtide.apply(case.model, plan)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("gpu", [None, "cuda:24GiB"])
 @pytest.mark.parametrize("part", ["a block", "the whole"])
 def test_compiled_code_is_estimated_as_it_was_written_and_that_is_said(part: str, gpu: str | None) -> None:

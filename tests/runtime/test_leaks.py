@@ -137,6 +137,7 @@ def ours() -> list[object]:
     return [found for found in gc.get_objects() if type(found) in kinds]
 
 
+@pytest.mark.default_cases(12)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "step",
@@ -165,6 +166,7 @@ def test_live_bytes_after_many_steps_are_those_after_three(way, step: Callable[[
     assert late == early
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("backward", [True, False])
 def test_nor_do_caches_of_keys_and_values(way, backward):

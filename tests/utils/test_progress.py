@@ -16,6 +16,7 @@ from torch import nn
 
 import lowtide
 from lowtide.cli import main
+from lowtide.utils.messages import say
 from lowtide.utils.progress import Stage, showing
 
 X = torch.randn(256, 64)
@@ -70,6 +71,16 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
 def lines(screen: str) -> list[str]:
     """The lines that stay on the screen."""
     return [line for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen).replace("\r", "\n").split("\n") if line]
+
+
+def test_a_line_that_is_said_beside_a_bar_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as screen, showing(True), Stage("planning", total=3) as stage:
+        stage.advance()
+        say("a note")
+    (line,) = [line for line in screen().split("\n") if "a note" in line]
+    on_its_line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line.rpartition("\x1b[2K")[2])
+    assert on_its_line.strip() == "lowtide: a note"
+    assert screen().rpartition("a note")[2].count("planning") >= 1  # and the bar goes on
 
 
 def test_on_a_terminal_a_bar_runs_and_each_stage_leaves_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +177,7 @@ def test_a_stage_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert "hidden" not in screen()
 
 
+@pytest.mark.slow
 def test_in_a_notebook_the_bars_are_tqdms() -> None:
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
     import nbformat

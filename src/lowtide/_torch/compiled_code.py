@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -62,17 +64,27 @@ def _marked(function: F, calls: Any) -> F:
 _FRAMES = torch._C._dynamo.eval_frame
 
 
+is_traced: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+"""Return True in code that torch.compile traces, where the call is a constant. 2.13, since 2.1."""
+
+is_compiling_anywhere: Callable[[], bool] = functools.partial(operator.attrgetter("_is_compiling_flag"), torch.compiler)
+"""Return True if any thread compiles or exports code. Not for code that may be traced. 2.13, since 2.1."""
+
+
 @not_compiled_alone
 def is_compiling_here() -> bool:
-    """Return True if this thread compiles or exports code, or if this call is traced. 2.13.
-
-    `torch.compiler.is_compiling` is also True while another thread compiles.
-    """
-    return torch.compiler.is_compiling() and (
-        torch.compiler.is_dynamo_compiling()  # a constant that is True only in traced code
-        or torch.compiler.is_exporting()
-        or torch._guards.CompileContext.try_get() is not None
+    """Return True if this thread compiles or exports code, or if this call is traced. 2.13."""
+    return is_traced() or (
+        is_compiling_anywhere()
+        and (torch.compiler.is_exporting() or torch._guards.CompileContext.try_get() is not None)
     )
+
+
+def is_recompiling() -> bool:
+    """Return True if this thread compiles code once more, because its arguments are new. 2.13, since 2.7."""
+    context = torch._guards.CompileContext.try_get()
+    number = None if context is None or context.compile_id is None else context.compile_id.frame_compile_id
+    return bool(number)
 
 
 def in_compiled_backward() -> bool:

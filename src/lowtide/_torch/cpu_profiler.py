@@ -42,6 +42,11 @@ def profiler_warming_up() -> bool:
     )
 
 
+def stop_profiler() -> None:
+    """Stop the profiler that this thread has started, and drop its events. 2.13, since 1.12."""
+    torch._C._autograd._disable_profiler()
+
+
 def profiler_roots(profile: torch.autograd.profiler.profile) -> list[Any]:
     """Return the outermost events of a stopped profiler: `.name`, `.start_time_ns`, `.children`. 2.13, since 1.12.
 

@@ -26,6 +26,15 @@ def accelerator_type() -> str:
     return str(torch._C._get_accelerator().type)
 
 
+ATTENTION_KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+)
+"""Functions that tell if attention may choose a kernel, and that allow or forbid it; they apply to the CPU too. 2.13,
+since 2.5."""
+
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Return True if autocast is on for any device in this thread. 2.13."""
 
@@ -122,5 +131,9 @@ def hooks_but_in_transforms(
     apart: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
     """Install saved-tensor hooks, except in transforms of torch.func: see `off_in_transforms`."""
-    with graph.saved_tensors_hooks(pack, unpack), off_in_transforms(unpack, apart):
-        yield
+    with off_in_transforms(unpack, apart):
+        push_saved_tensor_hooks(pack, unpack)
+        try:
+            yield
+        finally:
+            pop_saved_tensor_hooks()

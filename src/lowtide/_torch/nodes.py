@@ -94,6 +94,5 @@ def sequence_number(node: Node) -> int:
     return node._sequence_nr()
 
 
-def next_sequence_number() -> int:
-    """Return the `sequence_number` of the next autograd node made in this thread. 2.13, since 1.4."""
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""Return the `sequence_number` of the next autograd node made in this thread. 2.13, since 1.4."""

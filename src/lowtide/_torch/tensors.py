@@ -127,6 +127,8 @@ SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 """Function behind `tensor.data = other`. 2.13."""
 IS_CUDA = vars(torch._C.TensorBase)["is_cuda"].__get__
 """Function behind `tensor.is_cuda`. 2.13."""
+PACK_PADDED = torch._VF._pack_padded_sequence
+"""Operator that packs padded sequences; the second of its results, the sizes, is always on the CPU. 2.13."""
 PAD_PACKED = torch._VF._pad_packed_sequence
 """Function behind `pad_packed_sequence`. 2.13."""
 PARSE_TO = torch._C._nn._parse_to

@@ -12,6 +12,7 @@ from lowtide.planner.records import Plan
 from lowtide.profiler.block_labels import Names, labels
 from lowtide.profiler.preconditions import check
 from lowtide.profiler.trace import address
+from lowtide.profiler.trace_marks import TRACE, OptimizerState
 from lowtide.runtime.fingerprint import Optimizers, check_made_for, place_of, tensors_in
 from lowtide.runtime.planned_engine import Planned
 from lowtide.state.step_arguments import accept_batch
@@ -74,5 +75,5 @@ def timeline(
             with names.running():
                 step(batch)
             state = [t for o in unchanged.optimizers for entry in o.state.values() for t in tensors_in(entry)]
-            recorder.mark("optimizer state", tuple(address(t) for t in state))
+            recorder.mark(TRACE, OptimizerState(tuple(address(t) for t in state)))
     return Timeline(recorder.stream, labels(recorder.stream, names))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from lowtide._torch.device_timing import now_ms
 from lowtide.api.apply import apply
 from lowtide.levers import enable, lever_named
-from lowtide.memory.device_budget import BudgetFor, check_on_device
+from lowtide.memory.device_budget import check_on_device
 from lowtide.planner.records import Plan
 from lowtide.planner.serialization import Record
-from lowtide.profiler.peak_margin import recorded_peak
+from lowtide.profiler.peak_margin import peaks_with_all_blocks, recorded_peak
 from lowtide.profiler.preconditions import check
 from lowtide.profiler.trial_updates import Updates
 from lowtide.report.run_record import Proof
@@ -25,6 +25,7 @@ from lowtide.state.step_arguments import accept_batch
 from lowtide.state.step_outcome import Outcome, is_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.units import format_apart, format_bytes, format_ratio, format_time
+from lowtide.utils.amounts import BudgetFor
 from lowtide.utils.interrupts import interrupts_delayed
 from lowtide.utils.progress import Stage, advance, showing
 
@@ -175,7 +176,7 @@ def verify(
     plan: Plan,
     *,
     optimizer: Optimizers = None,
-    budget_for: BudgetFor = "requested",
+    budget_for: BudgetFor | None = None,
     progress: bool = True,
 ) -> Verdict:
     """Run `step(batch)` under `plan` and without it, and compare peak, loss, gradients, state and random numbers.
@@ -191,7 +192,8 @@ def verify(
         batch: The batch that the plan was made for.
         plan: The plan to verify.
         optimizer: The optimizer, or a list of them; needed if one of the plan's levers changes it.
-        budget_for: "reserved", on a GPU, also counts what its allocator reserves beyond the requested bytes.
+        budget_for: "reserved", on a GPU, also counts what its allocator reserves beyond the requested bytes; by
+            default the bytes that the plan was made for.
         progress: If False, no bar is shown on stderr; the log named "lowtide" has a line.
 
     Returns:
@@ -215,8 +217,10 @@ def verify(
         >>> verdict.identical, verdict.within_budget
         (True, True)
     """
+    Plan.expect(plan, "verify")
+    judged = plan if budget_for is None else replace(plan, budget_for=budget_for)
     with showing(progress):
-        return compare_with_plain(model, step, batch, plan, optimizer, budget_for)
+        return compare_with_plain(model, step, batch, judged, optimizer)
 
 
 @interrupts_delayed()
@@ -226,11 +230,9 @@ def compare_with_plain(
     batch: Any,
     plan: Plan,
     optimizer: Optimizers,
-    budget_for: BudgetFor = "requested",
 ) -> Verdict:
     """Return the verdict of `verify`, as a stage of the work in progress."""
-    Plan.expect(plan, "verify")
-    check_on_device(plan.budget_bytes, place_of(model), budget_for)
+    check_on_device(plan.budget_bytes, place_of(model), plan.budget_for)
     step = accept_batch(step, batch)
     check(model, step, batch)
     check_made_for(plan.fingerprint, model, batch)
@@ -251,7 +253,10 @@ def compare_with_plain(
             updates.undo()
             sent = n_sent()
             unchanged.restore_for_rerun()
-            peaks = [recorded_peak(model, updates, batch, unchanged, budget_for) for _ in range(1 + plan.draws)]
+            measured = partial(recorded_peak, model, updates, batch, unchanged, plan.budget_for)
+            peaks = [measured() for _ in range(1 + plan.draws)]
+            if plan.draws:
+                peaks += peaks_with_all_blocks(measured)
             check_waits_for_no_process(sent)
             unchanged.restore_for_rerun()
             planned_ms = _timed(model, step, batch)  # not recorded, like the plain step: recording takes time
@@ -281,7 +286,7 @@ def compare_with_plain(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.predicted.peak_bytes,
         measured_peak_bytes=max(peaks),
-        budget_for=budget_for,
+        budget_for=plan.budget_for,
         planned_ms=planned_ms,
         plain_ms=plain_ms,
         predicted_extra=plan.predicted.extra_ms / plan.step_ms if plan.step_ms else None,

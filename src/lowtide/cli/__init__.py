@@ -13,8 +13,8 @@ from importlib import import_module
 
 import click
 
-from lowtide import __version__
 from lowtide.errors import LowtideError
+from lowtide.utils.installed_versions import versions_in_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,11 @@ COMMANDS = {
         target="lowtide.cli.estimate:estimate",
         summary="Predict the memory of a script's training step on GPUs that need not be here.",
         needs_torch=False,  # an unknown GPU is rejected without torch
+    ),
+    "largest-batch": Lazy(
+        target="lowtide.cli.largest_batch:largest_batch",
+        summary="Rank GPUs by the largest batch of a script, or of a model of transformers.",
+        needs_torch=False,
     ),
     "gpus": Lazy(
         target="lowtide.cli.gpus:gpus",
@@ -107,7 +112,7 @@ class LazyGroup(click.Group):
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="lowtide")
+@click.version_option(versions_in_words(), message="%(version)s")
 def lowtide() -> None:
     """Make a PyTorch training step fit in a memory budget, and prove that it did."""
 

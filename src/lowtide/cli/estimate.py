@@ -1,4 +1,4 @@
-"""`lowtide estimate`: predict the memory that a script's training step needs on a GPU, which may be absent."""
+"""`lowtide estimate`: predict the memory that a script's training step needs, here or on a GPU that may be absent."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from lowtide.cli.script_or_profile import (
     to_be_written,
     write,
 )
+from lowtide.units import format_apart
 from lowtide.utils.messages import say
 
 if TYPE_CHECKING:
-    from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
+    from collections.abc import Iterator, Mapping
+
+    from lowtide.estimator.memory_estimate import MemoryEstimate
     from lowtide.report.run_record import RunRecord
 
 
@@ -33,9 +36,13 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
 @click.option(
     "--device",
     metavar="GPU",
-    required=True,
-    help='The GPU, which need not be here: "A100-40", "RTX 4090", or its memory, as in "cuda:24GiB"; for a script that '
-    'torchrun starts, several: "8 x H100-80".',
+    help='A GPU, which need not be here: "A100-40", "RTX 4090", or its memory, as in "cuda:24GiB"; for a script that '
+    'torchrun starts, several: "8 x H100-80". Without it, the device of this machine that the script uses.',
+)
+@click.option(
+    "--budget",
+    metavar="AMOUNT",
+    help='Without --device: exit code 1 if the peak is above this amount, "8GiB" or "500MB".',
 )
 @click.option(
     "--rank", type=click.IntRange(0), help="Of several GPUs, estimate this rank; else the first and the last."
@@ -55,7 +62,8 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
 @report_option
 @script_arguments()
 def estimate(
-    device: str,
+    device: str | None,
+    budget: str | None,
     rank: int | None,
     fewest: bool,
     strict: bool,
@@ -70,13 +78,15 @@ def estimate(
     """Predict the memory that a training step of SCRIPT needs, without taking the step.
 
     From the first training forward on, the script runs on tensors without memory. It is ended after two steps; a loop
-    without an optimizer runs to its end. The answer states the bytes that the step requests, the bytes that the
-    allocator reserves, and whether the GPU has them. Options of this command come before SCRIPT; everything after it
-    is passed to the script.
+    without an optimizer runs to its end. Options of this command come before SCRIPT; everything after it is passed to
+    the script. With --batch the script is run once for each size.
 
-    With --batch the script is run once for each size. Exit code 0: every step fits; 1: one does not fit, or might not;
-    2: there is no answer. cuDNN's memory for recurrent layers is counted as it was measured on one GPU, which --strict
-    does not accept as known.
+    Without --device the answer is the peak of the step on this machine, in the bytes that its tensors request. Exit
+    code 0: it is within --budget, or there is none; 1: it is above; 2: there is no answer.
+
+    With --device the answer states the bytes that the step requests, the bytes that the allocator reserves, and whether
+    the GPU has them. Exit code 0: every step fits; 1: one does not fit, or might not; 2: there is no answer. cuDNN's
+    memory for recurrent layers is counted as it was measured on one GPU, which --strict does not accept as known.
 
     With several GPUs, the script runs once as the first and once as the last process that torchrun would start. The
     other processes do not exist, and nothing is sent. This is new: it has been compared with two processes on a CPU.
@@ -89,9 +99,15 @@ def estimate(
         raise click.UsageError("--snapshot is of one step, and --batch is given more than once.")
 
     from lowtide.memory.gpu_specs import parse_gpus
+    from lowtide.utils.amounts import parse_bytes
 
-    gpu, n_gpus = parse_gpus(device)  # reject nonsense before torch is loaded
-    if n_gpus is None and (rank is not None or fewest):
+    gpu, n_gpus = (None, None) if device is None else parse_gpus(device)  # reject nonsense before torch is loaded
+    if gpu is not None and budget is not None:
+        raise click.UsageError(f"--budget is for this machine, and --device asks if the step fits on {gpu.name}.")
+    budget_bytes = None if budget is None else parse_bytes(budget)
+    if gpu is None and (rank is not None or fewest):
+        raise click.UsageError('--rank and --fewest are for several GPUs, as in --device "8 x H100-80".')
+    if gpu is not None and n_gpus is None and (rank is not None or fewest):
         raise click.UsageError(f'--rank and --fewest are for several GPUs, as in --device "8 x {gpu.name}".')
     if n_gpus is not None and rank is not None and rank >= n_gpus:
         raise click.UsageError(f"--rank {rank}: the ranks of {n_gpus} GPUs are 0 to {n_gpus - 1}.")
@@ -103,12 +119,13 @@ def estimate(
     from lowtide.utils.optional_deps import require_torch
 
     require_torch("lowtide estimate")
+    from lowtide.cli.estimate_table import is_within, record, sweep
     from lowtide.estimator.absent_processes import AbsentProcesses
     from lowtide.script.estimate_steps import estimate_script
     from lowtide.script.runner import INTERRUPTED, Script
 
     script = Script(target=target, args=args, is_module=is_module)
-    if n_gpus is not None and rank is None:
+    if gpu is not None and n_gpus is not None and rank is None:
         if sizes:
             raise click.UsageError("--batch is for one GPU. Give the script its batch size.")
         from lowtide.cli.several_gpus import SeveralGpus
@@ -116,7 +133,7 @@ def estimate(
         several = SeveralGpus(gpu, script, strict=strict, snapshot_to=snapshot_to)
         return several.estimate(n_gpus, json_to, fewest=fewest)
     processes = None if n_gpus is None else AbsentProcesses(size=n_gpus, rank=rank or 0)
-    found: dict[int | None, GpuMemoryEstimate] = {}
+    found: dict[int | None, MemoryEstimate] = {}
     for size in sizes or (None,):
         with contextlib.redirect_stdout(sys.stderr):
             code, estimate = estimate_script(
@@ -132,22 +149,31 @@ def estimate(
         if json_to != "-" and len(sizes) < 2:
             click.echo(str(estimate))
     if json_to != "-" and len(sizes) > 1:
-        from lowtide.cli.estimate_table import sweep
-
-        click.echo(sweep({size: estimate for size, estimate in found.items() if size is not None}))
+        click.echo(sweep(found))
+    if json_to != "-" and budget_bytes is not None:
+        click.echo("\n".join(_against(budget_bytes, found)))
     if json_to is not None:
-        from lowtide.cli.estimate_table import record
-
-        write(json.dumps([record(estimate, size) for size, estimate in found.items()], indent=1), json_to)
+        write(json.dumps([record(estimate, size, budget_bytes) for size, estimate in found.items()], indent=1), json_to)
     if report_to is not None:
         write_report(_record(found, target), report_to)
-    return 0 if all(one.is_sure if strict else one.fits for one in found.values()) else 1
+    return 0 if all(is_within(estimate, budget_bytes, strict=strict) for estimate in found.values()) else 1
 
 
-def _record(found: dict[int | None, GpuMemoryEstimate], target: str) -> RunRecord:
+def _against(budget_bytes: int, found: Mapping[int | None, MemoryEstimate]) -> Iterator[str]:
+    """Yield a line for each size: the peak beside the budget."""
+    for size, estimate in found.items():
+        budget, peak = format_apart(budget_bytes, estimate.peak_bytes)
+        words = "is within" if estimate.peak_bytes <= budget_bytes else "is above"
+        yield f"{'' if size is None else f'batch {size}: '}{peak} {words} the budget of {budget}"
+
+
+def _record(found: Mapping[int | None, MemoryEstimate], target: str) -> RunRecord:
     """Return the record of all sizes; memory over the step is that of the last one."""
+    from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
+
     shown = found[[*found][-1]].to_record(command_line(), subject=target)
-    return replace(shown, needs=tuple(estimate.on_gpu(size) for size, estimate in found.items()))
+    needs = (each.on_gpu(size) for size, each in found.items() if isinstance(each, GpuMemoryEstimate))
+    return replace(shown, needs=tuple(needs))
 
 
 def _ended(target: str, code: int, size: int | None) -> str:

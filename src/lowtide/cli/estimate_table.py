@@ -1,34 +1,62 @@
-"""Show the memory that steps need on an absent GPU, as a table over batch sizes and as JSON."""
+"""Show the memory that estimated steps need, as a table over batch sizes and as JSON, and compare it with a limit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
+from lowtide.estimator.memory_estimate import MemoryEstimate
 from lowtide.units import format_bytes
-
-if TYPE_CHECKING:
-    from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
-
-_HEADER = ("batch", "requested", "allocated", "reserved", "at least", "at most", "answer", "smallest GPU")
+from lowtide.utils.tables import Table
 
 
-def sweep(found: Mapping[int, GpuMemoryEstimate]) -> str:
+def sweep(found: Mapping[int | None, MemoryEstimate]) -> str:
     """Format one line for each size of the batch."""
-    rows: list[tuple[str, ...]] = [_HEADER]
+    rows: list[tuple[str, ...]] = []
+    title: list[str] = []
+    headings: tuple[str, ...] = ("batch", "peak")
     for size, estimate in found.items():
+        if not isinstance(estimate, GpuMemoryEstimate):
+            rows.append((str(size), format_bytes(estimate.peak_bytes)))
+            continue
+        title = [f"on {estimate.gpu.name}, with {format_bytes(estimate.gpu.total_bytes)}:"]
+        headings = ("batch", "requested", "allocated", "reserved", "at least", "at most", "answer", "smallest GPU")
         peaks = (estimate.peak_requested_bytes, estimate.peak_allocated_bytes, estimate.peak_reserved_bytes)
         sizes = [format_bytes(n) for n in (*peaks, *estimate.interval)]
         smallest = "none" if estimate.smallest_gpu is None else estimate.smallest_gpu.name
         rows.append((str(size), *sizes, estimate.verdict, smallest))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-    gpu = next(iter(found.values())).gpu
-    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([f"on {gpu.name}, with {format_bytes(gpu.total_bytes)}:", *lines])
+    return "\n".join([*title, *Table(headings=headings, rows=rows, left=frozenset()).lines()])
 
 
-def record(estimate: GpuMemoryEstimate, size: int | None) -> dict[str, Any]:
+def is_within(estimate: MemoryEstimate, budget_bytes: int | None, *, strict: bool) -> bool:
+    """Return True if a step fits: on its GPU, or else in the budget, if there is one.
+
+    With `strict`, no memory may be known only in part.
+    """
+    if isinstance(estimate, GpuMemoryEstimate):
+        return estimate.is_sure if strict else estimate.fits
+    if strict and estimate.unknown:
+        return False
+    return budget_bytes is None or estimate.peak_bytes <= budget_bytes
+
+
+def record(estimate: MemoryEstimate, size: int | None, budget_bytes: int | None = None) -> dict[str, Any]:
     """Return the estimate as plain data; amounts are bytes."""
+    about = {"unknown": list(estimate.unknown), "assumed": list(estimate.assumed)}
+    if not isinstance(estimate, GpuMemoryEstimate):
+        static = estimate.static
+        return {
+            "batch": size,
+            "peak_bytes": estimate.peak_bytes,
+            "budget_bytes": budget_bytes,
+            "parameters_bytes": static.parameters,
+            "gradients_bytes": static.gradients,
+            "optimizer_bytes": static.optimizer,
+            "buffers_bytes": static.buffers,
+            "inputs_bytes": static.inputs,
+            **about,
+        }
     least, most = estimate.interval
     return {
         "batch": size,
@@ -48,6 +76,5 @@ def record(estimate: GpuMemoryEstimate, size: int | None) -> dict[str, Any]:
         "left_bytes": estimate.left_bytes,
         "smallest_gpu": None if estimate.smallest_gpu is None else estimate.smallest_gpu.name,
         "allocator": str(estimate.config),
-        "unknown": list(estimate.unknown),
-        "assumed": list(estimate.assumed),
+        **about,
     }

@@ -46,11 +46,9 @@ def frontier(
     PROFILE is a file that `lowtide rehearse --json` wrote; its name ends in .json. A SCRIPT is rehearsed first, and one
     more step is run to time the plain step.
     """
-    from rich.console import Console
-
     from lowtide.planner.budget_frontier import frontier as frontier_of
     from lowtide.planner.budget_frontier import read_points
-    from lowtide.report.frontier_table import table
+    from lowtide.report.frontier_table import show
 
     if picture_to is not None:
         _can_be_drawn(picture_to)  # before the work, not after it
@@ -59,7 +57,7 @@ def frontier(
     profile = profile_of(target, args, is_module=is_module, plain=True, quiet=quiet, no_in_place=no_in_place)
     found = frontier_of(profile, n_budgets=n)
     if not quiet:
-        Console().print(table(found, others))
+        click.echo(show(found, others))
     if json_to is not None:
         write(found.to_json(), json_to)
     if picture_to is not None:

@@ -9,6 +9,7 @@ import click
 from lowtide.cli.script_or_profile import output_option, write
 from lowtide.memory.gpu_specs import GPUS, GpuSpec
 from lowtide.units import format_bytes
+from lowtide.utils.tables import Table
 
 
 @click.command("gpus")
@@ -27,10 +28,8 @@ def gpus(json_to: str | None) -> int:
 
 
 def _listed() -> str:
-    lines = [f"{'GPU':<19} {'memory':>8}  {'compute':<7}  source"]
-    for gpu in GPUS:
-        lines.append(f"{gpu.name:<19} {format_bytes(gpu.total_bytes):>8}  {_capability(gpu):<7}  {_source(gpu)}")
-    return "\n".join(lines)
+    rows = [(gpu.name, format_bytes(gpu.total_bytes), _capability(gpu), _source(gpu)) for gpu in GPUS]
+    return "\n".join(Table(headings=("GPU", "memory", "compute", "source"), rows=rows, left=frozenset({0, 3})).lines())
 
 
 def _capability(gpu: GpuSpec) -> str:

@@ -22,11 +22,11 @@ from lowtide.errors import Infeasible, LowtideError, OverBudget
 from lowtide.utils.messages import say
 
 if TYPE_CHECKING:
-    from lowtide.memory.device_budget import BudgetFor
     from lowtide.planner.records import Plan
     from lowtide.report.run_record import RunRecord
     from lowtide.script.plan_monitor import PlanMonitor
     from lowtide.script.runner import Script
+    from lowtide.utils.amounts import BudgetFor
 
 
 @click.command("run", context_settings=OWN_OPTIONS_FIRST)
@@ -100,7 +100,7 @@ def run(
     if no_in_place and budget is None:
         raise click.UsageError("--no-in-place goes with --budget: the plan of --plan says what it writes in place.")
     if budget_for == "reserved" and budget is None:
-        raise click.UsageError("--budget-for goes with --budget: a plan of --plan is measured in requested bytes.")
+        raise click.UsageError("--budget-for goes with --budget: the plan of --plan says which bytes it bounds.")
 
     from lowtide.levers import parse_script_lever
     from lowtide.memory.device_budget import check_on_device

@@ -21,12 +21,14 @@ OWN_OPTIONS_FIRST = dict(allow_interspersed_args=False)
 """Context setting for commands that take a script: options after the script belong to the script."""
 
 
-def script_arguments(metavar: str = "SCRIPT") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def script_arguments(
+    metavar: str = "SCRIPT", *, required: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add `-m`, the script and its arguments to a command."""
 
     def add(body: Callable[..., Any]) -> Callable[..., Any]:
         body = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", callback=_told_apart)(body)
-        body = click.argument("target", metavar=metavar)(body)
+        body = click.argument("target", metavar=metavar, required=required)(body)
         return click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module, as for `python -m`.")(body)
 
     return add
@@ -34,7 +36,7 @@ def script_arguments(metavar: str = "SCRIPT") -> Callable[[Callable[..., Any]], 
 
 def _told_apart(ctx: click.Context, parameter: click.Parameter, args: tuple[str, ...]) -> tuple[str, ...]:
     """Return the script's arguments. Report options of this command among them that the script's source lacks."""
-    script = Path(ctx.params.get("target", ""))
+    script = Path(ctx.params.get("target") or "")
     ours = {option for each in ctx.command.params for option in each.opts if option.startswith("--")}
     given = [name for name in (arg.partition("=")[0] for arg in args) if name in ours]
     if given and script.is_file():

@@ -43,6 +43,7 @@ from lowtide.estimator.packed_sequences import copies
 from lowtide.estimator.values.assumptions import ValueOracle, detached_real
 from lowtide.estimator.values.query_site import where
 from lowtide.memory.events import Allocate, Event, EventStream, Free, Label, Mark, Recorder
+from lowtide.profiler.measure_call import CAN_GO_WRONG, FORMULAS
 from lowtide.runtime import inplace_gradients as in_place
 
 if TYPE_CHECKING:
@@ -105,6 +106,12 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         """Categories of blocks whose purpose is known when they are allocated, by block."""
         self._purposes: list[Category] = []
         """Stack of purposes of the memory that is allocated now."""
+        self.lengths: tuple[int, int] | None = None
+        """Lengths (old, new): tensors of the old length count as if they had the new one."""
+        self.n_flops = 0
+        """Floating-point operations since the last `begin`, of operators that torch has a formula for."""
+        self._n_corrected = 0
+        """Number of corrections to recorded events."""
         self._recording = False
 
     @classmethod
@@ -151,6 +158,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         self._settle()
         self._earlier += self._events
         self._events.clear()
+        self.n_flops = 0
 
     def adopt(self, tensor: Tensor) -> Tensor:
         """Return the fake twin of a tensor that exists at entry (a fake tensor itself); its memory is not an event.
@@ -213,6 +221,9 @@ class AllocationTracker(TorchDispatchMode, Recorder):
                 out = self._run(func, args, kwargs)
             except NO_FAKE_KERNEL as error:
                 raise _no_kernel(func) from error
+        if (formula := FORMULAS.get(func.overloadpacket)) is not None:
+            with contextlib.suppress(AssertionError, *CAN_GO_WRONG):  # a refusing formula counts nothing
+                self.n_flops += int(formula(*args, **kwargs, out_val=out))
         made = [out] if isinstance(out, torch.Tensor) else [t for t in _leaves(out) if isinstance(t, torch.Tensor)]
         self._record(func, args, kwargs, tensors, sparse.parts(made))
         self._inside(places, "aten::nonzero")
@@ -347,6 +358,26 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         if n_bytes := storage.nbytes():
             self._begin_storage(storage, key, n_bytes, "resize_")
 
+    @contextlib.contextmanager
+    def corrected(self) -> Iterator[None]:
+        """Replace the tensor that ends in this block by the one created in it, from the beginning of the recording.
+
+        Has no effect unless exactly one ends and one is created.
+        """
+        n_before = len(self._events)
+        yield
+        made = {event.block: event for event in self._events[n_before:] if isinstance(event, Allocate)}
+        ended = [event.block for event in self._events[n_before:] if isinstance(event, Free)]
+        left = [made[block] for block in made if block not in ended]
+        gone = [block for block in ended if block not in made]
+        if len(left) == len(gone) == 1:
+            for place, event in enumerate(self._events[:n_before]):
+                if isinstance(event, Allocate) and event.block == gone[0]:
+                    self._events[place : place + 1] = left
+                    del self._events[n_before:]
+                    self._n_corrected += 1
+                    return
+
     # --- storages
 
     def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
@@ -358,6 +389,8 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         if key in self._living:
             return
         size = storage.nbytes() if n_bytes is None else n_bytes
+        if self.lengths is not None and n_bytes is None and tensor.dim() and tensor.shape[0] == self.lengths[0]:
+            size = size * self.lengths[1] // self.lengths[0]
         if not (size or storage.nbytes()):
             return
         if not size:

@@ -15,6 +15,7 @@ import torch
 from lowtide._torch.distributed import n_groups
 from lowtide._torch.pytree import tree_map
 from lowtide.errors import BudgetError, Infeasible, LowtideError, RehearsalError
+from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 from lowtide.estimator.estimation import estimate
 from lowtide.estimator.memory_estimate import MemoryEstimate
 from lowtide.memory.gpu_specs import GpuSpec, context_bytes, parse_gpu
@@ -37,7 +38,10 @@ MOST = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class LargestBatch(Displayed):
-    """The largest size that fits, and the predicted peaks at the sizes tried."""
+    """The largest size that fits, and the predicted peaks at the sizes tried.
+
+    Printed, it fits "probably" where the GPU's memory is the host's too, or not all of the step's memory is known.
+    """
 
     size: int
     estimate: MemoryEstimate
@@ -51,7 +55,8 @@ class LargestBatch(Displayed):
 
     def __str__(self) -> str:
         budget, peak = format_apart(self.budget_bytes, self.peaks[self.size])
-        fits = f"size {self.size} fits: {peak} peak predicted, and there is {budget}"
+        is_open = isinstance(self.estimate, GpuMemoryEstimate) and self.estimate.verdict == "unknown"
+        fits = f"size {self.size} {'probably ' if is_open else ''}fits: {peak} peak predicted, and there is {budget}"
         larger = min((size for size in self.peaks if size > self.size), default=None)
         if larger is None:
             return fits

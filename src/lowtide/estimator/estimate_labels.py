@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lowtide._torch.tensors import storage_id
 from lowtide.profiler import block_labels as names
 from lowtide.profiler.block_labels import labels
+from lowtide.profiler.trace_marks import OptimizerState, Packed, Released
 from lowtide.runtime.fingerprint import tensors_in
 
 if TYPE_CHECKING:
@@ -32,10 +33,10 @@ class Names(names.Names):
         slot = self.packs
         self.packs += 1
         self._slots[handle] = slot
-        self._deaths[slot] = weakref.ref(handle, lambda _: self.mark("release", slot))
-        self.mark("pack", (slot, self._address(tensor)))
+        self._deaths[slot] = weakref.ref(handle, lambda _: self.mark(Released(slot)))
+        self.mark(Packed(slot, self._address(tensor)))
 
     def state(self, optimizers: Iterable[Optimizer]) -> None:
         """Mark the blocks that are optimizer state, after the step."""
         found = [t for o in optimizers for entry in o.state.values() for t in tensors_in(entry)]
-        self.mark("optimizer state", tuple(map(self._address, found)))
+        self.mark(OptimizerState(tuple(map(self._address, found))))

@@ -5,26 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
-from lowtide._torch.fake_modes import (
-    fake_mode,
-)
-from lowtide.errors import RehearsalError
-from lowtide.estimator.allocation_tracker import AllocationTracker
-from lowtide.estimator.cpu.scratch import Scratch
-from lowtide.estimator.cpu.scratch_trials import Trials
-from lowtide.estimator.ddp_buckets import Reducers
-from lowtide.estimator.estimate_labels import Names, labels
-from lowtide.estimator.fake_step_state import Everything
-from lowtide.estimator.fake_tensors import placed
-from lowtide.estimator.sharded_units import sharding
-from lowtide.estimator.values.assumptions import ValueOracle
-from lowtide.estimator.values.queries import PythonQueries
+from lowtide.estimator.memory_estimate import MemoryEstimate
+from lowtide.estimator.two_step_run import TwoStepRun
 from lowtide.levers import enable_plan_levers
 from lowtide.memory.gpu_specs import GpuSpec, parse_gpus
-from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Plan
-from lowtide.profiler.preconditions import NESTED, check
-from lowtide.runtime.fingerprint import device_of, tensors_in
+from lowtide.profiler.preconditions import check
 from lowtide.state.containers import container_restorer
 
 if TYPE_CHECKING:
@@ -33,8 +19,6 @@ if TYPE_CHECKING:
 
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
     from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.estimator.fake_step import adopt, compiled, exclusive, left, planned, static_of, unpatched, with_carryover
-from lowtide.estimator.memory_estimate import MemoryEstimate
 
 
 @overload
@@ -113,34 +97,15 @@ def estimate(
         Plan.expect(plan, "estimate")
     check(model, step, batch)
     if device is not None:
-        from lowtide.estimator.cuda.two_step_run import estimate_on  # imported only for estimates on a GPU
+        from lowtide.estimator.cuda.absent_gpu_run import estimate_on  # imported only for estimates on a GPU
 
         gpu, n = parse_gpus(device)
         return estimate_on(gpu, model, step, batch, plan=plan, optimizer=optimizer, allocator=allocator, n_gpus=n or 1)
-    own = device_of(model).replace("meta", "cpu")
-    engine = planned(model, batch, plan, own)
-    fakes = fake_mode(nested=RehearsalError(NESTED))
-    answers, trials = ValueOracle(fakes), Trials()
-    ledger = AllocationTracker(own, fakes, answers, scratch := Scratch(own, trials))
-    everything = (*model.parameters(), *model.buffers(), *tensors_in(batch))
-    kept, hand_back = Everything(model, step, batch, optimizer), container_restorer(batch)
-    with exclusive(fakes), placed(everything, own, fakes), kept, enable_plan_levers(plan, model, optimizer):
-        names = Names(engine, ledger.mark)
-        with ledger, PythonQueries(answers, ledger), unpatched():
-            adopt(ledger, everything)
-            with Reducers(kept.reached, ledger) as reducers, sharding(kept.reached, ledger):
-                step(batch)
-                trials.learn()
-                hand_back()
-                static, blocks = static_of(ledger, model, batch, kept, reducers.buckets)
-                ledger.begin()
-                with names.running():
-                    step(batch)
-                names.state(kept.optimizers)
-    scratch_unknown = (f"{op}: scratch memory, beside arguments of {n} bytes" for op, n in trials.unknown.items())
-    return MemoryEstimate(
-        timeline=Timeline(ledger.stream, labels(ledger.stream, names) | ledger.labels),
-        static=with_carryover(static, blocks, ledger.stream),
-        unknown=(*scratch.unknown, *scratch_unknown),
-        assumed=(*compiled(model), *answers.notes, *left(kept)),
-    )
+    with enable_plan_levers(plan, model, optimizer), TwoStepRun(model, batch, (step, optimizer), plan=plan) as run:
+        hand_back = container_restorer(batch)
+        step(batch)
+        hand_back()
+        run.second()
+        step(batch)
+        run.finish()
+    return run.estimate()

@@ -20,7 +20,7 @@ from lowtide._torch.fake_modes import (
     function_modes_in_backward,
     on_real_tensors,
 )
-from lowtide._torch.tensors import parts_of, storage_number
+from lowtide._torch.tensors import exchange, parts_of, storage_number
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
 from lowtide.estimator.allocation_tracker import AllocationTracker
@@ -81,6 +81,7 @@ def unpatched() -> Iterator[None]:
         stack.enter_context(_transformers_unaware())
         stack.enter_context(data_as_they_are())
         stack.enter_context(function_modes_in_backward())
+        stack.enter_context(patch.object(torch.utils, "swap_tensors", exchange))  # `Module.to` asks for it
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield

@@ -76,6 +76,11 @@ class Everything(ReachableObjects):
             self._random.restore()
             self.close()
 
+    def release_unreached(self, *roots: Any) -> None:
+        self._roots = ()
+        super().release_unreached(*roots)
+        self._optimizers = {key: optimizer for key, optimizer in self._optimizers.items() if key in self._seen}
+
     def _has(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._seen
 
@@ -104,7 +109,7 @@ class Everything(ReachableObjects):
     def _object(self, thing: Any) -> Iterable[Any]:
         if is_generator(thing):
             set_state, state = state_of(thing)
-            self._other_restores.append(functools.partial(set_state, state))
+            self._other_restores.append((thing, functools.partial(set_state, state)))
         elif is_excluded(thing):
             self.watch(thing)
         return super()._object(thing)
@@ -121,7 +126,7 @@ class Everything(ReachableObjects):
             if cache.cache_info().misses != n_misses and _has_fakes(cache):
                 cache.cache_clear()
 
-        self._other_restores.append(restore)
+        self._other_restores.append((cache, restore))
         return super()._cache(cache)
 
 

@@ -30,6 +30,8 @@ class MemoryEstimate(Displayed):
     """Scratch memory of operators that is not known exactly, with its bounds and the counted value, if known."""
     assumed: tuple[str, ...]
     """Queries of contents that were answered by assumption, with the line that asked."""
+    flops: int = 0
+    """Floating-point operations of the step's matrix products, convolutions and attention."""
 
     @property
     def peak_bytes(self) -> int:

@@ -7,8 +7,18 @@ memory that a fake tensor does not have.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from lowtide._torch.pytree import tree_leaves
+
+
+def sizes_in(batch: Any) -> list[Tensor]:
+    """Return the `batch_sizes` of the packed sequences in a batch, which torch has on the CPU on every device."""
+    leaves = tree_leaves(batch, is_leaf=lambda node: isinstance(node, PackedSequence))
+    return [leaf.batch_sizes for leaf in leaves if isinstance(leaf, PackedSequence)]
 
 
 def copies(padded: Tensor, lengths: Sequence[int], batch_first: bool) -> list[int]:

@@ -51,6 +51,7 @@ def sharding(modules: Iterable[Any], ledger: AllocationTracker) -> Iterator[None
     check_estimated(modules)
     groups = list(_groups(modules))
     check_at_rest(groups)
+    del modules  # one that the program drops is to be freed
     with contextlib.ExitStack() as stack:
         if several_processes():
             for owner, name, function in stand_ins():
@@ -77,6 +78,7 @@ def units_on(device: torch.device, modules: Iterable[Any], twin: Callable[[Tenso
         for unit in units(modules):
             for owner, name, value in devices_of_states(unit, device):
                 stack.enter_context(patch.object(owner, name, value))
+        del modules  # one that the program drops is to be freed
         for group in groups:
             for owner, name, value in group.on_device(device, twin):
                 stack.enter_context(patch.object(owner, name, value))

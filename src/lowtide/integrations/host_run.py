@@ -9,10 +9,10 @@ from types import CodeType
 from typing import TYPE_CHECKING
 
 from lowtide.errors import LowtideError
-from lowtide.memory.device_budget import BudgetFor
 from lowtide.script.fit_steps import OnInfeasible
 from lowtide.script.run_listened import forget_left_over, left_over
 from lowtide.script.within import Run, within
+from lowtide.utils.amounts import BudgetFor
 
 if TYPE_CHECKING:
     from torch import nn

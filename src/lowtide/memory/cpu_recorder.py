@@ -12,6 +12,7 @@ weak references instead. Only the end of a storage is noticed: if an existing on
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import threading
@@ -33,6 +34,7 @@ from lowtide._torch.cpu_profiler import (
     profiler_roots,
     profiler_running,
     profiler_warming_up,
+    stop_profiler,
 )
 from lowtide.errors import RehearsalError
 from lowtide.memory import entry_storages as entry
@@ -232,6 +234,14 @@ def _finish() -> None:
         if profiler_running():
             with without_noise(2, *NOISE):
                 session.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+@atexit.register
+def _stop_at_exit() -> None:
+    """Stop a profiler that a program leaves running, as an unfinished `measure()` does: torch would crash at exit."""
+    if profiler_running():
+        with without_noise(2, *NOISE), contextlib.suppress(RuntimeError):
+            stop_profiler()
 
 
 def running() -> CpuRecorder | None:

@@ -28,6 +28,7 @@ from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark
 from lowtide.memory.frame_variables import Held, held_by_variables
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.units import format_bytes
+from lowtide.utils.tables import aligned
 
 Moment: TypeAlias = Literal["before backward", "after backward", "at the end of the step"]
 
@@ -250,10 +251,10 @@ def without_marks(stream: EventStream) -> EventStream:
     return stream if len(events) == len(stream) else EventStream(events, stream.device)
 
 
-def table(dels: Iterable[Del]) -> Iterator[str]:
-    """Yield lines for `print`: variables by the saved bytes of the peak; then the variables that save none of it."""
+def table(dels: Iterable[Del], peak_bytes: int) -> Iterator[str]:
+    """Yield lines for `print`: variables by the saved bytes of the peak; then those that save less than 0.1 % of it."""
     rows = sorted(dels, key=lambda row: -row.saved_bytes)
-    useful = [row for row in rows if row.saved_bytes]
+    useful = [row for row in rows if row.saved_bytes and row.saved_bytes * 1000 >= peak_bytes]
     if useful:
         yield "what `del` would free, and by how much the peak would be lower:"
     cells = [
@@ -265,9 +266,7 @@ def table(dels: Iterable[Del]) -> Iterator[str]:
         )
         for row in useful
     ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for name, moment, freed, saved in cells:
-        yield f"  {name:<{widths[0]}}  {moment:<{widths[1]}}  {freed:>{widths[2]}}  {saved:>{widths[3]}}"
+    yield from (f"  {line}" for line in aligned(cells, left={0, 1}))
     others = sorted({name for row in rows for name in row.names} - {n for row in useful for n in row.names})
     if others:
-        yield f"no `del` of these lowers the peak: {', '.join(others)}"
+        yield f"no `del` of these lowers the peak by 0.1 %: {', '.join(others)}"

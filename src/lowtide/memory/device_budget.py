@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, get_args
 
 import torch
 
 from lowtide.errors import BudgetError, LowtideError
 from lowtide.units import format_bytes
-from lowtide.utils.amounts import check_budget, is_of_gpu, share_of_gpu
+from lowtide.utils.amounts import BudgetFor, check_budget, is_of_gpu, share_of_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-BudgetFor = Literal["requested", "reserved"]
-"""Bytes that a budget bounds: those that tensors request, or those that the GPU's allocator reserves for them."""
 
 MARGIN: Final = 0.08
 """Share of the free memory that "auto" leaves to the allocator: a budget bounds the requested bytes, and the allocator

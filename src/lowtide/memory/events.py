@@ -14,13 +14,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, TypeVar, get_args
 
 import msgspec
 from msgspec import convert
 
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
+
+T = TypeVar("T")
 
 FORMAT = 1
 
@@ -175,15 +177,15 @@ _LETTERS: dict[type, str] = {Allocate: "a", Free: "f", Mark: "m"}
 _KINDS: dict[str, type[Event]] = {"a": Allocate, "f": Free, "m": Mark}
 
 
-def peak_between(stream: EventStream, begins: str, ends: str) -> Iterator[tuple[object, int]]:
-    """Yield for each mark `begins` its data, and the most bytes allocated between it and the next mark `ends`."""
+def peak_between(stream: EventStream, begins: type, ends: type[T]) -> Iterator[tuple[T, int]]:
+    """Yield the data of each mark of type `ends`, and the most bytes allocated since the last mark of type `begins`."""
     level = start = peak = 0
     for event in stream.events:
         level += bytes_added(event)
         peak = max(peak, level)
-        if type(event) is Mark and event.label == begins:
+        if type(event) is Mark and isinstance(event.data, begins):
             start = peak = level
-        elif type(event) is Mark and event.label == ends:
+        elif type(event) is Mark and isinstance(event.data, ends):
             yield event.data, peak - start
 
 

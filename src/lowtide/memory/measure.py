@@ -261,4 +261,4 @@ def _table(memory: Memory, timeline: Timeline) -> Iterator[str]:
     yield from text.table(timeline, peak_bytes=memory.peak_bytes)
     if memory.reserved_peak_bytes is not None:
         yield f"held from the device at most: {units.format_bytes(memory.reserved_peak_bytes)}, entry included"
-    yield from dels.table(memory.dels())
+    yield from dels.table(memory.dels(), memory.peak_bytes)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from lowtide.units import format_bytes
+from lowtide.utils.tables import aligned
 
 if TYPE_CHECKING:
     from lowtide.memory.memory_timeline import Timeline
@@ -16,7 +17,7 @@ TOP_BLOCKS = 5
 def table(
     timeline: Timeline, *, peak_bytes: int | None = None, entry: Mapping[str, int] | None = None
 ) -> Iterator[str]:
-    """Yield the peak and its phase, the memory alive there, the peak of each phase, the largest blocks.
+    """Yield the peak and its phase, the memory alive there, the peak of each phase, the largest blocks of 1 % and more.
 
     `entry` is the memory that existed before, in bytes; without it, levels are over entry. `peak_bytes`, over entry, is
     the timeline's by default.
@@ -37,7 +38,8 @@ def table(
     yield from columns("alive at the peak", alive)
     peaks = [(phase.name, sum(before.values()) + phase.peak_bytes, "") for phase in timeline.phases]
     yield from columns("most in each phase", peaks)
-    largest = sorted((b for blocks in groups.values() for b in blocks), key=lambda block: -block.bytes)[:TOP_BLOCKS]
+    large = [block for blocks in groups.values() for block in blocks if block.bytes * 100 >= peak]
+    largest = sorted(large, key=lambda block: -block.bytes)[:TOP_BLOCKS]
     yield from columns("largest blocks there", [(block.category, block.bytes, block.name) for block in largest])
 
 
@@ -46,6 +48,4 @@ def columns(title: str, rows: Iterable[tuple[str, int, str]]) -> Iterator[str]:
     shown = [(name, format_bytes(n_bytes), rest) for name, n_bytes, rest in rows if n_bytes]
     if shown:
         yield f"{title}:"
-        name_width, bytes_width = (max(len(row[column]) for row in shown) for column in (0, 1))
-        for name, n_bytes, rest in shown:
-            yield f"  {name:<{name_width}}  {n_bytes:>{bytes_width}}  {rest}".rstrip()
+        yield from (f"  {line}" for line in aligned(shown, left={0, 2}))

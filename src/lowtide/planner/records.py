@@ -16,6 +16,7 @@ from lowtide.planner.address_nodes import check_names
 from lowtide.planner.plan_format import KINDS, Block, fold, unfold
 from lowtide.planner.serialization import FORMAT, Record
 from lowtide.units import format_bytes, format_change
+from lowtide.utils.amounts import BudgetFor
 from lowtide.utils.rendering import text_of
 
 CHECKPOINTED: Final = "torch.utils.checkpoint"
@@ -330,6 +331,8 @@ class Plan(Decided):
 
     fingerprint: Fingerprint
     budget_bytes: int
+    budget_for: BudgetFor = "requested"
+    """The bytes that the budget bounds; `predicted` and `plain` are in requested bytes."""
     predicted: Prediction
     plain: Prediction
     step_ms: float

@@ -13,6 +13,7 @@ from lowtide.profiler.audit_inplace import InPlaceGroup, in_place, with_their_ow
 from lowtide.profiler.backward_passes import Pass, in_passes, passes
 from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.profiler.freed_operands import reject_unavailable
+from lowtide.profiler.trace_marks import RecomputeEnded, RecomputeStarted
 from lowtide.profiler.trace_reader import TraceIndex, levels, lifetimes_without_trace, phases, watch
 from lowtide.profiler.unrecorded_operands import blocks_of
 from lowtide.runtime.recipes import RECIPES
@@ -261,7 +262,7 @@ def _one_storage_a_value(seen: TraceIndex, slots: list[SlotDraft]) -> None:
 
 def transients(values: Iterable[ValueDraft], stream: EventStream) -> None:
     """Fill in the bytes that each audited recipe allocated beyond its result, from the marks around its run."""
-    peaks = dict(peak_between(stream, "making", "made"))
+    peaks = {ended.run: n_bytes for ended, n_bytes in peak_between(stream, RecomputeStarted, RecomputeEnded)}
     for draft in values:
         if draft.spent is not None and draft.recipe is not None:
             draft.transient_bytes = max(0, peaks.get(draft.spent, 0) - draft.bytes)

@@ -42,6 +42,7 @@ from lowtide.runtime.fingerprint import in_words, tensors_in
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_values import Geometry, Handle, Observer, Recomputation, Value
+from lowtide.runtime.view_geometry import producer
 from lowtide.state.appended_items import undo_appends
 from lowtide.state.bitwise import identical
 from lowtide.state.own_generators import DRAWS, OwnGenerators
@@ -205,10 +206,20 @@ class Audit(RecomputeAudit, Observer):
 
     def pack(self, now: ForwardPass, tensor: Tensor) -> Handle:
         handle = super().pack(now, tensor)
-        if self._frugal and not any(frame is not None and frame.seam.module in self._freed for _, frame in self._open):
+        if self._frugal:
             self.lend(handle, tensor)
             self.lent.let_go()
         return handle
+
+    def known(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
+        value, view = super().known(tensor)
+        if value in self.lent and self._in_freed_block():
+            self.lent.give_back(value, producer(tensor)[0])  # the block's trial compares it in another slot as well
+        return value, view
+
+    def _in_freed_block(self) -> bool:
+        """Return True if a call in progress is of a block whose saved tensors are freed when it has been audited."""
+        return any(frame is not None and frame.seam.module in self._freed for _, frame in self._open)
 
     def lend(self, handle: Handle, tensor: Tensor) -> None:
         """Free a tensor that has just been saved, if kept tensors recompute it without a matrix product."""
@@ -216,7 +227,7 @@ class Audit(RecomputeAudit, Observer):
         index = self._index[value]
         maker, _ = self._late.get(index, (None, 0))
         is_cheap = bool(self.values[index].recipe) and not self.values[index].flops
-        if maker is not None and is_cheap and self.lent.may_go(value, maker):
+        if maker is not None and is_cheap and self.lent.may_go(value, maker, chained=self._in_freed_block()):
             self._witness.saved(self._slot_of[handle], tensor)
             self._lend(value, maker)
 
@@ -274,6 +285,7 @@ class Audit(RecomputeAudit, Observer):
             return ITERATES if own.iterates else CHANGES
         frame.held, first, states = [], next_sequence_number(), self._own_draws.states()
         freed = self.values_to_free(call, module, returned) if module in self._freed else {}
+        self.lent.let_go()
         refused = self.try_replay(call, frame, freed)
         if refused is None and module in self._blocks and module not in self._units.apart:
             self.try_advance(call, frame, returned)
@@ -282,7 +294,7 @@ class Audit(RecomputeAudit, Observer):
             self.hold_again(frame, freed)
             self._own_draws.put_back(states)
         elif freed:
-            self.relied_on.frames.add(frame)
+            self.relied_on.add(frame)
             frame.values = {place: weakref.ref(value) for value, place in freed.items()}
         if leaks:
             undo_appends(first, next_sequence_number())
@@ -322,7 +334,8 @@ class Audit(RecomputeAudit, Observer):
             if not wrong and (why := self.differs(n, tensor, frame)) is not None:
                 wrong.append(why)
             elif not wrong and value.maker is not frame and freed.get(value) == place:
-                self._witness.saved(n, self.slot_tensor(n))
+                if value not in self.lent:
+                    self._witness.saved(n, self.slot_tensor(n))
                 self.lent.add(value, frame)
             looked_ms[0] += now_ms(self._place) - began
 
@@ -342,10 +355,10 @@ class Audit(RecomputeAudit, Observer):
     def differs(self, n: int, tensor: Tensor, frame: ReplayFrame) -> str | None:
         """Compare slot `n` with the tensor that a run of `frame` saves there. Return why the two differ, or None."""
         value, view = self._handles[n]
-        if value.maker is frame:  # freed by its first run
+        if value in self.lent:  # freed when it was saved, or by the first run
             tensor = tensor if view is None else tensor.as_strided(*view)
-            is_other = self._witness.differs(n, tensor)
-            return f"a third run gives other bits for {self.slots[n].label}" if is_other else None
+            run = "a third run" if value.maker is frame else "running it again"
+            return f"{run} gives other bits for {self.slots[n].label}" if self._witness.differs(n, tensor) else None
         try:
             saved = value.get()
         except RuntimeError as error:  # changed in place, which is an error in PyTorch only if backward reads it

@@ -18,6 +18,7 @@ from lowtide._torch.device_timing import now_ms
 from lowtide.memory.events import peak_between
 from lowtide.planner import records
 from lowtide.profiler.measure_call import CAN_GO_WRONG
+from lowtide.profiler.trace_marks import TRACE, OwnKernelEnded, OwnKernelStarted
 from lowtide.runtime.inplace_gradients import MIN_BYTES, InPlace, available
 from lowtide.runtime.inplace_kernels import OPERATORS, Operator
 from lowtide.state.bitwise import identical
@@ -60,11 +61,11 @@ class AuditInPlace(InPlace):
     def run(self, operator: Operator, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Return the result of torch's kernel, and try the kernel in place."""
         key = operator.node, args[0].numel() * args[0].element_size()
-        self._mark("own", None)
+        self._mark(TRACE, OwnKernelStarted())
         began = now_ms(self._place)
         expected = own(*args, **kwargs)
         own_ms = now_ms(self._place) - began
-        self._mark("owned", key)
+        self._mark(TRACE, OwnKernelEnded(*key))
         began = now_ms(self._place)
         try:
             found = operator.write(own, *args, **kwargs)
@@ -99,11 +100,10 @@ def _ms(calls: list[float]) -> float:
 
 def _allocated(stream: EventStream) -> dict[tuple[str, int], int]:
     """Return the most bytes that torch's own kernels allocated at once, by node and bytes of the gradient."""
-    found: dict[tuple[str, int], int] = defaultdict(int)
-    for call, n_bytes in peak_between(stream, "own", "owned"):
-        assert isinstance(call, tuple)
-        found[call] = max(found[call], n_bytes)
-    return found
+    most: dict[tuple[str, int], int] = defaultdict(int)
+    for (node, gradient_bytes), n_bytes in peak_between(stream, OwnKernelStarted, OwnKernelEnded):
+        most[node, gradient_bytes] = max(most[node, gradient_bytes], n_bytes)
+    return most
 
 
 def _same(expected: Any, found: Any) -> bool:

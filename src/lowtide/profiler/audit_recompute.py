@@ -50,6 +50,8 @@ NOTED_ELSEWHERE = "it takes what an operator was given in another call than the 
 class RecomputeAudit(Engine):
     """An engine that keeps every saved tensor and tries its recipe."""
 
+    captures_all = True
+
     def __init__(
         self, model: nn.Module, static: frozenset[int], mark: Callable[[str, object], None], *, frugal: bool
     ) -> None:
@@ -99,9 +101,6 @@ class RecomputeAudit(Engine):
         for index in self._late.keys() - self._saved:  # nothing reads these values: their operands are not to wait
             del self._late[index]
         self._meter.forget()
-
-    def notes(self, scope: CallScope) -> bool:
-        return True
 
     def copied(self, tensor: Tensor, who: str) -> None:
         """Report nothing: no plan will read the tensor again."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lowtide.memory.events import PHASE, Allocate, Category, EventStream, Free, Label, Mark
 from lowtide.profiler.repeated_blocks import repeated_blocks
 from lowtide.profiler.trace import Trace
+from lowtide.profiler.trace_marks import Gradients, Left, OptimizerState, Packed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,14 +45,15 @@ class Names(Trace):
         self._begins("backward")
         super().reading(handle)
 
-    def _optimizer(self, what: str) -> None:
+    def _optimizer_begins(self) -> None:
         self._begins("optimizer")
-        super()._optimizer(what)
+        super()._optimizer_begins()
 
     def _begins(self, phase: str) -> None:
         if phase != self._phase:
             self._phase = phase
-            self.mark(PHASE, phase)
+            self._mark_unreferenced()
+            self._mark(PHASE, phase)
 
 
 def labels(stream: EventStream, names: Names) -> dict[int, Label]:
@@ -59,7 +61,11 @@ def labels(stream: EventStream, names: Names) -> dict[int, Label]:
     found: dict[int, Label] = {}
     at: dict[int, Allocate] = {}
     blocks: dict[int, Allocate] = {}
-    leaves = [i for i, e in enumerate(stream) if type(e) is Mark and e.label == "leave" and e.data in names.blocks]
+    leaves = [
+        i
+        for i, event in enumerate(stream)
+        if type(event) is Mark and isinstance(event.data, Left) and event.data.call in names.blocks
+    ]
     last = max(leaves, default=len(stream))
     for i, event in enumerate(stream):
         if type(event) is Allocate:
@@ -67,12 +73,20 @@ def labels(stream: EventStream, names: Names) -> dict[int, Label]:
         elif type(event) is Free and event.block in blocks:
             at.pop(blocks[event.block].address, None)
         elif type(event) is Mark:
-            match event.label, event.data:
-                case "pack", (int(slot), int(where)) if where in at:
+            match event.data:
+                case Packed(slot, where) if where in at:
                     category: Category = "loss head" if i > last else "activations"
                     found.setdefault(at[where].block, Label(category, names.modules[slot], at[where].op))
-                case ("gradients" | "optimizer state") as category, tuple(addresses):
-                    for where in addresses:
-                        if where in at:
-                            found.setdefault(at[where].block, Label(category))
+                case Gradients(addresses, at_entry=False):
+                    found.update(_labelled("gradients", addresses, at, found))
+                case OptimizerState(addresses):
+                    found.update(_labelled("optimizer state", addresses, at, found))
     return found
+
+
+def _labelled(
+    category: Category, addresses: Iterable[int], at: Mapping[int, Allocate], known: Mapping[int, Label]
+) -> dict[int, Label]:
+    """Return a label for each block at one of the addresses that has none yet."""
+    blocks = {at[where].block for where in addresses if where in at}
+    return dict.fromkeys(blocks - known.keys(), Label(category))

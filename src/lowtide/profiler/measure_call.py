@@ -14,6 +14,7 @@ from lowtide._torch.device_timing import now_ms
 from lowtide._torch.modes import TorchDispatchMode
 from lowtide._torch.nodes import packet_of
 from lowtide.profiler.drafts import ValueDraft
+from lowtide.profiler.trace_marks import TRACE, RecomputeEnded, RecomputeStarted
 from lowtide.runtime.advance import Advance, result_node
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.state.bitwise import identical
@@ -69,13 +70,13 @@ class Meter:
     def __init__(self, mark: Callable[[str, object], None], flops: Flops, place: torch.device) -> None:
         self._mark, self._flops, self._place = mark, flops, place
         self._runs: list[ValueDraft] = []
-        """Runs in order; the marks `making` and `made` carry the index."""
+        """Runs in order; `RecomputeEnded` has the index."""
         self._last: dict[Recompute, int] = {}
         self._begun = (0.0, 0)
 
     def making(self) -> None:
         """Start measuring a recipe that is about to run."""
-        self._mark("making", len(self._runs))
+        self._mark(TRACE, RecomputeStarted())
         self._begun = now_ms(self._place), self._flops.total
 
     def made(self, maker: Recompute, result: Tensor) -> None:
@@ -84,7 +85,7 @@ class Meter:
         cost_ms = now_ms(self._place) - began
         flops = self._flops.total - flops
         number = len(self._runs)
-        self._mark("made", number)
+        self._mark(TRACE, RecomputeEnded(number))
         if maker in self._last:
             before = self.of(maker)
             cost_ms, flops = min(cost_ms, before.cost_ms), max(flops, before.flops)

@@ -23,7 +23,6 @@ from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.assemble import TracedStep, assemble
 from lowtide.profiler.audit import Audit
-from lowtide.profiler.checkpointed_blocks import without_checkpoints
 from lowtide.profiler.differing_modules import modules_that_differ
 from lowtide.profiler.host_bandwidth import host_bandwidth
 from lowtide.profiler.other_memory import in_words, with_others
@@ -76,13 +75,9 @@ class OnlineProfiler:
     was traced. `why` lists the reasons why steps can't be used.
     """
 
-    def __init__(
-        self, model: nn.Module, *, plain: bool = False, in_place: bool = True, checkpoints: bool = True
-    ) -> None:
-        """Prepare the profiler; unless `checkpoints`, torch.utils.checkpoint is disabled in the recorded steps."""
+    def __init__(self, model: nn.Module, *, plain: bool = False, in_place: bool = True) -> None:
         self.model = model
         self._in_place = in_place
-        self._checkpoints = checkpoints
         self.checkpointed: Counter[str] = Counter()
         """Number of torch.utils.checkpoint calls by path of the module that they run in."""
         self.profile: Profile | None = None
@@ -134,8 +129,6 @@ class OnlineProfiler:
         watch.n_with_new_buckets = n_with_new_buckets(self.model.modules())
         watch.start()
         self._watch = watch  # only now: a recording that failed to start must not be ended
-        if not self._checkpoints:
-            watch.leave.enter_context(without_checkpoints())
         if known is None or _size(found) > GROWN * _size(known.fingerprint):
             watch.audit = _OwnAudit(self.model, addresses, watch.mark, frugal=True, in_place=self._in_place)
             watch.audit.excluded_modules = self._left_alone

@@ -10,19 +10,22 @@ from lowtide.memory.memory_timeline import Timeline
 from lowtide.memory.reserved_peak import reserved_excess_bytes
 from lowtide.planner.planning import smallest_plan
 from lowtide.profiler.other_memory import with_others
+from lowtide.profiler.random_work import HIGH, LOW, drawn_as
 from lowtide.runtime.fingerprint import place_of, static_bytes
 from lowtide.runtime.planned_engine import Planned
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
-    from lowtide.memory.device_budget import BudgetFor
     from lowtide.memory.events import Recorder
     from lowtide.planner.records import Profile, Static
     from lowtide.profiler.trial_updates import Updates
     from lowtide.state.step_snapshot import StepSnapshot
+    from lowtide.utils.amounts import BudgetFor
 
 DRAWS: Final = 8
 """Steps that are measured where the work is random, each with different random numbers."""
@@ -42,6 +45,7 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
     engine.install()
     try:
         peaks = [recorded_peak(model, updates, batch, unchanged) for _ in range(1 + profile.draws)]
+        full = peaks_with_all_blocks(lambda: recorded_peak(model, updates, batch, unchanged)) if profile.draws else []
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -51,6 +55,7 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
     margin = max(0, max(peaks) - plan.predicted.peak_bytes)
     if margin and profile.draws:  # a sample rarely includes the true maximum
         margin += (max(peaks) - min(peaks)) // 2
+    margin = max([margin, *(peak_bytes - plan.predicted.peak_bytes for peak_bytes in full)])
     found = replace(profile, static=replace(profile.static, margin=margin))
     if not profile.draws:
         return found
@@ -59,6 +64,19 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
         f"and leave {format_bytes(margin)} for what else varied in {profile.draws} steps with other random numbers"
     )
     return replace(found, notes=(*profile.notes, note))
+
+
+def peaks_with_all_blocks(measured: Callable[[], int]) -> list[int]:
+    """Return the peaks of steps whose random numbers are all high, and all low: in one of them every block runs."""
+    found = []
+    for share in (HIGH, LOW):
+        with drawn_as(share):
+            try:
+                found.append(measured())
+            except Exception as error:  # for example, every layer is dropped
+                if is_out_of_memory(error):
+                    raise
+    return found
 
 
 def recorded_peak(

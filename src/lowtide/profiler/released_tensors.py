@@ -43,17 +43,22 @@ class Lent:
         for value in self._values:
             value.tensor = None
 
-    def may_go(self, value: Value, maker: Recompute) -> bool:
+    def may_go(self, value: Value, maker: Recompute, *, chained: bool) -> bool:
         """Return True if the value has one reader, and `maker` needs only operands that backward reads as well.
 
-        An operand that backward does not read may be overwritten in between, unnoticed.
+        An operand that backward does not read may be overwritten in between, unnoticed. If `chained`, an operand may be
+        a freed value itself: in a block that will be run again, backward recomputes neither.
         """
         operands = [handle.value for handle in maker.operands if handle is not None]
         return (
             value.kept
             and value.readers == 1
             and not maker.noted
-            and all(each.kept and (each.leaf or self._index.get(each) in self._saved) for each in operands)
+            and all(
+                (each.kept and (each.leaf or self._index.get(each) in self._saved))
+                or (chained and each in self._values)
+                for each in operands
+            )
         )
 
     def has_room_for(self, value: Value, maker: Recompute) -> bool:

@@ -39,10 +39,10 @@ def freed_blocks(model: nn.Module) -> frozenset[nn.Module]:
     """Find the modules whose saved tensors a frugal audit frees; none is inside another.
 
     These are the repeated blocks and, where a child contains none, the child itself if it has children. A child that
-    contains all other such children is searched first. TorchScript saves other tensors in its first run than in later
-    ones, so nothing that a block with it has saved is freed.
+    contains all other such children, or more than a third of the model, is searched first. TorchScript saves other
+    tensors in its first run than in later ones, so nothing that a block with it has saved is freed.
     """
-    repeated = repeated_blocks(model)
+    repeated, n_modules = repeated_blocks(model), sum(1 for _ in model.modules())
 
     def visit(module: nn.Module) -> set[nn.Module]:
         found: set[nn.Module] = set()
@@ -51,7 +51,9 @@ def freed_blocks(model: nn.Module) -> frozenset[nn.Module]:
             if child in repeated:
                 found.add(child)
             elif child in children:
-                is_apart = len(children) > 1 and not is_list(child) and not repeated & set(child.modules())
+                inside = set(child.modules())
+                is_small = 3 * len(inside) <= n_modules
+                is_apart = len(children) > 1 and is_small and not is_list(child) and not repeated & inside
                 found |= (set() if is_apart else visit(child)) or ({child} if not is_list(child) else set())
         return found
 

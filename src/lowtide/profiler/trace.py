@@ -25,6 +25,24 @@ from lowtide.profiler.differing_modules import CallShape
 from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.profiler.external_references import ExternalReferences
 from lowtide.profiler.replay_check import Witness
+from lowtide.profiler.trace_marks import (
+    TRACE,
+    Entered,
+    GivenAway,
+    Gradients,
+    HeldForRecompute,
+    Left,
+    OperandNoted,
+    OptimizerStep,
+    Packed,
+    ReadInBackward,
+    RecomputeEnded,
+    RecomputeStarted,
+    Released,
+    TraceMark,
+    Unreferenced,
+    WrittenInPlace,
+)
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.call_interceptor import CallInterceptor
@@ -39,7 +57,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lowtide.profiler.audit import Audit
-    from lowtide.runtime.forward_pass import CallScope
     from lowtide.runtime.operand_capture import CaptureSite
 
 Mark = Callable[[str, object], None]
@@ -49,6 +66,7 @@ class MaxSavingEngine(Engine):
     """An engine that frees every tensor that an audit found recomputable, which the trace may still refute."""
 
     is_measured = True
+    captures_all = True
     learns = False
 
     def __init__(self, model: nn.Module, audit: Audit, *, in_place: bool = True) -> None:
@@ -63,25 +81,12 @@ class MaxSavingEngine(Engine):
         actions = actions_for({a: nodes[a] for a in decisions.recompute}, decisions.replay)
         super().__init__(model, actions, in_place=[least])
 
-    def notes(self, scope: CallScope) -> bool:
-        return True
-
     def say(self, what: str) -> None:
         """Report nothing: the profile names tensors that are freed too early, and the audit has reported the rest."""
 
 
 class Trace(Observer):
-    """The probe that marks the events of a step between its allocations.
-
-    Marks: `enter` (call, addresses of the arguments' memory), `leave` (call), `pack` (slot, address of its memory),
-    `alone` (addresses of memory that only the trace still holds, each with the number of marks since external
-    references to it were last seen), `states` (addresses of random numbers and other state that a recompute or replay
-    holds), `read` (slot, numbers of the backward pass and of the node), `given` (slot,
-    number of the pass, address of the memory that a graph made by backward, or compiled code, may hold), `noted` (call,
-    address of the memory of an operand that autograd does not record), `release` (slot), `making`, `made`, `optimizer`,
-    `gradients` and `gradients at entry` (their addresses), `in place` (kind of node, bytes of its gradient, which has
-    none of its own).
-    """
+    """The probe that marks the events of a step (`profiler/trace_marks.py`) between its allocations."""
 
     def __init__(self, engine: Engine, mark: Mark) -> None:
         self.engine = engine
@@ -108,12 +113,12 @@ class Trace(Observer):
     def running(self) -> Iterator[None]:
         """Trace the model's calls inside this `with` block."""
         hooks = (
-            register_optimizer_step_pre_hook(this_thread_only(lambda *_: self._optimizer("begins"))),
-            register_optimizer_step_post_hook(this_thread_only(lambda *_: self.mark("optimizer", "ends"))),
+            register_optimizer_step_pre_hook(this_thread_only(lambda *_: self._optimizer_begins())),
+            register_optimizer_step_post_hook(this_thread_only(lambda *_: self.mark(OptimizerStep(has_ended=True)))),
         )
         self.engine.install()
         values.probe = self
-        self._gradients("gradients at entry")
+        self._gradients(at_entry=True)
         try:
             yield
             self._gradients()
@@ -124,21 +129,23 @@ class Trace(Observer):
             for hook in hooks:
                 hook.remove()
 
-    def mark(self, label: str, data: object, *, since: int | None = None, everything: bool = False) -> None:
-        """Mark memory that only the rehearsal holds now (`ExternalReferences.let_go`), then `label` with `data`."""
-        alone = self._holding.let_go(since=since, everything=everything)
-        if alone:
-            self._mark("alone", alone)
-        self._mark(label, data)
+    def mark(self, mark: TraceMark, *, since: int | None = None, everything: bool = False) -> None:
+        """Mark memory that only the rehearsal holds now (`ExternalReferences.let_go`), then `mark`."""
+        self._mark_unreferenced(since=since, everything=everything)
+        self._mark(TRACE, mark)
 
-    def _optimizer(self, what: str) -> None:
+    def _mark_unreferenced(self, *, since: int | None = None, everything: bool = False) -> None:
+        if blocks := self._holding.let_go(since=since, everything=everything):
+            self._mark(TRACE, Unreferenced(blocks))
+
+    def _optimizer_begins(self) -> None:
         self._gradients()
-        self.mark("optimizer", what)
+        self.mark(OptimizerStep(has_ended=False))
 
-    def _gradients(self, label: str = "gradients") -> None:
+    def _gradients(self, *, at_entry: bool = False) -> None:
         gradients = (p.grad for p in self.engine.model.parameters())
-        found = tuple(self._address(part) for g in gradients if g is not None for part in parts_of(g))
-        self.mark(label, found, everything=True)
+        addresses = tuple(self._address(part) for g in gradients if g is not None for part in parts_of(g))
+        self.mark(Gradients(addresses, at_entry), everything=True)
 
     def _address(self, tensor: Tensor) -> int:
         return address(tensor)
@@ -147,13 +154,13 @@ class Trace(Observer):
         tensors = tensors_in_call(args, kwargs)
         if not self._open:
             self.inputs.append([in_words([tensor]) for tensor in tensors])
-        self.mark("enter", (len(self.calls), tuple(map(self._address, tensors))))
+        self.mark(Entered(len(self.calls), tuple(map(self._address, tensors))))
         self.calls.append(CallShape(seam.path, self._open[-1] if self._open else None))
         self._open.append(len(self.calls) - 1)
         self._watched_before.append(self._holding.n_watched)
 
     def leaving(self, seam: CallInterceptor) -> None:
-        self.mark("leave", self._open.pop(), since=self._watched_before.pop())
+        self.mark(Left(self._open.pop()), since=self._watched_before.pop())
 
     def packed(self, handle: Handle, tensor: Tensor) -> None:
         slot = self.packs
@@ -163,16 +170,16 @@ class Trace(Observer):
         if handle.value.kept and not handle.value.partial:  # partial ones are freed when their call ends
             self.kept.add(slot)
         self._slots[handle] = slot
-        self._deaths[slot] = weakref.ref(handle, lambda _: self.mark("release", slot))
+        self._deaths[slot] = weakref.ref(handle, lambda _: self.mark(Released(slot)))
         is_whole_for_a_while = handle.value.leaf and self.engine.builder.owners.sharded
-        self.mark("pack", (slot, 0 if is_whole_for_a_while else self._address(tensor)))
+        self.mark(Packed(slot, 0 if is_whole_for_a_while else self._address(tensor)))
         self._holding.watch(handle)
-        self.mark("states", tuple(map(self._address, states_of(handle.value.maker))))
+        self.mark(HeldForRecompute(tuple(map(self._address, states_of(handle.value.maker)))))
         if not (handle.value.kept or handle.value.partial):
             self._witness.saved(slot, tensor)
 
     def noted(self, place: CaptureSite, operand: Tensor) -> None:
-        self.mark("noted", (self._open[-1], self._address(operand)))
+        self.mark(OperandNoted(self._open[-1], self._address(operand)))
 
     def has_packed(self, handle: Handle) -> bool:
         return handle in self._slots  # others belong to another model or an earlier step
@@ -180,22 +187,22 @@ class Trace(Observer):
     def reading(self, handle: Handle) -> None:
         number = backward_number()
         begins, self._pass = number != self._pass, number
-        self.mark("read", (self._slots[handle], number, running_node_number()), everything=begins)
+        self.mark(ReadInBackward(self._slots[handle], number, running_node_number()), everything=begins)
 
     def given(self, handle: Handle, tensor: Tensor) -> None:
         # A graph that backward makes, or compiled code, holds the tensor independently of the handle.
         if torch.is_grad_enabled() or in_compiled_backward():
-            self.mark("given", (self._slots[handle], backward_number(), self._address(tensor)))
+            self.mark(GivenAway(self._slots[handle], backward_number(), self._address(tensor)))
         self._witness.read(self._slots[handle], handle, tensor)
 
     def making(self, maker: Recomputation) -> None:
-        self.mark("making", None)
+        self.mark(RecomputeStarted())
 
     def made(self, maker: Recomputation, outputs: tuple[Tensor, ...]) -> None:
-        self.mark("made", None)
+        self.mark(RecomputeEnded())
 
     def writing_over(self, node: str, n_bytes: int) -> None:
-        self.mark("in place", (node, n_bytes))
+        self.mark(WrittenInPlace(node, n_bytes))
 
 
 def states_of(maker: Recomputation | None) -> Iterable[Tensor]:

@@ -8,6 +8,21 @@ from dataclasses import dataclass, field
 
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
 from lowtide.profiler.drafts import SlotDraft
+from lowtide.profiler.trace_marks import (
+    Entered,
+    GivenAway,
+    Gradients,
+    HeldForRecompute,
+    Left,
+    OperandNoted,
+    Packed,
+    ReadInBackward,
+    RecomputeEnded,
+    RecomputeStarted,
+    Released,
+    Unreferenced,
+    WrittenInPlace,
+)
 
 
 @dataclass(slots=True)
@@ -66,14 +81,22 @@ def watch(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
             if where is not None and at.get(where) == event.block:
                 del at[where]
         elif type(event) is Mark:
-            if event.label == "alone" and isinstance(event.data, tuple):
-                for where, n_marks in event.data:
-                    if where in at:
-                        seen.alone.setdefault(at[where], (marks[-min(n_marks, len(marks))], i))
-                continue
-            _note(seen, before if event.label == "gradients at entry" else at, i, event.label, event.data)
+            match event.data:
+                case Unreferenced(unreferenced):
+                    for where, n_marks in unreferenced:
+                        if where in at:
+                            seen.alone.setdefault(at[where], (marks[-min(n_marks, len(marks))], i))
+                    continue
+                case RecomputeStarted():
+                    making += 1
+                case RecomputeEnded():
+                    making -= 1
+                case Gradients(addresses_then, at_entry):
+                    blocks = before if at_entry else at
+                    seen.gradients.update(blocks[where] for where in addresses_then if where in blocks)
+                case mark:
+                    _note(seen, at, i, mark)
             marks.append(i)
-            making += {"making": 1, "made": -1}.get(event.label, 0)
     seen.copies |= made & seen.freed_at.keys()  # blocks that stay belong to a library, such as cuBLAS's workspace
     for (slot, _), block in seen.given.items():
         if slot in seen.release:
@@ -81,35 +104,33 @@ def watch(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
     return seen
 
 
-def _note(seen: TraceIndex, at: dict[int, int], i: int, label: str, data: object) -> None:
-    match label, data:
-        case "pack", (int(slot), int(where)):
+def _note(seen: TraceIndex, at: dict[int, int], i: int, mark: object) -> None:
+    match mark:
+        case Packed(slot, where):
             seen.packed[slot] = i
             if where in at:
                 seen.block_of_slot[slot] = at[where]
-        case "states", tuple(found):
-            seen.copies.update(at[where] for where in found if where in at)
-        case "read", (int(slot), int(number), int(node)):
+        case HeldForRecompute(states):
+            seen.copies.update(at[where] for where in states if where in at)
+        case ReadInBackward(slot, number, node):
             seen.read.setdefault(slot, i)
             seen.reads.append((i, slot, number, node))
-        case "given", (int(slot), int(number), int(where)):
+        case GivenAway(slot, number, where):
             if where in at:
                 seen.given[slot, number] = at[where]
-        case "noted", (int(call), int(where)):
+        case OperandNoted(call, where):
             seen.noted.append((call, at.get(where)))
-        case "release", int(slot):
+        case Released(slot):
             seen.release[slot] = i
-        case "enter", (int(call), tuple(inputs)):
+        case Entered(call, inputs):
             seen.enter[call] = i
             for place, where in enumerate(inputs):
                 if where in at:
                     seen.block_of_input[call, place] = at[where]
-        case "leave", int(call):
+        case Left(call):
             seen.leave[call] = i
-        case "in place", (str(node), int(n_bytes)):
-            seen.in_place.append((i, node, n_bytes))
-        case "gradients" | "gradients at entry", tuple(found):
-            seen.gradients.update(at[where] for where in found if where in at)
+        case WrittenInPlace(kind, n_bytes):
+            seen.in_place.append((i, kind, n_bytes))
 
 
 def lifetimes_without_trace(seen: TraceIndex, slots: list[SlotDraft], kept: set[int], replayed: set[int]) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lowtide.errors import LowtideError
-from lowtide.report.run_record import HeldMemory, RunRecord
+from lowtide.report.finding import Finding
+from lowtide.report.run_record import RunRecord
 from lowtide.report.step_memory import CATEGORIES, StepMemory
 from lowtide.units import format_bytes
 
@@ -96,7 +97,7 @@ def sarif(run: RunRecord) -> str:
     return json.dumps(log, indent=1)
 
 
-def github_annotations(run: RunRecord, findings: Sequence[HeldMemory] | None = None) -> str:
+def github_annotations(run: RunRecord, findings: Sequence[Finding] | None = None) -> str:
     """Return a workflow command of GitHub Actions for each finding, which annotates its line."""
     lines = []
     for found in _findings(run) if findings is None else findings:
@@ -106,7 +107,7 @@ def github_annotations(run: RunRecord, findings: Sequence[HeldMemory] | None = N
     return "\n".join(lines)
 
 
-def _findings(run: RunRecord) -> tuple[HeldMemory, ...]:
+def _findings(run: RunRecord) -> tuple[Finding, ...]:
     if run.findings is None:
         raise LowtideError(
             "this run was not watched, so it has no findings: `lowtide watch --report FILE.json SCRIPT`."
@@ -114,12 +115,12 @@ def _findings(run: RunRecord) -> tuple[HeldMemory, ...]:
     return run.findings
 
 
-def _message(found: HeldMemory) -> str:
+def _message(found: Finding) -> str:
     size = f"{format_bytes(found.held_bytes)} {found.unit}".strip() + " " if found.held_bytes else ""
     return f"{size}since step {found.since_step}, held by {found.holder}. Fix: {found.fix}"
 
 
-def _place(found: HeldMemory) -> tuple[str, int] | None:
+def _place(found: Finding) -> tuple[str, int] | None:
     """Return the file and line of the forward pass that allocated the memory."""
     path, _, line = (found.made_at or "").rpartition(":")
     return (path, int(line)) if path and line.isdigit() else None

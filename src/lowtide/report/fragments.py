@@ -60,7 +60,7 @@ def _sections(record: object) -> list[Section]:
         return [("text", type(record).__name__, _text(record))]
     found = [
         ("fits", escape(about(run)) or "Does it fit?", fits(run)),
-        ("memory", "Where memory goes", memory(run.before, run.after, run.budget_bytes)),
+        ("memory", "Where memory goes", memory(run.before, run.after, run.requested_budget_bytes)),
         ("decided", "What was decided", decided(run) if run.plan is not None else ""),
         ("outlives", "What outlives its step", outlives(run) if run.findings is not None else ""),
     ]

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from collections.abc import Iterable, Sequence
 
 from lowtide.planner.budget_frontier import Frontier, Point
 from lowtide.units import format_bytes, format_ratio, format_time
+from lowtide.utils.tables import Styled, Table
 
 
-def table(frontier: Frontier, others: Sequence[Point] = ()) -> Table:
-    """Return a table of one row per point, from the smallest peak to the plain step, with `others` sorted in."""
-    rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for heading in ("peak", "of plain", "extra time", "extra FLOPs"):
-        rows.add_column(heading, justify="right", no_wrap=True)
-    rows.add_column("", no_wrap=True)
-    for point in sorted([*frontier.points, *others], key=lambda p: p.peak_bytes):
-        rows.add_row(
+def table(points: Iterable[tuple[str | Styled, Point]], step_ms: float) -> Table:
+    """Return a table of one row per point, each with its name."""
+    rows = [
+        (
+            name,
             format_bytes(point.peak_bytes, round_up=True),
             format_ratio(point.share),
-            extra_time(point.extra_ms, frontier.step_ms),
+            extra_time(point.extra_ms, step_ms),
             f"{point.extra_flops:.3g}",
-            point.name,
         )
-    return rows
+        for name, point in points
+    ]
+    return Table(headings=("plan", "peak", "of plain", "extra time", "extra FLOPs"), rows=rows)
 
 
-def show(frontier: Frontier) -> str:
-    """Return the table as plain text, at its full width."""
-    text = io.StringIO()
-    # Plain text without escape codes, in any terminal or notebook.
-    Console(file=text, width=200, color_system=None, force_terminal=False, force_jupyter=False).print(table(frontier))
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+def show(frontier: Frontier, others: Sequence[Point] = ()) -> str:
+    """Return the table as text, from the smallest peak to the plain step, with `others` sorted in."""
+    points = sorted([*frontier.points, *others], key=lambda point: point.peak_bytes)
+    return "\n".join(table(((point.name, point) for point in points), frontier.step_ms).lines())
 
 
 def extra_time(extra_ms: float | None, step_ms: float) -> str:

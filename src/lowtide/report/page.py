@@ -9,14 +9,16 @@ from importlib.resources import files
 from lowtide.planner.budget_frontier import Frontier, Point
 from lowtide.planner.records import Plan
 from lowtide.report.decision_tree import FATES, Branch, decision_tree
-from lowtide.report.frontier_table import extra_time
-from lowtide.report.pictures import escape, frontier_plot, legend, memory_plot, places, table
+from lowtide.report.finding import Finding
+from lowtide.report.frontier_table import extra_time, table
+from lowtide.report.pictures import escape, frontier_plot, legend, memory_plot, places
 from lowtide.report.plan_text import blocks, extra
-from lowtide.report.run_record import HeldMemory, RunRecord
+from lowtide.report.run_record import RunRecord
 from lowtide.report.run_text import peak_sentence, verdict
 from lowtide.report.step_memory import CATEGORIES, StepMemory
 from lowtide.report.text_table import decisions, lever_lines
 from lowtide.units import format_bytes, format_ratio, format_time
+from lowtide.utils.tables import Styled, Table
 
 _DEEPEST_OPEN = 2
 """Levels of the module tree that are expanded at first."""
@@ -34,7 +36,7 @@ def run_page(run: RunRecord) -> str:
     about = "" if made_for is None else f"batch {made_for.batch} · {made_for.device} · torch {made_for.torch}"
     sections = [
         ("fits", "What was found" if made_for is None and not run.needs else "Does it fit?", fits(run)),
-        ("memory", "Where memory goes", memory(run.before, run.after, run.budget_bytes)),
+        ("memory", "Where memory goes", memory(run.before, run.after, run.requested_budget_bytes)),
         ("decided", "What was decided", decided(run)),
         ("else", "What else could be decided", alternatives(run.frontier, run.plan)),
         ("outlives", "What outlives its step", outlives(run)),
@@ -94,6 +96,8 @@ def _tiles(run: RunRecord) -> str:
     if peak is not None and run.plan is not None:
         less = f"{format_ratio(1 - peak / plain)} less" if plain and peak < plain else "as before"
         tiles.append(("after", format_bytes(peak), less, peak))
+        if (reserved := run.reserved_peak_bytes) is not None:
+            tiles.append(("reserved", format_bytes(reserved), "by the allocator, which the budget is for", reserved))
         tiles.append(
             ("extra time", extra(run.plan.predicted.extra_ms, run.plan.step_ms).removesuffix(" time"), _cost(run), None)
         )
@@ -130,13 +134,13 @@ def _bars(run: RunRecord) -> str:
     plain, peak = run.plain_peak_bytes, run.peak_bytes
     if run.plan is None or plain is None or peak is None:
         return ""
-    most = max(plain, peak, run.plan.budget_bytes)
-    at = 100 * run.plan.budget_bytes / most
+    budget = run.requested_budget_bytes
+    most = max(plain, peak, budget or 0)
     rows = "".join(
         f'<div class="lt-hbar"><span>{name}</span><i class="is-{name}" style="width:{100 * n / most:.1f}%"></i></div>'
         for name, n in (("before", plain), ("after", peak))
     )
-    mark = f'<div class="lt-hbudget"><i style="left:{at:.1f}%"></i></div>'
+    mark = "" if budget is None else f'<div class="lt-hbudget"><i style="left:{100 * budget / most:.1f}%"></i></div>'
     return f'<div class="lt-hbars" aria-hidden="true">{rows}{mark}</div>'
 
 
@@ -151,12 +155,12 @@ def _needs_table(run: RunRecord) -> str:
                 format_bytes(need.peak_allocated_bytes),
                 format_bytes(need.peak_reserved_bytes),
                 least if least == most else f"{least} to {most}",
-                escape(need.verdict),
-                escape(need.smallest_gpu or "none of the table"),
+                need.verdict,
+                need.smallest_gpu or "none of the table",
             )
         )
     headings = ("batch", "requested", "allocated", "reserved", "within", "answer", "smallest GPU")
-    return table(headings, rows, caption="Memory on the GPU", first_is_name=True)
+    return Table(headings=headings, rows=rows).html("Memory on the GPU")
 
 
 def _trained_table(run: RunRecord) -> str:
@@ -169,18 +173,17 @@ def _trained_table(run: RunRecord) -> str:
         bits = {None: "", True: "identical", False: "DIFFERENT"}[each.is_identical]
         rows.append(
             (
-                escape(each.name),
+                each.name,
                 size(each.budget_bytes),
                 size(each.predicted_peak_bytes),
-                size(each.measured_peak_bytes) or escape(each.refusal or ""),
+                size(each.measured_peak_bytes) or each.refusal or "",
                 time,
                 bits,
             )
         )
     headings = ("loop", "budget", "predicted peak", "measured peak", "time", "bits")
-    return "<h3>Ways to train, side by side</h3>" + table(
-        headings, rows, caption="Ways to train, side by side", first_is_name=True
-    )
+    shown = Table(headings=headings, rows=rows).html("Ways to train, side by side")
+    return f"<h3>Ways to train, side by side</h3>{shown}"
 
 
 # --- where memory goes
@@ -342,19 +345,8 @@ def alternatives(frontier: Frontier | None, plan: Plan | None) -> str:
     """Return the frontier with the plan marked on it, and the plans next to it."""
     if frontier is None or not frontier.points:
         return ""
-    rows = []
-    for name, point in _named(frontier, plan):
-        marks = ' class="lt-mark"' if name == "this plan" else ""
-        rows.append(
-            (
-                f"<span{marks}>{name}</span>",
-                format_bytes(point.peak_bytes, round_up=True),
-                format_ratio(point.share),
-                extra_time(point.extra_ms, frontier.step_ms),
-                f"{point.extra_flops:.3g}",
-            )
-        )
-    headings = ("plan", "peak", "of the plain step's", "extra time", "extra FLOPs")
+    named = ((Styled(n, "lt-mark") if n == "this plan" else n, point) for n, point in _named(frontier, plan))
+    plans = table(named, frontier.step_ms).html("Plans by budget")
     bound = ""
     if plan is not None and plan.bound_ms:
         bound = f" No plan within this budget takes less than {extra(plan.bound_ms, plan.step_ms)} (hollow mark)."
@@ -363,7 +355,7 @@ def alternatives(frontier: Frontier | None, plan: Plan | None) -> str:
         f'<figure><p class="lt-axis">extra time of a step</p>{frontier_plot(frontier, plan)}'
         '<p class="lt-axis is-x">peak memory of the step</p></figure>'
         "<details><summary>All plans as a table</summary>"
-        f"{table(headings, rows, caption='Plans by budget', first_is_name=True)}</details>"
+        f"{plans}</details>"
     )
 
 
@@ -426,7 +418,7 @@ def outlives(run: RunRecord) -> str:
     return "".join(map(_finding, run.findings))
 
 
-def _finding(found: HeldMemory) -> str:
+def _finding(found: Finding) -> str:
     size = f"{format_bytes(found.held_bytes)} {found.unit}".strip() if found.held_bytes else ""
     rows = [("held by" if found.held_bytes else "where", found.holder), ("made at", found.made_at), ("fix", found.fix)]
     body = "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in rows if value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from lowtide.planner.budget_frontier import Frontier
@@ -261,20 +261,3 @@ def _fractions(top: float) -> list[float]:
 
 def _dot(kind: str, x: float, y: float, text: str) -> str:
     return f'<span class="{kind}" style="left:{100 * x / WIDTH:.2f}%;top:{100 * y / HEIGHT:.2f}%">{text}</span>'
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str, first_is_name: bool = False) -> str:
-    """Return an HTML table. Cells are HTML; numbers are aligned to the right from the second column on."""
-    head = "".join(f'<th scope="col">{escape(h)}</th>' for h in headings)
-    body = []
-    for row in rows:
-        cells = [
-            f'<th scope="row">{cell}</th>' if first_is_name and i == 0 else f"<td>{cell}</td>"
-            for i, cell in enumerate(row)
-        ]
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    return (
-        f'<div class="lt-scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="lt-table">'
-        f'<caption class="lt-hidden">{escape(caption)}</caption><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-    )

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowtide.errors import LowtideError
+from lowtide.report.finding import Finding
 from lowtide.report.page import document, memory, obtained
-from lowtide.report.pictures import escape, table
+from lowtide.report.pictures import escape
 from lowtide.report.plan_text import show_diff
-from lowtide.report.run_record import HeldMemory, RunRecord
+from lowtide.report.run_record import RunRecord
 from lowtide.report.step_memory import StepMemory
 from lowtide.units import format_bytes, format_ratio, format_time
+from lowtide.utils.tables import Styled, Table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,13 +41,13 @@ class RunComparison:
         return other / one - 1 if one and other is not None else None
 
     @property
-    def new_findings(self) -> tuple[HeldMemory, ...]:
+    def new_findings(self) -> tuple[Finding, ...]:
         """Findings that the first run does not have."""
         known = {(each.code, each.holder) for each in self.first.findings or ()}
         return tuple(each for each in self.second.findings or () if (each.code, each.holder) not in known)
 
     @property
-    def gone_findings(self) -> tuple[HeldMemory, ...]:
+    def gone_findings(self) -> tuple[Finding, ...]:
         """Findings that only the first run has."""
         if self.second.findings is None:
             return ()
@@ -95,13 +97,9 @@ class RunComparison:
         return f"The peak went {'up' if change > 0 else 'down'}, from {one} to {other} ({_signed(change)})."
 
     def __str__(self) -> str:
-        rows = [*self.rows()]
-        widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
         lines = [self.verdict()]
-        lines += [
-            f"  {name:<{widths[0]}}  {one:>{widths[1]}} -> {other:<{widths[2]}}  {change}".rstrip()
-            for name, one, other, change in rows
-        ]
+        if rows := [*self.rows()]:
+            lines += Table(headings=("", *self.names, "change"), rows=rows).lines()
         if self.first.plan is not None and self.second.plan is not None:
             lines += show_diff(self.first.plan, self.second.plan).splitlines()
         lines += [f"new finding: {each.code} {each.name}, {_size(each.held_bytes)}" for each in self.new_findings]
@@ -112,12 +110,9 @@ class RunComparison:
         """Return a self-contained page of the changes; also write it to `path` if given."""
         change = self.peak_change
         kind = "plain" if not change else "no" if change > 0 else "yes"
-        rows = [
-            (escape(name), escape(one), escape(other), f'<span class="lt-{_direction(by)}">{escape(by)}</span>')
-            for name, one, other, by in self.rows()
-        ]
+        rows = [(name, one, other, Styled(by, f"lt-{_direction(by)}")) for name, one, other, by in self.rows()]
         told = f'<p class="lt-verdict is-{kind}">{escape(self.verdict())}</p>'
-        told += table(("", *self.names, "change"), rows, caption="What changed", first_is_name=True)
+        told += Table(headings=("", *self.names, "change"), rows=rows).html("What changed")
         plans = ""
         if self.first.plan is not None and self.second.plan is not None:
             plans = f'<pre tabindex="0">{escape(show_diff(self.first.plan, self.second.plan))}</pre>'

@@ -21,6 +21,7 @@ from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
 from lowtide.planner.budget_frontier import Frontier, frontier
 from lowtide.planner.records import Fingerprint, Plan, Profile
 from lowtide.planner.serialization import FORMAT, Record, kind_of
+from lowtide.report.finding import Finding
 from lowtide.report.step_memory import StepMemory, predicted_memory
 from lowtide.utils.rendering import text_of
 
@@ -35,7 +36,7 @@ class Proof(Record):
     """Measurements of the step under a plan, and the comparison with the plain step."""
 
     measured_peak_bytes: int | None
-    """Static memory included; None if no step was measured."""
+    """Static memory included, reserved bytes if the plan's budget is for these; None if no step was measured."""
     is_within_budget: bool
     text: str
     """Result of the comparison, in words."""
@@ -48,21 +49,6 @@ class Proof(Record):
     def extra(self) -> float | None:
         """Measured extra time as a share of the plain step; None if not measured."""
         return self.planned_ms / self.plain_ms - 1 if self.planned_ms is not None and self.plain_ms else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldMemory(Record):
-    """Memory that outlives its step: a finding of `lowtide watch`."""
-
-    code: str
-    name: str
-    held_bytes: int
-    since_step: int
-    holder: str
-    made_at: str | None
-    fix: str
-    unit: str = ""
-    n_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +108,7 @@ class RunRecord(Record):
     frontier: Frontier | None = None
     needs: tuple[GpuNeeds, ...] = ()
     trained: tuple[Trained, ...] = ()
-    findings: tuple[HeldMemory, ...] | None = None
+    findings: tuple[Finding, ...] | None = None
     """Memory that outlives its step; None if the run did not watch for it."""
     n_steps: int | None = None
     """Steps that were watched."""
@@ -138,6 +124,11 @@ class RunRecord(Record):
         return None if self.plan is None else self.plan.budget_bytes
 
     @property
+    def requested_budget_bytes(self) -> int | None:
+        """The budget, if there is one and it bounds requested bytes, which all memory over the step is in."""
+        return self.plan.budget_bytes if self.plan is not None and self.plan.budget_for == "requested" else None
+
+    @property
     def plain_peak_bytes(self) -> int | None:
         """Peak of the plain step: measured if it was, else predicted."""
         if self.profile is not None and self.profile.measured_plain_peak_bytes is not None:
@@ -148,10 +139,19 @@ class RunRecord(Record):
 
     @property
     def peak_bytes(self) -> int | None:
-        """Peak of the run's step: under its plan if there is one, measured if it was."""
+        """Requested peak of the run's step: under its plan if there is one, measured if it was."""
+        if self.plan is not None and self.plan.budget_for == "reserved":
+            return self.plan.predicted.peak_bytes
         if self.proof is not None and self.proof.measured_peak_bytes is not None:
             return self.proof.measured_peak_bytes
         return self.plain_peak_bytes if self.plan is None else self.plan.predicted.peak_bytes
+
+    @property
+    def reserved_peak_bytes(self) -> int | None:
+        """Measured peak of reserved bytes; None if the budget is not for these."""
+        if self.proof is None or self.plan is None or self.plan.budget_for == "requested":
+            return None
+        return self.proof.measured_peak_bytes
 
     @property
     def extra(self) -> float | None:
@@ -285,4 +285,4 @@ class _Watched(msgspec.Struct):
     """The file of `lowtide watch --json`."""
 
     steps: int
-    findings: tuple[HeldMemory, ...]
+    findings: tuple[Finding, ...]

@@ -42,7 +42,7 @@ class Arguments:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hold: Callable[[Tensor], Handle]) -> None:
         taken = _Apart()
         self._build = taken.part((args, kwargs))
-        self.handles = tuple(hold(tensor) for tensor in taken.tensors)
+        self.handles = tuple([hold(tensor) for tensor in taken.tensors])
         self._given = {
             id(producer(tensor)[0]): handle.value for tensor, handle in zip(taken.tensors, self.handles, strict=True)
         }

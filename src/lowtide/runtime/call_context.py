@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide._torch.fake_modes import bytes_of, is_fake
+from lowtide._torch.modes import ATTENTION_KERNELS
 from lowtide._torch.pytree import tree_leaves
 from lowtide._torch.tensors import as_kind, is_plain, storage_id
 from lowtide.runtime.fsdp_scopes import units
@@ -33,17 +34,6 @@ SMALL_BYTES = 2**16
 
 LARGEST_SUMMED = 2**20
 """Bytes of a larger buffer on the CPU up to which writes to its `.data` are detected."""
-
-_KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-)
-"""Attention kernels that may be chosen; despite the name `cuda` they apply to the CPU too."""
-
-
-_ONLY_CPU = ("cpu",)
 
 
 class MutableState:
@@ -96,15 +86,15 @@ class CallContext:
         """Capture the state at the start of a call; `devices` and `generators` are those of its arguments."""
         self.reach = reach
         found = reach.gpus | gpus(devices)
-        self.rng = torch.get_rng_state()
-        self.gpus = tuple((gpu, torch.get_device_module(gpu).get_rng_state(gpu)) for gpu in found)
+        self.rng = torch.default_generator.get_state()
+        self.gpus = [(gpu, torch.get_device_module(gpu).get_rng_state(gpu)) for gpu in found] if found else []
         drawn = {*reach.generators, *generators} if reach.generators or generators else ()
-        self.generators = tuple((g, g.get_state()) for g in drawn)
+        self.generators = [(g, g.get_state()) for g in drawn] if drawn else []
         self.python: tuple[Any, ...] | None = python_state()
         self.numpy = numpy_state()
-        kinds = {"cpu", *(gpu.type for gpu in found)} if found else _ONLY_CPU
-        self.autocast = tuple((kind, _autocast(kind)) for kind in kinds)
-        self.kernels = tuple(enabled() for enabled, _ in _KERNELS)
+        kinds = {"cpu", *[gpu.type for gpu in found]}
+        self.autocast = [(kind, _autocast(kind)) for kind in kinds]
+        self.kernels = [enabled() for enabled, _ in ATTENTION_KERNELS]
         self.training = [module.training for module in reach.modules]
         self.attributes = Attributes(reach.modules)
         self.buffers = {
@@ -208,14 +198,15 @@ class CallContext:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Restore the state at the start of the call inside the block, and the current state after it."""
-        with _attributes_back(self.reach.modules), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
+            stack.callback(_rebind, _bindings(self.reach.modules))
             self._restore_parameters_and_buffers()
             for tensor, version in self.attributes.tensors:
                 if tensor._version != version:
                     raise self._overwritten(tensor, version)
             self.attributes.put_back()
             self._restore_rng_states(stack)
-            for (enabled, switch), then in zip(_KERNELS, self.kernels, strict=True):
+            for (enabled, switch), then in zip(ATTENTION_KERNELS, self.kernels, strict=True):
                 if enabled() != then:
                     stack.callback(switch, not then)
                     switch(then)
@@ -259,8 +250,9 @@ class CallContext:
 
     def _restore_rng_states(self, stack: contextlib.ExitStack) -> None:
         """Set all random number generators back to the start of the call."""
-        stack.callback(torch.set_rng_state, torch.get_rng_state())
-        torch.set_rng_state(self.rng)
+        own = torch.default_generator  # torch.set_rng_state without calls of Python functions
+        stack.callback(own.set_state, own.get_state())
+        own.set_state(self.rng)
         for gpu, state in self.gpus:
             device = torch.get_device_module(gpu)
             stack.callback(device.set_rng_state, device.get_rng_state(gpu), gpu)
@@ -286,24 +278,27 @@ class _Changed(torch.Tensor):
         raise next(leaf.overwritten() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
 
 
-@contextlib.contextmanager
-def _attributes_back(modules: tuple[nn.Module, ...]) -> Iterator[None]:
-    """Restore attributes, buffers and parameters that are bound or rebound in this block."""
-    tables = [
-        table
-        for module in modules
-        for table in (vars(module), module._buffers, module._parameters)
-        if table and isinstance(table, dict)  # a scripted module's tables are no dicts and can't be rebound
-    ]
-    before = [dict(table) for table in tables]
-    try:
-        yield
-    finally:
-        for table, was in zip(tables, before, strict=True):
-            if len(table) != len(was):
-                for name in table.keys() - was.keys():
-                    del table[name]
-            table.update(was)
+Bindings = list[tuple[dict[str, Any], dict[str, Any]]]
+"""Tables of attributes, buffers and parameters, each with a copy of what it had bound."""
+
+
+def _bindings(modules: tuple[nn.Module, ...]) -> Bindings:
+    """Return what the modules' attributes, buffers and parameters are bound to."""
+    found: Bindings = []
+    for module in modules:
+        for table in (vars(module), module._buffers, module._parameters):
+            if table and isinstance(table, dict):  # a scripted module's tables are no dicts and can't be rebound
+                found.append((table, dict(table)))
+    return found
+
+
+def _rebind(bindings: Bindings) -> None:
+    """Undo every binding that was made, changed or removed since."""
+    for table, was in bindings:
+        if len(table) != len(was):
+            for name in table.keys() - was.keys():
+                del table[name]
+        table.update(was)
 
 
 def gpus(devices: Iterable[torch.device]) -> frozenset[torch.device]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lowtide._torch.backward import is_tracing
-from lowtide._torch.compiled_code import is_compiled, is_compiling_here
+from lowtide._torch.compiled_code import is_compiled, is_compiling_anywhere, is_compiling_here, is_traced
 from lowtide._torch.modules import CALL, without_function_mode
 from lowtide.runtime.call_context import MutableState
 from lowtide.runtime.class_calls import past_fronts, stand_in_calls
@@ -103,8 +103,8 @@ class CallInterceptor:
         return self._reach
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling_here() or is_tracing():  # a trace is of the model alone
-            return self.inner(*args, **kwargs)
+        if is_traced() or (is_compiling_anywhere() and is_compiling_here()) or is_tracing():
+            return self.inner(*args, **kwargs)  # a trace is of the model alone
         now = self.engine.here.now
         if now is not None:
             return self.inner(*args, **kwargs) if self in now.idle else now.call(self, args, kwargs)

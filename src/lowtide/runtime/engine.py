@@ -22,7 +22,7 @@ from lowtide._torch.fake_modes import without_function_modes
 from lowtide._torch.modes import off_in_transforms, saved_tensor_hooks
 from lowtide._torch.modules import CALL
 from lowtide._torch.privateuse1 import without_aside
-from lowtide._torch.tensors import is_same_memory
+from lowtide._torch.tensors import base_of, is_same_memory
 from lowtide.errors import LowtideError
 from lowtide.planner.address_nodes import OFFLOAD, SHAPE, SIGNS
 from lowtide.runtime import saved_values as values
@@ -41,7 +41,7 @@ from lowtide.runtime.recompute_builder import Builder, ParameterOwners
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_values import SEED_BYTES, Handle, Value, register, registered, unpack, value_without_grad_fn
 from lowtide.runtime.tensor_writers import ReliedOn, is_overwritten
-from lowtide.runtime.view_geometry import whole
+from lowtide.runtime.view_geometry import producer, whole
 from lowtide.utils import interrupts as _interrupts
 
 if TYPE_CHECKING:
@@ -62,6 +62,9 @@ class Engine:
 
     is_measured: ClassVar[bool] = False
     """True while this model's step is measured, so that plans of other models are ignored."""
+
+    captures_all: ClassVar[bool] = False
+    """True if operands that autograd does not record are captured in every call, not only where the plan says so."""
 
     learns: bool = True
     """True if all decisions are in `actions`, so that one run shows the saved tensors that are needed."""
@@ -153,8 +156,10 @@ class Engine:
             return kept
         if scope.learnt is not None:
             scope.learnt.add(scope.ordinal - 1)
-        base, node, output = whole(tensor)
-        view = None if base is tensor else (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        if base_of(tensor) is None:  # as `whole` does
+            base, node, output, view = tensor, tensor.grad_fn, tensor.output_nr, None
+        else:
+            base, node, output, view = producer(tensor)
         leaves = None
         if decision is not None and decision.node in PACKINGS:
             try:
@@ -171,7 +176,8 @@ class Engine:
             return Handle(value if leaves is None else self.offload(value, base, leaves), view)
         found = registered(node, output)
         if found is not None and shared(found, base, frame) and (decision is None or certain(found)):
-            found.need()
+            if found.places is not None:
+                found.need()
             passing, found.passing = found.passing, False
             if decision is None and not (found.kept or isinstance(found.maker, Advance)):
                 if frame is not None:
@@ -263,10 +269,6 @@ class Engine:
             value.keep(base.detach())
             self.drift(decision)
         return value
-
-    def notes(self, scope: CallScope) -> bool:
-        """Return True if recomputes in a call may need operands that autograd does not record."""
-        return scope.actions.notes
 
     def unrecorded(self, place: CaptureSite, operand: Tensor) -> Value | None:
         """Return a value that holds `operand`, which autograd does not record for its operator, if one is needed."""

@@ -166,7 +166,7 @@ class ForwardPass:
         try:
             if probe is not None:
                 probe.entering(seam, args, kwargs)
-            if self.engine.notes(scope) and not self.notes:
+            if (actions.notes or self.engine.captures_all) and not self.notes:
                 run = self.run_replayable if seam.replays else self.run
                 result = self.run_capturing(run, seam, args, kwargs)
             elif seam.replays:
@@ -263,7 +263,7 @@ class ForwardPass:
             return seam.inner(*args, **kwargs)
         hold = partial(self.argument, scope, itertools.count(), outer)
         frame = ReplayFrame(seam, args, kwargs, hold, outer)
-        self.engine.relied_on.frames.add(frame)
+        self.engine.relied_on.add(frame)
         self.frame = frame if replay else outer
         try:
             result = seam.inner(*args, **kwargs)

@@ -15,7 +15,7 @@ In all other cases, such as when a graph of gradients is recorded, torch's kerne
 same, and so are the bits; the audit still compares them.
 
 Lowtide's kernels stay registered once they are, because the dispatcher frees a removed kernel even if another thread is
-about to call it. While nothing is in force they call torch's directly.
+about to call it. Those that nothing in force asks for call torch's at once.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class InPlace(Removable):
     def of_all(self, least: Mapping[str, int]) -> None:
         """Request these in each later backward pass, of any model."""
         self.least, self._is_for_all = least, True
+        _look_for_wanted()
         if least:
             available(self.device)
             _attend()
@@ -94,7 +95,9 @@ class InPlace(Removable):
     @contextlib.contextmanager
     def of_run(self, least: Mapping[str, int]) -> Iterator[list[Any]]:
         """Request these in one backward pass: that of the output which the block puts in the yielded list."""
-        self.least = least
+        if least is not self.least:
+            self.least = least
+            _look_for_wanted()
         outputs: list[Any] = []
         if not least:
             yield outputs
@@ -136,10 +139,23 @@ class InPlace(Removable):
     def remove(self) -> None:
         """Withdraw all requests. May be called again."""
         _IN_FORCE[:] = [other for other in _IN_FORCE if other() not in (None, self)]
+        _look_for_wanted()
 
 
 _IN_FORCE: list[weakref.ref[InPlace]] = []
 """Weak references, so that a dropped model is freed with its plan."""
+
+_WANTED: set[str] = set()
+"""Operators that a permission in force asks for, or that are being tried out: all others call torch's kernels."""
+
+
+def _look_for_wanted() -> None:
+    """Find the operators that permissions in force ask for."""
+    with _LOCK:
+        in_force = [found for reference in _IN_FORCE if (found := reference()) is not None]
+        wanted = {OPERATORS[node].name for found in in_force for node in found.least if node in OPERATORS}
+        _WANTED.update(wanted)
+        _WANTED.intersection_update(wanted)
 
 
 class _Graph:
@@ -233,7 +249,7 @@ def _kernel(name: str) -> Callable[..., Any]:
         trial = _trial
         if trial is not None and running_node() is trial.node:
             trial.found.append(references(args))
-        elif (found := _ruling(name, args)) is not None:
+        elif args[0].numel() * args[0].element_size() >= MIN_BYTES and (found := _ruling(name, args)) is not None:
             ruling, operator = found
             with below_autograd():
                 return ruling.run(operator, past, args[:-1], kwargs)
@@ -244,7 +260,7 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 def _ruling(name: str, args: tuple[Any, ...]) -> tuple[InPlace, Operator] | None:
     """Return the permission, and the operator, if the first argument is to be written over and that is possible."""
-    if not _IN_FORCE or args[0].numel() * args[0].element_size() < MIN_BYTES:
+    if not _IN_FORCE:
         return None
     node = running_node_name()
     if node not in OPERATORS or OPERATORS[node].name != name:
@@ -325,6 +341,7 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
         if device not in _COUNTS:
             _put_aside()
             found = {}
+            _WANTED.update(operator.name for operator in OPERATORS.values())
             with (
                 without_modes(),
                 with_aside(),
@@ -337,6 +354,7 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
                     alone, shared = (_tried(operator, device, shared=shared) for shared in (False, True))
                     if alone is not None and shared is not None and alone != shared:
                         found[operator.node] = alone
+            _look_for_wanted()
             _COUNTS[device] = found
         return _COUNTS[device]
 
@@ -344,7 +362,7 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
 def _put_aside() -> None:
     """Register Lowtide's kernels where torch finds them in an awaited backward pass, and nowhere else."""
     if not _libraries:
-        _libraries.append(put_aside({name: _kernel(name) for name in {o.name for o in OPERATORS.values()}}))
+        _libraries.append(put_aside({name: _kernel(name) for name in {o.name for o in OPERATORS.values()}}, _WANTED))
 
 
 def _tried(operator: Operator, device: str, *, shared: bool) -> tuple[int, ...] | None:

@@ -17,6 +17,8 @@ from lowtide._torch.modules import GLOBAL_FORWARD_HOOKS
 
 Table = dict[int, Callable[..., Any]]
 
+_NOTHING = contextlib.nullcontext()
+
 
 class _Noted:
     """Wrapper of a hook that records if the hook returned something."""
@@ -58,7 +60,7 @@ class Listening:
 def only(acting: set[int], modules: tuple[nn.Module, ...]) -> contextlib.AbstractContextManager[None]:
     """Run only those hooks of `modules` that are in `acting`."""
     silenced = [(table, key, hook) for table in _tables(modules) for key, hook in table.items() if key not in acting]
-    return _without(silenced) if silenced else contextlib.nullcontext()
+    return _without(silenced) if silenced else _NOTHING
 
 
 @contextlib.contextmanager
@@ -79,5 +81,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _tables(modules: tuple[nn.Module, ...]) -> list[Table]:
     """Return the nonempty tables of forward hooks, including those for all modules of the process."""
-    own = ((module._forward_pre_hooks, module._forward_hooks) for module in modules)
-    return [table for pair in (GLOBAL_FORWARD_HOOKS, *own) for table in pair if table]
+    tables: list[Table] = [*GLOBAL_FORWARD_HOOKS]
+    for module in modules:
+        tables += module._forward_pre_hooks, module._forward_hooks
+    return [table for table in tables if table]

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lowtide._torch.compiled_code import is_compiling_here
+from lowtide._torch.compiled_code import is_compiling_anywhere, is_compiling_here, is_traced
 from lowtide._torch.nodes import next_sequence_number, node_metadata
 from lowtide._torch.tensors import is_plain
 from lowtide.runtime.recipes import RECIPES
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 Number = bool | int | float | complex
 NUMBERS = (int, float, complex)
 """The types of `Number` for `isinstance`, which is slower with a union; a bool is an int."""
+_KINDS = (*NUMBERS, Tensor)
 
 _BINARY = ("self", "other")
 _FILLED = ("self", "mask", "value")
@@ -162,14 +163,22 @@ class OperandCapture(TorchFunctionMode):
         if func in _SIZED_BY_CONTENTS and is_sized_by_contents(func, args):
             self._listener.sized_by_contents(_SIZED_BY_CONTENTS[func])
         names = _OPERANDS.get(func)
-        if names is None or is_compiling_here():
+        if names is None or is_traced() or (is_compiling_anywhere() and is_compiling_here()):
             return func(*args, **kwargs)
         is_in_order = len(args) == len(names) and not kwargs
         operands = dict(zip(names, args, strict=True)) if is_in_order else _by_name(names, args, kwargs)
-        unrecorded = [(name, it) for name, it in operands.items() if _is_unrecorded(it) and name not in _SAVED]
+        edges: dict[str, tuple[Any, int] | None] = {}
+        """The end of each operand's gradient edge: its node and output, or a leaf itself; None without gradient."""
+        unrecorded: list[tuple[str, Number | Tensor]] = []
+        for name, operand in operands.items():
+            if isinstance(operand, Tensor) and operand.requires_grad:
+                edges[name] = operand if operand.grad_fn is None else operand.grad_fn, operand.output_nr
+            else:
+                edges[name] = None
+                if name not in _SAVED and isinstance(operand, _KINDS):
+                    unrecorded.append((name, operand))
         if not unrecorded:
             return func(*args, **kwargs)
-        edges = {name: _edge(operand) for name, operand in operands.items()}
         out = func(*args, **kwargs)
         node = out.grad_fn if isinstance(out, Tensor) else None
         if node is not None and _is_of(node, edges):
@@ -202,7 +211,7 @@ class OperandCapture(TorchFunctionMode):
             is_causal = bool(given.get("is_causal"))
             return Attention(next_sequence_number(), CaptureSite(self._listener.where()), None) if is_causal else None
         scores = query.numel() // max(1, query.shape[-1]) * key.shape[-2]
-        if not (isinstance(mask, Tensor) and _is_unrecorded(mask) and _is_worth_it(mask, scores)):
+        if not (isinstance(mask, Tensor) and not mask.requires_grad and _is_worth_it(mask, scores)):
             return None
         place, held = self._listener.unrecorded(mask)
         return None if held is None else Attention(next_sequence_number(), place, held)
@@ -231,13 +240,6 @@ def _is_worth_it(operand: Tensor, size: int) -> bool:
     return is_plain(operand) and not operand.is_inference() and 2 * operand.numel() <= size
 
 
-def _edge(operand: object) -> tuple[Any, int] | None:
-    """Return the end of an operand's gradient edge: its node and output, or a leaf itself; None without gradient."""
-    if not isinstance(operand, Tensor) or not operand.requires_grad:
-        return None
-    return (operand if operand.grad_fn is None else operand.grad_fn, operand.output_nr)
-
-
 def _is_of(node: Node, edges: dict[str, tuple[Any, int] | None]) -> bool:
     """Return True if a node is that of an operator whose operands had these edges, not of an operator around it."""
     recipe = RECIPES.get(node.name())
@@ -255,10 +257,6 @@ def _is_of(node: Node, edges: dict[str, tuple[Any, int] | None]) -> bool:
             if output != expected[1] or not is_same:
                 return False
     return True
-
-
-def _is_unrecorded(operand: object) -> bool:
-    return isinstance(operand, NUMBERS) or (isinstance(operand, Tensor) and not operand.requires_grad)
 
 
 def _by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -48,8 +48,12 @@ class OperandLookup:
             if isinstance(data, Handle):
                 if not data.value.partial:
                     return Handle(data.value, data.view)
-            elif data is not None and slot.unpack_hook is None:
-                return claim(self.autograd_s(name))
+            elif data is not None and slot.unpack_hook is None:  # autograd's: as backward will read it
+                try:
+                    own = getattr(self.node, SAVED + name)
+                except RuntimeError as error:
+                    raise CannotRecompute(str(error)) from None
+                return Handle(Value(own.detach() if own.requires_grad else own))
             elif (saved := self.saved(name)) is not None:
                 return claim(saved)
         edge = self.recipe.edges.get(name)
@@ -97,8 +101,7 @@ class OperandLookup:
             except RuntimeError as error:
                 raise CannotRecompute(f"{name} of {self.node.name()} can't be read off: {error}") from None
         try:
-            found = getattr(self.node, SAVED + name)
-            return found if type(found) in _UNSIGNED else signed(found)
+            return signed(getattr(self.node, SAVED + name))
         except AttributeError:
             owned = self.owned(name)
             if owned is None and name not in self.recipe.optional:
@@ -155,7 +158,8 @@ class OperandLookup:
         return found.value.leaf
 
 
-_UNSIGNED: Final = frozenset({bool, float, type(None)})
+AS_RECORDED: Final = frozenset({bool, float, type(None)})
+"""Types of constants that a node shows as they are: see `signed`."""
 _AUTOGRAD_S: Final = object()
 """Marker for a tensor that no hook saw: reading it from the node checks its version, and runs nothing."""
 
@@ -202,5 +206,5 @@ def shape_on(edge: tuple[Node | None, int]) -> torch.Size:
 def signed(constant: Any) -> Any:
     """Return a constant with its sign: autograd shows negative dimensions as unsigned 64-bit. Works inside tuples."""
     if isinstance(constant, tuple):
-        return tuple(signed(item) for item in constant)
+        return tuple([item if type(item) is int and item < 2**63 else signed(item) for item in constant])
     return constant - 2**64 if type(constant) is int and constant >= 2**63 else constant

@@ -59,21 +59,16 @@ class Recompute:
         """Operands that are parameters, if these may be sharded over processes."""
         self.over: Value | None = None
         """The operand that the latest result was written over."""
-        flat: list[Handle | None] = []
-        places: dict[str, int | slice] = {}
-        for name, argument in arguments.items():
-            first = len(flat)
-            if isinstance(argument, list):
-                flat += argument
-                places[name] = slice(first, len(flat))
-            else:
-                flat.append(argument)
-                places[name] = first
-        self.operands = tuple(flat)
-        self.has_passed = recipe.into and any(handle is not None and handle.value.passing for handle in flat)
+        self.operands: tuple[Handle | None, ...] = tuple(arguments.values())  # type: ignore[arg-type]  # no lists
+        self.places: dict[str, int | slice] | None = None
+        """Positions in `operands`, by the recipe's parameters; None if these are the operands in their order."""
+        if recipe.lists or len(arguments) < len(recipe.operands):  # numbers are constants
+            self.operands, self.places = flattened(arguments)
+        self.has_passed = False
         """True if the result may be written over an operand that is recomputed only for it."""
-        self.places = places
-        """Positions in `operands`, by the recipe's parameters."""
+        if recipe.into:
+            for handle in self.operands:
+                self.has_passed |= handle is not None and handle.value.passing
 
     @property
     def certain(self) -> bool:
@@ -85,25 +80,33 @@ class Recompute:
 
     def make(self, value: Value) -> Tensor:
         """Run the recipe; the result stays if an unread handle needs it."""
-        operands = self.operands
-        for operand in operands:
-            if operand is not None and operand.value.original is not None and operand.value.is_changed:
-                check_operands((operand.value,), self.recipe.node)
-        tensors = [None if operand is None else operand.get() for operand in operands]
+        tensors: list[Tensor | None] = []
+        for operand in self.operands:
+            if operand is None:
+                tensors.append(None)
+                continue
+            held = operand.value
+            if held.maker is None and held.tensor is not None and held.tensor._version != held.version:
+                check_operands([each.value for each in self.operands if each is not None], self.recipe.node)
+                tensors.append(operand.get())  # raises torch's own error
+            else:
+                is_whole = held.maker is None and operand.view is None
+                tensors.append(held.tensor if is_whole else operand.get())
         for parameter in self.sharded:
             check_is_whole(parameter.get())
         if values.probe is not None:
             values.probe.making(self)
-        arguments: dict[str, Any] = {name: tensors[place] for name, place in self.places.items()}
-        if self.constants:
-            arguments |= self.constants
+        constants, in_order = self.constants, tensors
+        if self.places is not None:
+            constants = constants | {name: tensors[place] for name, place in self.places.items()}
+            in_order = []
         if self.has_passed:
-            arguments |= self.spare(tensors)
-        if is_plain_mode():
-            made = self.recipe.function(**arguments)
-        else:
+            constants = constants | self.spare(tensors)
+        if torch.is_grad_enabled() or any_autocast():
             with plain():
-                made = self.recipe.function(**arguments)
+                made = self.recipe.function(*in_order, **constants)
+        else:
+            made = self.recipe.function(*in_order, **constants)
         result = made[value.output] if isinstance(made, tuple) else made
         if self.stride is not None and (result.stride() != self.stride or result.storage_offset()):
             with plain():
@@ -131,15 +134,34 @@ class Recompute:
         return {}
 
 
+def flattened(
+    arguments: Mapping[str, Handle | list[Handle | None] | None],
+) -> tuple[tuple[Handle | None, ...], dict[str, int | slice]]:
+    """Return all operands in one tuple, and the positions of each argument in it."""
+    operands: list[Handle | None] = []
+    places: dict[str, int | slice] = {}
+    for name, argument in arguments.items():
+        first = len(operands)
+        if isinstance(argument, list):
+            operands += argument
+            places[name] = slice(first, len(operands))
+        else:
+            operands.append(argument)
+            places[name] = first
+    return tuple(operands), places
+
+
 def can_hold_result(tensor: Tensor, operands: list[Tensor | None]) -> bool:
     """Return True if an elementwise op's result of `operands` fits into `tensor`, one of them with no other owner."""
+    for other in operands:
+        if not (other is None or other is tensor or goes_into(other, tensor)):
+            return False
     return (
         tensor.is_floating_point()
         and tensor.dim() > 0
         and tensor.nbytes == tensor.untyped_storage().nbytes()
         and base_of(tensor) is None
         and (is_fake(tensor) or has_one_owner(tensor))
-        and all(other is None or other is tensor or goes_into(other, tensor) for other in operands)
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -12,7 +12,7 @@ from lowtide._torch.nodes import output_metadata
 from lowtide._torch.tensors import is_plain
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.runtime.operand_capture import NUMBERS
-from lowtide.runtime.operand_lookup import OperandLookup
+from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, signed
 from lowtide.runtime.recipes import RECIPES, CannotRecompute
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.saved_values import Handle, Value, register, registered
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
     from lowtide.runtime.tensor_writers import ReliedOn
+
+_UNRECORDED: Final = object()
 
 MAX_CHAIN = 32
 """Nodes that one recompute may visit before it reaches a held value."""
@@ -102,11 +104,22 @@ class Builder:
         for name, wanted in found.when.items():
             if source.constant(name) != wanted:
                 raise CannotRecompute(f"{kind} with {name}={source.constant(name)} is not made again")
-        constants = {name: source.constant(name) for name in found.constants}
+        constants: dict[str, Any] = {}
+        for name, attribute in found.recorded:
+            constant = getattr(node, attribute, _UNRECORDED)
+            if type(constant) not in AS_RECORDED:
+                constant = source.constant(name) if constant is _UNRECORDED else signed(constant)
+            constants[name] = constant
+        for name in found.computed:
+            constants[name] = source.constant(name)
         arguments: dict[str, Handle | list[Handle | None] | None] = {}
-        for name in found.operands:
+        for name, attribute in found.saved:
             if name in found.unless and constants[found.unless[name]]:
                 arguments[name] = None
+                continue
+            data = getattr(getattr(node, attribute, None), "data", None)
+            if type(data) is Handle and not data.value.partial:
+                arguments[name] = Handle(data.value, data.view)
                 continue
             operand = source.operands(name) if name in found.lists else source.operand(name)
             if isinstance(operand, NUMBERS):
@@ -133,5 +146,6 @@ class Builder:
         there = registered(node, output)
         if there is None:
             return self.recompute(node, output, depth=depth + 1)
-        there.need()
+        if there.places is not None:
+            there.need()
         return there

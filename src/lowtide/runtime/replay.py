@@ -49,6 +49,8 @@ class _NestedBackward(BaseException):
     """Signal that the call runs backward inside its forward and needs its saved tensors."""
 
 
+_NOTHING = contextlib.nullcontext()
+
 one_at_a_time = threading.RLock()
 """Lock, because a replay restores random numbers, flags and buffers, and backward may run in several threads."""
 
@@ -215,7 +217,8 @@ class ReplayFrame:
     def _run_again(self, wanted: set[int], at: Callable[[int, Tensor], object]) -> set[int]:
         """Run the call again; return the places at which no tensor was saved."""
         rerun = _ReplayRun(self, wanted, at)
-        with _in_place({inner for inner, _ in self.nested}), contextlib.suppress(_StopReplay):
+        in_place = _in_place({inner for inner, _ in self.nested}) if self.nested else _NOTHING
+        with in_place, contextlib.suppress(_StopReplay):
             self._run(rerun, self.operands)
         rerun.hand_over()
         return wanted - rerun.found
@@ -230,18 +233,18 @@ class ReplayFrame:
             return self._run(_AdvanceRun(self), operands)
 
     def _run(self, rerun: _ReplayRun | _AdvanceRun, operands: tuple[Handle, ...]) -> Any:
-        seam = self.seam
-        for value in (handle.value for handle in operands):
+        seam, reach = self.seam, self.seam.reach
+        for value in [handle.value for handle in operands]:
             if value.is_changed:
                 assert value.tensor is not None
-                seam.reach.is_overwritten = True
+                reach.is_overwritten = True
                 raise Overwritten(value.tensor, value.version, str(seam), type(seam.module))
         args, kwargs = self.arguments.again(operands)
         with (
             without_aside(),
-            run_again(seam.reach.units) if seam.reach.units else contextlib.nullcontext(),
+            run_again(reach.units) if reach.units else _NOTHING,
             self.surroundings.again(),
-            hooks.only(self._listening.acting, seam.reach.modules),
+            hooks.only(self._listening.acting, reach.modules),
             hooks_but_in_transforms(rerun.pack, rerun.unpack, seam.engine.apart),
         ):
             here = seam.engine.here
@@ -367,7 +370,8 @@ class _ReplayRun(_Reexecution):
         if is_complete or operator != self._operator:
             if self._place >= self._last:
                 raise _StopReplay
-            self.hand_over()
+            if self._fresh:
+                self.hand_over()
             self._operator, self._is_complete = operator, True
         is_complete |= tensor.grad_fn is not None or tensor.requires_grad or base_of(tensor) is not None
         self._is_complete &= is_complete

@@ -163,13 +163,23 @@ class Handle:
         value.readers += 1
 
     def get(self) -> Tensor:
-        """Return the tensor with the geometry it was saved with. May be called any number of times."""
+        """Return the tensor with the geometry it was saved with. May be called any number of times.
+
+        A tensor that can be recomputed is freed once its last reader has it.
+        """
         value, view = self.value, self.view
         tensor = value.tensor
         if value.maker is not None:
             if tensor is None:
                 tensor = materialize(value)
-            self._read(value)
+            number = backward_number()
+            if value.seen != number:
+                value.seen, value.reads = number, 0
+            if self.seen != number:
+                self.seen = number
+                value.reads += 1
+            if value.reads == value.readers:  # this was the last reader
+                value.tensor = None
         else:
             assert tensor is not None
             if tensor._version != value.version:
@@ -183,17 +193,6 @@ class Handle:
         self.value.readers -= 1
         self.value = value
         value.readers += 1
-
-    def _read(self, value: Value) -> None:
-        """Count this reader; after the last one, free a tensor that can be recomputed."""
-        number = backward_number()
-        if value.seen != number:
-            value.seen, value.reads = number, 0
-        if self.seen != number:
-            self.seen = number
-            value.reads += 1
-        if value.reads == value.readers:
-            value.tensor = None
 
     def wait(self) -> None:
         """Mark the handle as unread, even if the recompute that it is an operand of has run before in the same pass."""

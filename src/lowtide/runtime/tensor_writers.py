@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lowtide._torch.backward import in_backward
 from lowtide._torch.patching import replace_function
 from lowtide._torch.tensors import storage_id
+from lowtide.runtime import parameter_methods
 from lowtide.runtime.recipes import CannotRecompute
 from lowtide.runtime.saved_values import Value, changed_in_place, value_without_grad_fn
 
@@ -77,6 +78,7 @@ class ReliedOn:
         """Return `value`, registered as holding `tensor` for a recompute."""
         value.original = weakref.ref(tensor)
         if self.takes_values:
+            parameter_methods.watched = True
             if len(self._values) >= self._most:
                 self._forget_gone()
             self._values.append(weakref.ref(value))
@@ -85,6 +87,12 @@ class ReliedOn:
     def rely_on(self, values: Iterable[Value]) -> None:
         """Copy these values' tensors before a write, although other recomputes run only on trial."""
         self._values += [weakref.ref(value) for value in values if value.original is not None]
+        parameter_methods.watched = True
+
+    def add(self, frame: ReplayFrame) -> None:
+        """Copy the parameters that the replay of `frame` reads before a write."""
+        self.frames.add(frame)
+        parameter_methods.watched = True
 
     def _forget_gone(self) -> None:
         self._values = [reference for reference in self._values if reference() is not None]
@@ -100,7 +108,7 @@ class ReliedOn:
         """Copy tensors that are still to be read before a write, until `leave`, or until the plan's model is freed."""
         _watching.add(self)
         if not _undo:
-            _undo.append(register_optimizer_step_pre_hook(_updates).remove)
+            _undo.extend((register_optimizer_step_pre_hook(_updates).remove, parameter_methods.intercept(_writes)))
         stop = replace_function(
             torch, "embedding_renorm_", functools.partial(functools.partial, _renormalise, weakref.ref(self))
         )
@@ -126,6 +134,7 @@ class ReliedOn:
             is_there = value.kept and value.readers and not value.is_changed
             if is_there and original is not None and storage_id(original) in storages:
                 value.keep(copy_of(original))
+                value.original = None
         for frame in list(self.frames):
             if frame.surroundings.copy(storages, copy_of) and is_habit:
                 frame.seam.reach.is_overwritten = True
@@ -178,6 +187,14 @@ def _updates(optimizer: Optimizer, *_: Any) -> None:
         updated = {storage_id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         for relied_on in found:
             relied_on.before_write(updated, f"{type(optimizer).__name__}.step()")
+
+
+def _writes(parameter: Tensor, method: str) -> bool:
+    """Copy what a method of `parameter` is about to write to, if a plan reads it again. Return False if none reads."""
+    found = _at_work()
+    for relied_on in found:
+        relied_on.before_write({storage_id(parameter)}, f"Tensor.{method}")
+    return bool(found) or in_backward()
 
 
 def _renormalise(

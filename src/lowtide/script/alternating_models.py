@@ -48,9 +48,9 @@ def others_at_hand(model: nn.Module) -> bool:
     return any(held and not held & mine for held in map(held_by, optimizers_at_hand()))
 
 
-def ids(parameters: Iterable[nn.Parameter]) -> set[int]:
-    """Return the ids of the parameter objects."""
-    return {id(p) for p in parameters}
+def ids(objects: Iterable[object]) -> set[int]:
+    """Return the ids of the objects."""
+    return {id(obj) for obj in objects}
 
 
 def held_by(optimizer: Optimizer) -> set[int]:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from lowtide.api.apply import apply
 from lowtide.api.fit import over_budget
 from lowtide.errors import RehearsalError, StalePlan
+from lowtide.memory.device_budget import check_on_device
 from lowtide.profiler.online import PATIENCE
 from lowtide.runtime.call_shapes import no_larger, shapes_in
-from lowtide.runtime.fingerprint import fingerprint
+from lowtide.runtime.fingerprint import fingerprint, place_of
 from lowtide.script.composite_model import CompositeModel, is_of_parts, name_of
 from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.units import format_bytes
@@ -56,7 +57,7 @@ class Applying(PlanMonitor):
         self._n_others += not self._is_planned
         if is_own and no_larger(shapes_in(found.batch), shapes_in(planned.batch)):
             try:
-                self._open = Measured(model, batch, optimizers, self._applied)
+                self._open = Measured(model, batch, optimizers, self._applied, self._plan.budget_for)
             except RehearsalError as why:
                 self.loses_track(why)
         elif self._n_others >= PATIENCE:
@@ -107,6 +108,7 @@ class Applying(PlanMonitor):
             found = replace(found, batch=planned.batch)
         self._differences = planned.differences(found)
         if not self._differences:
+            check_on_device(self._plan.budget_bytes, place_of(model), self._plan.budget_for)
             self._model, self._applied = model, apply(model, self._plan, say=self._say)
             self._guard(model, self._applied)
             self._say(
@@ -118,9 +120,16 @@ class Applying(PlanMonitor):
         self._leave_in_force()
         measured_bytes = max(self._most, *self._peaks[-1:], 0)
         if measured_bytes > self._plan.budget_bytes:
-            raise over_budget(self._plan, self._plan.budget_bytes, [measured_bytes], nearest=(PLANS_AGAIN,))
+            raise over_budget(
+                self._plan,
+                self._plan.budget_bytes,
+                [measured_bytes],
+                nearest=(PLANS_AGAIN,),
+                budget_for=self._plan.budget_for,
+            )
         if self._peaks:
-            self._say(f"measured {format_bytes(measured_bytes)} peak: within the budget")
+            reserved = " reserved" if self._plan.budget_for == "reserved" else ""
+            self._say(f"measured {format_bytes(measured_bytes)} peak{reserved}: within the budget")
         else:
             self._say_smaller_only()
 

@@ -1,9 +1,11 @@
-"""Rehearse a script for an absent GPU: run on fake tensors from its first training forward on, for two steps."""
+"""Estimate a script's memory: run on fake tensors from its first training forward on, for two steps."""
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -12,15 +14,18 @@ from lowtide._torch.modes import saved_tensor_hooks
 from lowtide._torch.tensors import storage_id
 from lowtide.errors import LowtideError
 from lowtide.estimator.batch_search import resized, size_of
+from lowtide.estimator.cuda.absent_gpu_run import AbsentGpuRun
 from lowtide.estimator.cuda.deferred_placement import DeferredCudaModule
 from lowtide.estimator.cuda.placement import is_given
-from lowtide.estimator.cuda.two_step_run import TwoStepGpuRun
 from lowtide.estimator.fake_step import COMPILED
+from lowtide.estimator.packed_sequences import sizes_in
+from lowtide.estimator.replayed_blocks import replay_blocks
+from lowtide.estimator.two_step_run import TwoStepRun
 from lowtide.runtime.fingerprint import in_words, tensors_in
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.script.alternating_models import PATIENCE, held_by, ids, others_at_hand
 from lowtide.script.calling_code import at_hand, optimizers_at_hand
-from lowtide.script.gpu_patches import cuda_for_a_script, nothing_saved
+from lowtide.script.estimate_patches import cuda_for_a_script, nothing_saved, steps_of_a_script
 from lowtide.script.manual_updates import has_others
 from lowtide.script.run_listened import run_watched
 from lowtide.script.runner import Script
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
 
     from lowtide.estimator.absent_processes import AbsentProcesses
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
+    from lowtide.estimator.memory_estimate import MemoryEstimate
     from lowtide.estimator.values.assumptions import ValueOracle
     from lowtide.memory.gpu_specs import GpuSpec
 
@@ -47,7 +53,9 @@ MOST_PASSES = 32
 
 
 class Estimating(StepListener):
-    """A listener that puts the model on `gpu` at its first forward, and ends the script after two steps there.
+    """A listener that ends the script after two steps on fake tensors, from the model's first forward on.
+
+    They are on `gpu`, which need not be there; without one on the devices on which the script has put them.
 
     With `size`, every reachable tensor whose first dimension has the batch's length gets that size: tensors that the
     model is called with, and those in variables of the functions that call it.
@@ -57,12 +65,19 @@ class Estimating(StepListener):
     plans_compiled = False  # compiled functions run uncompiled
 
     def __init__(
-        self, gpu: GpuSpec, size: int | None, told: Callable[[], None], processes: AbsentProcesses | None = None
+        self,
+        gpu: GpuSpec | None,
+        size: int | None,
+        told: Callable[[], None],
+        processes: AbsentProcesses | None = None,
+        *,
+        replayed: bool = False,
     ) -> None:
         self.done = False
-        self.estimate: GpuMemoryEstimate | None = None
+        self.estimate: MemoryEstimate | None = None
         self._gpu, self._size, self._told, self._processes = gpu, size, told, processes
-        self._rehearsal: TwoStepGpuRun | None = None
+        self._replayed = replayed
+        self._rehearsal: TwoStepRun | None = None
         self._model: nn.Module | None = None
         self._optimizers: tuple[Optimizer, ...] = ()
         self._n_steps = 0
@@ -97,7 +112,7 @@ class Estimating(StepListener):
                 return
             self._enter(model, batch, resizing)
         elif model is not self._model:
-            self._rehearsal.turn_to(model)
+            self._turn_to(model)
         self._resize(resizing)
         assert self._rehearsal is not None
         if self._n_steps == 1:
@@ -112,6 +127,22 @@ class Estimating(StepListener):
         self._model = model
         self._data = {id(p): storage_id(p) for p in model.parameters()}
         self._rehearsal.answers.written.clear()
+
+    def is_left_by(self, model: nn.Module, other: nn.Module) -> bool:
+        """Return True if no variable of the script leads to `model` or its parts, on fake tensors, any longer."""
+        if self._rehearsal is None:
+            return False
+        reached = ids(ReachableState(*at_hand(), other).visited)
+        return not reached & ids(model.modules())
+
+    def _turn_to(self, model: nn.Module) -> None:
+        """Switch to another model. If the former one is gone, both steps are to be those of the new one."""
+        assert self._rehearsal is not None
+        former = None if self._model is None else weakref.ref(self._model)
+        self._model = model
+        self._rehearsal.turn_to(model, at_hand())
+        if former is not None and former() is None:
+            self._n_steps = 0
 
     def finds(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
         """Put the trained model on the GPU now: the next step begins before the model is called."""
@@ -198,11 +229,22 @@ class Estimating(StepListener):
         for unit in units(model.modules()):
             unit.reshard()  # type: ignore[operator]  # whole after an evaluation, and gathered again by the next forward
         found = ReachableState(*at_hand())
-        batch = [tensor for tensor in tensors_in(batch) if not _is_in(resizing, tensor)]
+        later = (*resizing, *sizes_in(batch))
+        batch = [tensor for tensor in tensors_in(batch) if not _is_in(later, tensor)]
         reached = (self._optimizers, found.modules)
-        rehearsal = TwoStepGpuRun(
-            self._gpu, model, batch, reached, alone=True, is_there=self.asked.has, processes=self._processes
-        )
+        if self._gpu is None:
+            rehearsal = TwoStepRun(model, batch, reached)
+        else:
+            rehearsal = AbsentGpuRun(
+                self._gpu,
+                model,
+                batch,
+                reached,
+                plan=replay_blocks(model, batch) if self._replayed else None,
+                alone=True,
+                is_there=self.asked.has,
+                processes=self._processes,
+            )
         rehearsal.__enter__()
         self._rehearsal, self.answers = rehearsal, rehearsal.answers
         self._told()
@@ -268,21 +310,52 @@ class Estimating(StepListener):
             rehearsal.__exit__(None, None, None)
 
 
+@overload
 def estimate_script(
     script: Script,
     gpu: GpuSpec,
     size: int | None = None,
     *,
+    told: Callable[[], None] = ...,
+    processes: AbsentProcesses | None = None,
+    replayed: bool = False,
+) -> tuple[int, GpuMemoryEstimate | None]: ...
+
+
+@overload
+def estimate_script(
+    script: Script,
+    gpu: GpuSpec | None,
+    size: int | None = None,
+    *,
+    told: Callable[[], None] = ...,
+    processes: AbsentProcesses | None = None,
+    replayed: bool = False,
+) -> tuple[int, MemoryEstimate | None]: ...
+
+
+def estimate_script(
+    script: Script,
+    gpu: GpuSpec | None,
+    size: int | None = None,
+    *,
     told: Callable[[], None] = lambda: None,
     processes: AbsentProcesses | None = None,
-) -> tuple[int, GpuMemoryEstimate | None]:
-    """Run `script` up to two steps on `gpu`, as one of `processes`; return its exit code and the estimate.
+    replayed: bool = False,
+) -> tuple[int, MemoryEstimate | None]:
+    """Run `script` up to two steps without memory; return its exit code and the estimate.
 
-    `told` is called when the script's tensors are real for the last time.
+    With `gpu` the script runs on that GPU, as one of `processes`. `told` is called when the script's tensors are real
+    for the last time. With `replayed`, each repeated block of the model is replayed in backward.
+
     Raises the errors of a rehearsal, with the line of the script that caused them.
     """
-    crew = Estimating(gpu, size, told, processes)
-    with cuda_for_a_script(gpu, crew, processes), nothing_saved(crew):
+    crew = Estimating(gpu, size, told, processes, replayed=replayed)
+    with contextlib.ExitStack() as stack:
+        if gpu is not None:
+            stack.enter_context(cuda_for_a_script(gpu, crew, processes))
+        stack.enter_context(steps_of_a_script(crew))
+        stack.enter_context(nothing_saved(crew))
         try:
             code = run_watched(script, crew)
         except LowtideError as error:

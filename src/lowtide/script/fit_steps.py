@@ -18,9 +18,9 @@ import torch
 
 from lowtide._torch.compiled_code import n_compiled
 from lowtide.api.apply import Applied
-from lowtide.api.fit import COMPILED_REPAIRS, REPAIRS, over_budget, with_excess
+from lowtide.api.fit import COMPILED_REPAIRS, REPAIRS, as_measured, forecast_plan, over_budget, with_excess
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError
-from lowtide.memory.device_budget import BudgetFor, check_on_device, on_device
+from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.memory.events import Busy
 from lowtide.planner import plan
 from lowtide.planner.planning import smallest_plan
@@ -38,6 +38,7 @@ from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.state.process_group import several_processes
 from lowtide.units import format_apart, format_bytes, format_change, format_ratio, format_time
+from lowtide.utils.amounts import BudgetFor
 from lowtide.utils.progress import Stage, showing
 
 if TYPE_CHECKING:
@@ -261,7 +262,7 @@ class Fitting(PlanMonitor):
         self._say(f"rehearsed {self.model_name} in {self._rehearsing.n_steps} steps")
         try:
             with showing(self._progress), Stage("planning"):
-                self.plan = plan(profile, self._budget)
+                self.plan = forecast_plan(profile, self._budget) if profile.graphs else plan(profile, self._budget)
         except Infeasible as why:
             if self._on_infeasible == "raise":
                 raise
@@ -270,6 +271,7 @@ class Fitting(PlanMonitor):
                 return
             self.plan = replace(smallest_plan(profile), budget_bytes=why.budget_bytes)
             self._say(f"{_first_line(why)} The most saving plan is in force, as asked, and is over the budget")
+        self.plan = replace(self.plan, budget_for=self._budget_for)
         self._announce(self.plan)
 
     def _go_on_plain(self, why: LowtideError) -> None:
@@ -411,6 +413,8 @@ class Fitting(PlanMonitor):
         if measured_bytes <= made.budget_bytes:
             self._most = max(self._most, measured_bytes)
             if self._is_planned:
+                if made.graphs and self._budget_for == "requested":
+                    made = self._as_measured(made, measured_bytes)
                 if self._budget_for == "reserved":  # of the plain step requested bytes are known
                     what = "peak reserved"
                 else:
@@ -429,7 +433,7 @@ class Fitting(PlanMonitor):
             if made.graphs:
                 aim_bytes = made.budget_bytes
                 excess_bytes = measured_bytes - made.predicted.peak_bytes
-                self._rehearsing.profile = profile = with_excess(profile, excess_bytes, len(self._over))
+                self._rehearsing.profile = profile = with_excess(profile, excess_bytes)
             try:
                 lower = plan(profile, max(1, aim_bytes))
             except Infeasible:
@@ -439,15 +443,21 @@ class Fitting(PlanMonitor):
                     f"measured {format_bytes(measured_bytes)} peak, {format_bytes(over)} over the budget: planning "
                     "again"
                 )
-                self.plan = replace(lower, budget_bytes=made.budget_bytes)
+                self.plan = replace(lower, budget_bytes=made.budget_bytes, budget_for=made.budget_for)
                 return
         self._stays_over(made, over_budget(profile, made.budget_bytes, self._over, budget_for=self._budget_for))
 
+    def _as_measured(self, made: Plan, measured_bytes: int) -> Plan:
+        """Take the measured peak of compiled code as the plan's prediction, instead of the forecast."""
+        assert self._applied is not None
+        self.plan = self._compared = self._applied.plan = made = as_measured(made, measured_bytes)
+        return made
+
     def _stays_over(self, made: Plan, why: OverBudget) -> None:
         """Continue as `on_infeasible` says if no plan keeps to the budget. Raises OverBudget."""
-        if self._on_infeasible == "raise" and not self._smaller:
+        if self._on_infeasible == "raise" and not self._n_growths:
             raise why
-        if self._on_infeasible == "plain" and not self._smaller:
+        if self._on_infeasible == "plain" and not self._n_growths:
             self._go_on_plain(why)
             self._gone, self._applied, self.plan = self._applied, None, None  # until the next step, which changes hooks
             return
@@ -516,7 +526,7 @@ class Fitting(PlanMonitor):
         if len(larger.input_shapes) == 1 and most_elements(larger) > most_elements(made):
             if not larger.graphs:  # compiled code has one partition for all sizes
                 self._smaller.append(made)
-            self.plan = larger
+            self.plan = replace(larger, budget_for=made.budget_for)
             self._over, self._n_others, self._most = [], 0, 0
             self._announce(larger)
 

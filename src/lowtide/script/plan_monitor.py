@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lowtide.api.apply import Applied
-    from lowtide.memory.device_budget import BudgetFor
+    from lowtide.utils.amounts import BudgetFor
 
 _PASSED_OVER = (
     "another model is trained now, without a plan: a plan is for one model object, the first that was trained. Run "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from lowtide.errors import RehearsalError
 from lowtide.levers import enable
 from lowtide.levers.lever import LeverNotApplicable
 from lowtide.memory.events import Busy
-from lowtide.profiler.checkpointed_blocks import can_do_without, told
+from lowtide.profiler.checkpointed_blocks import told
 from lowtide.profiler.online import PATIENCE, OnlineProfiler
 from lowtide.profiler.preconditions import check_not_scripted, has_torchscript
 from lowtide.script.composite_model import name_of
@@ -62,14 +61,10 @@ class Rehearsing(StepListener):
         self._is_hidden = False
         self._plain, self._stop = plain, stop
         self._observed: OnlineProfiler | OnlineCompiledProfiler | None = None
-        self._checkpointed: tuple[Profile, Counter[str]] | None = None
-        """The profile and calls of steps with checkpointed calls, while steps without checkpointing are rehearsed."""
         self._n_runs = 0
         """Steps in which TorchScript in the model ran; it compiles itself in the first ones."""
         self._gone: list[OnlineProfiler | OnlineCompiledProfiler] = []
         """Profilers still in force on models that were given up."""
-        self._is_anew = False
-        """True if this rehearsal is for larger batches than an earlier one."""
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Observe this step. Raises RehearsalError for a model that can't be planned."""
@@ -112,9 +107,7 @@ class Rehearsing(StepListener):
         self._observed.end()
         self.n_steps += 1
         if self._observed.profile is not None:
-            self._settle(model, self._observed)
-        elif self._checkpointed is not None and self._observed.why:
-            self._finish(told(*self._checkpointed, None))
+            self._finish(self._observed)
         elif len(self._observed.why) >= MOST_UNUSABLE:
             raise RehearsalError(
                 f"of {self.n_steps} steps no two did the same work: {self._observed.why[-1]}.\n{ONE_FORM}"
@@ -127,12 +120,12 @@ class Rehearsing(StepListener):
         if self._observed is not None:
             self._observed.give_up()
             self._gone.append(self._observed)  # until the next step: here no hooks may be removed
-        self.done, self.profile, self._observed, self._checkpointed = False, None, None, None
+        self.done, self.profile, self._observed = False, None, None
 
     def begin_anew(self) -> None:
         """Rehearse larger batches than before, reusing earlier results; one step usually suffices."""
         assert self._observed is not None
-        self.done, self.profile, self._checkpointed, self._is_anew = False, None, None, True
+        self.done, self.profile = False, None
         self._observed.begin_anew()
 
     def lets_go(self) -> None:
@@ -142,12 +135,10 @@ class Rehearsing(StepListener):
 
     def finish(self) -> None:
         """Accept the largest size that came often enough, if no size has been rehearsed yet."""
-        if self._checkpointed is not None and not self.done:
-            self._finish(told(*self._checkpointed, None))
-        elif self._observed is not None and not self.done:
+        if self._observed is not None and not self.done:
             self._observed.finish()
             if self._observed.profile is not None:
-                self._finish(told(self._observed.profile, self._observed.checkpointed, None))
+                self._finish(self._observed)
 
     def leaves(self) -> None:
         """Remove all hooks."""
@@ -158,25 +149,14 @@ class Rehearsing(StepListener):
             self._on.remove()
             self._on = None
 
-    def _settle(self, model: nn.Module, observed: OnlineProfiler | OnlineCompiledProfiler) -> None:
-        """Finish the rehearsal; if calls are checkpointed, first rehearse without checkpoints to measure their cost."""
-        profile = observed.profile
-        assert profile is not None
-        if self._checkpointed is not None:
-            self._finish(told(*self._checkpointed, profile))
-        elif self._is_anew or not observed.checkpointed or not can_do_without(model):
-            self._finish(told(profile, observed.checkpointed, None))
-        else:
-            self._checkpointed = profile, observed.checkpointed
-            self._gone.append(observed)  # until the next step: here no hooks may be removed
-            self._observed = OnlineProfiler(model, checkpoints=False)
-
-    def _finish(self, profile: Profile) -> None:
+    def _finish(self, observed: OnlineProfiler | OnlineCompiledProfiler) -> None:
+        assert observed.profile is not None
         assert self._on is not None
         try:
             self._on.check()
         except LeverNotApplicable as why:
             raise RehearsalError(f"a lever that was asked for is of no use here: {why}. Leave it out.") from why
+        profile = told(observed.profile, observed.checkpointed, None)
         self.profile, self.done = replace(profile, levers=self._levers), True
 
     @property

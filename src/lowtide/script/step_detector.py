@@ -31,6 +31,7 @@ from lowtide._torch.backward import in_backward, in_transform, is_tracing
 from lowtide._torch.compiled_code import is_compiled, n_compiled, never_compiled, not_compiled_alone
 from lowtide._torch.patching import Make, replace_function
 from lowtide.errors import LowtideError, RehearsalError
+from lowtide.profiler.preconditions import check_updates_outside
 from lowtide.runtime.class_calls import class_of_call, classes_of_calls
 from lowtide.runtime.fingerprint import tensors_in
 from lowtide.script.alternating_models import PATIENCE, AlternatingModels, held_by, ids, others_at_hand
@@ -217,6 +218,8 @@ class Steps:
         try:
             if torch.is_grad_enabled() and self._is_here() and not in_backward():
                 for module in trained_modules(of, args, kwargs):
+                    with self._noting():
+                        check_updates_outside(of)
                     if not self._is_open:
                         self.crew.compiled = function
                     with self._noting():
@@ -292,9 +295,12 @@ class Steps:
         if self.model is None:
             self.model = module
             self._prompted.forget()
+        elif not (self._is_given or self._is_ours(module)) and self.crew.is_left_by(self.model, module):
+            for held in (self._called, self._optimizers, self._stepped):  # their memory may be freed
+                held.clear()
+            self._replace(module)
         elif not self._is_given and self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
-            self._give_up(module)  # the first call may have been a trial on something small
-            self._is_open = False
+            self._replace(module)  # the first call may have been a trial on something small
         if not self.n_updates and not self._updating and module is self.model:
             self._look_for_updates_by_hand(module)
         if not self._is_open and not self._is_ours(module):
@@ -455,6 +461,11 @@ class Steps:
         self._turns.begin()
         self._waits_until = 0
         self.crew.gives_up(given_up)
+
+    def _replace(self, other: nn.Module) -> None:
+        """Give up the model for one with which a step begins now."""
+        self._give_up(other)
+        self._is_open = False
 
     def _is_only_guessed(self) -> bool:
         """Return True if no optimizer has updated the model so far."""

@@ -57,6 +57,10 @@ class StepListener:
         """
         raise NotImplementedError
 
+    def is_left_by(self, model: nn.Module, other: nn.Module) -> bool:
+        """Return True if the program holds `model` no longer, and has called `other` instead."""
+        return False
+
     def finds(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
         """Take `model` as trained after an unobserved step. Called from an optimizer's hook."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from lowtide.api.fitted import check_has_no_plan
 from lowtide.errors import LowtideError
 from lowtide.levers import parse_script_lever
-from lowtide.memory.device_budget import BudgetFor, check_on_device
+from lowtide.memory.device_budget import check_on_device
 from lowtide.report.text_table import decisions, extra_time, lever_lines
 from lowtide.runtime.fingerprint import place_of
 from lowtide.script.calling_code import as_far_as
@@ -18,6 +18,7 @@ from lowtide.script.fit_steps import Fitting, OnInfeasible, RunVerdict, check_on
 from lowtide.script.repeat_step import told_repeated
 from lowtide.script.run_listened import watched, why_not
 from lowtide.units import format_bytes, format_change
+from lowtide.utils.amounts import BudgetFor
 from lowtide.utils.interrupts import entering, resend_dropped_interrupts, whole
 from lowtide.utils.messages import note, tell
 from lowtide.utils.rendering import Displayed, short_repr
@@ -62,15 +63,21 @@ class Run(Displayed):
     def metrics(self) -> dict[str, float]:
         """Return numbers for a training log; none before there is a plan.
 
+        Peaks are in requested bytes. If the budget is for reserved bytes, `lowtide_reserved_peak_bytes` was measured.
+
         Names are letters and underscores, which TensorBoard, Weights & Biases and MLflow all take.
         """
         plan, verdict = self.plan, self.verdict
         if plan is None:
             return {}
         measured_bytes = None if verdict is None else verdict.measured_peak_bytes
+        reserved = {}
+        if plan.budget_for == "reserved" and measured_bytes is not None:
+            reserved, measured_bytes = {"lowtide_reserved_peak_bytes": measured_bytes}, None
         return {
             "lowtide_budget_bytes": plan.budget_bytes,
             "lowtide_peak_bytes": plan.predicted.peak_bytes if measured_bytes is None else measured_bytes,
+            **reserved,
             "lowtide_plain_peak_bytes": plan.plain.peak_bytes,
             "lowtide_extra_ms": plan.predicted.extra_ms,
             "lowtide_plans": len(self.plans),

@@ -92,7 +92,10 @@ ATOMS = (str, int, float, bool, types.NoneType, types.FunctionType, bytes, compl
 class Bindings:
     """Places of one object, and their contents."""
 
-    __slots__ = ("held",)
+    __slots__ = ("container", "held")
+
+    container: Any
+    """The object whose places these are."""
 
     def __init__(self, *, weakly: bool) -> None:
         now = self.current()
@@ -166,7 +169,7 @@ class NamedBindings(Bindings):
 class Entries(NamedBindings):
     """Entries of a dict. With an `owner`, entries named in `excluded` are left alone."""
 
-    __slots__ = ("_excluded", "_kind", "_owner", "container")
+    __slots__ = ("_excluded", "_kind", "_owner")
 
     def __init__(self, table: Any, *, weakly: bool = False, owner: str = "", excluded: Collection[str] = ()) -> None:
         self.container, self._kind, self._owner, self._excluded = table, kind_of(table), owner, excluded
@@ -198,7 +201,7 @@ class Entries(NamedBindings):
 class Items(Bindings):
     """Items of a list, a deque or a set."""
 
-    __slots__ = ("_kind", "container")
+    __slots__ = ("_kind",)
 
     def __init__(self, items: Any, *, weakly: bool = False) -> None:
         self.container, self._kind = items, kind_of(items)
@@ -229,25 +232,25 @@ def contents_of(container: Any, *, weakly: bool = False) -> Entries | Items:
 class Slots(Bindings):
     """Slots of an object, frozen or not."""
 
-    __slots__ = ("_obj", "_slots")
+    __slots__ = ("_slots",)
 
     def __init__(self, obj: Any, *, weakly: bool = False) -> None:
-        self._obj, self._slots = obj, slots_of(obj)
+        self.container, self._slots = obj, slots_of(obj)
         super().__init__(weakly=weakly)
 
     def current(self) -> list[Any]:
-        return [_in_slot(slot, self._obj) for slot in self._slots]
+        return [_in_slot(slot, self.container) for slot in self._slots]
 
     def store(self, contents: list[Any]) -> None:
         for slot, current, content in zip(self._slots, self.current(), contents, strict=True):
             if content is Missing and current is not Missing:
-                slot.__delete__(self._obj)
+                slot.__delete__(self.container)
             elif content is not current:
-                slot.__set__(self._obj, content)
+                slot.__set__(self.container, content)
 
     def name_of(self, obj: Any) -> str | None:
         names = (slot.__name__ for slot, content in zip(self._slots, self.held, strict=True) if content is obj)
-        return next((f"{type(self._obj).__name__}.{name}" for name in names), None)
+        return next((f"{type(self.container).__name__}.{name}" for name in names), None)
 
 
 def _in_slot(slot: types.MemberDescriptorType, obj: Any) -> Any:
@@ -260,21 +263,21 @@ def _in_slot(slot: types.MemberDescriptorType, obj: Any) -> Any:
 class Variables(Bindings):
     """Selected variables of a module or a class, each bound or unbound."""
 
-    __slots__ = ("_names", "_table")
+    __slots__ = ("_names",)
 
     def __init__(self, table: dict[str, Any], names: Iterable[str], *, weakly: bool = False) -> None:
-        self._table, self._names = table, tuple(names)
+        self.container, self._names = table, tuple(names)
         super().__init__(weakly=weakly)
 
     def current(self) -> list[Any]:
-        return [self._table.get(name, Missing) for name in self._names]
+        return [self.container.get(name, Missing) for name in self._names]
 
     def store(self, contents: list[Any]) -> None:
         for name, content in zip(self._names, contents, strict=True):
             if content is Missing:
-                self._table.pop(name, None)
+                self.container.pop(name, None)
             else:
-                self._table[name] = content
+                self.container[name] = content
 
     def name_of(self, obj: Any) -> str | None:
         return next((name for name, content in zip(self._names, self.held, strict=True) if content is obj), None)
@@ -283,23 +286,23 @@ class Variables(Bindings):
 class Cell(Bindings):
     """A function's variable that an inner function shares."""
 
-    __slots__ = ("_cell", "_name")
+    __slots__ = ("_name",)
 
     def __init__(self, cell: types.CellType, name: str, *, weakly: bool = False) -> None:
-        self._cell, self._name = cell, name
+        self.container, self._name = cell, name
         super().__init__(weakly=weakly)
 
     def current(self) -> list[Any]:
         try:
-            return [self._cell.cell_contents]
+            return [self.container.cell_contents]
         except ValueError:
             return [Missing]
 
     def store(self, contents: list[Any]) -> None:
         if contents[0] is Missing:
-            del self._cell.cell_contents
+            del self.container.cell_contents
         else:
-            self._cell.cell_contents = contents[0]
+            self.container.cell_contents = contents[0]
 
     def name_of(self, obj: Any) -> str | None:
         return self._name if self.held[0] is obj else None
@@ -308,22 +311,22 @@ class Cell(Bindings):
 class ClassAttributes(NamedBindings):
     """Attributes of a class."""
 
-    __slots__ = ("_class",)
+    __slots__ = ()
 
     def __init__(self, kind: type, *, weakly: bool = False) -> None:
-        self._class = kind
+        self.container = kind
         super().__init__(weakly=weakly)
 
     def current(self) -> list[Any]:
-        return [*chain.from_iterable(vars(self._class).items())]
+        return [*chain.from_iterable(vars(self.container).items())]
 
     def store(self, contents: list[Any]) -> None:
-        wanted, now = dict(self._pairs(contents)), dict(vars(self._class))
+        wanted, now = dict(self._pairs(contents)), dict(vars(self.container))
         for name in now.keys() - wanted.keys():
-            type.__delattr__(self._class, name)
+            type.__delattr__(self.container, name)
         for name, content in wanted.items():
             if now.get(name, Missing) is not content:
-                type.__setattr__(self._class, name, content)
+                type.__setattr__(self.container, name, content)
 
     def _describe(self, name: Any) -> str:
-        return f"{self._class.__name__}.{name}"
+        return f"{self.container.__name__}.{name}"

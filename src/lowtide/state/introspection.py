@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -104,6 +104,10 @@ class NamedAttributes:
         tables += [dict(vars(kind)) for kind in new]
         self._tables += tables
         return [_underlying_function(table[name]) for table in tables for name in self._names if name in table]
+
+    def forget(self, tables: Collection[int]) -> None:
+        """Release attribute tables, by their ids."""
+        self._tables = [table for table in self._tables if id(table) not in tables]
 
 
 def _underlying_function(attribute: Any) -> Any:

@@ -77,7 +77,8 @@ class ReachableObjects(ReachableState):
         self._places: list[Bindings] = []
         self._empty: list[Any] = []
         """Tables of modules without entries."""
-        self._other_restores: list[Callable[[], object]] = []
+        self._other_restores: list[tuple[Any, Callable[[], object]]] = []
+        """Functions that put back an object's own content, each with the object."""
         self._watched: list[WatchedObject] = []
         self._optimizer_attributes: set[int] = set()
         """Ids of optimizers' attributes, which levers may leave out."""
@@ -112,7 +113,7 @@ class ReachableObjects(ReachableState):
         error: BaseException | None = None
         restores: list[Callable[[], object]] = [places.restore for places in reversed(self._places)]
         restores += [functools.partial(kind_of(table).clear, table) for table in self._empty if table]
-        for restore in (*restores, *reversed(self._other_restores)):
+        for restore in (*restores, *(restore for _, restore in reversed(self._other_restores))):
             try:
                 restore()
             except BaseException as raised:  # raise the first error after everything has been put back
@@ -133,6 +134,27 @@ class ReachableObjects(ReachableState):
             self._optimizer_attributes,
         ):
             more.clear()
+
+    def release_unreached(self, *roots: Any) -> None:
+        """Release objects that `roots` no longer reach: they are not put back, nor places that held them."""
+        walk = type(self)()
+        walk.visit(*roots)
+        gone = self._seen.keys() - walk._seen.keys()
+        walk.close()
+        self._places = [
+            places
+            for places in self._places
+            if id(places.container) not in gone and not any(id(content) in gone for content in places.held)
+        ]
+        self._other_restores = [pair for pair in self._other_restores if id(pair[0]) not in gone]
+        self._watched = [watched for watched in self._watched if id(watched.obj) not in gone]
+        for objects in (self._empty, self.modules, self.tensors, self.stateful):
+            _remove(objects, gone)
+        for others in (self.generators, self.reached_optimizers):
+            _remove(others, gone)
+        self._named.forget(gone)
+        for key in gone:
+            del self._seen[key]
 
     def counts(self) -> dict[str, str]:
         """Return whole numbers and strings that have changed, each with its place."""
@@ -188,7 +210,7 @@ class ReachableObjects(ReachableState):
     def _tensor(self, tensor: Tensor) -> Iterable[Any]:
         if is_leaf_tensor(tensor) and not tensor.is_inference():
             if not self._is_late:
-                self._other_restores.append(_gradient_of(tensor))
+                self._other_restores.append((tensor, _gradient_of(tensor)))
             if is_state(tensor):
                 self.tensors.append(tensor)
         return ()
@@ -321,7 +343,7 @@ class ReachableObjects(ReachableState):
             if now.tobytes() != before.tobytes():  # NaN included; arrays of objects compare addresses
                 now[...] = before
 
-        self._other_restores.append(restore)
+        self._other_restores.append((values, restore))
         return before.ravel().tolist() if before.dtype == object and before.size <= self.largest else ()
 
     def _buffer(self, buffer: Any) -> Iterable[Any]:
@@ -338,7 +360,7 @@ class ReachableObjects(ReachableState):
                 else:
                     ctypes.memmove(ctypes.addressof(buffer), before, len(before))
 
-            self._other_restores.append(restore)
+            self._other_restores.append((buffer, restore))
         return ()
 
     def _cache(self, cache: Any) -> Iterable[Any]:
@@ -349,6 +371,10 @@ class ReachableObjects(ReachableState):
 def observe_changes(*roots: Any) -> Callable[[], tuple[str, ...]]:
     """Return a function that describes changes of objects that `roots` reach and that are not put back."""
     return ReachableObjects(*roots).changes
+
+
+def _remove(objects: list[Any], gone: Collection[int]) -> None:
+    objects[:] = [obj for obj in objects if id(obj) not in gone]
 
 
 _WORDS: Final = frozenset({str, int, float, bool, bytes, complex, types.NoneType, types.ModuleType, WeakContent})

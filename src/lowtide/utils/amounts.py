@@ -7,10 +7,13 @@ import operator
 import re
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import SupportsIndex
+from typing import Literal, SupportsIndex
 
 from lowtide.errors import BudgetError
 from lowtide.units import BINARY
+
+BudgetFor = Literal["requested", "reserved"]
+"""Bytes that a budget bounds: those that tensors request, or those that the GPU's allocator reserves for them."""
 
 _DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _READ = {unit.lower(): Fraction(size) for unit, size in (BINARY | _DECIMAL).items()}

@@ -13,6 +13,7 @@ puts it back. Only the main thread gets signals; other threads change nothing.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import _thread
 import contextlib
 import functools
@@ -87,7 +88,7 @@ def delay_interrupts() -> Callable[[], None]:
 def install_handler() -> None:
     """Install Lowtide's handler in front of the process's handler, if another one has been set since."""
     if threading.get_ident() == threading.main_thread().ident:
-        handler = signal.getsignal(signal.SIGINT)
+        handler: Any = _signal.getsignal(signal.SIGINT)  # signal's own looks for an Enum first, in every step
         if callable(handler) and not isinstance(handler, _Handler):
             signal.signal(signal.SIGINT, _Handler(handler))
 

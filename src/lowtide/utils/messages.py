@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -36,10 +37,19 @@ def speaker(name: str = "lowtide") -> str:
     return name if rank() is None else f"{name}, rank {rank()}"
 
 
-def beside_bars() -> AbstractContextManager[None]:
-    """Make room for a line on stderr: the program's tqdm bars, which end no line, are cleared during the block."""
-    bars = sys.modules.get("tqdm.std")
-    return contextlib.nullcontext() if bars is None else bars.tqdm.external_write_mode(file=sys.stderr)
+shown_bars: Final[list[Callable[[], AbstractContextManager[object]]]] = []
+"""Functions that clear one of Lowtide's bars for a block, as long as that bar is shown."""
+
+
+@contextlib.contextmanager
+def beside_bars() -> Iterator[None]:
+    """Make room for a line on stderr: bars, Lowtide's and the program's own of tqdm, are cleared during the block."""
+    with contextlib.ExitStack() as stack:
+        if (bars := sys.modules.get("tqdm.std")) is not None:
+            stack.enter_context(bars.tqdm.external_write_mode(file=sys.stderr))
+        for cleared in shown_bars:
+            stack.enter_context(cleared())
+        yield
 
 
 def rank() -> int | None:

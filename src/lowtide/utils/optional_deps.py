@@ -1,12 +1,16 @@
 """Check for optional dependencies where they are first needed."""
 
-import re
 import sys
 from importlib import import_module
 
 from lowtide.errors import PackageMissing, TorchMissing
+from lowtide.utils.installed_versions import newer_than_tested, torch_numbers
+from lowtide.utils.messages import say
 
 OLDEST_TORCH = (2, 10)
+
+_said: list[str] = []
+"""The remark on a torch that is newer than any tested, once it was said."""
 
 
 def require_torch(asked_by: str) -> None:
@@ -18,9 +22,12 @@ def require_torch(asked_by: str) -> None:
     if version is None:
         # A folder called "torch" on sys.path imports as an empty namespace package.
         raise TorchMissing(_message(asked_by, "the module called torch has no version, so it is not PyTorch"))
-    numbers = re.match(r"(\d+)\.(\d+)", str(version))
-    if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
+    numbers = torch_numbers(str(version))
+    if numbers is None or numbers < OLDEST_TORCH:
         raise TorchMissing(_message(asked_by, f"torch {version}"))
+    if not _said and (remark := newer_than_tested(str(version))) is not None:
+        _said.append(remark)
+        say(remark)
 
 
 def require_pictures(asked_by: str) -> None:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from lowtide.units import format_time
-from lowtide.utils.messages import LOG, rank, say
+from lowtide.utils.messages import LOG, rank, say, shown_bars
 
 REFRESH_S = 0.1
 """Minimum seconds between two updates of a bar."""
@@ -168,11 +168,21 @@ class _Line:
         )
         self._task = self._progress.add_task(doing, total=None)
         self._progress.start()
+        shown_bars.append(self._cleared)
+
+    @contextmanager
+    def _cleared(self) -> Iterator[None]:
+        self._progress.stop()
+        try:
+            yield
+        finally:
+            self._progress.start()
 
     def show(self, n_done: int, total: int | None) -> None:
         self._progress.update(self._task, completed=n_done, total=total, refresh=True)
 
     def close(self) -> None:
+        shown_bars.remove(self._cleared)
         self._progress.stop()
 
 

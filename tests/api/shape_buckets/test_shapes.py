@@ -314,6 +314,7 @@ def test_a_step_that_takes_no_smaller_batch_says_so():
         lowtide.fit(model, step, torch.ones(4, 8, dtype=torch.long), budget="90%", shapes="auto")
 
 
+@pytest.mark.slow
 def test_no_plan_is_left_in_force_when_the_largest_does_not_fit():
     case = build("gpt2 fused")
     known = state(case)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowtide.cli.demo import text_batches as text
 from lowtide.cli.demo.demo_packages import need, need_folder
-from lowtide.cli.demo.models import BUILDERS, MINILM, VOCAB
+from lowtide.cli.demo.models import BUILDERS, MINILM, VOCAB, minilm_tokenizer, tokens_in_use
 from lowtide.cli.demo.training import digest, state_digests, train
 from lowtide.cli.demo.workloads import MODELS, Workload, workload
 from lowtide.errors import PackageMissing
@@ -71,7 +71,7 @@ def test_two_builds_are_equal_bit_by_bit(work: Workload) -> None:
 def test_a_seed_decides_weights_and_order_and_nothing_outside() -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    first, second = (workload("gpt2", seed=seed, batch_size=2, length=32, layers=1) for seed in (1, 2))
+    first, second = (workload("resnet", seed=seed, batch_size=2, length=32, layers=1) for seed in (1, 2))
     assert torch.equal(torch.get_rng_state(), before)
     assert digest(first.tensors().items()) != digest(second.tensors().items())
     assert digest(first.batches[0].items()) != digest(second.batches[0].items())
@@ -86,22 +86,23 @@ def test_batches_share_a_shape_and_own_their_bytes(work: Workload) -> None:
 
 
 def test_the_demo_sizes() -> None:
-    width, vocab, minilm_vocab = 384, VOCAB, 30522
+    width, vocab = 384, VOCAB
     norm = 2 * width
     block = 12 * width**2 + 9 * width + 2 * norm  # qkv, projection and a four times wider MLP, each with its bias
-    head = width**2 + width + norm + minilm_vocab
+    head = width**2 + width + norm
+    used = len(tokens_in_use(minilm_tokenizer())[1])
     parameters = {
         "gpt2": (vocab + 256) * width + 6 * block + norm,
-        "bert": (minilm_vocab + 512 + 2) * width + norm + 6 * block + head,
+        "bert": (used + 512 + 2) * width + norm + 4 * block + used + head,
         "llama": 2 * vocab * width + 6 * (4 * width**2 + 3 * 1024 * width + 2 * width) + width,
     }
-    items = {"gpt2": 8 * 256, "bert": 16 * 128, "llama": 8 * 256, "resnet": 128}
+    items = {"gpt2": 8 * 256, "bert": 14 * 128, "llama": 8 * 256, "resnet": 144}
     for name in MODELS:
         full = workload(name)
         assert full.items_per_step == items[name]
         if name == "resnet":
-            assert full.batches[0]["pixel_values"].shape == (128, 1, 64, 64)
-            assert sum("BatchNorm2d" in type(module).__name__ for module in full.model.modules()) == 20
+            assert full.batches[0]["pixel_values"].shape == (144, 1, 8, 8)
+            assert sum("BatchNorm2d" in type(module).__name__ for module in full.model.modules()) == 1 + 30 + 3
         else:
             usual = BUILDERS[name][1]
             assert full.batches[0]["input_ids"].shape == (usual.batch_size, usual.length)
@@ -150,8 +151,9 @@ def test_every_token_is_in_one_window() -> None:
 
 @bert
 def test_bert_is_asked_for_15_percent_of_the_tokens(work: Workload) -> None:
-    tokenizer = need("tokenizers").Tokenizer.from_file(str(need_folder(*MINILM) / "tokenizer.json"))
-    mask, first, last = map(tokenizer.token_to_id, ("[MASK]", "[CLS]", "[SEP]"))
+    tokenizer = minilm_tokenizer()
+    _, used = tokens_in_use(tokenizer)
+    mask, first, last = (used.tolist().index(tokenizer.token_to_id(name)) for name in ("[MASK]", "[CLS]", "[SEP]"))
     each = round(0.15 * 62)
     fates: Counter[str] = Counter()
     for batch in work.batches:
@@ -172,9 +174,22 @@ def test_bert_is_asked_for_15_percent_of_the_tokens(work: Workload) -> None:
     batch = work.batches[0]
     ids = batch["input_ids"].flatten().clone()
     ids[batch["positions"]] = batch["labels"]
-    sentence = tokenizer.decode(ids.view(4, 64)[0].tolist()).replace(" ", "")
+    sentence = tokenizer.decode(used[ids.view(4, 64)[0]].tolist()).replace(" ", "")
     reference = "".join("".join(text.python_reference()).lower().split())
     assert sentence in reference
+
+
+@resnet
+def test_resnet_enlarges_each_batch_in_the_step(work: Workload) -> None:
+    sides = []
+    hook = work.model.register_forward_pre_hook(
+        lambda _, args, kwargs: sides.append(kwargs["pixel_values"].shape), with_kwargs=True
+    )
+    try:
+        work.step(work.batches[0])
+    finally:
+        hook.remove()
+    assert sides == [(8, 1, 32, 32)]
 
 
 @resnet
@@ -184,7 +199,7 @@ def test_resnet_sees_every_digit_once(work: Workload) -> None:
     assert sorted(labels) == list(range(10))
     assert all(170 <= count <= 185 for count in labels.values())
     images = torch.cat([batch["pixel_values"] for batch in work.batches])
-    assert images.shape[1:] == (1, 32, 32)
+    assert images.shape[1:] == (1, 8, 8)
     assert images.min() == -1
     assert images.max() == 1
 
@@ -195,6 +210,9 @@ def test_resnet_sees_every_digit_once(work: Workload) -> None:
 @bert
 def test_bert_starts_from_the_weights_in_the_package(work: Workload) -> None:
     file = weights()
+    _, used = tokens_in_use(minilm_tokenizer())
+    rows = "embeddings.word_embeddings.weight"
+    file[rows] = file[rows][used]
     encoder = work.model.get_submodule("masked_lm.bert").state_dict()
     assert len(encoder) == 5 + 16  # the embeddings, and the first layer's weights, biases and norms
     for name, tensor in encoder.items():

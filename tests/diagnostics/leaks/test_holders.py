@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.diagnostics.leaks.finding import Finding
+from lowtide.report.finding import Finding
 
 STEPS, ROWS, WIDTH = 6, 64, 256
 OUTPUT = 4 * ROWS * WIDTH  # bytes

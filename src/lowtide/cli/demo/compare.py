@@ -27,13 +27,10 @@ from lowtide.planner.records import Profile
 from lowtide.profiler import rehearse
 from lowtide.profiler.other_memory import with_others
 from lowtide.runtime.fingerprint import device_of, place_of, static_bytes
-from lowtide.units import format_bytes, format_time
+from lowtide.units import format_bytes
 
-STEPS = 5
+STEPS = 3
 """Steps of a run. They keep the demo below three minutes on two cores."""
-FEW_STEPS = 3
-"""Steps of a run if a plain step takes more than SLOW_MS."""
-SLOW_MS = 2000.0
 
 _REHEARSING, _FITTING = 5, 5  # approximate numbers of plain steps
 
@@ -46,25 +43,21 @@ def compare(
     plain: Workload,
     budgets: Sequence[str],
     *,
-    steps: int | None = None,
+    steps: int = STEPS,
     watch: Watch = lambda doing, done, total: None,
 ) -> Comparison:
     """Train `work` within each of `budgets` (as `fit` takes them) and with every block checkpointed, beside `plain`.
 
-    Both are the same workload, built twice. One rehearsal serves all budgets. `steps` are those of each run: by default
-    STEPS, or FEW_STEPS on a slow machine. A budget that is not reached becomes a run with a `refusal`, and then the
-    smallest reachable budget is run too. Raises BudgetError for a budget that is not an amount of memory, and
-    RehearsalError if the step can't be rehearsed or differs between two runs.
+    Both are the same workload, built twice. One rehearsal serves all budgets. `steps` are those of each run. A budget
+    that is not reached becomes a run with a `refusal`, and then the smallest reachable budget is run too. Raises
+    BudgetError for a budget that is not an amount of memory, and RehearsalError if the step can't be rehearsed or
+    differs between two runs.
     """
     work.set_aside()  # exclude each of the two from the memory of the other
     plain.set_aside()
-    pace = _Pace(work, watch, runs=len(budgets) + 1, steps=STEPS if steps is None else steps)
+    pace = _Pace(work, watch, runs=len(budgets) + 1, steps=steps)
     with pace.stage("rehearsing", _REHEARSING):
         profile = rehearse(work.model, pace.step, work.batches[0])
-    notes = list(profile.notes)
-    if steps is None and profile.step_ms > SLOW_MS:
-        pace.steps = FEW_STEPS
-        notes.append(f"{FEW_STEPS} steps a run, not {STEPS}: a plain step takes {format_time(profile.step_ms)} here")
 
     duel = _Duel(work, plain, pace)
     runs = [duel.plain(), *(_within(budget, budget.strip(), duel, profile) for budget in budgets)]
@@ -82,15 +75,16 @@ def compare(
         },
         model=work.name,
         description=work.description,
+        optimizer=type(work.optimizer).__name__,
         batch=profile.fingerprint.batch,
         device=device_of(work.model),
         threads=torch.get_num_threads(),
-        steps=pace.steps,
+        steps=steps,
         items=work.items,
         items_per_step=work.items_per_step,
         static=profile.static,
         runs=tuple(runs),
-        notes=tuple(notes),
+        notes=profile.notes,
         profile=profile,
     )
 

@@ -5,12 +5,15 @@ configurations are built in place and the only trained weights are read from an 
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from lowtide.cli.demo import text_batches as text
 from lowtide.cli.demo.demo_packages import need, need_folder
@@ -35,7 +38,7 @@ class Parts:
     model: nn.Module
     batches: tuple[Batch, ...]
     loss: Callable[[nn.Module, Batch], Tensor]
-    learning_rate: float
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     items: str
     items_per_step: int
     description: str
@@ -61,7 +64,7 @@ def gpt2(size: Size) -> Parts:
         model=model,
         batches=batches,
         loss=_own_loss,
-        learning_rate=1e-3,
+        optimizer=partial(AdamW, lr=1e-3),
         items="tokens",
         items_per_step=size.batch_size * size.length,
         description=f"GPT-2, {size.layers} layers x 384, dropout 0.1, random weights, on {source}",
@@ -87,7 +90,7 @@ def llama(size: Size) -> Parts:
         model=transformers.LlamaForCausalLM(config),
         batches=batches,
         loss=_own_loss,
-        learning_rate=1e-3,
+        optimizer=partial(AdamW, lr=1e-3),
         items="tokens",
         items_per_step=size.batch_size * size.length,
         description=f"Llama, {size.layers} layers x 384, random weights, on {source}",
@@ -121,74 +124,75 @@ def bert(size: Size) -> Parts:
 
     15 % of the tokens are masked.
 
-    The encoder and the embeddings are the trained ones. The package has no head for masked tokens, so the head's dense
-    layer and norm are random, and its output matrix is the word embeddings (tied, as in BERT). As in BERT's own
-    pre-training code the head sees the masked places only: over all places its logits (30,522 a token) would be most of
-    the peak. Fewer `layers` are the first ones.
+    The encoder and the embeddings are the trained ones; of the 30,522 tokens only those of the text are taken, as the
+    others would make up most of the parameters. The package has no head for masked tokens, so the head's dense layer
+    and norm are random, and its output matrix is the word embeddings (tied, as in BERT). As in BERT's own pre-training
+    code the head sees the masked places only. Fewer than 6 `layers` are the first ones. Adafactor keeps little state.
     """
     transformers = need("transformers")
-    folder = need_folder(*MINILM)
-    tokenizer = need("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.no_truncation()  # the file truncates at 128 tokens
-    tokenizer.no_padding()
+    folder, tokenizer = need_folder(*MINILM), minilm_tokenizer()
+    ids, used = tokens_in_use(tokenizer)
+    _, mask, first, last = torch.searchsorted(used, _special(tokenizer)).tolist()
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = transformers.BertConfig(**{**settings, "num_hidden_layers": size.layers, "use_cache": False})
+    changed = {"num_hidden_layers": size.layers, "vocab_size": len(used), "use_cache": False}
+    config = transformers.BertConfig(**{**settings, **changed})
     if size.length > config.max_position_embeddings:
         raise ValueError(f"{size.length} tokens a row: all-MiniLM-L6-v2 has {config.max_position_embeddings} positions")
     masked_lm = transformers.BertForMaskedLM(config)
-    _load_encoder(masked_lm.bert, need("safetensors.torch").load_file(folder / "model.safetensors"))
-
-    ids = text.token_ids(tokenizer, text.python_reference())
+    weights = need("safetensors.torch").load_file(folder / "model.safetensors")
+    rows = "embeddings.word_embeddings.weight"
+    _load_encoder(masked_lm.bert, {**weights, rows: weights[rows][used]})
     batches = text.masked_batches(
         text.windows(ids, size.length - 2, torch.default_generator),
         size.batch_size,
         torch.default_generator,
-        mask=tokenizer.token_to_id("[MASK]"),
-        first=tokenizer.token_to_id("[CLS]"),
-        last=tokenizer.token_to_id("[SEP]"),
-        vocab_size=config.vocab_size,
+        mask=mask,
+        first=first,
+        last=last,
+        vocab_size=len(used),
     )
     return Parts(
         model=MaskedLanguageModel(masked_lm),
         batches=batches,
         loss=_masked_loss,
-        learning_rate=1e-4,
+        optimizer=partial(Adafactor, lr=1e-3),
         items="tokens",
         items_per_step=size.batch_size * size.length,
         description=(
             f"BERT, {size.layers} layers x 384, dropout 0.1, weights of all-MiniLM-L6-v2, guessing 15 % masked tokens "
-            f"of {len(ids):,} (Python's reference)"
+            f"of {len(ids):,} (Python's reference, {len(used):,} different ones)"
         ),
     )
 
 
 def resnet(size: Size) -> Parts:
-    """Build ResNet-18 (BatchNorm in training mode) with random weights, on scikit-learn's 1,797 handwritten digits.
+    """Build a ResNet (BatchNorm in training mode) with random weights, on scikit-learn's 1,797 handwritten digits.
 
-    The digits are 8 x 8 grey; they are scaled to `length` x `length` pixels, one channel, values from -1 to 1.
+    The digits are 8 x 8 grey, one channel, values from -1 to 1. Each step scales its batch to `length` x `length`
+    pixels.
     """
     transformers = need("transformers")
     digits = need("sklearn.datasets").load_digits()
     order = torch.randperm(len(digits.images))
-    grey = torch.from_numpy(digits.images).float()[order, None] / 8 - 1
-    images = F.interpolate(grey, size=(size.length, size.length), mode="bilinear", align_corners=False)
+    images = torch.from_numpy(digits.images).float()[order, None] / 8 - 1
     labels = torch.from_numpy(digits.target).long()[order]
     config = transformers.ResNetConfig(
         layer_type="basic",
-        depths=[size.layers] * 4,
-        hidden_sizes=[64, 128, 256, 512],
+        depths=[size.layers] * 3,
+        hidden_sizes=[32, 64, 128],
+        embedding_size=16,
         num_channels=1,
         num_labels=10,
     )
     return Parts(
         model=transformers.ResNetForImageClassification(config),
         batches=text.grouped(size.batch_size, pixel_values=images, labels=labels),
-        loss=_own_loss,
-        learning_rate=1e-3,
+        loss=partial(_loss_of_enlarged, side=size.length),
+        optimizer=partial(SGD, lr=0.02, momentum=0.9),
         items="images",
         items_per_step=size.batch_size,
         description=(
-            f"ResNet, 4 stages x {size.layers} basic layers, BatchNorm, random weights, on scikit-learn's "
+            f"ResNet, 3 stages x {size.layers} basic layers, BatchNorm, random weights, on scikit-learn's "
             f"{len(order):,} handwritten digits at {size.length} x {size.length} pixels"
         ),
     )
@@ -196,9 +200,9 @@ def resnet(size: Size) -> Parts:
 
 BUILDERS: dict[str, tuple[Callable[[Size], Parts], Size]] = {
     "gpt2": (gpt2, Size(batch_size=8, length=256, layers=6)),
-    "bert": (bert, Size(batch_size=16, length=128, layers=6)),
+    "bert": (bert, Size(batch_size=14, length=128, layers=4)),
     "llama": (llama, Size(batch_size=8, length=256, layers=6)),
-    "resnet": (resnet, Size(batch_size=128, length=64, layers=2)),
+    "resnet": (resnet, Size(batch_size=144, length=64, layers=5)),
 }
 """Each model's builder and the size that the demo runs it at."""
 
@@ -221,6 +225,34 @@ def _own_loss(model: nn.Module, batch: Batch) -> Tensor:
 def _masked_loss(model: nn.Module, batch: Batch) -> Tensor:
     loss: Tensor = model(**batch)
     return loss
+
+
+def _loss_of_enlarged(model: nn.Module, batch: Batch, side: int) -> Tensor:
+    images = F.interpolate(batch["pixel_values"], size=(side, side), mode="bilinear", align_corners=False)
+    loss: Tensor = model(pixel_values=images, labels=batch["labels"]).loss
+    return loss
+
+
+def minilm_tokenizer() -> Any:
+    """Return the tokenizer of all-MiniLM-L6-v2, for texts of any length."""
+    tokenizer = need("tokenizers").Tokenizer.from_file(str(need_folder(*MINILM) / "tokenizer.json"))
+    tokenizer.no_truncation()  # the file truncates at 128 tokens
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def tokens_in_use(tokenizer: Any) -> tuple[Tensor, Tensor]:
+    """Return Python's reference as tokens numbered by their place in the second tensor, and that: tokens that occur.
+
+    [tokens] and [different tokens], int64. The second is sorted, and holds the special tokens of BERT as well.
+    """
+    ids = text.token_ids(tokenizer, text.python_reference())
+    used = torch.cat([_special(tokenizer), ids]).unique()  # type: ignore[no-untyped-call]
+    return torch.searchsorted(used, ids), used
+
+
+def _special(tokenizer: Any) -> Tensor:
+    return torch.tensor([tokenizer.token_to_id(token) for token in ("[PAD]", "[MASK]", "[CLS]", "[SEP]")])
 
 
 def _load_encoder(encoder: nn.Module, weights: dict[str, Tensor]) -> None:

@@ -64,6 +64,7 @@ class Comparison(Record):
     versions: dict[str, str]
     model: str
     description: str
+    optimizer: str
     batch: str
     """Shapes and dtypes."""
     device: str

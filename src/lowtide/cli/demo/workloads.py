@@ -157,7 +157,7 @@ def workload(
         model=model,
         batches=tuple({key: value.to(device) for key, value in batch.items()} for batch in parts.batches),
         loss=parts.loss,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=parts.learning_rate),
+        optimizer=parts.optimizer(model.parameters()),
         items=parts.items,
         items_per_step=parts.items_per_step,
         seed=seed,

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from lowtide.diagnostics.leaks.call_log import Backward, Call, SiteStats
 from lowtide.diagnostics.leaks.call_site import Place
-from lowtide.diagnostics.leaks.finding import Finding, History
+from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.inspection import RetainedObject
 from lowtide.diagnostics.leaks.rules import RULES, Rule
+from lowtide.report.finding import Finding
 
 _HISTORY = 8
 """Earlier inspections of a holder that rules can look back on."""

@@ -32,7 +32,6 @@ from lowtide.diagnostics.leaks.call_log import (
 from lowtide.diagnostics.leaks.call_site import calling_site, is_called_by_user
 from lowtide.diagnostics.leaks.checkpoint_checks import CheckpointChecks
 from lowtide.diagnostics.leaks.event_sources import EventSources
-from lowtide.diagnostics.leaks.finding import Finding
 from lowtide.diagnostics.leaks.finding_log import FindingLog
 from lowtide.diagnostics.leaks.inspection import InspectionInput, inspect, module_names
 from lowtide.diagnostics.leaks.live_tensors import KnownStorages, LiveObjects, storage_bytes
@@ -46,7 +45,8 @@ from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_beside
 from lowtide.diagnostics.leaks.unread_gradients import UnreadGradients
 from lowtide.diagnostics.leaks.zero_grad import ZeroGradChecks
 from lowtide.errors import LowtideError
-from lowtide.report.run_record import HeldMemory, RunRecord, versions
+from lowtide.report.finding import Finding
+from lowtide.report.run_record import RunRecord, versions
 from lowtide.utils.rendering import Displayed, short_repr
 
 LEAST_BYTES = 16 * 1024
@@ -146,7 +146,7 @@ class Watch(Displayed):
             command=command,
             versions=versions(),
             subject=subject or "What outlives its step",
-            findings=tuple(HeldMemory(**finding.to_dict()) for finding in self.findings),
+            findings=tuple(self.findings),
             n_steps=self.n_steps,
             measured=("memory that is alive when a step begins, though the step before it is over",),
         )

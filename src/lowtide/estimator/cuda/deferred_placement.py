@@ -26,7 +26,7 @@ from lowtide._torch.fake_modes import (
     on_default_device,
     without_function_modes,
 )
-from lowtide._torch.tensors import DEVICE, IS_CUDA, SET_DATA, parts_of, storage_id
+from lowtide._torch.tensors import DEVICE, IS_CUDA, PACK_PADDED, SET_DATA, parts_of, storage_id
 from lowtide.estimator.cuda.current_gpu import CUDA, in_use
 from lowtide.estimator.cuda.redirect import CudaRedirect
 from lowtide.estimator.cuda.tensor_types import as_move
@@ -89,7 +89,8 @@ class DeferredCudaModule(CudaRedirect):
             # The argument keeps its device. A slice of a larger tensor is copied on its own.
             out = alias(out) if _is_whole(out) else out.clone()
         if goes_there:
-            for made in out if isinstance(out, tuple | list) else (out,):
+            results = out if isinstance(out, tuple | list) else (out,)
+            for made in results[:1] if func is PACK_PADDED else results:
                 if isinstance(made, torch.Tensor) and not any(made is one for one in given):
                     self._there[made] = True
         return out

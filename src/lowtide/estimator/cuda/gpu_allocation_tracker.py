@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from lowtide.estimator.allocation_tracker import AllocationTracker, tensors_of
 from lowtide.estimator.cpu.scratch import Scratch
 from lowtide.estimator.cpu.scratch_trials import Trials
 from lowtide.estimator.cuda.current_gpu import NAME, standing_in, streams
-from lowtide.estimator.cuda.ops.op_table import LAYOUTS, ON_HOST, ORDER, SHAPES
+from lowtide.estimator.cuda.ops.op_table import CUDA_OPS, CudaOp
 from lowtide.estimator.fake_tensors import FakeTensors, swap
 from lowtide.memory.events import Allocate, Event, Free
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
     from lowtide._torch.fake_modes import FakeTensorMode
     from lowtide.estimator.cuda.op_workspace import OpWorkspaces
-    from lowtide.estimator.cuda.ops.op_record import ScratchBlock
+    from lowtide.estimator.cuda.ops.op_registry import ScratchBlock
     from lowtide.estimator.values.assumptions import ValueOracle
 
 aten = torch.ops.aten
@@ -42,6 +41,7 @@ _ACROSS_DEVICES = frozenset({aten.copy_.default, aten._to_copy.default, aten._pa
 """Operators whose tensors may be on different devices."""
 
 _CPU = torch.device("cpu")
+_AS_ON_CPU = CudaOp()
 
 
 class _AtHome(FakeTensors):
@@ -66,12 +66,8 @@ class GpuAllocationTracker(AllocationTracker):
         """Blocks known only within bounds, by number."""
         self.unbounded: dict[str, str] = {}
         """Operators with unknown scratch memory, in words, by name."""
-        self._n_corrected = 0
-        """Number of corrections to recorded events."""
         self.is_inside = False
         """True while an operator runs."""
-        self.lengths: tuple[int, int] | None = None
-        """Lengths (old, new): tensors of the old length count as if they had the new one."""
 
     @property
     def version(self) -> object:
@@ -88,19 +84,18 @@ class GpuAllocationTracker(AllocationTracker):
         return streams[-1]
 
     def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
-        if self.lengths is not None and n_bytes is None and tensor.dim() and tensor.shape[0] == self.lengths[0]:
-            n_bytes = tensor.untyped_storage().nbytes() * self.lengths[1] // self.lengths[0]
         super()._follow(tensor, standing_in[-1] if op and standing_in else op, entry=entry, n_bytes=n_bytes)
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
         op = f"aten::{func.__name__.partition('.')[0]}"
-        if (host := ON_HOST.get(func)) is not None:
+        known = CUDA_OPS.get(func, _AS_ON_CPU)
+        if (host := known.on_host) is not None:
             for place in host:
                 self._follow(made[place], op, n_bytes=0)
             made = [tensor for place, tensor in enumerate(made) if place not in host]
         found = self._takes.inside(func, args, kwargs, made)
         held = [(self._open(inside, op), inside) for inside in found if inside.first]
-        super()._record(func, args, kwargs, tensors, [made[i] for i in ORDER[func]] if func in ORDER else made)
+        super()._record(func, args, kwargs, tensors, made if known.order is None else [made[i] for i in known.order])
         if made and func.namespace not in OWN_OPERATORS | SHARDING_OPERATORS:
             self.unbounded.setdefault(op, f"{func.name()}, no operator of torch: what it takes inside")
         self._take([inside for inside in found if not inside.first], op)
@@ -138,26 +133,6 @@ class GpuAllocationTracker(AllocationTracker):
         args, kwargs = tree_map(self.on_gpu, (args, kwargs))
         return args, kwargs, tensors_of(args, kwargs)[0]
 
-    @contextlib.contextmanager
-    def corrected(self) -> Iterator[None]:
-        """Replace the tensor that ends in this block by the one created in it, from the beginning of the recording.
-
-        Has no effect unless exactly one ends and one is created.
-        """
-        n_before = len(self._events)
-        yield
-        made = {event.block: event for event in self._events[n_before:] if isinstance(event, Allocate)}
-        ended = [event.block for event in self._events[n_before:] if isinstance(event, Free)]
-        left = [made[block] for block in made if block not in ended]
-        gone = [block for block in ended if block not in made]
-        if len(left) == len(gone) == 1:
-            for place, event in enumerate(self._events[:n_before]):
-                if isinstance(event, Allocate) and event.block == gone[0]:
-                    self._events[place : place + 1] = left
-                    del self._events[n_before:]
-                    self._n_corrected += 1
-                    return
-
     def put_on_gpu(self, tensor: Tensor) -> None:
         """Move a leaf tensor that the step created on the CPU to the GPU from here on."""
         if tensor.is_leaf and is_fake(tensor) and (there := self.on_gpu(tensor)) is not tensor:
@@ -187,11 +162,12 @@ class GpuAllocationTracker(AllocationTracker):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.is_inside, before = True, self.is_inside
         try:
-            if func in SHAPES:
+            known = CUDA_OPS.get(func, _AS_ON_CPU)
+            if known.results is not None:
                 with self._fakes:
-                    return SHAPES[func](*args, **kwargs)
+                    return known.results(*args, **kwargs)
             out = super()._run(func, args, kwargs)
-            return LAYOUTS[func](args, out) if func in LAYOUTS else out
+            return out if known.layout is None else known.layout(args, out)
         except NO_FAKE_KERNEL:
             return self._run_on_cpu(func, args, kwargs)
         finally:

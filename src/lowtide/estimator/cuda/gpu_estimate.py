@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from lowtide.estimator.absent_processes import AbsentProcesses
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED
 from lowtide.estimator.cuda.ops.matmul import LT_WORKSPACE, WORKSPACE, workspace_bytes
-from lowtide.estimator.cuda.ops.op_record import ScratchBlock
+from lowtide.estimator.cuda.ops.op_registry import ScratchBlock
 from lowtide.estimator.memory_estimate import MemoryEstimate
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.segment_addresses import OTHERS, DriverAddresses, Order
@@ -52,6 +52,8 @@ class GpuMemoryEstimate(MemoryEstimate):
     """The smallest GPU of the table, of the same kernel generation, on which `fits` would be true."""
     processes: AbsentProcesses | None = None
     """Processes that train together, of which this is the estimate of one; None for a process alone."""
+    is_bounded: bool = True
+    """False if memory that some operator takes inside has no known bound."""
     nccl: tuple[int, int] = (0, 0)
     """Bytes that NCCL takes beside the allocator, at least and at most, by public reports."""
 
@@ -150,12 +152,14 @@ class GpuMemoryEstimate(MemoryEstimate):
         before = (event for event in events[: peak + 1] if type(event) is Allocate)
         workspaces = sum(event.bytes for event in before if event.op in (WORKSPACE, LT_WORKSPACE))
         included = f", with {format_bytes(workspaces)} of cuBLAS's workspaces" if workspaces else ""
+        is_in_last = peak >= len(events) - len(self.timeline.stream.events)
         if self.n_passes:
             passes = (
                 "1 forward and backward pass" if self.n_passes == 1 else f"{self.n_passes} forward and backward passes"
             )
-            return f"{passes}, for no optimizer stepped{included}"
-        which = "second" if peak >= len(events) - len(self.timeline.stream.events) else "first"
+            earlier = "" if is_in_last else ", in an earlier one than the last, which is shown above"
+            return f"{passes}, for no optimizer stepped{earlier}{included}"
+        which = "second" if is_in_last else "first"
         return f"both steps, in the {which} one{included}"
 
 
@@ -215,7 +219,9 @@ class Outcome:
 
     def smallest(self, like: GpuSpec) -> GpuSpec | None:
         """Return the smallest GPU of the table with kernels like those of `like` on which the step surely fits."""
-        return next((gpu for gpu in GPUS if _newer(gpu) == _newer(like) and self.on(gpu) == "fits"), None)
+        return next(
+            (gpu for gpu in GPUS if has_newer_kernels(gpu) == has_newer_kernels(like) and self.on(gpu) == "fits"), None
+        )
 
     def _runs(self, name: str, order: int, gpu: GpuSpec, context: int) -> bool:
         workspace, capacity = workspace_bytes(gpu), gpu.total_bytes - context
@@ -247,7 +253,7 @@ _EXPANDABLE: tuple[Order, ...] = (DriverAddresses,)
 """Address orders with expandable segments: each pool is one segment, so there is nothing to order."""
 
 
-def _newer(gpu: GpuSpec) -> bool:
+def has_newer_kernels(gpu: GpuSpec) -> bool:
     """Return True if a GPU has the kernels and dtypes that torch uses from compute capability 8.0 on."""
     return (gpu.capability or CAPABILITY_ASSUMED) >= (8, 0)
 

@@ -15,8 +15,8 @@ from lowtide.estimator.cuda.ops.matmul import (
     lt_workspace_bytes,
     workspace_bytes,
 )
-from lowtide.estimator.cuda.ops.op_record import ScratchBlock
-from lowtide.estimator.cuda.ops.op_table import INSIDE
+from lowtide.estimator.cuda.ops.op_registry import ScratchBlock
+from lowtide.estimator.cuda.ops.op_table import CUDA_OPS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,8 +33,8 @@ class OpWorkspaces:
 
     def inside(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
         """Return the scratch blocks of an operator on the GPU."""
-        rule = INSIDE.get(func)
-        return [] if rule is None or not _on_gpu(made) else rule(args, kwargs, made)
+        op = CUDA_OPS.get(func)
+        return [] if op is None or op.scratch is None or not _on_gpu(made) else op.scratch(args, kwargs, made)
 
     def lasting(self, func: Any, args: Any, made: list[Tensor]) -> Iterator[tuple[str, int]]:
         """Return the workspaces allocated by a thread's first matrix products, by library.

@@ -18,6 +18,7 @@ from lowtide._torch.tensors import parts_of, share_hooks
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
 from lowtide.estimator.fake_tensors import FakeTensors, swap
+from lowtide.estimator.packed_sequences import sizes_in
 from lowtide.runtime.fingerprint import tensors_in
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Ten
         found += [parameter for group in optimizer.param_groups for parameter in group["params"]]  # some in no module
         found += _state(optimizer)
     found += (t for t in reached if isinstance(t, torch.Tensor) and t.requires_grad and is_given(t))
-    return found + tensors_in(batch)
+    sizes = {id(tensor) for tensor in sizes_in(batch)}
+    return found + [tensor for tensor in tensors_in(batch) if id(tensor) not in sizes]
 
 
 def is_given(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide._torch.fake_modes import default_device, fake_devices_shown, is_fake, on_default_device
 from lowtide._torch.pytree import tree_map
-from lowtide._torch.tensors import IS_CUDA, PARSE_TO, SET_REQUIRES_GRAD, exchange
+from lowtide._torch.tensors import IS_CUDA, PARSE_TO, SET_REQUIRES_GRAD
 from lowtide.estimator.cuda import tensor_types
 from lowtide.estimator.cuda import torch_cuda_api as about
 from lowtide.estimator.cuda import unsupported_api as refused
@@ -144,7 +144,6 @@ def cuda_is_there(
         if answers is not None and ledger is not None:
             shown = fake_devices_shown(torch.device(NAME, 0), CUDA, lambda: ledger.is_inside)
             stack.enter_context(shown)
-            stack.enter_context(patch.object(torch.utils, "swap_tensors", exchange))  # `Module.to` asks for it
             stack.enter_context(_autocast_on_gpu(answers))
         stack.enter_context(patch.object(torch, "Generator", _Generator))
         stack.enter_context(means)

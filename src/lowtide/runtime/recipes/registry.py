@@ -21,6 +21,8 @@ from typing import Any, Final, Protocol, get_type_hints
 import torch
 from torch import Tensor
 
+from lowtide._torch.nodes import RAW_SAVED, SAVED
+
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
@@ -82,6 +84,19 @@ class Recipe:
     alias: bool = False
     device: str | None = None
     into: bool = False
+    recorded: tuple[tuple[str, str], ...] = field(init=False)
+    """Constants that the node may record, with its attributes for them."""
+    computed: tuple[str, ...] = field(init=False)
+    """The other constants."""
+    saved: tuple[tuple[str, str], ...] = field(init=False)
+    """Operands, with the node's attributes for their slots."""
+
+    def __post_init__(self) -> None:
+        computed = tuple(name for name in self.constants if name in OUTPUT_CONSTANTS or name in self.read_off)
+        recorded = tuple((name, SAVED + name) for name in self.constants if name not in computed)
+        saved = tuple((name, RAW_SAVED + name) for name in self.operands)
+        for name, table in (("computed", computed), ("recorded", recorded), ("saved", saved)):
+            object.__setattr__(self, name, table)
 
 
 RECIPES: dict[str, Recipe] = {}

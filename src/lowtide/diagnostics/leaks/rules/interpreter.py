@@ -1,6 +1,6 @@
 """Objects that Python itself remembers: exceptions with their frames, and results of notebook cells."""
 
-from lowtide.diagnostics.leaks.finding import History
+from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.inspection import RetainedObject
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 

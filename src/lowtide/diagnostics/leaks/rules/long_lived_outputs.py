@@ -1,6 +1,6 @@
 """Model outputs that outlive their use."""
 
-from lowtide.diagnostics.leaks.finding import History
+from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.inspection import RetainedObject
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 

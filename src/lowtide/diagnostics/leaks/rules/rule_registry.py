@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.call_log import SiteStats
-    from lowtide.diagnostics.leaks.finding import History
+    from lowtide.diagnostics.leaks.holder_history import History
     from lowtide.diagnostics.leaks.inspection import RetainedObject
 
 

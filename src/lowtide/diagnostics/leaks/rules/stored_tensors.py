@@ -1,6 +1,6 @@
 """Tensors stored outside variables: on ctx, by hooks, on modules, in buffers."""
 
-from lowtide.diagnostics.leaks.finding import History
+from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.inspection import RetainedObject
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 

@@ -1,8 +1,8 @@
-"""Behaviours of CUDA with which a step needs other memory than on the CPU: a file per subject, a row per behaviour.
+"""Behaviours of CUDA with which a step needs other memory than on the CPU: a file per subject.
 
 | file | content |
 |---|---|
-| `op_record.py` | a row: the behaviour and its source |
+| `op_registry.py` | the registry: behaviours with their sources, and the code that rests on each |
 | `attention.py` | the choice of attention's kernel |
 | `attention_flash.py`, `attention_mem_efficient.py` | saved tensors and scratch memory of that kernel |
 | `normalization.py` | fused statistics |
@@ -13,5 +13,5 @@
 | `indexing.py` | sorting in the backward of embeddings and of indexing |
 | `reductions.py` | partial sums |
 | `optimizers.py` | all parameters at once |
-| `op_table.py` | all rows |
+| `op_table.py` | all operators |
 """

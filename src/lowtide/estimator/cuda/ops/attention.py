@@ -14,7 +14,7 @@ import torch
 
 from lowtide._torch.privateuse1 import attention_allowed
 from lowtide.estimator.cuda.current_gpu import capability, there
-from lowtide.estimator.cuda.ops.op_record import Behaviour
+from lowtide.estimator.cuda.ops.op_registry import Behaviour, cuda_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,17 +23,15 @@ aten = torch.ops.aten
 
 _CHOICE = "aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.13"
 
-ROWS = (
-    Behaviour(
-        name="attention kernel",
-        does="cuDNN (9.x, 10.x), flash, memory-efficient or all scores, by dtype, mask, head size and capability",
-        source=_CHOICE,
-    ),
-    Behaviour(
-        name="attention mask",
-        does="a boolean mask becomes one of numbers; one whose rows are no multiple of 8 is padded",
-        source="aten/src/ATen/native/transformers/attention.cpp: preprocess_mask, torch 2.13",
-    ),
+Behaviour(
+    name="attention kernel",
+    does="cuDNN (9.x, 10.x), flash, memory-efficient or all scores, by dtype, mask, head size and capability",
+    source=_CHOICE,
+)
+Behaviour(
+    name="attention mask",
+    does="a boolean mask becomes one of numbers; one whose rows are no multiple of 8 is padded",
+    source="aten/src/ATen/native/transformers/attention.cpp: preprocess_mask, torch 2.13",
 )
 
 HALF = (torch.float16, torch.bfloat16)
@@ -144,6 +142,7 @@ _CAN: dict[str, Callable[[Call], bool]] = {
 }
 
 
+@cuda_kernel("scaled_dot_product_attention")
 def attention(
     query: Tensor,
     key: Tensor,
@@ -192,6 +191,3 @@ def _padded(mask: Tensor) -> Tensor:
         return mask
     padded: Tensor = torch.nn.functional.pad(mask, (0, 8 - length % 8))[..., :length]
     return padded
-
-
-KERNELS = {"scaled_dot_product_attention": attention}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.estimator.cuda.ops.op_record import Behaviour, ScratchBlock
+from lowtide.estimator.cuda.ops.op_registry import Behaviour, ScratchBlock, cuda_op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,29 +21,27 @@ aten = torch.ops.aten
 
 _SOURCE = "aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: {}, torch at commit ef3d5c9ebba1"
 
-ROWS = (
-    Behaviour(
-        name="flash attention",
-        does="without dropout, where there are few rows and many keys: results of parts of the keys, in single "
-        "precision; one number a row is kept",
-        source=_SOURCE.format("mha_fwd, set_params_splitkv, num_splits_heuristic"),
-        exact=False,
-    ),
-    Behaviour(
-        name="flash attention, backward",
-        does="gradients of queries are summed up in single precision, rows to 128 and heads to 32 (once for each wave "
-        "of multiprocessors if deterministic), beside one number a row; shared keys get a gradient for each head; the "
-        "result and its gradient are copied where rows do not lie before heads",
-        source=_SOURCE.format("mha_bwd") + "; attention_backward.cu: _flash_attention_backward",
-        exact=False,
-    ),
-    Behaviour(
-        name="cuDNN attention",
-        does="workspaces of cuDNN's choice (get_workspace_size): none counted in forward, gradients of queries in "
-        "single precision in backward; that it is at most thrice as much is assumed, no document says so",
-        source="aten/src/ATen/native/cudnn/MHA.cpp: run_cudnn_SDP_fprop, torch at commit c8d6fb3acbf7",
-        exact=False,
-    ),
+_FORWARD = Behaviour(
+    name="flash attention",
+    does="without dropout, where there are few rows and many keys: results of parts of the keys, in single "
+    "precision; one number a row is kept",
+    source=_SOURCE.format("mha_fwd, set_params_splitkv, num_splits_heuristic"),
+    exact=False,
+)
+_BACKWARD = Behaviour(
+    name="flash attention, backward",
+    does="gradients of queries are summed up in single precision, rows to 128 and heads to 32 (once for each wave "
+    "of multiprocessors if deterministic), beside one number a row; shared keys get a gradient for each head; the "
+    "result and its gradient are copied where rows do not lie before heads",
+    source=_SOURCE.format("mha_bwd") + "; attention_backward.cu: _flash_attention_backward",
+    exact=False,
+)
+_CUDNN = Behaviour(
+    name="cuDNN attention",
+    does="workspaces of cuDNN's choice (get_workspace_size): none counted in forward, gradients of queries in "
+    "single precision in backward; that it is at most thrice as much is assumed, no document says so",
+    source="aten/src/ATen/native/cudnn/MHA.cpp: run_cudnn_SDP_fprop, torch at commit c8d6fb3acbf7",
+    exact=False,
 )
 
 _MULTIPROCESSORS = range(4, 193)
@@ -77,6 +75,7 @@ def _bounds_of_splits(blocks: int, parts: int) -> tuple[int, int]:
     return min(found), max(found)
 
 
+@cuda_op(aten._scaled_dot_product_flash_attention.default, of=_FORWARD)
 def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """Return for each split of the keys one number a row, and its result."""
     query, key = args[:2]
@@ -102,6 +101,7 @@ def _widths(head: int) -> tuple[int, int]:
     return width, 256 if width == 224 else width
 
 
+@cuda_op(aten._scaled_dot_product_flash_attention_backward.default, of=_BACKWARD)
 def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """Return softmax_d and dq_accum; keys and values shared by groups of queries get a gradient for each query head."""
     gradient, query, key = args[:3]
@@ -121,15 +121,9 @@ def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     return inside
 
 
+@cuda_op(aten._scaled_dot_product_cudnn_attention_backward.default, of=_CUDNN)
 def cudnn_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """Return a workspace of cuDNN's choice."""
     query = args[1]
     n_bytes = query.numel() * 4
     return [ScratchBlock(n_bytes, 0, 3 * n_bytes)]
-
-
-INSIDE = {
-    aten._scaled_dot_product_flash_attention.default: forward,
-    aten._scaled_dot_product_flash_attention_backward.default: backward,
-    aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
-}

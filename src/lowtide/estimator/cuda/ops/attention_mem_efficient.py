@@ -12,7 +12,7 @@ import torch
 
 from lowtide.estimator.cuda.current_gpu import capability
 from lowtide.estimator.cuda.ops.attention import HALF
-from lowtide.estimator.cuda.ops.op_record import Behaviour, ScratchBlock
+from lowtide.estimator.cuda.ops.op_registry import Behaviour, ScratchBlock, cuda_op, entry_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,22 +21,20 @@ aten = torch.ops.aten
 
 _KERNELS = "torch/include/ATen/native/transformers/cuda/mem_eff_attention/{}, torch 2.13"
 
-ROWS = (
-    Behaviour(
-        name="memory-efficient attention",
-        does="for half precision and heads above 128 the result in single precision; one number a row is kept, to 32; "
-        "seed and offset stay on the CPU",
-        source=_KERNELS.format("kernel_forward.h: kNeedsOutputAccumulatorBuffer, kAlignLSE; kernels/cutlassF.h"),
-    ),
-    Behaviour(
-        name="memory-efficient attention, backward",
-        does="one number a row, in single precision made of a whole product; queries' gradients in whole tiles, with a "
-        "lock each, also in single precision; those of keys and values where they don't stay in registers",
-        source=_KERNELS.format("kernel_backward.h: workspace_size, kKernelComputesDelta; kernels/cutlassB.h")
-        + "; aten/src/ATen/native/transformers/cuda/attention_backward.cu: _efficient_attention_backward, "
-        "at the state with shared_storage_dqdkdv, as in torch 2.13",
-        exact=False,
-    ),
+_FORWARD = Behaviour(
+    name="memory-efficient attention",
+    does="for half precision and heads above 128 the result in single precision; one number a row is kept, to 32; "
+    "seed and offset stay on the CPU",
+    source=_KERNELS.format("kernel_forward.h: kNeedsOutputAccumulatorBuffer, kAlignLSE; kernels/cutlassF.h"),
+)
+_BACKWARD = Behaviour(
+    name="memory-efficient attention, backward",
+    does="one number a row, in single precision made of a whole product; queries' gradients in whole tiles, with a "
+    "lock each, also in single precision; those of keys and values where they don't stay in registers",
+    source=_KERNELS.format("kernel_backward.h: workspace_size, kKernelComputesDelta; kernels/cutlassB.h")
+    + "; aten/src/ATen/native/transformers/cuda/attention_backward.cu: _efficient_attention_backward, "
+    "at the state with shared_storage_dqdkdv, as in torch 2.13",
+    exact=False,
 )
 
 _HEAD_IN_REGISTERS = 128
@@ -100,6 +98,7 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+@cuda_op(aten._scaled_dot_product_efficient_attention.default, of=_FORWARD)
 def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """Return the result in single precision, unless it stays in registers."""
     query, key, value = args[:3]
@@ -108,6 +107,7 @@ def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     return [ScratchBlock.exactly(made[0].numel() * 4)]
 
 
+@cuda_op(aten._scaled_dot_product_efficient_attention_backward.default, of=_BACKWARD)
 def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """Return delta, the sum over a head of the result times its gradient, then the workspace.
 
@@ -133,10 +133,4 @@ def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     return [block for block in inside if block.most]
 
 
-ON_HOST = {aten._scaled_dot_product_efficient_attention.default: range(2, 4)}
-"""Results on the host: seed and offset of the random numbers."""
-
-INSIDE = {
-    aten._scaled_dot_product_efficient_attention.default: forward,
-    aten._scaled_dot_product_efficient_attention_backward.default: backward,
-}
+entry_of(aten._scaled_dot_product_efficient_attention.default, of=_FORWARD).on_host = range(2, 4)  # seed and offset

@@ -15,34 +15,32 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide._torch.privateuse1 import without_autocast
 from lowtide.estimator.cuda.current_gpu import NAME, there
-from lowtide.estimator.cuda.ops.op_record import Behaviour
+from lowtide.estimator.cuda.ops.op_registry import Behaviour
 
 aten = torch.ops.aten
 
 _SOURCE = "torch/include/ATen/autocast_mode.h: AT_FORALL_{}, torch 2.13"
 
-ROWS = (
-    Behaviour(
-        name="autocast, lower precision",
-        does="convolutions, products, recurrent cells and attention",
-        source=_SOURCE.format("LOWER_PRECISION_FP"),
-    ),
-    Behaviour(
-        name="autocast, single precision",
-        does="norms, losses, exponentials, logarithms, resampling",
-        source=_SOURCE.format("FP32"),
-    ),
-    Behaviour(
-        name="autocast, results in single precision",
-        does="softmax, sums, products and norms along a dimension",
-        source=_SOURCE.format("FP32_SET_OPT_DTYPE"),
-    ),
-    Behaviour(name="autocast, widest", does="operators of several tensors", source=_SOURCE.format("PROMOTE")),
-    Behaviour(
-        name="autocast, cache",
-        does="casts of parameters that need a gradient are kept until the outermost autocast ends",
-        source="aten/src/ATen/autocast_mode.cpp: cached_cast, torch 2.13",
-    ),
+Behaviour(
+    name="autocast, lower precision",
+    does="convolutions, products, recurrent cells and attention",
+    source=_SOURCE.format("LOWER_PRECISION_FP"),
+)
+Behaviour(
+    name="autocast, single precision",
+    does="norms, losses, exponentials, logarithms, resampling",
+    source=_SOURCE.format("FP32"),
+)
+Behaviour(
+    name="autocast, results in single precision",
+    does="softmax, sums, products and norms along a dimension",
+    source=_SOURCE.format("FP32_SET_OPT_DTYPE"),
+)
+Behaviour(name="autocast, widest", does="operators of several tensors", source=_SOURCE.format("PROMOTE"))
+Behaviour(
+    name="autocast, cache",
+    does="casts of parameters that need a gradient are kept until the outermost autocast ends",
+    source="aten/src/ATen/autocast_mode.cpp: cached_cast, torch 2.13",
 )
 
 _LOWER = """

@@ -13,33 +13,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide.estimator.cuda.current_gpu import capability
-from lowtide.estimator.cuda.ops.op_record import Behaviour, ScratchBlock, copies, is_channels_last
+from lowtide.estimator.cuda.ops.op_registry import Behaviour, ScratchBlock, copies, cuda_op, is_channels_last
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 aten = torch.ops.aten
 
-ROWS = (
-    Behaviour(
-        name="convolution, layout",
-        does="results and gradients are channels-last if the input or the weight is; what is not is copied for it",
-        source="torch/include/ATen/native/ConvUtils.h: cudnn_conv_suggest_memory_format, torch 2.13; "
-        "aten/src/ATen/native/Convolution.cpp: determine_backend_memory_format, use_cudnn_depthwise, "
-        "convolution_backward; aten/src/ATen/native/cudnn/ConvShared.cpp, torch at commit 02f095500106",
-    ),
-    Behaviour(
-        name="depthwise convolution",
-        does="a kernel of torch's own without a workspace, unless in half precision or channels-last",
-        source="aten/src/ATen/native/Convolution.cpp: use_cudnn_depthwise, torch 2.13",
-    ),
-    Behaviour(
-        name="convolution",
-        does="cuDNN's workspace: copies of what is not channels-last in half precision, in TF32 on 9.x; else perhaps",
-        source="NVIDIA, Convolutional Layers User's Guide: tensor layouts in memory, NCHW vs NHWC; "
-        "tests/estimator/data/cudnn_h200.json, measured on an H200 with cuDNN 9.19",
-        exact=False,
-    ),
+_LAYOUT = Behaviour(
+    name="convolution, layout",
+    does="results and gradients are channels-last if the input or the weight is; what is not is copied for it",
+    source="torch/include/ATen/native/ConvUtils.h: cudnn_conv_suggest_memory_format, torch 2.13; "
+    "aten/src/ATen/native/Convolution.cpp: determine_backend_memory_format, use_cudnn_depthwise, "
+    "convolution_backward; aten/src/ATen/native/cudnn/ConvShared.cpp, torch at commit 02f095500106",
+)
+Behaviour(
+    name="depthwise convolution",
+    does="a kernel of torch's own without a workspace, unless in half precision or channels-last",
+    source="aten/src/ATen/native/Convolution.cpp: use_cudnn_depthwise, torch 2.13",
+)
+_WORKSPACE = Behaviour(
+    name="convolution",
+    does="cuDNN's workspace: copies of what is not channels-last in half precision, in TF32 on 9.x; else perhaps",
+    source="NVIDIA, Convolutional Layers User's Guide: tensor layouts in memory, NCHW vs NHWC; "
+    "tests/estimator/data/cudnn_h200.json, measured on an H200 with cuDNN 9.19",
+    exact=False,
 )
 
 HALF = (torch.float16, torch.bfloat16)
@@ -64,15 +62,18 @@ def _laid_out(out: Any, layout: torch.memory_format | None) -> Any:
     return torch.empty_like(out, memory_format=layout)
 
 
+@cuda_op(aten.convolution.default, of=_LAYOUT, part="layout")
 def _layout_forward(args: Any, out: Any) -> Any:
     return _laid_out(out, _layout(*args[:2]))
 
 
+@cuda_op(aten.convolution_backward.default, of=_LAYOUT, part="layout")
 def _layout_backward(args: Any, out: Any) -> Any:
     layout = _layout(*args[1:3])
     return (*(_laid_out(each, layout) for each in out[:2]), out[2])
 
 
+@cuda_op(aten.convolution.default, of=_WORKSPACE)
 def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """Return copies of the input (before the result is allocated) and of the weight, and the workspace."""
     x, weight = args[:2]
@@ -81,6 +82,7 @@ def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     return [*copied, *_workspace(x, weight, made[0], groups=args[8])]
 
 
+@cuda_op(aten.convolution_backward.default, of=_WORKSPACE)
 def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """Return copies, and one workspace used for the input's gradient, then the weight's, with the same three tensors.
 
@@ -113,7 +115,3 @@ def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-INSIDE = {aten.convolution.default: _forward, aten.convolution_backward.default: _backward}
-LAYOUTS = {aten.convolution.default: _layout_forward, aten.convolution_backward.default: _layout_backward}

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from lowtide.estimator.cuda.ops.op_record import Behaviour
+from lowtide.estimator.cuda.ops.op_registry import Behaviour, entry_of
 
-ROWS = (
-    Behaviour(
-        name="dropout",
-        does="saves a byte for each element; on the CPU it saves a mask of numbers",
-        source="aten/src/ATen/native/Dropout.cpp: is_fused_kernel_acceptable, torch 2.13",
-    ),
-    Behaviour(
-        name="dropout, order",
-        does="the mask is allocated before the result",
-        source="aten/src/ATen/native/cuda/Dropout.cu: dropout_cuda, torch 2.6 and later",
-    ),
+Behaviour(
+    name="dropout",
+    does="saves a byte for each element; on the CPU it saves a mask of numbers",
+    source="aten/src/ATen/native/Dropout.cpp: is_fused_kernel_acceptable, torch 2.13",
+)
+_ORDER = Behaviour(
+    name="dropout, order",
+    does="the mask is allocated before the result",
+    source="aten/src/ATen/native/cuda/Dropout.cu: dropout_cuda, torch 2.6 and later",
 )
 
-ORDER = {torch.ops.aten.native_dropout.default: (1, 0)}
+entry_of(torch.ops.aten.native_dropout.default, of=_ORDER).order = (1, 0)

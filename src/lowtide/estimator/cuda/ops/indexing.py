@@ -6,34 +6,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.estimator.cuda.ops.op_record import Behaviour, ScratchBlock
+from lowtide.estimator.cuda.ops.op_registry import Behaviour, ScratchBlock, cuda_op
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 aten = torch.ops.aten
 
-ROWS = (
-    Behaviour(
-        name="embedding, backward",
-        does="beyond 3072 indices: these sorted, with their origins, where each row begins, and sums of up to ten "
-        "gradients of a row; into few rows, one more table instead, if in half precision",
-        source="aten/src/ATen/native/cuda/Embedding.cu: embedding_dense_backward_cuda, EmbeddingBackwardKernel.cu: "
-        "embedding_backward_cuda_kernel, torch with pull request 172454 of January 2026",
-        exact=False,
-    ),
-    Behaviour(
-        name="sorting",
-        does="pairs of keys and values are sorted into a second pair of arrays, unless they are few",
-        source="torch/include/ATen/cuda/cub-RadixSortPairs.cuh: radix_sort_pairs_impl, torch 2.13",
-        exact=False,
-    ),
-    Behaviour(
-        name="indexing, backward",
-        does="linear, sorted and original indices; the values, where they are broadcast",
-        source="aten/src/ATen/native/cuda/Indexing.cu: index_put_with_sort_kernel, torch with BComplex32, of 2026",
-        exact=False,
-    ),
+_EMBEDDING = Behaviour(
+    name="embedding, backward",
+    does="beyond 3072 indices: these sorted, with their origins, where each row begins, and sums of up to ten "
+    "gradients of a row; into few rows, one more table instead, if in half precision",
+    source="aten/src/ATen/native/cuda/Embedding.cu: embedding_dense_backward_cuda, EmbeddingBackwardKernel.cu: "
+    "embedding_backward_cuda_kernel, torch with pull request 172454 of January 2026",
+    exact=False,
+)
+Behaviour(
+    name="sorting",
+    does="pairs of keys and values are sorted into a second pair of arrays, unless they are few",
+    source="torch/include/ATen/cuda/cub-RadixSortPairs.cuh: radix_sort_pairs_impl, torch 2.13",
+    exact=False,
+)
+_INDEXING = Behaviour(
+    name="indexing, backward",
+    does="linear, sorted and original indices; the values, where they are broadcast",
+    source="aten/src/ATen/native/cuda/Indexing.cu: index_put_with_sort_kernel, torch with BComplex32, of 2026",
+    exact=False,
 )
 
 _UNSORTED = 3072
@@ -57,6 +55,7 @@ _COUNT = 8
 _HISTOGRAMS = 64 * 2**10
 
 
+@cuda_op(aten.embedding_dense_backward.default, of=_EMBEDDING)
 def _embedding(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     gradient, indices, n_rows, _, by_frequency = args[:5]
     n, width, each = indices.numel(), gradient.shape[-1], indices.element_size()
@@ -95,6 +94,7 @@ def _sorting(n: int, each: int) -> ScratchBlock:
     return ScratchBlock(n * each, 0, n * (each + 1) + _HISTOGRAMS, through=0)
 
 
+@cuda_op(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default, of=_INDEXING)
 def _index_put(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     if len(args) < 4 or not args[3]:  # not accumulated: written without sorting
         return []
@@ -110,9 +110,3 @@ def _index_put(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]
     if values.numel() != full or not values.is_contiguous():
         inside.append(ScratchBlock.exactly(full * values.element_size()))
     return [*inside, *[ScratchBlock.exactly(n * 8)] * 2, ScratchBlock.exactly(n * 8, through=1), _sorting(n, 16)]
-
-
-INSIDE = {
-    aten.embedding_dense_backward.default: _embedding,
-    **dict.fromkeys((aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default), _index_put),
-}

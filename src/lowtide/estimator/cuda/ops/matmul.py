@@ -11,7 +11,7 @@ import torch
 from lowtide._torch.fake_modes import is_strided
 from lowtide.estimator.cpu.scratch import blas_reads
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED
-from lowtide.estimator.cuda.ops.op_record import Behaviour, ScratchBlock
+from lowtide.estimator.cuda.ops.op_registry import Behaviour, ScratchBlock, cuda_op
 from lowtide.memory.gpu_specs import GpuSpec, cublas_workspace_bytes
 
 if TYPE_CHECKING:
@@ -19,23 +19,21 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-ROWS = (
-    Behaviour(
-        name="cuBLAS workspace",
-        does="8.1 MiB for each thread that multiplies (forward and backward: two), 32 MiB on 9.x, 10.x and 12.x",
-        source="aten/src/ATen/cuda/CublasHandlePool.cpp: getChosenWorkspaceSize, torch 2.13",
-    ),
-    Behaviour(
-        name="cuBLASLt workspace",
-        does="that of cuBLAS is used; before torch 2.13 1 MiB more for each thread, at its first product with a bias",
-        source="torch/backends/cuda/__init__.py: cublaslt_workspace_size, torch 2.13; measured on an H200, torch 2.11",
-    ),
-    Behaviour(
-        name="factors",
-        does="copies of matrices in which neither rows nor columns lie one after the other",
-        source="torch/include/ATen/native/cuda/cuBlasCommonArgs.h: prepare_matrix_for_cublas, torch 2.13; "
-        "aten/src/ATen/native/cuda/Blas.cpp: prepare_batch_matrix_for_cublas, torch of 2022 and later",
-    ),
+Behaviour(
+    name="cuBLAS workspace",
+    does="8.1 MiB for each thread that multiplies (forward and backward: two), 32 MiB on 9.x, 10.x and 12.x",
+    source="aten/src/ATen/cuda/CublasHandlePool.cpp: getChosenWorkspaceSize, torch 2.13",
+)
+Behaviour(
+    name="cuBLASLt workspace",
+    does="that of cuBLAS is used; before torch 2.13 1 MiB more for each thread, at its first product with a bias",
+    source="torch/backends/cuda/__init__.py: cublaslt_workspace_size, torch 2.13; measured on an H200, torch 2.11",
+)
+_FACTORS = Behaviour(
+    name="factors",
+    does="copies of matrices in which neither rows nor columns lie one after the other",
+    source="torch/include/ATen/native/cuda/cuBlasCommonArgs.h: prepare_matrix_for_cublas, torch 2.13; "
+    "aten/src/ATen/native/cuda/Blas.cpp: prepare_batch_matrix_for_cublas, torch of 2022 and later",
 )
 
 PRODUCTS = frozenset(
@@ -49,6 +47,7 @@ LT_WORKSPACE = "cublaslt::workspace"
 """Operator that cuBLASLt's workspaces are attributed to."""
 
 
+@cuda_op(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, of=_FACTORS)
 def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """Return copies of the factors, the last two tensor arguments, that cuBLAS can't read."""
     factors = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
@@ -60,12 +59,6 @@ def _is_taken(factor: Tensor) -> bool:
     if factor.dim() == 2 and (factor.is_contiguous() or factor.t().is_contiguous()):
         return True
     return blas_reads(factor) or (factor.is_contiguous() and 0 not in factor.stride()[-2:])
-
-
-INSIDE = dict.fromkeys(
-    (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
-    _factors,
-)
 
 
 def workspace_bytes(gpu: GpuSpec) -> int:

@@ -8,59 +8,64 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide.estimator.cuda.current_gpu import stands_in_for, there, unbounded
-from lowtide.estimator.cuda.ops.op_record import Behaviour, ScratchBlock, copies, is_channels_last
+from lowtide.estimator.cuda.ops.op_registry import (
+    Behaviour,
+    ScratchBlock,
+    copies,
+    cuda_kernel,
+    cuda_op,
+    is_channels_last,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 aten = torch.ops.aten
 
-_LAYER_NORM = "aten/src/ATen/native/cuda/layer_norm_kernel.cu: {}, torch of 2025, since 2.7"
+_LAYER_NORM_FILE = "aten/src/ATen/native/cuda/layer_norm_kernel.cu: {}, torch of 2025, since 2.7"
 
-ROWS = (
-    Behaviour(
-        name="RMS norm",
-        does="one kernel that saves its input and one number a row; the CPU composes it of five operators",
-        source="aten/src/ATen/native/native_functions.yaml: _fused_rms_norm, torch 2.13",
-    ),
-    Behaviour(
-        name="layer norm",
-        does="mean and inverse deviation in single precision also for half precision",
-        source="torch/_decomp/decompositions.py: native_layer_norm, torch 2.13",
-    ),
-    Behaviour(
-        name="layer norm, layout",
-        does="copies of what is not contiguous, that of the input before there are results; results are contiguous",
-        source=_LAYER_NORM.format("layer_norm_cuda, layer_norm_backward_cuda, LayerNormBackwardKernelImpl"),
-    ),
-    Behaviour(
-        name="layer norm, backward",
-        does="beyond 65,536 short rows a partial sum of each 32 rows for the gradients of weight and bias",
-        source=_LAYER_NORM.format("LaunchGammaBetaBackwardCUDAKernel"),
-        exact=False,
-    ),
-    Behaviour(
-        name="group norm",
-        does="one or two numbers for each channel of an example, and in half precision for each group",
-        source="aten/src/ATen/native/cuda/group_norm_kernel.cu: GroupNormKernelImplInternal, "
-        "GroupNormBackwardKernelImplInternal, torch at commit 0081abf78c45",
-    ),
-    Behaviour(
-        name="batch norm",
-        does="cuDNN's kernel in training, but for bfloat16, rows and what has no weights: for channels-last batches "
-        "one that keeps a reserve of cuDNN's choice for backward, and takes a workspace; counted as none, and said",
-        source="aten/src/ATen/native/cudnn/BatchNorm.cpp: getCudnnBatchNormMode, cudnn_batch_norm, "
-        "_get_cudnn_batch_norm_reserve_space_size, torch at commit d7572ba2e934",
-        exact=False,
-    ),
-    Behaviour(
-        name="batch norm, backward",
-        does="cuDNN's copies a gradient that has another layout than the input, torch's own does not; either gives the "
-        "input's layout",
-        source="aten/src/ATen/native/cudnn/BatchNorm.cpp: cudnn_batch_norm_backward, torch at commit d7572ba2e934; "
-        "aten/src/ATen/native/Normalization.cpp: _select_batch_norm_backend, _batch_norm_impl_index_backward, "
-        "aten/src/ATen/native/cuda/Normalization.cu: batch_norm_backward_cuda, torch of 2025",
-    ),
+Behaviour(
+    name="RMS norm",
+    does="one kernel that saves its input and one number a row; the CPU composes it of five operators",
+    source="aten/src/ATen/native/native_functions.yaml: _fused_rms_norm, torch 2.13",
+)
+Behaviour(
+    name="layer norm",
+    does="mean and inverse deviation in single precision also for half precision",
+    source="torch/_decomp/decompositions.py: native_layer_norm, torch 2.13",
+)
+_LAYER_NORM_LAYOUT = Behaviour(
+    name="layer norm, layout",
+    does="copies of what is not contiguous, that of the input before there are results; results are contiguous",
+    source=_LAYER_NORM_FILE.format("layer_norm_cuda, layer_norm_backward_cuda, LayerNormBackwardKernelImpl"),
+)
+_LAYER_NORM_BACKWARD = Behaviour(
+    name="layer norm, backward",
+    does="beyond 65,536 short rows a partial sum of each 32 rows for the gradients of weight and bias",
+    source=_LAYER_NORM_FILE.format("LaunchGammaBetaBackwardCUDAKernel"),
+    exact=False,
+)
+_GROUP_NORM = Behaviour(
+    name="group norm",
+    does="one or two numbers for each channel of an example, and in half precision for each group",
+    source="aten/src/ATen/native/cuda/group_norm_kernel.cu: GroupNormKernelImplInternal, "
+    "GroupNormBackwardKernelImplInternal, torch at commit 0081abf78c45",
+)
+_BATCH_NORM = Behaviour(
+    name="batch norm",
+    does="cuDNN's kernel in training, but for bfloat16, rows and what has no weights: for channels-last batches "
+    "one that keeps a reserve of cuDNN's choice for backward, and takes a workspace; counted as none, and said",
+    source="aten/src/ATen/native/cudnn/BatchNorm.cpp: getCudnnBatchNormMode, cudnn_batch_norm, "
+    "_get_cudnn_batch_norm_reserve_space_size, torch at commit d7572ba2e934",
+    exact=False,
+)
+_BATCH_NORM_BACKWARD = Behaviour(
+    name="batch norm, backward",
+    does="cuDNN's copies a gradient that has another layout than the input, torch's own does not; either gives the "
+    "input's layout",
+    source="aten/src/ATen/native/cudnn/BatchNorm.cpp: cudnn_batch_norm_backward, torch at commit d7572ba2e934; "
+    "aten/src/ATen/native/Normalization.cpp: _select_batch_norm_backend, _batch_norm_impl_index_backward, "
+    "aten/src/ATen/native/cuda/Normalization.cu: batch_norm_backward_cuda, torch of 2025",
 )
 
 _MANY_ROWS = 64 * 1024
@@ -96,14 +101,17 @@ class _RmsNorm(torch.autograd.Function):
         return for_input, None, for_weight, None
 
 
+@cuda_kernel("_fused_rms_norm")
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
     return _RmsNorm.apply(there(x), shape, weight, eps)  # type: ignore[no-untyped-call]
 
 
+@cuda_op(aten.native_layer_norm.default, of=_LAYER_NORM_LAYOUT)
 def _layer_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     return copies(args[0], first=True)
 
 
+@cuda_op(aten.native_layer_norm_backward.default, of=_LAYER_NORM_BACKWARD)
 def _layer_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     gradient, x, shape = args[:3]
     return [*copies(x, first=True), *copies(gradient), *_partial_sums(x, prod(shape), sum(args[7][1:]))]
@@ -118,6 +126,7 @@ def _partial_sums(x: Tensor, width: int, n_gradients: int) -> list[ScratchBlock]
     return [ScratchBlock(n_bytes, 0, n_bytes)] * n_gradients
 
 
+@cuda_op(aten.native_group_norm.default, of=_GROUP_NORM)
 def _group_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """Return mean and deviation in single precision, and the scale and shift of each channel."""
     x, weight, bias, examples, channels, pixels, groups = args[:7]
@@ -128,6 +137,7 @@ def _group_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock
     return inside
 
 
+@cuda_op(aten.native_group_norm_backward.default, of=_GROUP_NORM)
 def _group_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """Return two sums for each channel; for the input's gradient two numbers a group and one a channel."""
     x, weight = args[1], args[4]
@@ -147,6 +157,7 @@ def _is_cudnns(x: Tensor, weight: Tensor | None, training: bool) -> bool:
     return mixed and x.dim() >= 3 and x.shape[0] <= _MOST_EXAMPLES and x.numel() < 2**31 - 1
 
 
+@cuda_op(aten.native_batch_norm.default, of=_BATCH_NORM)
 def _batch_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """Return no known scratch; cuDNN reports its reserve on a GPU only, and documents no bound."""
     x, weight, training = args[0], args[1], args[5]
@@ -157,6 +168,7 @@ def _batch_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock
     return []
 
 
+@cuda_op(aten.native_batch_norm_backward.default, of=_BATCH_NORM_BACKWARD)
 def _batch_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     gradient, x, weight = args[:3]
     if not _is_cudnns(x, weight, args[7]):
@@ -164,10 +176,12 @@ def _batch_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Scr
     return copies(gradient, layout=is_channels_last(x) or torch.contiguous_format, first=True)
 
 
+@cuda_op(aten.native_layer_norm_backward.default, of=_LAYER_NORM_LAYOUT, part="layout")
 def _layer_normed(args: Any, out: Any) -> Any:
     return tuple(None if t is None else t.contiguous() for t in out)
 
 
+@cuda_op(aten.native_batch_norm_backward.default, of=_BATCH_NORM_BACKWARD, part="layout")
 def _batch_normed(args: Any, out: Any) -> Any:
     x, weight, training = args[1], args[2], args[7]
     if out[0] is None:
@@ -176,18 +190,3 @@ def _batch_normed(args: Any, out: Any) -> Any:
         return (torch.empty_like(x), *out[1:])
     layout = (is_channels_last(x) if training else None) or torch.contiguous_format
     return (out[0].contiguous(memory_format=layout), *out[1:])
-
-
-KERNELS = {"_fused_rms_norm": _rms_norm}
-LAYOUTS = {
-    aten.native_layer_norm_backward.default: _layer_normed,
-    aten.native_batch_norm_backward.default: _batch_normed,
-}
-INSIDE = {
-    aten.native_layer_norm.default: _layer_norm,
-    aten.native_layer_norm_backward.default: _layer_norm_backward,
-    aten.native_group_norm.default: _group_norm,
-    aten.native_group_norm_backward.default: _group_norm_backward,
-    aten.native_batch_norm.default: _batch_norm,
-    aten.native_batch_norm_backward.default: _batch_norm_backward,
-}

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from lowtide.estimator.cuda.ops.op_record import Behaviour
+from lowtide.estimator.cuda.ops.op_registry import Behaviour
 
-ROWS = (
-    Behaviour(
-        name="foreach",
-        does="the default on CUDA where neither foreach nor fused is asked for: intermediate results of all parameters",
-        source="torch/optim/optimizer.py: _default_to_fused_or_foreach, torch 2.13",
-    ),
-    Behaviour(
-        name="counters of steps",
-        does="on the CPU, unless the optimizer is fused or capturable",
-        source="torch/optim/adam.py: _init_group, torch 2.13",
-    ),
+Behaviour(
+    name="foreach",
+    does="the default on CUDA where neither foreach nor fused is asked for: intermediate results of all parameters",
+    source="torch/optim/optimizer.py: _default_to_fused_or_foreach, torch 2.13",
+)
+Behaviour(
+    name="counters of steps",
+    does="on the CPU, unless the optimizer is fused or capturable",
+    source="torch/optim/adam.py: _init_group, torch 2.13",
 )

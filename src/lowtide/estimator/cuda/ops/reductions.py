@@ -6,31 +6,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.estimator.cuda.ops.op_record import Behaviour, ScratchBlock
+from lowtide.estimator.cuda.ops.op_registry import Behaviour, ScratchBlock, cuda_op
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 aten = torch.ops.aten
 
-ROWS = (
-    Behaviour(
-        name="reduction",
-        does="partial results of at most 8 MiB where few results are made of many elements",
-        source="aten/src/ATen/native/cuda/Reduce.cuh: ReduceConfig.global_memory_size, torch 2.13",
-        exact=False,
-    ),
+_PARTIAL_SUMS = Behaviour(
+    name="reduction",
+    does="partial results of at most 8 MiB where few results are made of many elements",
+    source="aten/src/ATen/native/cuda/Reduce.cuh: ReduceConfig.global_memory_size, torch 2.13",
+    exact=False,
 )
 
 _MOST = 8 * 2**20
 _FEW = 2**16
 
 
+@cuda_op(aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, of=_PARTIAL_SUMS)
 def _reduction(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     elements, results = args[0].numel(), made[0].numel()
     if results > _FEW or elements < 64 * results:
         return []
     return [ScratchBlock(0, 0, min(_MOST, elements * 4))]
-
-
-INSIDE = dict.fromkeys((aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default), _reduction)

@@ -16,23 +16,20 @@ import torch
 from torch import Tensor
 
 from lowtide.estimator.cuda.current_gpu import lasting, measured, stands_in_for, there
-from lowtide.estimator.cuda.ops.op_record import Behaviour
+from lowtide.estimator.cuda.ops.op_registry import Behaviour, cuda_kernel, cuda_op
 
-ROWS = (
-    Behaviour(
-        name="recurrent layers",
-        does="one operator that keeps its input, its output and a reserve; it works on the sequence first, with copies "
-        "where the batch is first; gradients of all weights are one block",
-        source="aten/src/ATen/native/cudnn/RNN.cpp: _cudnn_rnn, _cudnn_rnn_backward_input, "
-        "_cudnn_rnn_backward_weight, torch at commit 357b8267a5eb",
-        exact=False,
-    ),
-    Behaviour(
-        name="a step of a GRU by itself",
-        does="keeps five numbers for each hidden unit, where a CPU keeps each gate as a tensor of its own",
-        source="aten/src/ATen/native/cuda/RNN.cu: GRU_WORKSPACE_MULTIPLIER, _thnn_fused_gru_cell_backward_cuda; "
-        "torch 2.13",
-    ),
+Behaviour(
+    name="recurrent layers",
+    does="one operator that keeps its input, its output and a reserve; it works on the sequence first, with copies "
+    "where the batch is first; gradients of all weights are one block",
+    source="aten/src/ATen/native/cudnn/RNN.cpp: _cudnn_rnn, _cudnn_rnn_backward_input, "
+    "_cudnn_rnn_backward_weight, torch at commit 357b8267a5eb",
+    exact=False,
+)
+_GRU_CELL = Behaviour(
+    name="a step of a GRU by itself",
+    does="keeps five numbers for each hidden unit, where a CPU keeps each gate as a tensor of its own",
+    source="aten/src/ATen/native/cuda/RNN.cu: GRU_WORKSPACE_MULTIPLIER, _thnn_fused_gru_cell_backward_cuda; torch 2.13",
 )
 
 _KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -202,25 +199,20 @@ def _run(
     return _Recurrent.apply(kind, settings, x, *states, *params)  # type: ignore[no-untyped-call]
 
 
-KERNELS: dict[str, Callable[..., Any]] = {
-    f"{kind}.{form}": make(kind) for kind in _KINDS for form, make in (("input", _kernel), ("data", _packed_kernel))
-}
+for _kind in _KINDS:
+    cuda_kernel(f"{_kind}.input")(_kernel(_kind))
+    cuda_kernel(f"{_kind}.data")(_packed_kernel(_kind))
 
 
+@cuda_op(torch.ops.aten._thnn_fused_gru_cell.default, of=_GRU_CELL, part="results")
 def _gru_cell(gates: Tensor, _: Tensor, state: Tensor, *biases: Any) -> tuple[Tensor, Tensor]:
     rows, hidden = state.shape
     return torch.empty_like(state), state.new_empty((rows, 5 * hidden))
 
 
+@cuda_op(torch.ops.aten._thnn_fused_gru_cell_backward.default, of=_GRU_CELL, part="results")
 def _gru_cell_backward(gradient: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
     rows, hidden = gradient.shape
     gates = [gradient.new_empty((rows, 3 * hidden)) for _ in range(2)]
     biases = [gradient.new_empty((3 * hidden,)) if has_bias else None for _ in range(2)]
     return (*gates, torch.empty_like(gradient), *biases)
-
-
-SHAPES: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten._thnn_fused_gru_cell.default: _gru_cell,
-    torch.ops.aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
-}
-"""Functions for CUDA operators that torch can't run on fake tensors."""

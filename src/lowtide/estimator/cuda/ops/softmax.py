@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.estimator.cuda.ops.op_record import Behaviour, ScratchBlock, copies
+from lowtide.estimator.cuda.ops.op_registry import Behaviour, ScratchBlock, copies, cuda_op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,25 +15,25 @@ aten = torch.ops.aten
 
 _SOURCE = "aten/src/ATen/native/cuda/SoftMax.cu: {}, torch at commit e9865f53f256"
 
-ROWS = (
-    Behaviour(
-        name="softmax",
-        does="copies of what is not contiguous; results are",
-        source=_SOURCE.format("host_softmax, host_softmax_backward")
-        + "; aten/src/ATen/native/SoftMax.cpp: TORCH_META_FUNC",
-    ),
-    Behaviour(
-        name="softmax, backward",
-        does="the gradient times the result, beside the gradient that it gives",
-        source=_SOURCE.format("softmax_backward_cuda_out"),
-    ),
+_COPIES = Behaviour(
+    name="softmax",
+    does="copies of what is not contiguous; results are",
+    source=_SOURCE.format("host_softmax, host_softmax_backward")
+    + "; aten/src/ATen/native/SoftMax.cpp: TORCH_META_FUNC",
+)
+_BACKWARD = Behaviour(
+    name="softmax, backward",
+    does="the gradient times the result, beside the gradient that it gives",
+    source=_SOURCE.format("softmax_backward_cuda_out"),
 )
 
 
+@cuda_op(aten._softmax.default, aten._log_softmax.default, of=_COPIES)
 def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     return copies(args[0])
 
 
+@cuda_op(aten._softmax_backward_data.default, of=_BACKWARD)
 def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """Return the product, laid out like the gradient, and copies."""
     gradient, result = args[:2]
@@ -41,18 +41,11 @@ def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     return [ScratchBlock.exactly(n_bytes), *copies(gradient, result)]
 
 
+@cuda_op(aten._log_softmax_backward_data.default, of=_COPIES)
 def _log_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     return copies(*args[:2])
 
 
+@cuda_op(aten._log_softmax_backward_data.default, of=_COPIES, part="layout")
 def _contiguous(args: Any, out: Any) -> Any:
     return out.contiguous()
-
-
-INSIDE = {
-    aten._softmax.default: _forward,
-    aten._log_softmax.default: _forward,
-    aten._softmax_backward_data.default: _backward,
-    aten._log_softmax_backward_data.default: _log_backward,
-}
-LAYOUTS = {aten._log_softmax_backward_data.default: _contiguous}

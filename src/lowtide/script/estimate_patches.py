@@ -1,4 +1,4 @@
-"""Patches of torch's functions while a script is rehearsed for an absent GPU."""
+"""Patches of torch's functions while a script's memory is estimated, for this machine or for an absent GPU."""
 
 from __future__ import annotations
 
@@ -45,17 +45,12 @@ def nothing_saved(crew: Estimating) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cuda_for_a_script(gpu: GpuSpec, crew: Estimating, processes: AbsentProcesses | None) -> Iterator[None]:
-    """Report CUDA as available to a script before its first forward, which stays on the CPU.
-
-    Compilation is skipped: the rehearsal runs the operators themselves. The script is one of `processes`, if given.
-    """
+def steps_of_a_script(crew: Estimating) -> Iterator[None]:
+    """Tell `crew` of backward passes and checkpoints. Compilation is skipped: the operators themselves run."""
 
     def compiles(model: Any = None, **options: Any) -> Any:
         crew.compiles = True
         return (lambda model: model) if model is None else model
-
-    importlib.import_module("torch._dynamo")  # see `cuda_is_there`
 
     def runs_back(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         done = run(*args, **kwargs)
@@ -71,13 +66,24 @@ def cuda_for_a_script(gpu: GpuSpec, crew: Estimating, processes: AbsentProcesses
         stack.callback(replace_function(torch.autograd, ENGINE, functools.partial(functools.partial, runs_back)))
         stack.enter_context(patch.object(torch.utils.checkpoint, "checkpoint", checkpoints))
         stack.enter_context(patch.object(torch, "compile", compiles))
+        stack.enter_context(patch.object(nn.Module, "compile", lambda self, *args, **kwargs: compiles()))
+        yield
+
+
+@contextlib.contextmanager
+def cuda_for_a_script(gpu: GpuSpec, crew: Estimating, processes: AbsentProcesses | None) -> Iterator[None]:
+    """Report CUDA as available to a script before its first forward, which stays on the CPU.
+
+    The script is one of `processes`, if given.
+    """
+    importlib.import_module("torch._dynamo")  # see `cuda_is_there`
+    with contextlib.ExitStack() as stack:
         if processes is not None:
             stack.enter_context(processes.around())
             stack.enter_context(meshes_on("cpu", "cuda"))
             stack.enter_context(patch.object(nn.Module, "to_empty", _on_meta(nn.Module.to_empty, crew)))
         for owner, name, function in groups.stand_ins(processes):
             stack.enter_context(patch.object(owner, name, function))
-        stack.enter_context(patch.object(nn.Module, "compile", lambda self, *args, **kwargs: compiles()))
         if not torch.cuda.is_available():
             usage = Usage(crew.asked, AllocatorConfig.from_environment())
             stack.enter_context(cuda_is_there(gpu, crew.asked, usage))

@@ -1,10 +1,9 @@
-"""Two steps on an absent GPU: the patches in force during them, and the estimate after them."""
+"""Two steps on an absent GPU, which stands in for the model's own device: the patches, and the estimate."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -19,16 +18,16 @@ from lowtide.estimator.cuda.gpu_allocation_tracker import GpuAllocationTracker
 from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate, Outcome, known_within
 from lowtide.estimator.cuda.memory_stats import Usage
 from lowtide.estimator.cuda.op_workspace import OpWorkspaces
-from lowtide.estimator.cuda.ops.op_record import READ_IN
+from lowtide.estimator.cuda.ops.op_registry import READ_IN
 from lowtide.estimator.cuda.placement import GpuPlacement, belongings
 from lowtide.estimator.cuda.redirect import CudaRedirect, cuda_is_there
 from lowtide.estimator.ddp_buckets import Reducers
-from lowtide.estimator.estimate_labels import Names, labels
-from lowtide.estimator.fake_step import adopt, compiled, exclusive, left, planned, static_of, unpatched, with_carryover
+from lowtide.estimator.estimate_labels import labels
+from lowtide.estimator.fake_step import adopt, compiled, exclusive, left, planned, unpatched, with_carryover
 from lowtide.estimator.fake_step_state import Everything
-from lowtide.estimator.fake_tensors import FakeTensors, swap
+from lowtide.estimator.fake_tensors import FakeTensors
 from lowtide.estimator.sharded_units import on_host, sharding, units_on
-from lowtide.estimator.values.assumptions import ValueOracle
+from lowtide.estimator.two_step_run import TwoStepRun, exchange
 from lowtide.estimator.values.queries import PythonQueries
 from lowtide.levers import enable_plan_levers
 from lowtide.memory.allocator.config import AllocatorConfig
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lowtide.memory.gpu_specs import GpuSpec
-    from lowtide.planner.records import Plan, Static
+    from lowtide.planner.records import Plan
 
 
 def estimate_on(
@@ -59,7 +58,7 @@ def estimate_on(
 ) -> GpuMemoryEstimate:
     """Estimate as `lowtide.estimate` does. Without `allocator`, the allocator has the environment's settings."""
     processes = these_processes(n_gpus)
-    on_gpu = TwoStepGpuRun(gpu, model, batch, (step, optimizer), plan=plan, allocator=allocator, processes=processes)
+    on_gpu = AbsentGpuRun(gpu, model, batch, (step, optimizer), plan=plan, allocator=allocator, processes=processes)
     with enable_plan_levers(plan, model, optimizer), on_gpu as rehearsal:
         hand_back = container_restorer(batch)
         step(batch)
@@ -70,13 +69,14 @@ def estimate_on(
     return rehearsal.estimate()
 
 
-class TwoStepGpuRun:
+class AbsentGpuRun(TwoStepRun):
     """Context in which the model, the batch and objects reached from `reached` are on `gpu`, with fake operators.
 
-    Take one step, call `second`, take another one, call `finish`. At the end of the block everything is restored.
     `alone`: the process runs only this rehearsal, and the batch is on the GPU only while the script holds it.
     `is_there` returns True if a real tensor is on CUDA already. `processes` train together, each on a GPU of its own.
     """
+
+    _ledger: GpuAllocationTracker
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class TwoStepGpuRun:
         is_there: Callable[[Tensor], bool] = lambda tensor: tensor.device.type == "cuda",
         processes: AbsentProcesses | None = None,
     ) -> None:
-        self._gpu, self._model, self._batch, self._alone = gpu, model, batch, alone
+        self._gpu, self._alone = gpu, alone
         self._config = AllocatorConfig.from_environment() if allocator is None else allocator
         self._processes, self._n_groups = processes, 0
         for module in model.modules():
@@ -100,15 +100,11 @@ class TwoStepGpuRun:
                     f"{type(module).__name__} is TorchScript, whose code runs past a GPU that is not there. Estimate "
                     "the model before it is scripted or traced, or without a device."
                 )
-        self._engine = planned(model, batch, plan)
-        self._fakes = fake_mode(run_on_zeros=False, nested=RehearsalError(NESTED))
-        self.answers = ValueOracle(self._fakes)
-        self._ledger = GpuAllocationTracker(self._fakes, self.answers, OpWorkspaces(gpu))
+        fakes = fake_mode(run_on_zeros=False, nested=RehearsalError(NESTED))
+        self._begin(model, batch, fakes, planned(model, batch, plan))
+        self._ledger = GpuAllocationTracker(fakes, self.answers, OpWorkspaces(gpu))
         self._kept = Everything(model, *reached, *([] if alone else [batch]))
         self._placed = GpuPlacement(FakeTensors(self._fakes, NAME), self.answers, is_there, let_go=alone)
-        self._stack, self._running = contextlib.ExitStack(), contextlib.ExitStack()
-        self._static: Static | None = None
-        self._blocks: frozenset[int] = frozenset()
 
     def __enter__(self) -> Self:
         take_place(alone=self._alone)
@@ -140,11 +136,6 @@ class TwoStepGpuRun:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
-
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor]) -> None:
         """Put more tensors on the GPU, in the sizes that `resized` gives; fake ones keep their device."""
         fakes: list[Tensor] = []
@@ -155,48 +146,20 @@ class TwoStepGpuRun:
             for tensor in fakes:
                 if not self._placed.has(tensor):
                     with self._ledger.corrected():
-                        _exchange(tensor, resized(tensor))
+                        exchange(tensor, resized(tensor))
             with without_modes():
                 self._placed.put(real, resized)
             adopt(self._ledger, real)
 
-    def take_for(self, lengths: tuple[int, int] | None) -> None:
-        """Count tensors as long as the first of `lengths` as if they had the second length, from here on.
-
-        For a batch that is yet to be `put` with that length.
-        """
-        self._ledger.lengths = lengths
-
-    @property
-    def has_updated(self) -> bool:
-        """Return True if any optimizer has stepped."""
-        return bool(self._kept.optimizers)
-
-    def turn_to(self, model: nn.Module) -> None:
-        """Switch to training another, possibly new, model. A call of `second` has to follow."""
-        self._running.close()
-        self._kept.visit(model)
-        real = [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_fake(tensor)]
-        self.put(real, lambda tensor: tensor)
-        self._model, self._engine = model, planned(model, self._batch, None)
-
-    def second(self, batch: Any = None) -> None:
-        """End a step and begin the step that counts, with another batch if one is given."""
-        self._running.close()
-        with without_function_modes():
-            batch = self._batch if batch is None else batch
-            self._static, self._blocks = static_of(self._ledger, self._model, batch, self._kept, self._reducers.buckets)
-        self._ledger.begin()
-        self._names = Names(self._engine, self._ledger.mark)
-        self._running.enter_context(self._names.running())
+    def _learn(self) -> None:
+        """Do nothing: kernels of an absent GPU can't be tried."""
 
     def finish(self) -> None:
         """End the step that counts."""
-        self._running.close()
+        super().finish()
         self._ledger.unbounded |= unbounded
         self._measured = tuple(measured.values())
         self._n_groups = n_groups() if several_processes() else 0
-        self._names.state(self._kept.optimizers)
 
     def estimate(self, n_passes: int = 0) -> GpuMemoryEstimate:
         """Return the estimate, after the block has ended. `n_passes`: see `GpuMemoryEstimate`."""
@@ -206,6 +169,7 @@ class TwoStepGpuRun:
         outcome = Outcome(self._ledger.whole, bounds, self._config, is_bounded=is_bounded, beside=beside)
         needs, interval = outcome.needs()
         assert self._static is not None
+        assert self._names is not None
         return GpuMemoryEstimate(
             timeline=Timeline(stream, labels(stream, self._names) | self._ledger.labels),
             static=with_carryover(self._static, self._blocks, stream),
@@ -214,7 +178,9 @@ class TwoStepGpuRun:
             measured=self._measured,
             n_passes=n_passes,
             processes=processes,
+            is_bounded=is_bounded,
             nccl=beside,
+            flops=self._ledger.n_flops,
             gpu=self._gpu,
             whole=outcome.whole,
             bounds=bounds,
@@ -224,12 +190,6 @@ class TwoStepGpuRun:
             verdict=outcome.on(self._gpu),
             smallest_gpu=outcome.smallest(self._gpu),
         )
-
-
-def _exchange(tensor: Tensor, other: Tensor) -> None:
-    """Exchange two tensors; the former content of `tensor` is freed with this call."""
-    if other is not tensor:
-        swap(tensor, other)
 
 
 def _about(gpu: GpuSpec) -> Iterator[str]:

@@ -1,0 +1,127 @@
+"""`lowtide largest-batch`: the largest batch of a script, or of a model of transformers, on each GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowtide.cli.script_or_profile import OWN_OPTIONS_FIRST, output_option, script_arguments, write
+from lowtide.errors import RehearsalError
+
+if TYPE_CHECKING:
+    from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
+    from lowtide.estimator.gpu_ranking import EstimateAt, GpuRanking
+    from lowtide.memory.gpu_specs import GpuSpec
+
+
+@click.command("largest-batch", context_settings=OWN_OPTIONS_FIRST)
+@click.option(
+    "--hf",
+    "architecture",
+    metavar="MODEL",
+    help="Instead of SCRIPT: an architecture of transformers, as in gpt2, bert or llama, with its default "
+    "configuration, or a folder with a config.json. Weights are random; nothing is downloaded.",
+)
+@click.option("--layers", type=click.IntRange(1), help="With --hf: this many layers instead of the configured ones.")
+@click.option(
+    "--seq", type=click.IntRange(1), help="With --hf: tokens in a row; by default 1024, or what the model takes."
+)
+@click.option("--bf16", is_flag=True, help="With --hf: train under bf16 autocast.")
+@click.option(
+    "--gpu", "names", multiple=True, metavar="GPU", help="Only this GPU; may be repeated. Default: all known."
+)
+@output_option("--json", "json_to", 'Write the ranking to FILE as JSON; "-": print only that.')
+@script_arguments(required=False)
+def largest_batch(
+    architecture: str | None,
+    layers: int | None,
+    seq: int | None,
+    bf16: bool,
+    names: tuple[str, ...],
+    json_to: str | None,
+    target: str | None,
+    args: tuple[str, ...],
+    is_module: bool,
+) -> int:
+    """Rank the known GPUs by the largest batch that fits on each: plainly, and with every block replayed.
+
+    The training step of SCRIPT, or of a model of transformers with AdamW (--hf), is estimated on tensors without memory
+    at a few sizes of the batch; others are read off lines in between. Nothing is measured. Replaying every block is
+    what checkpointing does; the table states its extra FLOPs. Plans of `lowtide run` and `lowtide.fit` cost less time
+    where less has to be saved, but need a rehearsal.
+
+    Exit code 0: at least one row fits on some GPU; 1: on none; 2: there is no answer. For one GPU and a script,
+    `lowtide estimate --device GPU --batch N` estimates each size by itself.
+    """
+    if (architecture is None) == (target is None):
+        raise click.UsageError("give either a SCRIPT or --hf MODEL.")
+    if architecture is None and (layers is not None or seq is not None or bf16):
+        raise click.UsageError("--layers, --seq and --bf16 go with --hf.")
+    from lowtide.memory.gpu_specs import GPUS, parse_gpu
+
+    gpus = [parse_gpu(name) for name in names] or [*GPUS]  # reject nonsense before torch is loaded
+    from lowtide.utils.optional_deps import require_torch
+
+    require_torch("lowtide largest-batch")
+    from lowtide.estimator.gpu_ranking import rank_gpus
+    from lowtide.utils.progress import showing
+
+    with showing(True):
+        if architecture is not None:
+            from lowtide.cli.random_models import random_model
+
+            model = random_model(architecture, layers=layers, seq=seq, bf16=bf16)
+            about = model.about
+            estimate_at: EstimateAt = model.estimate_at
+        else:
+            assert target is not None
+            about, estimate_at = target, _of_script(target, args, is_module=is_module)
+        ranking = rank_gpus(estimate_at, gpus)
+    if json_to != "-":
+        click.echo(f"{about}\n{ranking}")
+    if json_to is not None:
+        write(json.dumps(_record(ranking, about), indent=1), json_to)
+    return 0 if any(each.plain or each.replayed for each in ranking.limits) else 1
+
+
+def _of_script(target: str, args: tuple[str, ...], *, is_module: bool) -> EstimateAt:
+    from lowtide.script.estimate_steps import estimate_script
+    from lowtide.script.runner import Script
+
+    script = Script(target=target, args=args, is_module=is_module)
+
+    def estimate_at(gpu: GpuSpec, size: int, replayed: bool) -> GpuMemoryEstimate:
+        with contextlib.redirect_stdout(sys.stderr):
+            code, estimate = estimate_script(script, gpu, size, replayed=replayed)
+        if estimate is None:
+            raise RehearsalError(
+                f"{target} ended with exit code {code} at batch {size}, before two steps of it were rehearsed.\n"
+                "  All tensors that the model is given, or a variable holds, get that length where their first "
+                "dimension is as long as the batch."
+            )
+        return estimate
+
+    return estimate_at
+
+
+def _record(ranking: GpuRanking, about: str) -> dict[str, Any]:
+    return {
+        "of": about,
+        "extra_flops_replayed": ranking.extra_flops,
+        "gpus": [
+            {
+                "gpu": each.gpu.name,
+                "gpu_bytes": each.gpu.total_bytes,
+                "largest_batch": each.plain,
+                "largest_batch_replayed": each.replayed,
+                "is_sure": each.is_sure,
+            }
+            for each in ranking.limits
+        ],
+        "unknown": list(ranking.unknown),
+        "assumed": list(ranking.assumed),
+    }

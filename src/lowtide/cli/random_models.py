@@ -1,0 +1,135 @@
+"""Models of transformers with random weights on the meta device, and a training step of each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide.cli.demo.demo_packages import need
+from lowtide.errors import LowtideError
+from lowtide.estimator.estimation import estimate
+from lowtide.estimator.replayed_blocks import replay_blocks
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
+    from lowtide.memory.gpu_specs import GpuSpec
+
+DEFAULT_SEQ = 1024
+"""Tokens in a row, where the model takes as many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomModel:
+    """A model on the meta device, and `batch_of`, which makes a batch of a given size."""
+
+    model: nn.Module
+    batch_of: Callable[[int], dict[str, Tensor]]
+    bf16: bool
+    about: str
+    """The model and its step, in words."""
+
+    def estimate_at(self, gpu: GpuSpec, size: int, replayed: bool) -> GpuMemoryEstimate:
+        """Estimate a step with AdamW on `gpu`, with every block replayed or not."""
+        model, batch = self.model, self.batch_of(size)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step(batch: dict[str, Tensor]) -> None:
+            autocast = torch.autocast("cuda", torch.bfloat16) if self.bf16 else contextlib.nullcontext()
+            with autocast:
+                loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        plan = replay_blocks(model, batch) if replayed else None
+        return estimate(model, step, batch, device=gpu, plan=plan, optimizer=optimizer)
+
+
+def random_model(architecture: str, *, layers: int | None, seq: int | None, bf16: bool) -> RandomModel:
+    """Return the model of a configuration.
+
+    Raises LowtideError for an unknown architecture, and for more tokens than the model takes.
+    """
+    transformers = need("transformers")
+    config = _config(transformers, architecture, layers)
+    kind = _trained_class(transformers, config)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    model.train()
+    n_weights = sum(parameter.numel() for parameter in model.parameters())
+    if kind is transformers.AutoModelForImageClassification:
+        side = int(config.image_size)
+        shape: tuple[int, ...] = (int(config.num_channels), side, side)
+        given = f"images of {side} x {side}"
+
+        def batch_of(size: int) -> dict[str, Tensor]:
+            return {"pixel_values": torch.empty(size, *shape), "labels": torch.zeros(size, dtype=torch.long)}
+
+    else:
+        length = _length(config, architecture, seq)
+        given = f"{length} tokens a row"
+
+        def batch_of(size: int) -> dict[str, Tensor]:
+            tokens = torch.zeros(size, length, dtype=torch.long)
+            return {"input_ids": tokens, "labels": tokens.clone()}
+
+    precision = "bf16 autocast" if bf16 else "float32"
+    about = f"{type(model).__name__}, {n_weights / 1e6:,.0f} million parameters, {given}, {precision}, AdamW"
+    return RandomModel(model=model, batch_of=batch_of, bf16=bf16, about=about)
+
+
+def _config(transformers: Any, architecture: str, layers: int | None) -> Any:
+    path = Path(architecture)
+    known = [*transformers.CONFIG_MAPPING.keys()]
+    if path.exists():
+        try:
+            config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise LowtideError(f"{architecture} has no configuration that transformers reads: {error}") from error
+    elif architecture in known:
+        config = transformers.AutoConfig.for_model(architecture)
+    else:
+        near = get_close_matches(architecture.rpartition("/")[2].lower(), known, n=3, cutoff=0.4)
+        raise LowtideError(
+            f"{architecture!r} is no architecture of transformers {transformers.__version__}, and no folder with a "
+            f"config.json.\n  Nothing is downloaded. Nearest: {', '.join(near) or 'gpt2, bert, llama'}."
+        )
+    if layers is not None:
+        if not hasattr(config, "num_hidden_layers"):
+            raise LowtideError(f"{architecture} has no num_hidden_layers that --layers could set: leave it out.")
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = [config.layer_types[n % len(config.layer_types)] for n in range(layers)]
+    return config
+
+
+def _trained_class(transformers: Any, config: Any) -> Any:
+    """Return the class of models with a loss. Raises LowtideError if transformers has none of a known kind."""
+    kinds: tuple[str, ...] = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification")
+    if config.is_encoder_decoder:
+        kinds = ("AutoModelForSeq2SeqLM", *kinds)
+    for name in kinds:
+        kind = getattr(transformers, name)
+        if type(config) in kind._model_mapping:
+            return kind
+    raise LowtideError(
+        f"{config.model_type} is neither a language model nor an image classifier, so its loss is not known.\n"
+        "  Write a training script, and give that: lowtide largest-batch train.py."
+    )
+
+
+def _length(config: Any, architecture: str, seq: int | None) -> int:
+    most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if seq is not None and most is not None and seq > most:
+        raise LowtideError(f"--seq {seq}: {architecture} takes at most {most} tokens a row.")
+    return seq or min(DEFAULT_SEQ, most or DEFAULT_SEQ)

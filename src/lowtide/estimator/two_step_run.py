@@ -1,0 +1,185 @@
+"""Two steps on fake tensors on the model's own device: the patches in force during them, and the estimate after them.
+
+`cuda/absent_gpu_run.py` is the same on a GPU that the machine does not have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from lowtide._torch.fake_modes import fake_mode, is_fake, without_function_modes, without_modes
+from lowtide.errors import RehearsalError
+from lowtide.estimator.allocation_tracker import AllocationTracker
+from lowtide.estimator.cpu.scratch import Scratch
+from lowtide.estimator.cpu.scratch_trials import Trials
+from lowtide.estimator.ddp_buckets import Reducers
+from lowtide.estimator.estimate_labels import Names, labels
+from lowtide.estimator.fake_step import adopt, compiled, exclusive, left, planned, static_of, unpatched, with_carryover
+from lowtide.estimator.fake_step_state import Everything
+from lowtide.estimator.fake_tensors import placed, swap
+from lowtide.estimator.memory_estimate import MemoryEstimate
+from lowtide.estimator.sharded_units import sharding
+from lowtide.estimator.values.assumptions import ValueOracle
+from lowtide.estimator.values.queries import PythonQueries
+from lowtide.memory.memory_timeline import Timeline
+from lowtide.profiler.preconditions import NESTED
+from lowtide.runtime.fingerprint import device_of, tensors_in
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from lowtide._torch.fake_modes import FakeTensorMode
+    from lowtide.planner.records import Plan, Static
+
+
+class TwoStepRun:
+    """Context in which operators on the model's device allocate nothing, and what they would allocate is recorded.
+
+    Take one step, call `second`, take another one, call `finish`. At the end of the block everything is restored.
+    """
+
+    _ledger: AllocationTracker
+    _reducers: Reducers
+
+    def __init__(self, model: nn.Module, batch: Any, reached: tuple[Any, ...], *, plan: Plan | None = None) -> None:
+        self._device = device_of(model).replace("meta", "cpu")
+        self._begin(model, batch, fake_mode(nested=RehearsalError(NESTED)), planned(model, batch, plan, self._device))
+        self._trials = Trials()
+        self._scratch = Scratch(self._device, self._trials)
+        self._ledger = AllocationTracker(self._device, self._fakes, self.answers, self._scratch)
+        self._kept = Everything(model, *reached, batch)
+        self._resized: list[tuple[Tensor, Tensor]] = []
+        """Tensors in another size, each with one in its former size."""
+
+    def _begin(self, model: nn.Module, batch: Any, fakes: FakeTensorMode, engine: Any) -> None:
+        self._model, self._batch, self._fakes, self._engine = model, batch, fakes, engine
+        self.answers = ValueOracle(fakes)
+        self._stack, self._running = contextlib.ExitStack(), contextlib.ExitStack()
+        self._static: Static | None = None
+        self._blocks: frozenset[int] = frozenset()
+        self._names: Names | None = None
+
+    def __enter__(self) -> Self:
+        everything = (*self._model.parameters(), *self._model.buffers(), *tensors_in(self._batch))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(exclusive(self._fakes))
+            stack.enter_context(placed(everything, self._device, self._fakes))
+            stack.enter_context(self._kept)
+            stack.callback(self._put_back)
+            stack.enter_context(self._ledger)
+            stack.enter_context(PythonQueries(self.answers, self._ledger))
+            stack.enter_context(unpatched())
+            stack.enter_context(self._running)
+            with without_function_modes():
+                adopt(self._ledger, everything)
+                self._reducers = stack.enter_context(Reducers(self._kept.reached, self._ledger))
+                stack.enter_context(sharding(self._kept.reached, self._ledger))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor]) -> None:
+        """Give tensors the sizes that `resized` gives."""
+        with without_function_modes():
+            for tensor in {id(t): t for t in tensors}.values():
+                if is_fake(tensor):
+                    with self._ledger.corrected():
+                        exchange(tensor, resized(tensor))
+                    continue
+                with without_modes():
+                    other = resized(tensor)
+                if other is not tensor:
+                    swap(tensor, other)
+                    self._resized.append((tensor, other))
+                adopt(self._ledger, [tensor])
+
+    def _put_back(self) -> None:
+        for tensor, other in reversed(self._resized):
+            swap(tensor, other)
+        self._resized.clear()
+
+    def take_for(self, lengths: tuple[int, int] | None) -> None:
+        """Count tensors as long as the first of `lengths` as if they had the second length, from here on.
+
+        For a batch that is yet to be `put` with that length.
+        """
+        self._ledger.lengths = lengths
+
+    @property
+    def has_updated(self) -> bool:
+        """Return True if any optimizer has stepped."""
+        return bool(self._kept.optimizers)
+
+    def turn_to(self, model: nn.Module, in_use: Iterable[Any]) -> None:
+        """Switch to training another, possibly new, model. A call of `second` has to follow.
+
+        What neither this model nor the objects `in_use` reach is released, and its memory no longer counts.
+        """
+        self._running.close()
+        self._kept.visit(model)
+        real = [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_fake(tensor)]
+        self.put(real, lambda tensor: tensor)
+        self._model, self._engine, self._names = model, planned(model, self._batch, None), None
+        with without_modes():
+            self._kept.release_unreached(model, self._batch, *in_use)
+            gc.collect()  # the former model's engine refers to itself
+
+    def second(self, batch: Any = None) -> None:
+        """End a step and begin the step that counts, with another batch if one is given."""
+        self._running.close()
+        with without_function_modes():
+            self._learn()
+            batch = self._batch if batch is None else batch
+            self._static, self._blocks = static_of(self._ledger, self._model, batch, self._kept, self._reducers.buckets)
+        self._ledger.begin()
+        self._names = Names(self._engine, self._ledger.mark)
+        self._running.enter_context(self._names.running())
+
+    def _learn(self) -> None:
+        """Measure scratch memory that the first step left unknown."""
+        self._trials.learn()
+
+    def finish(self) -> None:
+        """End the step that counts."""
+        self._running.close()
+        assert self._names is not None
+        self._names.state(self._kept.optimizers)
+
+    def estimate(self, n_passes: int = 0) -> MemoryEstimate:
+        """Return the estimate, after the block has ended.
+
+        `n_passes` is the number of forward and backward passes if no optimizer stepped.
+        """
+        stream, passes = self._ledger.stream, "passes" if n_passes > 1 else "pass"
+        assert self._static is not None
+        assert self._names is not None
+        return MemoryEstimate(
+            timeline=Timeline(stream, labels(stream, self._names) | self._ledger.labels),
+            static=with_carryover(self._static, self._blocks, stream),
+            flops=self._ledger.n_flops,
+            unknown=(*self._scratch.unknown, *self._untried()),
+            assumed=(
+                *compiled(self._model),
+                *([f"no optimizer stepped: {n_passes} forward and backward {passes}"] if n_passes else ()),
+                *self.answers.notes,
+                *left(self._kept),
+            ),
+        )
+
+    def _untried(self) -> Iterator[str]:
+        for op, n_bytes in self._trials.unknown.items():
+            yield f"{op}: scratch memory, beside arguments of {n_bytes} bytes"
+
+
+def exchange(tensor: Tensor, other: Tensor) -> None:
+    """Exchange two tensors; the former content of `tensor` is freed with this call."""
+    if other is not tensor:
+        swap(tensor, other)

@@ -1,0 +1,55 @@
+"""Versions of Lowtide and torch as installed, and the versions of torch that the tests have passed with."""
+
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+RELEASE = "0.1.0"
+"""The version of source without tags, such as an archive; tags go first (tools/package_version.py)."""
+
+TESTED_TORCH = ((2, 10), (2, 12), (2, 13), (2, 14), (2, 15))
+"""Versions of torch that the tests have passed with."""
+
+
+def own_version() -> str:
+    """Return Lowtide's version: of the installed package, or of this source."""
+    return _installed("lowtide") or RELEASE
+
+
+def torch_numbers(torch_version: str) -> tuple[int, int] | None:
+    """Return major and minor version of torch: 2.13.0+cpu -> (2, 13); None for a text without them."""
+    numbers = re.match(r"(\d+)\.(\d+)", torch_version)
+    return None if numbers is None else (int(numbers[1]), int(numbers[2]))
+
+
+def newer_than_tested(torch_version: str) -> str | None:
+    """Return a remark on a torch that is newer than any that was tested; None for others."""
+    numbers = torch_numbers(torch_version)
+    if numbers is None or numbers <= TESTED_TORCH[-1]:
+        return None
+    newest = ".".join(map(str, TESTED_TORCH[-1]))
+    return (
+        f"torch {torch_version} is newer than any that Lowtide was tested with, up to {newest}. Rehearsals still "
+        "compare every recipe and replay with the true tensors."
+    )
+
+
+def versions_in_words() -> str:
+    """Return the lines of `lowtide --version`, without importing torch."""
+    torch_version = _installed("torch")
+    tested = ", ".join(".".join(map(str, numbers)) for numbers in TESTED_TORCH)
+    lines = [
+        f"lowtide {own_version()}",
+        f"torch {torch_version or 'not installed'} (tested: {tested})",
+        f"Python {platform.python_version()}",
+    ]
+    if torch_version is not None and (remark := newer_than_tested(torch_version)) is not None:
+        lines.append(remark)
+    return "\n".join(lines)
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,62 @@
+"""Tables for people, from one description: aligned text for a terminal, and HTML for a page."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Styled(NamedTuple):
+    """A cell whose HTML has a CSS class."""
+
+    text: str
+    css_class: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of plain text below headings. The first column names its row; columns in `left` hold words."""
+
+    headings: tuple[str, ...]
+    rows: Sequence[Sequence[str | Styled]]
+    left: frozenset[int] = frozenset({0})
+
+    def lines(self) -> Iterator[str]:
+        """Yield the headings and the rows as text, without escape codes."""
+        yield from aligned([self.headings, *([_text(cell) for cell in row] for row in self.rows)], self.left)
+
+    def html(self, caption: str) -> str:
+        """Return a table that scrolls on its own, with a caption for screen readers."""
+        caption = html.escape(caption)
+        head = "".join(f'<th scope="col">{html.escape(heading)}</th>' for heading in self.headings)
+        body = "".join(
+            f'<tr><th scope="row">{_html(row[0])}</th>{"".join(f"<td>{_html(cell)}</td>" for cell in row[1:])}</tr>'
+            for row in self.rows
+        )
+        return (
+            f'<div class="lt-scroll" tabindex="0" role="region" aria-label="{caption}"><table class="lt-table">'
+            f'<caption class="lt-hidden">{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody>'
+            "</table></div>"
+        )
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Container[int]) -> Iterator[str]:
+    """Yield a line for each row, with its cells in columns: those in `left` begin, all others end below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            f"{cell:<{width}}" if column in left else f"{cell:>{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _text(cell: str | Styled) -> str:
+    return cell.text if isinstance(cell, Styled) else cell
+
+
+def _html(cell: str | Styled) -> str:
+    text = html.escape(_text(cell))
+    return f'<span class="{cell.css_class}">{text}</span>' if isinstance(cell, Styled) else text

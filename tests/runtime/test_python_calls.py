@@ -1,0 +1,102 @@
+"""The Python calls that a plan adds to a step, in whole numbers: host time that no GPU hides."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from overhead import COUNT, FOUR, Calls, Chain, Numbers, Short, gpt2, python_calls, resnet, step_of
+from torch import nn
+
+from lowtide.planner.address_nodes import NOTED
+from lowtide.runtime.engine import Engine, actions_for
+
+PER_STEP = 100
+"""Calls of a planned step, however large the model is."""
+
+
+def calls(model: nn.Module, step: Callable[[], object], decided: dict[str, str], **more: Any) -> tuple[int, int]:
+    """Return the Python calls of a step without a plan, and of one after the plan's first."""
+    n_plain = python_calls(step)
+    engine = Engine(model, actions_for(decided, more.get("replay", [])), in_place=[more.get("in_place", {})])
+    engine.install()
+    step()
+    n_planned = python_calls(step)
+    assert not engine.drifted
+    engine.remove()
+    return n_plain, n_planned
+
+
+def per_slot(model: nn.Module, decided: dict[str, str], replay: list[str] | None = None) -> float:
+    """Return the Python calls that a plan adds for each of `COUNT` saved tensors or calls."""
+
+    def step() -> None:
+        model(FOUR).sum().backward()
+
+    n_plain, n_planned = calls(model, step, decided, replay=replay or [])
+    return (n_planned - n_plain - PER_STEP) / COUNT
+
+
+def test_a_saved_tensor_beside_a_decided_one() -> None:
+    assert per_slot(Chain(), {"#0:100": "TanhBackward0"}) <= 2  # one to pack it, one to unpack it
+
+
+def test_a_recomputed_tensor() -> None:
+    assert per_slot(Chain(), {f"#0:{n}": "TanhBackward0" for n in range(1, COUNT)}) <= 24
+
+
+def test_a_recomputed_tensor_with_a_number() -> None:
+    assert per_slot(Numbers(), {f"#0:{n}": f"AddBackward0{NOTED}" for n in range(1, COUNT)}) <= 56
+
+
+def test_a_module_call() -> None:
+    assert per_slot(Calls(nn.Identity), {}) <= 2
+
+
+def test_a_replayed_call() -> None:
+    assert per_slot(Calls(Short), {}, [f"parts.{n}#0" for n in range(COUNT)]) <= 240
+
+
+@pytest.mark.parametrize(
+    ("build", "decided", "in_place", "most_kept", "most"),
+    [
+        (
+            resnet,
+            {
+                f"resnet.encoder.stages.{stage}.layers.{layer}.layer.{part}.convolution#0:0": "ReluBackward0"
+                for stage, n_layers in enumerate((3, 4, 6, 3))
+                for layer in range(n_layers)
+                for part in (1, 2)
+            },
+            {"ReluBackward0": 4096},
+            1.27,
+            1.85,
+        ),
+        (
+            gpt2,
+            {
+                f"transformer.h.{layer}.mlp.{slot}": node
+                for layer in range(12)
+                for slot, node in {
+                    "act#0:2": f"AddBackward0{NOTED}",
+                    "act#0:3": "MulBackward0",
+                    "c_proj#0:0": "MulBackward0",
+                }.items()
+            },
+            {"LogSoftmaxBackward0": 4096, "TanhBackward0": 4096},
+            1.2,
+            2.4,
+        ),
+    ],
+)
+def test_a_step_of_a_whole_model(
+    build: Callable[..., Any], decided: dict[str, str], in_place: dict[str, int], most_kept: float, most: float
+) -> None:
+    """A plan that keeps everything, and one as for three quarters of the peak."""
+    torch.manual_seed(0)
+    model, batch = build(tiny=True)
+    step = step_of(model.train(), batch)
+    n_plain, n_kept = calls(model, step, {})
+    assert n_kept <= most_kept * n_plain
+    _, n_planned = calls(model, step, decided, in_place=in_place)
+    assert n_planned <= most * n_plain
