@@ -408,7 +408,7 @@ def test_a_piece_that_averages_in_another_way_is_noticed_before_its_backward() -
 
 
 def test_a_piece_that_is_smoothed_in_another_way_is_noticed() -> None:
-    model, smoothing = Net(), iter([0.1, 0.2])
+    model, smoothing = Net(), iter([0.1, 0.1, 0.1, 0.1, 0.2])  # three for the check of rows
     with pytest.raises(LowtideError, match=r"micro-batch 1 .*label_smoothing=0\.2 and not 0\.1"):
         lowtide.accumulate(lambda part: of_tokens(model, part, label_smoothing=next(smoothing)), tokens(4), 2)
 

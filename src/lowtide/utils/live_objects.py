@@ -36,7 +36,9 @@ class LiveObjectFinder:
         """Return the live objects, but for those that `gc.freeze` has hidden."""
         before = _moves_to_oldest()
         if _HAS_GENERATIONS and before == self._state:
-            young = [obj for number in (0, 1) for obj in _of_classes(gc.get_objects(generation=number), self._classes)]
+            young: list[object] = []
+            for number in (0, 1):
+                young += _of_classes(gc.get_objects(generation=number), self._classes)
             if _moves_to_oldest() == before:
                 old = [obj for ref in self._known.values() if (obj := ref()) is not None]
                 return self._remember({id(obj): obj for obj in (*old, *young)}.values())

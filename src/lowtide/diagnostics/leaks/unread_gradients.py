@@ -138,7 +138,8 @@ def _bytes_without_gradients(graph: list[Node], module: nn.Module) -> int | None
     """
     own = {id(p) for p in module.parameters()}
     leads_to_others: dict[Node, bool] = {}
-    first, others = [], []
+    first: list[Node] = []
+    others: list[Node] = []
     for node in sorted(graph, key=sequence_number):  # inputs first
         upstream = [n for n, _ in node.next_functions if n is not None]
         is_own = [is_leaf(n) and id(variable_of(n)) in own for n in upstream]

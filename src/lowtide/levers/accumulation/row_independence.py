@@ -56,8 +56,8 @@ def check_rows_are_independent(
         return
     pair = parts[:2]
     together = first_rows(batch, sum(rows[:2]), shared)
-    with _preserve_random_state() as has_drawn, _WithoutDropout():
-        first = loss_of(pair[0])
+    with _preserve_random_state() as has_drawn, _WithoutDropout():  # type: ignore[no-untyped-call]
+        first: Any = loss_of(pair[0])
         if not isinstance(first, Tensor) or first.numel() != 1 or first.grad_fn is None:
             return  # which is said where the loss is used
         check_graph([first])
@@ -160,7 +160,7 @@ def _preserve_random_state() -> Iterator[Callable[[], bool]]:
         yield has_drawn
 
 
-class _WithoutDropout(TorchDispatchMode):
+class _WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces dropout's masks by ones, so that losses of different pieces can be compared."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
