@@ -100,7 +100,7 @@ def observed(found: dict[str, Any]) -> Iterator[None]:
     from lowtide.memory.cpu_recorder import CpuRecorder
     from lowtide.memory.memory_timeline import Timeline
     from lowtide.profiler.other_memory import with_others
-    from lowtide.runtime.fingerprint import static_bytes
+    from lowtide.runtime.static_memory import static_bytes
 
     ends: list[float] = []
     recorder = CpuRecorder()

@@ -25,7 +25,7 @@ from torch._functorch import config as functorch_config
 
 import lowtide
 from lowtide.report.text_table import decisions
-from lowtide.runtime.fingerprint import static_bytes
+from lowtide.runtime.static_memory import static_bytes
 
 MODELS = ("gpt2", "gpt2-dropout", "llama")
 ROUNDS = 8

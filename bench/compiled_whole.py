@@ -35,9 +35,9 @@ from torch._functorch import config as functorch_config
 import lowtide
 from lowtide._torch.joint_graph import always_partitioned, partitioning_by
 from lowtide.api.fit import COMPILED_REPAIRS, UNUSED, forecast_peak, forecast_plan, with_excess
-from lowtide.runtime.compiled_plan import Partitioner
-from lowtide.runtime.fingerprint import static_bytes
+from lowtide.runtime.compiled_plan import PlanPartitioner
 from lowtide.runtime.joint_slots import JointSlots
+from lowtide.runtime.static_memory import static_bytes
 
 HAS_KERNELS = os.environ.get("KERNELS", "1") != "0"
 """False to compile no kernels: those that write zeros allocate the same, so that peaks and FLOPs are the true ones."""
@@ -130,7 +130,7 @@ class Measuring:
 
     def _by_torch(self, way: str, share: float = 1.0, every: int = 0) -> Row:
         seen: list[JointSlots] = []
-        partitioner = Partitioner()
+        partitioner = PlanPartitioner()
         partitioner.seen = seen.append
         steps = compiled(self.name, every)
         with functorch_config.patch(activation_memory_budget=share), always_partitioned(), partitioning_by(partitioner):

@@ -41,7 +41,7 @@ from lowtide.memory.gpu_specs import parse_gpus
 from lowtide.memory.nccl_memory import REPORTS
 from lowtide.planner import smallest_peak
 from lowtide.report.text_table import decisions
-from lowtide.runtime.fingerprint import static_bytes
+from lowtide.runtime.static_memory import static_bytes
 from lowtide.script.estimate_steps import estimate_script
 from lowtide.script.runner import Script
 from lowtide.units import format_bytes

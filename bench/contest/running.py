@@ -24,7 +24,7 @@ from contest.turns import AlternatingModels, Entrant
 from contest.ways import Way, ways
 from lowtide.planner import predict
 from lowtide.planner.records import Decisions
-from lowtide.runtime.fingerprint import static_bytes
+from lowtide.runtime.static_memory import static_bytes
 
 ROOM = 4
 """Memory that is touched before anything is timed, in plain peaks: of all steps but one only parameters are there."""

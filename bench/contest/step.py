@@ -19,8 +19,8 @@ import lowtide
 from contest.flops import Flops
 from contest.models import SEED, Batch, Contestant
 from contest.pieces import Taken, taken
-from lowtide.runtime.fingerprint import static_bytes
 from lowtide.runtime.inplace_gradients import InPlace
+from lowtide.runtime.static_memory import static_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,11 +170,11 @@ def test_the_graphs_of_a_compiled_function_with_a_break_are_planned_together() -
 
 
 def test_a_plan_is_in_the_keys_of_all_caches() -> None:
-    from lowtide.runtime.compiled_plan import Partitioner
+    from lowtide.runtime.compiled_plan import PlanPartitioner
 
-    hashes = {Partitioner(graphs, made).uuid() for graphs in ((), ("a",), ("b",)) for made in ((), ("m#0:1",))}
+    hashes = {PlanPartitioner(graphs, made).uuid() for graphs in ((), ("a",), ("b",)) for made in ((), ("m#0:1",))}
     assert len(hashes) == 6
-    assert Partitioner(("a", "b"), ("m", "n")).uuid() == Partitioner(("b", "a"), ("n", "m")).uuid()
+    assert PlanPartitioner(("a", "b"), ("m", "n")).uuid() == PlanPartitioner(("b", "a"), ("n", "m")).uuid()
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

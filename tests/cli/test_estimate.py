@@ -11,7 +11,7 @@ from torch import nn
 import lowtide
 from lowtide import cli
 from lowtide.memory.memory_timeline import Timeline
-from lowtide.runtime.fingerprint import tensors_in
+from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.script import estimate_steps as estimating
 from lowtide.units import format_bytes
 

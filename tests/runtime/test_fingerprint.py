@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from lowtide.runtime.fingerprint import device_of, place_of, static_bytes
+from lowtide.runtime.fingerprint import device_of, place_of
+from lowtide.runtime.static_memory import static_bytes
 
 
 def test_only_what_is_on_the_models_device_counts() -> None:

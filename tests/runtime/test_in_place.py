@@ -24,9 +24,9 @@ from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner import smallest_peak
 from lowtide.runtime import inplace_gradients as in_place
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.fingerprint import static_bytes
 from lowtide.runtime.inplace_gradients import InPlace
 from lowtide.runtime.inplace_kernels import OPERATORS, _pieces
+from lowtide.runtime.static_memory import static_bytes
 
 NODES = sorted(OPERATORS)
 FORMATS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}

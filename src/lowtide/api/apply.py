@@ -17,8 +17,9 @@ from lowtide.levers import enable_plan_levers
 from lowtide.planner.records import Plan
 from lowtide.profiler.replay_check import Checked
 from lowtide.runtime.call_interceptor import owners
-from lowtide.runtime.fingerprint import Optimizers, check_made_for
+from lowtide.runtime.fingerprint import check_made_for
 from lowtide.runtime.guards import PlanGuard, more_state, watch_bypass
+from lowtide.runtime.live_optimizers import Optimizers
 from lowtide.runtime.planned_engine import Planned
 from lowtide.utils.interrupts import delay_interrupts, removed_if_interrupted
 from lowtide.utils.removable import Removable
@@ -116,7 +117,7 @@ class Applied(Removable):
 
     def _partitioned(self, model: nn.Module, say: Callable[[str], None]) -> Callable[[], None]:
         """Make inductor compile as the plan decides, until the returned function is called or `model` is freed."""
-        from lowtide.runtime.compiled_plan import Partitioner  # imports inductor, which takes seconds
+        from lowtide.runtime.compiled_plan import PlanPartitioner  # imports inductor, which takes seconds
 
         keys = self._unknown  # inductor's settings hold the partitioner, which must not hold the model
 
@@ -144,7 +145,7 @@ class Applied(Removable):
                     "for the largest batch (in a script, let it come first)."
                 )
 
-        partitioner = Partitioner(self.plan.graphs, self.plan.recompute, apart=products_are_apart())
+        partitioner = PlanPartitioner(self.plan.graphs, self.plan.recompute, apart=products_are_apart())
         partitioner.unknown, partitioner.seen = unknown, seen
         return partition_by(partitioner, of=next(model.parameters(), model))  # a script's model may be a stand-in
 

@@ -27,7 +27,8 @@ from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.profiler import OTHER_WORK, rehearse
 from lowtide.report.run_record import RunRecord, record_of
 from lowtide.report.text_table import decisions, extra_time, lever_lines, listed
-from lowtide.runtime.fingerprint import Optimizers, check_made_for, device_of, place_of
+from lowtide.runtime.fingerprint import check_made_for, device_of, place_of
+from lowtide.runtime.live_optimizers import Optimizers
 from lowtide.state.reachable_objects import observe_changes
 from lowtide.state.step_arguments import accept_batch
 from lowtide.state.step_outcome import unless_out_of_memory

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lowtide import profiler as rehearsal
-from lowtide.runtime.fingerprint import Optimizers
+from lowtide.runtime.live_optimizers import Optimizers
 from lowtide.state.observed_changes import describe_unrestored
 from lowtide.state.reachable_objects import observe_changes
 from lowtide.state.step_arguments import accept_batch

@@ -13,7 +13,9 @@ from lowtide.profiler.block_labels import Names, labels
 from lowtide.profiler.preconditions import check
 from lowtide.profiler.trace import address
 from lowtide.profiler.trace_marks import TRACE, OptimizerState
-from lowtide.runtime.fingerprint import Optimizers, check_made_for, place_of, tensors_in
+from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.fingerprint import check_made_for, place_of
+from lowtide.runtime.live_optimizers import Optimizers
 from lowtide.runtime.planned_engine import Planned
 from lowtide.state.step_arguments import accept_batch
 from lowtide.state.step_snapshot import StepSnapshot

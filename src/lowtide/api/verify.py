@@ -18,7 +18,8 @@ from lowtide.profiler.preconditions import check
 from lowtide.profiler.trial_updates import Updates
 from lowtide.report.run_record import Proof
 from lowtide.report.text_table import listed
-from lowtide.runtime.fingerprint import Optimizers, check_made_for, place_of
+from lowtide.runtime.fingerprint import check_made_for, place_of
+from lowtide.runtime.live_optimizers import Optimizers
 from lowtide.state.observed_changes import describe_unrestored
 from lowtide.state.process_group import check_waits_for_no_process, n_sent
 from lowtide.state.step_arguments import accept_batch

@@ -20,7 +20,7 @@ from lowtide.estimator.estimation import estimate
 from lowtide.estimator.memory_estimate import MemoryEstimate
 from lowtide.memory.gpu_specs import GpuSpec, context_bytes, parse_gpu
 from lowtide.memory.nccl_memory import nccl_bytes
-from lowtide.runtime.fingerprint import tensors_in, with_tensors
+from lowtide.runtime.batch_tensors import tensors_in, with_tensors
 from lowtide.state.process_group import several_processes
 from lowtide.units import format_apart
 from lowtide.utils.amounts import parse_bytes

@@ -14,7 +14,7 @@ import torch
 
 from lowtide._torch.fake_modes import is_fake, on_real_tensors
 from lowtide.estimator.values.known_values import receive, senders
-from lowtide.runtime.fingerprint import tensors_in
+from lowtide.runtime.batch_tensors import tensors_in
 
 SENDING = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),

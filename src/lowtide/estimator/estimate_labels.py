@@ -10,7 +10,7 @@ from lowtide._torch.tensors import storage_id
 from lowtide.profiler import block_labels as names
 from lowtide.profiler.block_labels import labels
 from lowtide.profiler.trace_marks import OptimizerState, Packed, Released
-from lowtide.runtime.fingerprint import tensors_in
+from lowtide.runtime.batch_tensors import tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -29,7 +29,8 @@ from lowtide.estimator.fake_tensors import is_real
 from lowtide.memory.allocator.simulation import freed_from_entry
 from lowtide.memory.events import EventStream
 from lowtide.planner.records import Plan, Static
-from lowtide.runtime.fingerprint import check_made_for, tensors_in
+from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.fingerprint import check_made_for
 from lowtide.runtime.planned_engine import Planned
 from lowtide.state.observed_changes import describe_unrestored
 

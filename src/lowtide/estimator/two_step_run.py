@@ -27,7 +27,8 @@ from lowtide.estimator.values.assumptions import ValueOracle
 from lowtide.estimator.values.queries import PythonQueries
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.preconditions import NESTED
-from lowtide.runtime.fingerprint import device_of, tensors_in
+from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.fingerprint import device_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -110,7 +110,7 @@ class _Objects:
         from torch.optim import Optimizer
 
         from lowtide._torch.tensors import parts_of
-        from lowtide.runtime.fingerprint import tensors_in
+        from lowtide.runtime.batch_tensors import tensors_in
         from lowtide.state.reachable_state import ReachableState
 
         given = {} if not hasattr(item, "funcargs") else item.funcargs

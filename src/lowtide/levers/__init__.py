@@ -19,7 +19,7 @@ from lowtide.levers.micro_batches import MicroBatches
 from lowtide.levers.optimizer_in_backward import StepInBackward
 from lowtide.levers.products_apart import ProductsApart
 from lowtide.planner.records import AppliedLever
-from lowtide.runtime.fingerprint import Optimizers, listed
+from lowtide.runtime.live_optimizers import Optimizers, listed
 from lowtide.utils.removable import Removable
 
 if TYPE_CHECKING:

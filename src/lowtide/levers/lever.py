@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from lowtide.runtime.fingerprint import Optimizers, listed
+from lowtide.runtime.live_optimizers import Optimizers, listed
 
 if TYPE_CHECKING:
     from torch import nn

@@ -45,9 +45,9 @@ class ProductsApart(Lever):
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _Active:
         """Recompile compiled code with products apart."""
-        from lowtide.runtime.compiled_plan import Partitioner  # imports inductor, which takes seconds
+        from lowtide.runtime.compiled_plan import PlanPartitioner  # imports inductor, which takes seconds
 
-        return _Active(partition_by(Partitioner(apart=True, is_lever=True)))
+        return _Active(partition_by(PlanPartitioner(apart=True, is_lever=True)))
 
 
 class _Active(Removable):

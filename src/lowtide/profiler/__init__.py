@@ -34,7 +34,9 @@ from lowtide.profiler.preconditions import (
 from lowtide.profiler.random_work import Draw, called, drawn_as, fullest
 from lowtide.profiler.trace import MaxSavingEngine, Trace
 from lowtide.profiler.trial_updates import Updates
-from lowtide.runtime.fingerprint import Optimizers, fingerprint, place_of, static_bytes
+from lowtide.runtime.fingerprint import fingerprint, place_of
+from lowtide.runtime.live_optimizers import Optimizers
+from lowtide.runtime.static_memory import static_bytes
 from lowtide.runtime.tensor_writers import Overwritten
 from lowtide.state.process_group import check_waits_for_no_process, n_sent
 from lowtide.state.step_outcome import is_out_of_memory, unless_out_of_memory

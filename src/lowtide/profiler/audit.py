@@ -35,10 +35,10 @@ from lowtide.profiler.measure_call import CAN_GO_WRONG, advance, timed
 from lowtide.profiler.repeated_blocks import freed_blocks, repeated_blocks, worth_a_replay
 from lowtide.profiler.replay_check import Witness
 from lowtide.runtime import saved_values as values
+from lowtide.runtime.batch_tensors import in_words, tensors_in
 from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.call_interceptor import CallInterceptor
 from lowtide.runtime.engine import ForwardPass
-from lowtide.runtime.fingerprint import in_words, tensors_in
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_values import Geometry, Handle, Observer, Recomputation, Value
@@ -202,10 +202,10 @@ class Audit(RecomputeAudit, Observer):
         else:
             self._open[-1] = len(self.calls) - 1, (frame := ReplayFrame(seam, args, kwargs, self.argument))
             if self._why_refused(seam.module) is None:
-                self._own_states[frame] = CodeState(seam.module, frame.surroundings)
+                self._own_states[frame] = CodeState(seam.module, frame.call_context)
 
-    def pack(self, now: ForwardPass, tensor: Tensor) -> Handle:
-        handle = super().pack(now, tensor)
+    def pack_saved_tensor(self, now: ForwardPass, tensor: Tensor) -> Handle:
+        handle = super().pack_saved_tensor(now, tensor)
         if self._frugal:
             self.lend(handle, tensor)
             self.lent.let_go()
@@ -263,7 +263,7 @@ class Audit(RecomputeAudit, Observer):
             frame.close()
             call.refused = WAITS if waited else self.try_all(call, frame, returned)
             if call.refused is None:
-                call.state = self.state(frame.surroundings.nbytes)
+                call.state = self.state(frame.call_context.nbytes)
                 self._read.append((call, frame.read(given=not self._frugal)))
             self.lent.let_go()
         self._units.let_go(seam.module)

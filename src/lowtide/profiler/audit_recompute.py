@@ -105,7 +105,7 @@ class RecomputeAudit(Engine):
     def copied(self, tensor: Tensor, who: str) -> None:
         """Report nothing: no plan will read the tensor again."""
 
-    def pack(self, now: ForwardPass, tensor: Tensor) -> Handle:
+    def pack_saved_tensor(self, now: ForwardPass, tensor: Tensor) -> Handle:
         scope = now.scope
         assert scope is not None
         if tensor.is_cuda:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.runtime.fingerprint import tensors_in
+from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.state.step_outcome import Outcome, is_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
 

@@ -27,8 +27,10 @@ from lowtide.profiler.other_memory import in_words, with_others
 from lowtide.profiler.preconditions import check_compiled
 from lowtide.profiler.trial_updates import Update
 from lowtide.runtime.call_shapes import elements, shapes_in
-from lowtide.runtime.compiled_plan import Partitioner
-from lowtide.runtime.fingerprint import fingerprint, optimizers_of, place_of, static_bytes
+from lowtide.runtime.compiled_plan import PlanPartitioner
+from lowtide.runtime.fingerprint import fingerprint, place_of
+from lowtide.runtime.live_optimizers import optimizers_of
+from lowtide.runtime.static_memory import static_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,7 +79,7 @@ class OnlineCompiledProfiler:
         self._patience = PATIENCE
         self._to_come: Update | None = None
         self._stack = contextlib.ExitStack()
-        """Partitioner and patches, in force from the first step on."""
+        """PlanPartitioner and patches, in force from the first step on."""
         self._is_on = False
         self._open: tuple[contextlib.ExitStack, Recorder] | None = None
         """Recording of the step that runs."""
@@ -115,7 +117,7 @@ class OnlineCompiledProfiler:
 
     def _put_on(self) -> None:
         check_compiled(self.model)
-        partitioner = Partitioner(apart=products_are_apart())
+        partitioner = PlanPartitioner(apart=products_are_apart())
         partitioner.seen = self._graphs.append
         with contextlib.ExitStack() as stack:
             stack.callback(partition_by(partitioner))

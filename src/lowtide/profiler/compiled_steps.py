@@ -22,11 +22,13 @@ from lowtide.profiler.compiled_profile import CALL, assembled
 from lowtide.profiler.other_memory import in_words, with_others
 from lowtide.profiler.preconditions import check_compiled
 from lowtide.profiler.trial_updates import Updates
+from lowtide.runtime.batch_tensors import in_words as in_words_of
 from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.call_interceptor import OuterInterceptor
-from lowtide.runtime.compiled_plan import Partitioner
-from lowtide.runtime.fingerprint import Optimizers, fingerprint, place_of, static_bytes
-from lowtide.runtime.fingerprint import in_words as in_words_of
+from lowtide.runtime.compiled_plan import PlanPartitioner
+from lowtide.runtime.fingerprint import fingerprint, place_of
+from lowtide.runtime.live_optimizers import Optimizers
+from lowtide.runtime.static_memory import static_bytes
 from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.utils.interrupts import interrupts_delayed
 
@@ -49,7 +51,7 @@ def rehearse_compiled(
     """Return the profile of `step(batch)`, which is recompiled and run three times."""
     check_compiled(model, step)
     graphs: list[JointSlots] = []
-    partitioner = Partitioner(apart=products_are_apart())
+    partitioner = PlanPartitioner(apart=products_are_apart())
     partitioner.seen = graphs.append
     with (
         StepSnapshot(model, batch, optimizer, step) as unchanged,

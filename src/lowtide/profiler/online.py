@@ -38,7 +38,9 @@ from lowtide.profiler.rescale import resized
 from lowtide.profiler.trace import MaxSavingEngine, Trace
 from lowtide.profiler.trial_updates import Update
 from lowtide.runtime.call_shapes import elements, shapes_in
-from lowtide.runtime.fingerprint import fingerprint, optimizers_of, place_of, static_bytes
+from lowtide.runtime.fingerprint import fingerprint, place_of
+from lowtide.runtime.live_optimizers import optimizers_of
+from lowtide.runtime.static_memory import static_bytes
 from lowtide.state.process_group import check_sharding, n_with_new_buckets
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from lowtide.memory.reserved_peak import reserved_excess_bytes
 from lowtide.planner.planning import smallest_plan
 from lowtide.profiler.other_memory import with_others
 from lowtide.profiler.random_work import HIGH, LOW, drawn_as
-from lowtide.runtime.fingerprint import place_of, static_bytes
+from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.planned_engine import Planned
+from lowtide.runtime.static_memory import static_bytes
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.units import format_bytes
 

@@ -12,7 +12,8 @@ from lowtide._torch.compiled_code import is_compiled, is_compiled_function
 from lowtide._torch.joint_graph import hindrances
 from lowtide._torch.modules import Convolution
 from lowtide.errors import RehearsalError
-from lowtide.runtime.fingerprint import listed, tensors_in
+from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.live_optimizers import listed
 from lowtide.state.introspection import names_in, user_functions, variables
 from lowtide.state.process_group import check_sharding
 from lowtide.state.reachable_state import ReachableState

@@ -44,10 +44,10 @@ from lowtide.profiler.trace_marks import (
     WrittenInPlace,
 )
 from lowtide.runtime import saved_values as values
+from lowtide.runtime.batch_tensors import in_words
 from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.call_interceptor import CallInterceptor
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.fingerprint import in_words
 from lowtide.runtime.plan_table import actions_for
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.replay import ReplayFrame
@@ -208,7 +208,7 @@ class Trace(Observer):
 def states_of(maker: Recomputation | None) -> Iterable[Tensor]:
     """Return the tensors that only the recompute or replay of a value holds."""
     if isinstance(maker, ReplayFrame):
-        return maker.surroundings.tensors
+        return maker.call_context.tensors
     return [maker.constants["bits"]] if isinstance(maker, Recompute) and "bits" in maker.constants else []
 
 

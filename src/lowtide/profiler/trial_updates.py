@@ -18,7 +18,8 @@ from lowtide._torch.patching import this_thread_only
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.report.text_table import listed
-from lowtide.runtime.fingerprint import Optimizers, optimizers_of, place_of, state_bytes, updated_by
+from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.live_optimizers import Optimizers, optimizers_of, state_bytes, updated_by
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.units import format_bytes

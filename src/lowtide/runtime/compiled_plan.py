@@ -19,7 +19,7 @@ SCHEME: Final = 2
 """Number of the rules by which a plan's addresses choose values; a change of them counts it up. Caches outlive it."""
 
 
-class Partitioner(CustomPartitionerFn):
+class PlanPartitioner(CustomPartitionerFn):
     """Inductor's partitioner: saves all slots of `graphs` except those at the addresses in `recompute`.
 
     Without graphs it saves what torch saves. With `apart` matrix products are computed separately.

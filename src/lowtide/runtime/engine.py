@@ -127,7 +127,7 @@ class Engine:
 
     # --- the hooks
 
-    def pack(self, now: ForwardPass, tensor: Tensor) -> Handle:
+    def pack_saved_tensor(self, now: ForwardPass, tensor: Tensor) -> Handle:
         """Keep `tensor`, or record how to recompute it."""
         scope, frame = now.scope, now.frame
         assert scope is not None

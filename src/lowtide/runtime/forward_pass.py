@@ -347,8 +347,8 @@ def make_pack_hook(now: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
             return tensor.detach(), tensor._version
         if now.engine.here.now is None:  # a device's thread, in a backward pass inside the forward (`create_graph`)
             with now.engine.now(now):
-                return now.engine.pack(now, tensor)
-        return now.engine.pack(now, tensor)
+                return now.engine.pack_saved_tensor(now, tensor)
+        return now.engine.pack_saved_tensor(now, tensor)
 
     return pack
 

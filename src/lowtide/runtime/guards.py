@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lowtide.runtime.batch_tensors import in_words
 from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.call_interceptor import OuterInterceptor, pass_on
 from lowtide.runtime.call_shapes import Shapes, elements, no_larger, shapes_in
-from lowtide.runtime.fingerprint import in_words, is_of, place_of, state_bytes
+from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.live_optimizers import is_of, state_bytes
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:

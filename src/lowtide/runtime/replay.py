@@ -65,11 +65,11 @@ class ReplayFrame:
         "_static",
         "arguments",
         "around",
+        "call_context",
         "count",
         "held",
         "nested",
         "seam",
-        "surroundings",
         "values",
     )  # fmt: skip
 
@@ -85,7 +85,7 @@ class ReplayFrame:
         self.around: tuple[weakref.ref[ReplayFrame], ...] = () if outer is None else (weakref.ref(outer), *outer.around)
         """Frames of the outer calls, held weakly: they lead to tensors of their own."""
         self.arguments = Arguments(args, kwargs, hold)
-        self.surroundings = CallContext(seam.reach, self.arguments.devices, self.arguments.generators)
+        self.call_context = CallContext(seam.reach, self.arguments.devices, self.arguments.generators)
         self.count = 0
         """Number of tensors saved since the call began."""
         self.values: dict[int, weakref.ref[Value]] = {}
@@ -105,11 +105,11 @@ class ReplayFrame:
         """End the call."""
         self._listening.stop()
         self.arguments.close()
-        self.surroundings.learn()
+        self.call_context.learn()
 
     def check_buffers(self) -> None:
         """Raise ReplayMismatch if the call, unlike all earlier ones, wrote to a large buffer: it can't be replayed."""
-        if (name := self.surroundings.written_late) is not None:
+        if (name := self.call_context.written_late) is not None:
             raise ReplayMismatch(
                 f"{self.seam} wrote to its buffer {name!r}, as it did in no step before: its plan runs it again in "
                 "backward, where it would find other contents. The step ends, and nothing is updated.\n"
@@ -121,8 +121,8 @@ class ReplayFrame:
         """Return the tensors that a replay reads, with their expected versions; if `given`, its arguments too."""
         arguments = (handle.value for handle in self.operands if given)
         return [
-            *((tensor, version) for _, _, tensor, version in self.surroundings.held),
-            *self.surroundings.attributes.tensors,
+            *((tensor, version) for _, _, tensor, version in self.call_context.held),
+            *self.call_context.attributes.tensors,
             *((value.tensor, value.version) for value in arguments if value.kept and value.tensor is not None),
         ]
 
@@ -243,7 +243,7 @@ class ReplayFrame:
         with (
             without_aside(),
             run_again(reach.units) if reach.units else _NOTHING,
-            self.surroundings.again(),
+            self.call_context.again(),
             hooks.only(self._listening.acting, reach.modules),
             hooks_but_in_transforms(rerun.pack, rerun.unpack, seam.engine.apart),
         ):

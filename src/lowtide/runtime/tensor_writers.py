@@ -136,7 +136,7 @@ class ReliedOn:
                 value.keep(copy_of(original))
                 value.original = None
         for frame in list(self.frames):
-            if frame.surroundings.copy(storages, copy_of) and is_habit:
+            if frame.call_context.copy(storages, copy_of) and is_habit:
                 frame.seam.reach.is_overwritten = True
         for tensor, _ in copies.values():
             if is_habit:

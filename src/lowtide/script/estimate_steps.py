@@ -21,7 +21,7 @@ from lowtide.estimator.fake_step import COMPILED
 from lowtide.estimator.packed_sequences import sizes_in
 from lowtide.estimator.replayed_blocks import replay_blocks
 from lowtide.estimator.two_step_run import TwoStepRun
-from lowtide.runtime.fingerprint import in_words, tensors_in
+from lowtide.runtime.batch_tensors import in_words, tensors_in
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.script.alternating_models import PATIENCE, held_by, ids, others_at_hand
 from lowtide.script.calling_code import at_hand, optimizers_at_hand

@@ -28,8 +28,9 @@ from lowtide.planner.records import Plan
 from lowtide.profiler.compiled_bits import compiled_bits
 from lowtide.profiler.online import NOT_RUN, PATIENCE
 from lowtide.report.run_record import Proof
+from lowtide.runtime.batch_tensors import in_words, tensors_in
 from lowtide.runtime.call_shapes import elements, no_larger, shapes_in
-from lowtide.runtime.fingerprint import check_made_for, fingerprint, in_words, place_of, tensors_in
+from lowtide.runtime.fingerprint import check_made_for, fingerprint, place_of
 from lowtide.runtime.planned_engine import most_elements
 from lowtide.script.alternating_models import PATIENCE as TURNS
 from lowtide.script.alternating_models import others_at_hand

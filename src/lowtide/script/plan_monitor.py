@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.memory.measure import recorder_for
 from lowtide.profiler.peak_margin import peak_of
-from lowtide.runtime.fingerprint import place_of, static_bytes
+from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.static_memory import static_bytes
 from lowtide.script.repeat_step import StepRepeater
 from lowtide.script.step_listener import StepListener
 from lowtide.units import format_bytes

@@ -32,8 +32,8 @@ from lowtide._torch.compiled_code import is_compiled, n_compiled, never_compiled
 from lowtide._torch.patching import Make, replace_function
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.profiler.preconditions import check_updates_outside
+from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.class_calls import class_of_call, classes_of_calls
-from lowtide.runtime.fingerprint import tensors_in
 from lowtide.script.alternating_models import PATIENCE, AlternatingModels, held_by, ids, others_at_hand
 from lowtide.script.candidate_models import CandidateModels
 from lowtide.script.compiled_functions import trained_modules, watch_compiled_functions

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lowtide._torch.patching import this_thread_only
 from lowtide._torch.tensors import parts_of
 from lowtide.memory.entry_storages import set_aside
-from lowtide.runtime.fingerprint import tensors_in
+from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.state.step_snapshot import RandomState
 
 if TYPE_CHECKING:

@@ -17,9 +17,11 @@ from lowtide._torch.device_timing import accelerator_in_use
 from lowtide._torch.patching import this_thread_only
 from lowtide._torch.tensors import is_leaf_tensor, is_plain, parts_of
 from lowtide.memory.entry_storages import set_aside
-from lowtide.runtime.fingerprint import Optimizers, listed, place_of, tensors_in
+from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.host_rng import numpy_state, python_state, set_numpy_state
 from lowtide.runtime.inplace_gradients import InPlace
+from lowtide.runtime.live_optimizers import Optimizers, listed
 from lowtide.state.bitwise import identical
 from lowtide.state.containers import container_restorer
 from lowtide.state.process_group import NoSync

@@ -23,7 +23,8 @@ from lowtide.planner.planning import plain_peak_bytes
 from lowtide.planner.records import Plan, Profile
 from lowtide.profiler import rehearse
 from lowtide.runtime.call_shapes import Shapes
-from lowtide.runtime.fingerprint import Optimizers, fingerprint
+from lowtide.runtime.fingerprint import fingerprint
+from lowtide.runtime.live_optimizers import Optimizers
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.utils.amounts import parse_budget

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide._torch.pytree import tree_structure
 from lowtide.errors import RehearsalError
+from lowtide.runtime.batch_tensors import tensors_in, with_tensors
 from lowtide.runtime.call_shapes import Shapes, have_one_form, shapes_of, within
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.fingerprint import tensors_in, with_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

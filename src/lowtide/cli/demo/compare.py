@@ -26,7 +26,8 @@ from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Profile
 from lowtide.profiler import rehearse
 from lowtide.profiler.other_memory import with_others
-from lowtide.runtime.fingerprint import device_of, place_of, static_bytes
+from lowtide.runtime.fingerprint import device_of, place_of
+from lowtide.runtime.static_memory import static_bytes
 from lowtide.units import format_bytes
 
 STEPS = 3

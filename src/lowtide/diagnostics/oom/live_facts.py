@@ -21,7 +21,7 @@ from lowtide.diagnostics.oom import host_limits as host
 from lowtide.diagnostics.oom.facts import Facts, Place
 from lowtide.diagnostics.oom.live_graphs import LiveGraph, graph_behind, separate_graphs, tensors_with_graphs
 from lowtide.diagnostics.oom.message import Holder
-from lowtide.runtime.fingerprint import tensors_in
+from lowtide.runtime.batch_tensors import tensors_in
 
 _MOST_HOLDERS = 8
 

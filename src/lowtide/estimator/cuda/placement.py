@@ -19,7 +19,7 @@ from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
 from lowtide.estimator.fake_tensors import FakeTensors, swap
 from lowtide.estimator.packed_sequences import sizes_in
-from lowtide.runtime.fingerprint import tensors_in
+from lowtide.runtime.batch_tensors import tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor

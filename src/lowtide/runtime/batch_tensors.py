@@ -1,0 +1,51 @@
+"""Tensors of a batch, or of a step's result."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide._torch.pytree import tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in a batch or a step's result: in nested lists, tuples, mappings and objects' attributes."""
+    found: list[Tensor] = []
+    seen: dict[int, Any] = {}
+    pending = tree_leaves(tree)[::-1]
+    while pending:  # a recursive closure would hold its results until garbage is collected
+        leaf = pending.pop()
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif id(leaf) not in seen and not isinstance(leaf, _NO_BATCH):
+            seen[id(leaf)] = leaf
+            inside = list(leaf.values()) if isinstance(leaf, Mapping) else [*getattr(leaf, "__dict__", {}).values()]
+            pending += tree_leaves(inside)[::-1]
+    return found
+
+
+_NO_BATCH = (str, bytes, int, float, type(None), type, ModuleType, FunctionType, MethodType, torch.nn.Module)
+
+
+def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of a batch with each tensor replaced by `change(tensor)`; `tree` itself stays unchanged."""
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return change(leaf)
+        inside = tensors_in(leaf)
+        return copy.deepcopy(leaf, {id(tensor): change(tensor) for tensor in inside}) if inside else leaf
+
+    return tree_map(changed, tree)
+
+
+def in_words(tensors: Iterable[Tensor]) -> str:
+    """Format shapes and dtypes: `[8, 1024] int64, [8, 1024] bool`."""
+    return ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)

@@ -1,0 +1,61 @@
+"""Optimizers of a model: those that are named, and those that are alive in the process."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from torch.optim import Optimizer
+
+from lowtide._torch.tensors import parts_of
+from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.utils.live_objects import live_objects
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+
+Optimizers: TypeAlias = "Optimizer | Sequence[Optimizer] | None"
+"""Values of `optimizer=`: one, several or none."""
+
+
+def listed(optimizers: Optimizers) -> list[Optimizer]:
+    """Return the optimizers passed as `optimizer=` as a list."""
+    if optimizers is None:
+        return []
+    return list(optimizers) if isinstance(optimizers, tuple | list) else [optimizers]  # type: ignore[list-item]
+
+
+def optimizers_of(model: nn.Module, named: Optimizers = None) -> list[Optimizer]:
+    """Return live optimizers with parameters of `model`; of a wrapper and its inner one, the one with the state."""
+    gc.collect()  # an unused optimizer may be in a cycle with its scheduler
+    found: dict[int, Optimizer] = {}
+    for optimizer in [*listed(named), *live_objects(Optimizer)]:
+        if is_of(model, optimizer) and (id(optimizer.state) not in found or "state" in vars(optimizer)):
+            found[id(optimizer.state)] = optimizer
+    return list(found.values())
+
+
+def is_of(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Return True if the optimizer updates parameters of the model."""
+    mine = {id(p) for p in model.parameters()}
+    return any(id(p) in mine for p in updated_by(optimizer))
+
+
+def updated_by(optimizer: Optimizer) -> list[Tensor]:
+    """Return the tensors that the optimizer updates; none while it is being constructed."""
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+
+
+def state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -> int:
+    """Return the bytes of optimizer state for parameters on a device."""
+    parts = [part for tensor in state_of(optimizers) for part in parts_of(tensor) if part.device == device]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (part.untyped_storage() for part in parts)}
+    return sum(storages.values())
+
+
+def state_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the tensors of optimizer state."""
+    return [tensor for o in optimizers for entry in o.state.values() for tensor in tensors_in(entry)]

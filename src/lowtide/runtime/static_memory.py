@@ -1,0 +1,69 @@
+"""Memory in use before a step begins: parameters, gradients, optimizer state, buffers and inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lowtide._torch.tensors import parts_of
+from lowtide.memory import lbfgs_history as histories
+from lowtide.planner.records import Static
+from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.live_optimizers import state_of
+from lowtide.utils.live_objects import live_objects
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) -> tuple[Static, frozenset[int]]:
+    """Return the bytes on the model's device that belong to the step before it begins, and all storage addresses.
+
+    Each storage counts once. A batch that the step itself moves there, and Adam's step counters, are in host memory.
+    Everything else that the optimizers update counts like the model. Gradients include DistributedDataParallel's
+    buckets, also those of other models: no Python object holds them.
+    """
+    optimizers, there = list(optimizers), place_of(model)
+    # Without a process group none has buckets, and the search takes its time.
+    in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    wrappers = live_objects(DistributedDataParallel) if in_group else []
+    updated = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    trained = [*model.parameters(), *updated]
+    seen: set[int] = set()
+
+    def add(tensors: Iterable[Tensor | None]) -> int:
+        total = 0
+        for tensor in tensors:
+            if tensor is None or tensor.device.type == "meta" or is_lazy(tensor):
+                continue
+            for part in parts_of(tensor):
+                storage = part.untyped_storage()
+                if storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    total += storage.nbytes() if part.device == there else 0
+        return total
+
+    parameters = add(trained)
+    buffers = add(model.buffers())
+    inputs = add(tensors_in(batch))
+    gradients = add(p.grad for p in trained) + sum(
+        _bucket_bytes(wrapper) for wrapper in wrappers if place_of(wrapper) == there
+    )
+    state = add(state_of(optimizers))
+    growing = [o for o in optimizers if isinstance(o, torch.optim.LBFGS)]
+    state += sum(add(histories.tensors_of(o)) + histories.missing_history_bytes(o) for o in growing)
+    static = Static(parameters=parameters, gradients=gradients, optimizer=state, buffers=buffers, inputs=inputs)
+    return static, frozenset(seen - {0})
+
+
+def _bucket_bytes(wrapper: DistributedDataParallel) -> int:
+    """Return the bytes of the buckets in which gradients are sent, except those of which gradients are views."""
+    model: nn.Module = wrapper.module
+    sent = (p for name, p in model.named_parameters() if p.requires_grad and name not in wrapper.parameters_to_ignore)
+    return sum(p.nbytes for p in sent if p.grad is None or not wrapper.gradient_as_bucket_view)
