@@ -20,6 +20,7 @@ import lowtide
 from compiled_by_hand import plan_for
 from joint_graphs import masked
 from kernels_left_out import kernels_left_out
+from lowtide._torch.joint_graph import always_partitioned
 from lowtide.planner.records import Plan
 from lowtide.runtime.joint_slots import JointSlots
 
@@ -244,7 +245,7 @@ def test_a_plan_of_another_torch_or_device_is_refused_and_leaves_inductor_alone(
 def test_a_graph_that_the_plan_is_not_for_is_said_once() -> None:
     model: Any = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
     plan, said = plan_for(model, torch.randn(2, 8)), list[str]()
-    with kernels_left_out(), lowtide.apply(model, plan, say=said.append) as applied:
+    with kernels_left_out(), always_partitioned(), lowtide.apply(model, plan, say=said.append) as applied:
         model(torch.randn(2, 8)).sum().backward()
         model(torch.randn(4, 8)).sum().backward()
     assert [text for text in said if "a graph was compiled that the plan is not for" in text] == said[:1]
