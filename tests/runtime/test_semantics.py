@@ -440,7 +440,7 @@ def test_an_exception_in_a_recompute_or_in_a_replay(way, monkeypatch):
         loss = model(inputs()).square().sum()
         state = torch.get_rng_state()
         with monkeypatch.context() as patch:
-            patch.setattr(recompute, "is_plain_mode", fails)
+            patch.setattr(recompute, "any_autocast", fails)
             if way == "replay":
                 patch.setattr(model.blocks[1].mlp, "forward", fails)
             with pytest.raises(Broken):
