@@ -46,8 +46,10 @@ def told(profile: Profile, checkpointed: Counter[str], without: Profile | None) 
         return profile
     n_calls = checkpointed.total()
     where = ", ".join(path or "the model" for path in list(checkpointed)[:3]) + ", ..." * (len(checkpointed) > 3)
-    calls = "a call" if n_calls == 1 else f"{n_calls} calls"
-    note = f"{calls} in {where} checkpoint themselves ({CHECKPOINTED}), which plans leave as it is"
+    calls, checkpoint = (
+        ("a call", "checkpoints itself") if n_calls == 1 else (f"{n_calls} calls", "checkpoint themselves")
+    )
+    note = f"{calls} in {where} {checkpoint} ({CHECKPOINTED}), which plans leave as it is"
     if without is None:
         note += ": rehearse without that to see what a plan for it needs"
     else:
