@@ -65,7 +65,7 @@ def test_every_name_exists(page: Path) -> None:
     text = text_of(page)
     names = re.findall(r"lowtide\.([a-z_]+)\(", text)
     assert set(names) <= set(lowtide.__all__)
-    commands = re.findall(r"^\$ (?:.* )?lowtide ([a-z]+)", text, re.MULTILINE) + re.findall(r"`lowtide ([a-z]+)", text)
+    commands = re.findall(r"^\$ (?:.* )?lowtide ([a-z-]+)", text, re.MULTILINE) + re.findall(r"`lowtide ([a-z-]+)", text)
     assert set(commands) <= set(COMMANDS)
 
 
