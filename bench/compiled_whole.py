@@ -1,42 +1,67 @@
-"""Lowtide on models that are compiled as a whole, beside inductor's own budget: exact bytes, FLOPs, bits.
+"""Lowtide on models that are compiled as a whole, beside inductor's own budget and checkpointing: bytes, FLOPs, bits.
 
-    python bench/compiled_whole.py                   # some 30 minutes on one core; writes docs/compiled_whole.md
-    python bench/compiled_whole.py --models llama    # prints the rows of this model alone
+    python bench/compiled_whole.py                   # all rows that are not measured yet; writes docs/compiled_whole.md
+    python bench/compiled_whole.py --models resnet   # the rows of this model alone
+    python bench/compiled_whole.py --seconds 120     # begins no row later than that; the next call goes on
     KERNELS=0 python bench/compiled_whole.py ...     # soon: leaves out inductor's kernels, and compares no bits
 
-Each model is compiled by `torch.compile(model)` with inductor. Peaks are the CPU allocator's; FLOPs are those of the
-matrix products, convolutions and attention that backward computes again, as torch counts them. Bits of the gradients
-are compared with those of the compiled step without a budget. Lowtide is asked for each of the other way's peaks, and
-for shares of the plain step's; a plan that is measured above its budget is planned anew, at most three times.
+Each model is compiled by `torch.compile(model)` with inductor. Peaks are the CPU allocator's, parameters and gradients
+included; MFLOP are those of the matrix products, convolutions and attention that backward computes again, as torch
+counts them. Lowtide is asked for each other way's peak, and for shares of the plain step's; a plan that is measured
+above its budget, or far below, is planned anew, at most three times. Gradients are compared bit by bit with those of
+the compiled step without a budget, in rows where inductor's kernels were compiled, too: in other rows kernels that
+write zeros take their place, and the same memory. Where backward draws other random numbers, gradients are wrong.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import platform
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from contest import tables
-from contest.models import Contestant, contestant
+from contest import by_hand, tables
+from contest.models import BUILDERS, SEED, Contestant, Size
 from contest.step import Bits, Steps
+from contest.ways import every_nth_block
 from torch._functorch import config as functorch_config
 
 import lowtide
 from lowtide._torch.joint_graph import always_partitioned, partitioning_by
+from lowtide.api.fit import COMPILED_REPAIRS, UNUSED, forecast_peak, forecast_plan, with_excess
 from lowtide.runtime.compiled_plan import Partitioner
 from lowtide.runtime.fingerprint import static_bytes
 from lowtide.runtime.joint_slots import JointSlots
-from lowtide.units import format_bytes
 
 HAS_KERNELS = os.environ.get("KERNELS", "1") != "0"
 """False to compile no kernels: those that write zeros allocate the same, so that peaks and FLOPs are the true ones."""
-MODELS = ("gpt2", "gpt2-dropout", "llama", "bert", "vit", "resnet")
-SHARES = (0.8, 0.5, 0.1)
+OF_TOKENS = Size(layers=2, length=128, rows=8, vocabulary=1000)
+BY_HAND: dict[str, Callable[[], Contestant]] = {
+    "gpt2-by-hand": partial(by_hand.gpt2, 0.0),
+    "gpt2-dropout-by-hand": partial(by_hand.gpt2, 0.1),
+    "resnet-by-hand": by_hand.resnet,
+}
+SIZES = {
+    "gpt2": OF_TOKENS,
+    "gpt2-dropout": OF_TOKENS,
+    "llama": OF_TOKENS,
+    "bert": OF_TOKENS,
+    "vit": Size(layers=2, length=96, rows=8),
+    "resnet": Size(layers=2, length=32, rows=32),
+}
+MODELS = (*BY_HAND, *SIZES)
+SHARES = (0.8, 0.5, 0.3, 0.1, 0.0)
 """Of saved bytes, as `activation_memory_budget` takes them."""
-PERCENT = (50,)
-"""Budgets of our own beside those: percent of the plain step's peak."""
+PERCENT = (80, 65, 50)
+"""Budgets of our own beside the other ways' peaks: percent of the plain step's peak."""
+PLAIN = "compiled as a whole"
+RESULTS = tables.DOCS / "compiled_whole.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +79,133 @@ class Row:
     def line(self, plain_bytes: int) -> str:
         """Of a table."""
         peak = f"{self.peak_bytes / 2**20:.2f} MiB | {self.peak_bytes / plain_bytes:.1%}"
-        return f"| {self.way} | {peak} | {self.flops / 1e6:.0f} | {self.unequal} | {self.what} |"
+        flops = "" if self.what.startswith("refused") else f"{self.flops / 1e6:.0f}"
+        return f"| {self.way} | {peak} | {flops} | {self.unequal} | {self.what} |"
 
 
-def compiled(name: str) -> tuple[Steps, Contestant]:
-    """A model that is compiled as a whole."""
-    torch._dynamo.reset()
-    made = contestant(name, quick=True)
-    if name.startswith("gpt2"):  # else its first forward warns, which ends the graph
+class Measuring:
+    """The rows of one model, those that were measured in earlier runs included."""
+
+    def __init__(self, name: str, until: float) -> None:
+        self.name, self._until = name, until
+        self._stored: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        self._bits: Bits | None = None
+        self._ours: tuple[Steps, lowtide.Profile] | None = None
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows so far."""
+        return [Row(**fields) for fields in self._stored.get(self.name, {}).get("rows", [])]
+
+    def run(self) -> None:
+        """Measure the rows that are missing, until there is no time left."""
+        for way, row in self._ways():
+            if any(known.way == way for known in self.rows):
+                continue
+            if time.monotonic() > self._until:
+                return
+            torch._dynamo.reset()
+            self._store(row(way))
+
+    def _store(self, row: Row) -> None:
+        entry = self._stored.setdefault(self.name, {"rows": []})
+        entry["rows"].append(asdict(row))
+        entry["description"] = built(self.name).description
+        RESULTS.write_text(json.dumps(self._stored, indent=1) + "\n", encoding="utf-8")
+        print(row.line(self.rows[0].peak_bytes), flush=True)
+
+    def _ways(self) -> Iterator[tuple[str, Callable[[str], Row]]]:
+        """Yield every way by name, with the function that measures it: peers first, whose peaks are our budgets."""
+        yield PLAIN, self._by_torch
+        for share in SHARES:
+            yield f"`activation_memory_budget` {share}", partial(self._by_torch, share=share)
+        yield "`torch.utils.checkpoint` around every block", partial(self._by_torch, every=1)
+        peers = {row.way: row for row in self.rows}
+        for way, row in peers.items():
+            if row.peak_bytes < peers[PLAIN].peak_bytes and not way.startswith("**"):
+                yield f"**Lowtide** at {way}'s peak", partial(self._by_lowtide, budget=row.peak_bytes)
+        for percent in PERCENT:
+            budget = peers[PLAIN].peak_bytes * percent // 100
+            yield f"**Lowtide, {percent} %**", partial(self._by_lowtide, budget=budget)
+
+    def _by_torch(self, way: str, share: float = 1.0, every: int = 0) -> Row:
+        seen: list[JointSlots] = []
+        partitioner = Partitioner()
+        partitioner.seen = seen.append
+        steps = compiled(self.name, every)
+        with functorch_config.patch(activation_memory_budget=share), always_partitioned(), partitioning_by(partitioner):
+            peak_bytes, bits = measured(steps)
+        again = [graph.joint.nodes[node] for graph in seen for node in graph.as_torch().again]
+        flops = sum(node.flops for node in again)
+        if way == PLAIN:
+            self._bits = bits
+            return Row(way, peak_bytes, flops, "")
+        drawn = "backward draws other random numbers" if any(node.is_random for node in again) else ""
+        return Row(way, peak_bytes, flops, ", ".join(filter(None, (self._unequal(bits), drawn))))
+
+    def _by_lowtide(self, way: str, budget: int) -> Row:
+        if self._ours is None:
+            steps = compiled(self.name)
+            self._ours = steps, lowtide.rehearse(steps.call, steps.step, steps.batch)
+        steps, profile = self._ours
+        n_compiled, forecast, best = 0, profile, None
+        while n_compiled < COMPILED_REPAIRS:
+            try:
+                plan = forecast_plan(forecast, budget)
+            except lowtide.Infeasible as error:
+                if best is None:
+                    return Row(way, error.smallest_peak_bytes, 0, "", "refused: forecast to be the smallest peak")
+                break
+            if best is not None and plan.predicted.extra_ms >= best[0].predicted.extra_ms:
+                break
+            with lowtide.apply(steps.call, plan):
+                peak_bytes, bits = measured(steps)
+            n_compiled += 1
+            excess_bytes = peak_bytes - forecast_peak(profile, plan)
+            if peak_bytes <= budget:
+                best = plan, peak_bytes, bits, excess_bytes
+            if 0 <= 1 - peak_bytes / budget <= UNUSED:
+                break
+            forecast = with_excess(profile, excess_bytes)
+        if best is None:
+            return Row(way, peak_bytes, 0, "", f"refused: still above the budget after {n_compiled} plans")
+        plan, peak_bytes, bits, excess_bytes = best
+        what = f"{excess_bytes / peak_bytes:+.1%} from the forecast, {n_compiled} compiled"
+        return Row(way, peak_bytes, plan.predicted.extra_flops, self._unequal(bits), what)
+
+    def _unequal(self, found: Bits) -> str:
+        """Describe the gradients that have other bits than the plain step's, and how far the farthest is off."""
+        if not HAS_KERNELS:
+            return ""
+        if self._bits is None:
+            steps = compiled(self.name)
+            steps.seconds()
+            self._bits = steps.bits()
+        plain = self._bits.gradients
+        apart = {name: float((found.gradients[name] - grad).norm() / grad.norm()) for name, grad in plain.items()}
+        n = sum(not torch.equal(grad, found.gradients[name]) for name, grad in plain.items())
+        return "same" if not n else f"{n} of {len(apart)} differ, by up to {max(apart.values()):.0e}"
+
+
+def built(name: str) -> Contestant:
+    """Build a model and its batch, always the same."""
+    torch.manual_seed(SEED)
+    made = BY_HAND[name]() if name in BY_HAND else BUILDERS[name][0](SIZES[name])
+    made.model.train()
+    return made
+
+
+def compiled(name: str, every: int = 0) -> Steps:
+    """Build a model that is compiled as a whole, with a checkpoint around every `every`th block."""
+    made = built(name)
+    if name in ("gpt2", "gpt2-dropout"):  # else its first forward warns, which ends the graph
         made.model.loss_type = "ForCausalLM"  # type: ignore[assignment]
+    if every and name in BY_HAND:
+        by_hand.checkpointed(made.model, every)
+    elif every:
+        every_nth_block(made.model, every)
     call: Any = torch.compile(made.model)
-    return Steps(made.model, made.batch, call, has_plan=True), made
+    return Steps(made.model, made.batch, call, has_plan=True)
 
 
 def measured(steps: Steps) -> tuple[int, Bits]:
@@ -75,47 +216,6 @@ def measured(steps: Steps) -> tuple[int, Bits]:
     with lowtide.measure(steps.model) as memory:
         steps.step(steps.batch)
     return static.total + memory.peak_bytes, steps.bits()
-
-
-def by_torch(name: str, share: float) -> tuple[int, Bits, int]:
-    """Peak, bits and FLOPs under inductor's own budget."""
-    seen: list[JointSlots] = []
-    partitioner = Partitioner()
-    partitioner.seen = seen.append
-    steps, _ = compiled(name)
-    with functorch_config.patch(activation_memory_budget=share), always_partitioned(), partitioning_by(partitioner):
-        peak_bytes, bits = measured(steps)
-    again = sum(graph.joint.nodes[node].flops for graph in seen for node in graph.as_torch().again)
-    return peak_bytes, bits, again
-
-
-def rows(name: str) -> Iterator[Row]:
-    """All ways on one model, the plain step first."""
-    plain_bytes, bits, flops = by_torch(name, 1.0)
-    yield Row("compiled as a whole", plain_bytes, flops, "")
-    budgets: dict[str, int] = {}
-    for share in SHARES:
-        peak_bytes, found, flops = by_torch(name, share)
-        yield Row(f"`activation_memory_budget` {share}", peak_bytes, flops, unequal(bits, found))
-        budgets[f"{share}'s peak"] = peak_bytes
-    budgets |= {f"{percent} %": plain_bytes * percent // 100 for percent in PERCENT}
-    steps, _ = compiled(name)
-    profile = lowtide.rehearse(steps.call, steps.step, steps.batch)
-    for what, budget in budgets.items():
-        yield _ours(steps, profile, what, budget, bits)
-
-
-def _ours(steps: Steps, profile: lowtide.Profile, what: str, budget: int, bits: Bits) -> Row:
-    way = f"**Lowtide, {what}**"
-    try:
-        fitted = lowtide.fit(steps.call, steps.step, steps.batch, budget=budget, profile=profile)
-    except lowtide.LowtideError as error:
-        return Row(way, budget, 0, "", f"refused: {str(error).splitlines()[0]}")
-    with fitted:
-        peak_bytes, found = measured(steps)
-    apart = fitted.verdict.measured_peak_bytes / fitted.verdict.predicted_peak_bytes - 1
-    told = f"budget {format_bytes(budget)}; measured {apart:+.1%} from the prediction"
-    return Row(way, peak_bytes, fitted.plan.predicted.extra_flops, unequal(bits, found), told)
 
 
 def leave_kernels_out() -> None:
@@ -134,25 +234,59 @@ def leave_kernels_out() -> None:
     AsyncCompile.cpp_pybinding = without
 
 
-def unequal(one: Bits, other: Bits) -> str:
-    """How many gradients have other bits, and how far the farthest is, relative to its norm."""
-    if not HAS_KERNELS:
-        return "not compared"
-    apart = {name: (other.gradients[name] - found).norm() / found.norm() for name, found in one.gradients.items()}
-    n = sum(not torch.equal(found, other.gradients[name]) for name, found in one.gradients.items())
-    return "same" if not n else f"{n} of {len(apart)} differ, by up to {max(map(float, apart.values())):.0e}"
-
-
 COLUMNS = ("| way | peak | of plain | MFLOP again | gradients | |", "|---|---:|---:|---:|---|---|")
 
 
-def section(name: str) -> Iterator[str]:
-    """Return the table of one model, line by line, as it is measured."""
-    return tables.rows_of(contestant(name, quick=True).description, COLUMNS, rows(name))
+def write_page(doc: str) -> None:
+    """Write the page of all rows that are stored."""
+    stored = json.loads(RESULTS.read_text())
+    about = " ".join(doc.split("\n\n")[-1].split())
+    on = f"torch {torch.__version__}, Python {platform.python_version()}, one thread."
+    lines = ["# Models compiled as a whole", "", f"`python bench/compiled_whole.py`. {about}", "", on]
+    for name in MODELS:
+        if name in stored:
+            rows = [Row(**fields) for fields in stored[name]["rows"]]
+            lines += tables.rows_of(stored[name]["description"], COLUMNS, rows)
+            lines += ["", *comparison(rows)]
+    (tables.DOCS / "compiled_whole.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def comparison(rows: list[Row]) -> Iterator[str]:
+    """Yield a line for each peer that takes fewer FLOPs than Lowtide at its peak, and one for the lowest peaks."""
+    by_way = {row.way: row for row in rows}
+    peers = [row for row in rows if not row.way.startswith("**") and row.way != PLAIN]
+    for peer in peers:
+        ours = by_way.get(f"**Lowtide** at {peer.way}'s peak")
+        if ours is None:
+            continue
+        if ours.what.startswith("refused"):
+            yield f"- {peer.way} wins: Lowtide finds no plan for {peer.peak_bytes / 2**20:.2f} MiB."
+        elif ours.flops > peer.flops:
+            yield f"- {peer.way} wins: {peer.flops / 1e6:.0f} MFLOP again at that peak, Lowtide {ours.flops / 1e6:.0f}."
+    mine = [row.peak_bytes for row in rows if row.way.startswith("**") and not row.what.startswith("refused")]
+    if peers and mine:
+        lowest = min(peers, key=lambda row: row.peak_bytes)
+        yield (
+            f"- The lowest peak of the others is {lowest.peak_bytes / 2**20:.2f} MiB ({lowest.way}); of the budgets "
+            f"here, Lowtide's is {min(mine) / 2**20:.2f} MiB."
+        )
+
+
+def main() -> None:
+    """Measure the rows that are missing."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    asked = parser.parse_args()
+    until = time.monotonic() + asked.seconds
+    torch.set_num_threads(1)
+    if not HAS_KERNELS:
+        leave_kernels_out()
+    for name in asked.models:
+        Measuring(name, until).run()
+    write_page(__doc__)
 
 
 if __name__ == "__main__":
-    assert __doc__ is not None
-    if not HAS_KERNELS:
-        leave_kernels_out()
-    tables.make("compiled_whole", "Models compiled as a whole", __doc__, MODELS, section)
+    main()

@@ -4,7 +4,8 @@
     python bench/watch.py --tiny        # a loop of tiny steps: `watch` and `measure` against the plain loop
 
 A pair is one step with the watch and one without, of the same model on the same batch; the ratio is the median over all
-pairs, so that a busy machine changes little. The first steps, which are looked at closely, are said apart.
+pairs. Times are CPU times of the process, so that a busy machine changes little. The first steps, which are looked at
+closely, are said apart.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def main() -> None:
     work = workload("gpt2", layers=asked.layers, batch_size=asked.batch_size, length=asked.length)
 
     def step(number: int) -> float:
-        began = time.perf_counter()
+        began = time.process_time()
         work.step(work.batches[number % len(work.batches)])
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     for number in range(2):
         step(number)
@@ -82,9 +83,9 @@ def tiny(n_steps: int = 300, rounds: int = 3) -> None:
             plain()
 
     def seconds(loop: Callable[[], None]) -> float:
-        began = time.perf_counter()
+        began = time.process_time()
         loop()
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     plain()
     times = [(seconds(plain), seconds(watched), seconds(measured)) for _ in range(rounds)]

@@ -1,6 +1,10 @@
 """Models that are compiled as a whole: a plan decides what their compiled code saves for backward, to the same bits."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch._guards import CompileContext, CompileId, compile_context
 from torch._inductor import config as inductor_config
 
 import lowtide
+from compiled_by_hand import plan_for
+from joint_graphs import masked
+from kernels_left_out import kernels_left_out
+from lowtide._torch.joint_graph import always_partitioned
 from lowtide.planner.records import Plan
+from lowtide.runtime.joint_slots import JointSlots
 
 
 class Attends(nn.Module):
@@ -185,3 +195,83 @@ def test_settings_under_which_nothing_can_be_planned_are_refused_by_name() -> No
         fit()
     with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises(lowtide.RehearsalError, match="autograd"):
         fit()
+
+
+def test_another_partitioner_and_other_processes_are_refused_by_name() -> None:
+    from lowtide._torch.custom_partitioner import CustomPartitionerFn
+
+    class Mine(CustomPartitionerFn):
+        def __call__(self, gm: Any, joint_inputs: Any, **settings: Any) -> Any:
+            raise AssertionError
+
+        def uuid(self) -> str:
+            return "mine"
+
+    model: Any = torch.compile(nn.Linear(8, 8))
+
+    def fit() -> None:
+        lowtide.fit(model, lambda x: model(x).sum().backward(), torch.randn(2, 8), budget="60%")
+
+    with inductor_config.patch(custom_partitioner_fn=Mine()), pytest.raises(lowtide.RehearsalError, match="Mine: take"):
+        fit()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(lowtide.RehearsalError, match=r"several processes.*\n.*block\.compile\(\)"):
+            fit()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_code_that_cuda_graphs_replay_is_refused_by_the_name_of_the_mode() -> None:
+    from torch._inductor.output_code import CompiledFxGraph
+
+    from lowtide._torch.joint_graph import watched_calls
+
+    graph: Any = SimpleNamespace(fx_kwargs={"cudagraphs": True})
+    with watched_calls(lambda *_: None), pytest.raises(lowtide.RehearsalError, match='mode="reduce-overhead"'):
+        CompiledFxGraph.__call__(graph, [])
+
+
+@pytest.mark.parametrize("changed", [{"torch": "2.9.0"}, {"device": "cuda"}])
+def test_a_plan_of_another_torch_or_device_is_refused_and_leaves_inductor_alone(changed: dict[str, str]) -> None:
+    model: Any = torch.compile(nn.Linear(8, 8))
+    plan = plan_for(model, torch.randn(2, 8))
+    assert plan.graphs
+    with pytest.raises(lowtide.StalePlan):
+        lowtide.apply(model, replace(plan, fingerprint=replace(plan.fingerprint, **changed)))
+    assert inductor_config.custom_partitioner_fn is None
+
+
+def test_a_graph_that_the_plan_is_not_for_is_said_once() -> None:
+    model: Any = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+    plan, said = plan_for(model, torch.randn(2, 8)), list[str]()
+    with kernels_left_out(), always_partitioned(), lowtide.apply(model, plan, say=said.append) as applied:
+        model(torch.randn(2, 8)).sum().backward()
+        model(torch.randn(4, 8)).sum().backward()
+    assert [text for text in said if "a graph was compiled that the plan is not for" in text] == said[:1]
+    assert applied.drifted
+
+
+def test_a_compiled_function_that_is_compiled_for_larger_inputs_is_said_once() -> None:
+    model, said = nn.Linear(8, 8), list[str]()
+    larger = masked()
+    larger.nodes[0].bytes *= 2
+    with lowtide.apply(model, plan_for(model, torch.randn(2, 8)), say=said.append):
+        partitioner = inductor_config.custom_partitioner_fn
+        for number, graph in enumerate((masked(), larger, larger)):
+            with compile_context(CompileContext(CompileId(frame_id=0, frame_compile_id=number))):
+                partitioner.seen(JointSlots(graph, frozenset({3, 5})))
+    assert len(said) == 1
+    assert "larger inputs" in said[0]
+
+
+def test_a_model_that_a_compiled_function_calls_is_freed_and_its_plan_goes_with_it() -> None:
+    model = nn.Linear(8, 8)
+    lowtide.apply(model, plan_for(model, torch.randn(2, 8)))
+    assert lowtide.fitted(model) is not None
+    assert inductor_config.custom_partitioner_fn is not None
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    assert inductor_config.custom_partitioner_fn is None

@@ -1,6 +1,7 @@
 """That micro-batches give the whole batch's gradients, however it is nested and however its loss averages."""
 
 import dataclasses
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -328,6 +329,54 @@ def test_rows_that_see_each_other_are_refused(dropout: float, n: int) -> None:
     assert dropout or torch.equal(torch.get_rng_state(), state)
 
 
+def hardest_triplets(model: nn.Module, part: Any) -> Tensor:
+    z = model(part["x"])
+    apart, same = torch.cdist(z, z), part["labels"][:, None] == part["labels"]
+    return F.relu((apart * same).amax(1) - (apart + 1e6 * same).amin(1) + 0.3).mean()
+
+
+def redundancy(model: nn.Module, part: Any) -> Tensor:
+    z = model(part["x"])
+    z = (z - z.mean(0)) / z.std(0)
+    return (z.T @ z / len(z) - torch.eye(4)).square().sum()
+
+
+def class_weights(model: nn.Module, part: Any) -> Tensor:
+    return F.cross_entropy(model(part["x"]), part["labels"], weight=torch.tensor([0.2, 1.0, 2.0, 3.0]))
+
+
+def ignoring(model: nn.Module, part: Any) -> Tensor:
+    return F.cross_entropy(model(part["x"]), part["labels"], ignore_index=0)
+
+
+def total(model: nn.Module, part: Any) -> Tensor:
+    return F.cross_entropy(model(part["x"]), part["labels"], reduction="sum")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [
+        (hardest_triplets, "rows"),
+        (hardest_triplets, None),
+        (redundancy, "sum"),
+        (class_weights, "rows"),
+        (ignoring, "rows"),
+        (total, "rows"),
+        (ignoring, "sum"),
+    ],
+)
+def test_no_loss_gets_other_gradients_in_silence(loss: Any, weight: Any, dropout: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(dropout), nn.Linear(16, 4))
+    batch = {"x": torch.randn(32, 8), "labels": torch.tensor([1, 2, 3] * 8 + [0] * 8)}
+    with pytest.raises(LowtideError, match=r"not a sum over rows|mean over labels"):
+        lowtide.accumulate(lambda part: loss(model, part), batch, 4, weight=weight)
+    with pytest.raises(LowtideError):
+        lowtide.accumulate(functools.partial(loss, model), batch, 4, weight=weight)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_a_stated_weight_is_tried_out_once_and_draws_nothing() -> None:
     model, batch, calls = nn.Linear(8, 1), torch.randn(16, 8), []
 
@@ -338,7 +387,7 @@ def test_a_stated_weight_is_tried_out_once_and_draws_nothing() -> None:
     state = torch.get_rng_state()
     for _ in range(2):
         lowtide.accumulate(loss_of, batch, 4, weight="rows")
-    assert calls == [(8, False), (4, False), (4, False), *[(4, True)] * 8]
+    assert calls == [(4, True), (8, False), (4, False), *[(4, True)] * 8]
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -359,7 +408,7 @@ def test_a_piece_that_averages_in_another_way_is_noticed_before_its_backward() -
 
 
 def test_a_piece_that_is_smoothed_in_another_way_is_noticed() -> None:
-    model, smoothing = Net(), iter([0.1, 0.2])
+    model, smoothing = Net(), iter([0.1, 0.1, 0.1, 0.1, 0.2])  # three for the check of rows
     with pytest.raises(LowtideError, match=r"micro-batch 1 .*label_smoothing=0\.2 and not 0\.1"):
         lowtide.accumulate(lambda part: of_tokens(model, part, label_smoothing=next(smoothing)), tokens(4), 2)
 

@@ -243,3 +243,12 @@ def test_after_an_exception_there_are_none() -> None:
 def test_a_row_in_words(freed_bytes: int, saved_bytes: int, text: str) -> None:
     row = Del(names=("a", "b"), moment=BEFORE, freed_bytes=freed_bytes, saved_bytes=saved_bytes)
     assert str(row) == f"del a, b before backward: {text}"
+
+
+def test_a_block_of_many_short_steps_is_not_slowed_down_by_looks(model: nn.Module) -> None:
+    n_steps = 200
+    with measure() as memory:
+        for _ in range(n_steps):
+            F.mse_loss(model(torch.rand(B, I)), torch.zeros(B, O)).backward()
+    assert memory.dels() == ()
+    assert any(label.category == "activations" for label in memory.timeline.labels.values())

@@ -143,6 +143,47 @@ def test_settings_that_exclude_a_plan_are_refused_by_name() -> None:
         model(torch.ones(2, 4)).sum().backward()
 
 
+def test_a_compiled_function_that_updates_parameters_is_refused_with_what_to_do() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def whole_step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(RehearsalError, match=r"whole_step updates .*\n.*call them after it"), lowtide.within("80%"):
+        torch.compile(whole_step)(torch.ones(2, 4))
+    with pytest.raises(RehearsalError, match=r"whole_step updates .*\n.*call them after it"):
+        lowtide.fit(model, torch.compile(whole_step), torch.ones(2, 4), budget="80%")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+def test_a_compiled_function_that_runs_backward_is_compared_as_it_is() -> None:
+    def backward_inside(model: nn.Module) -> Callable[[Tensor], Tensor]:
+        @torch.compile
+        def step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        return step
+
+    torch.manual_seed(0)
+    model = nn.Sequential(widens(), widens())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with kernels_left_out(), lowtide.within("85%") as run:
+        step = backward_inside(model)
+        for _ in range(5):
+            optimizer.zero_grad()
+            step(torch.randn(1024, 64))
+            optimizer.step()
+    assert run.verdict is not None
+    assert run.verdict.within_budget
+    assert run.verdict.proof == COMPARED
+
+
 def test_the_models_that_a_compiled_function_trains_are_found_by_name() -> None:
     model, idle = nn.Sequential(widens(), widens()), nn.Linear(2, 2).eval()
     frozen = nn.Linear(2, 2).requires_grad_(False)

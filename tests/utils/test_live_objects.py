@@ -1,11 +1,13 @@
 """Objects of some classes among all that are alive, found without running any code of theirs."""
 
+import gc
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowtide.utils.live_objects import live_objects
+from lowtide.utils.live_objects import LiveObjectFinder, live_objects
 
 
 class ComparesByName(type):
@@ -42,3 +44,30 @@ def test_subclasses_are_found_and_nothing_is_asked() -> None:
 def test_several_classes_at_once() -> None:
     kept = [nn.Linear(2, 2), torch.ones(3)]
     assert {id(thing) for thing in kept} <= {id(thing) for thing in live_objects(nn.Module, Tensor)}
+
+
+def test_a_finder_misses_no_object_whichever_generation_it_is_in() -> None:
+    finder, kept = LiveObjectFinder(Tensor), [torch.ones(1)]
+    for collects in (None, None, 0, 1, None, 2, None):
+        if collects is not None:
+            gc.collect(collects)
+        kept.append(torch.ones(1))
+        found = {id(obj) for obj in finder.find()}
+        assert {id(tensor) for tensor in kept} <= found
+        assert found == {id(tensor) for tensor in live_objects(Tensor)}
+    number = id(kept.pop())
+    assert number not in {id(obj) for obj in finder.find()}
+
+
+def test_a_finder_keeps_nothing_and_leaves_no_cycle() -> None:
+    finder = LiveObjectFinder(Tensor)
+    gc.disable()
+    try:
+        for _ in range(2):
+            tensor = torch.ones(1)
+            end = weakref.ref(tensor)
+            assert any(obj is tensor for obj in finder.find())
+            del tensor
+            assert end() is None
+    finally:
+        gc.enable()

@@ -80,6 +80,13 @@ def is_compiling_here() -> bool:
     )
 
 
+def is_recompiling() -> bool:
+    """Return True if this thread compiles code once more, because its arguments are new. 2.13, since 2.7."""
+    context = torch._guards.CompileContext.try_get()
+    number = None if context is None or context.compile_id is None else context.compile_id.frame_compile_id
+    return bool(number)
+
+
 def in_compiled_backward() -> bool:
     """Return True if the node that backward runs in this thread is compiled code. 2.13, since 2.0.
 

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import operator
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
@@ -51,6 +52,11 @@ class JointNode:
     is_half: bool = False
     """True for a floating-point value of 16 bits or less per element."""
     users: list[int] = field(default_factory=list)
+
+    @property
+    def is_given(self) -> bool:
+        """Return True for an input of forward that changes from step to step, such as the batch."""
+        return self.kind == "input" and not (self.is_static or self.is_tangent)
 
 
 @dataclass(slots=True, eq=False)
@@ -360,8 +366,8 @@ def partitioning_by(partitioner: Any) -> Iterator[None]:
         undo()
 
 
-def partition_by(partitioner: Any) -> Callable[[], None]:
-    """Have inductor use `partitioner` until the returned function is called.
+def partition_by(partitioner: Any, of: object = None) -> Callable[[], None]:
+    """Have inductor use `partitioner` until the returned function is called, or `of` is freed.
 
     Code compiled before is recompiled at its next call, and once more after the returned function was called.
     """
@@ -373,11 +379,18 @@ def partition_by(partitioner: Any) -> Callable[[], None]:
     config.custom_partitioner_fn = partitioner
     torch._dynamo.reset()
 
-    def undo() -> None:
-        if config.custom_partitioner_fn is partitioner:
+    def put_back() -> bool:
+        is_mine = config.custom_partitioner_fn is partitioner
+        if is_mine:
             config.custom_partitioner_fn = before
+        return is_mine
+
+    def undo() -> None:
+        if put_back():
             torch._dynamo.reset()
 
+    if of is not None:  # code of freed models is not called, and other code has torch's own partition
+        weakref.finalize(of, put_back).atexit = False
     return undo
 
 

@@ -7,11 +7,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lowtide._torch.compiled_code import is_compiled
+from lowtide._torch.compiled_code import is_compiled, is_recompiling
 from lowtide._torch.joint_graph import partition_by, products_are_apart
 from lowtide.levers import enable_plan_levers
 from lowtide.planner.records import Plan
@@ -22,6 +22,9 @@ from lowtide.runtime.guards import PlanGuard, more_state, watch_bypass
 from lowtide.runtime.planned_engine import Planned
 from lowtide.utils.interrupts import delay_interrupts, removed_if_interrupted
 from lowtide.utils.removable import Removable
+
+if TYPE_CHECKING:
+    from lowtide.runtime.joint_slots import JointSlots
 
 _traced: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
 """Plans on models that compiled functions call, by model: no wrapper in front of these holds the plan."""
@@ -65,7 +68,7 @@ class Applied(Removable):
             with contextlib.ExitStack() as undo:
                 undo.callback(enable_plan_levers(plan, model, optimizer).remove)
                 if plan.predicted != plan.plain:
-                    undo.callback(self._partitioned(say))
+                    undo.callback(self._partitioned(model, say))
                 if is_compiled(model):
                     undo.callback(PlanGuard(model, plan, say, self, outgrown).remove)
                 else:  # its calls are traced, and no wrapper may precede them
@@ -111,22 +114,39 @@ class Applied(Removable):
         """Call `remove` when the plan is removed, before that."""
         self._undo.callback(remove)
 
-    def _partitioned(self, say: Callable[[str], None]) -> Callable[[], None]:
-        """Make inductor compile as the plan decides, until the returned function is called."""
+    def _partitioned(self, model: nn.Module, say: Callable[[str], None]) -> Callable[[], None]:
+        """Make inductor compile as the plan decides, until the returned function is called or `model` is freed."""
         from lowtide.runtime.compiled_plan import Partitioner  # imports inductor, which takes seconds
 
+        keys = self._unknown  # inductor's settings hold the partitioner, which must not hold the model
+
         def unknown(key: str) -> None:
-            if not self._unknown:
+            if not keys:
                 say(
                     "a graph was compiled that the plan is not for, of another model or for another form of batch: it "
                     "saves for backward what torch says, and the peak may be above the budget. If it is of this "
                     "model, fit again with the batch as it is now."
                 )
-            self._unknown.add(key)
+            keys.add(key)
+
+        first: dict[str, int] = {}
+        """Bytes of inputs that each graph was compiled for first."""
+        is_guarded, is_said = is_compiled(model), False
+
+        def seen(slots: JointSlots) -> None:
+            nonlocal is_said
+            n_bytes = sum(node.bytes for node in slots.joint.nodes if node.is_given)
+            is_larger = n_bytes > first.setdefault(slots.joint.key, n_bytes) and is_recompiling()
+            if is_larger and not (is_guarded or is_said):
+                is_said = True
+                say(
+                    "a compiled function was compiled again for larger inputs: the peak may be above the budget. Plan "
+                    "for the largest batch (in a script, let it come first)."
+                )
 
         partitioner = Partitioner(self.plan.graphs, self.plan.recompute, apart=products_are_apart())
-        partitioner.unknown = unknown
-        return partition_by(partitioner)
+        partitioner.unknown, partitioner.seen = unknown, seen
+        return partition_by(partitioner, of=next(model.parameters(), model))  # a script's model may be a stand-in
 
     def remove(self) -> None:
         """Restore the model, and the optimizer. Repeated calls do nothing."""

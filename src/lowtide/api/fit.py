@@ -22,7 +22,7 @@ from lowtide.levers.selection import Choice, choose, optimizer_of, suggest_lever
 from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.planner import plan
 from lowtide.planner.inplace_savings import without_in_place
-from lowtide.planner.planning import plain_peak_bytes, smallest_plan, unplanned_step
+from lowtide.planner.planning import forecast_peak, plain_peak_bytes, smallest_plan, unplanned_step, with_peak
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.profiler import OTHER_WORK, rehearse
 from lowtide.report.run_record import RunRecord, record_of
@@ -45,7 +45,11 @@ if TYPE_CHECKING:
 REPAIRS = 4
 """Plans that are tried before a budget is given up: each aims lower by the excess of the one before."""
 COMPILED_REPAIRS = 3
-"""Compiled plans that are tried before a budget is given up."""
+"""Most compiled plans that are tried for a budget."""
+FORECAST_MARGIN = 1.2
+"""Ratio up to which a peak that is forecast for compiled code may be above the measured one."""
+UNUSED = 0.02
+"""Share of a budget that a compiled plan may leave unused before a cheaper plan is tried."""
 
 
 class Fitted(Removable, Displayed):
@@ -271,25 +275,21 @@ def _fit(
         optimizer = optimizer_of(model, step, batch)
     site = StepContext(model, step, batch, optimizer, in_place=profile.allows_in_place)
     choice, made = _first(site, profile, budget, levers, offload)
+    if profile.graphs:
+        made, verdict = _compiled(site, choice, made, budget_for)
+        return Fitted(apply(model, made, optimizer=optimizer), choice.profile, made, verdict)
     budget_bytes, measured = made.budget_bytes, list[int]()
     while True:
         made = replace(made, budget_for=budget_for)
         verdict = _proof(site, made)
         if not verdict.identical:
-            raise RehearsalError(_not_identical(verdict, is_compiled=bool(choice.profile.graphs)))
+            raise RehearsalError(_not_identical(verdict))
         if verdict.within_budget:
-            if measured and choice.profile.graphs:
-                made = replace(made, notes=(*made.notes, f"{len(measured) + 1} plans were compiled and measured"))
             return Fitted(apply(model, made, optimizer=optimizer), choice.profile, made, verdict)
         measured.append(verdict.measured_peak_bytes)
-        if len(measured) == (COMPILED_REPAIRS if choice.profile.graphs else REPAIRS):
+        if len(measured) == REPAIRS:
             raise over_budget(choice.profile, budget_bytes, measured, budget_for=budget_for)
-        if choice.profile.graphs:
-            excess_bytes = verdict.measured_peak_bytes - made.predicted.peak_bytes
-            choice = replace(choice, profile=with_excess(choice.profile, excess_bytes, len(measured)))
-            aim_bytes = budget_bytes
-        else:
-            aim_bytes = made.predicted.peak_bytes - (verdict.measured_peak_bytes - budget_bytes)
+        aim_bytes = made.predicted.peak_bytes - (verdict.measured_peak_bytes - budget_bytes)
         try:
             made = _planned(choice, max(1, aim_bytes), budget_bytes, offload)
         except Infeasible:
@@ -297,6 +297,70 @@ def _fit(
             if least.decisions == made.decisions or offload:
                 raise over_budget(choice.profile, budget_bytes, measured, budget_for=budget_for) from None
             made = _own(choice, least, budget_bytes)
+
+
+def _compiled(site: StepContext, choice: Choice, made: Plan, budget_for: BudgetFor) -> tuple[Plan, Verdict]:
+    """Return the cheapest of a few plans that is measured within the budget, with its proof; `made` is the first.
+
+    Each one is compiled. Raises Infeasible with the smallest measured peak, and RehearsalError for other bits.
+    """
+    budget_bytes, profile = made.budget_bytes, choice.profile
+    best: tuple[Plan, Verdict] | None = None
+    tried, lowest = list[Decisions](), made
+    while True:
+        made = replace(made, budget_for=budget_for)
+        verdict = _proof(site, made)
+        tried.append(made.decisions)
+        if not verdict.identical and best is None:
+            raise RehearsalError(_compiled_differs(verdict))
+        if not verdict.identical:
+            break
+        measured = as_measured(made, verdict.measured_peak_bytes)
+        if verdict.within_budget and (best is None or made.predicted.extra_ms < best[0].predicted.extra_ms):
+            best = measured, verdict
+        if len(tried) == 1 or measured.predicted.peak_bytes < lowest.predicted.peak_bytes:
+            lowest = measured
+        unused = 1 - verdict.measured_peak_bytes / budget_bytes
+        if len(tried) == COMPILED_REPAIRS or 0 <= unused <= UNUSED or budget_for == "reserved":
+            break
+        profile = with_excess(choice.profile, verdict.measured_peak_bytes - forecast_peak(choice.profile, made))
+        following = _own(choice, forecast_plan(profile, budget_bytes), budget_bytes)
+        if following.decisions in tried or (best and following.predicted.extra_ms >= best[0].predicted.extra_ms):
+            break
+        made = following
+    if best is None:
+        raise Infeasible(
+            budget_bytes=budget_bytes,
+            smallest_peak_bytes=lowest.predicted.peak_bytes,
+            parts=lowest.predicted.parts,
+            notes=(f"plans that were compiled and measured: {len(tried)}", *choice.profile.notes),
+        )
+    made, verdict = best
+    if len(tried) > 1:
+        made = replace(made, notes=(*made.notes, f"{len(tried)} plans were compiled and measured"))
+    return made, verdict
+
+
+def as_measured(made: Plan, peak_bytes: int) -> Plan:
+    """Return a compiled plan with its measured peak as prediction; a note says how far off the forecast was."""
+    if made.predicted == made.plain:  # nothing is compiled for the plan
+        return made
+    apart = peak_bytes / made.predicted.peak_bytes - 1
+    note = f"before it was compiled, {format_bytes(made.predicted.peak_bytes)} were forecast: {apart:+.1%} measured"
+    return replace(made, predicted=with_peak(made.predicted, peak_bytes), notes=(*made.notes, note))
+
+
+def forecast_plan(profile: Profile, budget: int | str) -> Plan:
+    """Return a plan for compiled code; the one of the smallest peak if its forecast is little above the budget.
+
+    Forecasts may be too high, and only compiling tells. Raises Infeasible.
+    """
+    try:
+        return plan(profile, budget)
+    except Infeasible as why:
+        if why.smallest_peak_bytes > FORECAST_MARGIN * why.budget_bytes:
+            raise
+        return replace(smallest_plan(profile), budget_bytes=why.budget_bytes)
 
 
 def _first(
@@ -368,18 +432,20 @@ def over_budget(
 def _planned(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -> Plan:
     """Plan for `aim_bytes`, so that the measured peak is within the budget."""
     with Stage("planning") as stage:
-        made = plan(choice.profile, aim_bytes, offload=offload)
+        is_compiled = bool(choice.profile.graphs)
+        made = (
+            forecast_plan(choice.profile, aim_bytes)
+            if is_compiled
+            else plan(choice.profile, aim_bytes, offload=offload)
+        )
         budget, predicted = format_bytes(budget_bytes), format_bytes(made.predicted.peak_bytes)
         stage.result = f"planned for {budget}: {predicted} peak predicted"
     return _own(choice, made, budget_bytes)
 
 
-def with_excess(profile: Profile, excess_bytes: int, n: int) -> Profile:
-    """Raise all peaks of `profile` by the excess that was measured over the `n`th compiled plan's prediction.
-
-    Plans that save less are further off: the second plan's excess over the first is counted once more for the third.
-    """
-    return replace(profile, static=replace(profile.static, margin=profile.static.margin + n * excess_bytes))
+def with_excess(profile: Profile, excess_bytes: int) -> Profile:
+    """Raise all peaks of `profile` by the excess, which may be negative, of a measured peak over its forecast."""
+    return replace(profile, static=replace(profile.static, margin=profile.static.margin + excess_bytes))
 
 
 def _own(choice: Choice, made: Plan, budget_bytes: int) -> Plan:
@@ -419,19 +485,24 @@ def _fit_sizes(
     return FittedSizes(model, buckets_for(model, step, sizes, budget, fit_one, optimizer=optimizer, large=profile))
 
 
-def _not_identical(verdict: Verdict, *, is_compiled: bool) -> str:
+def _differing(verdict: Verdict) -> str:
     differences = (verdict.differences or {}).items()
     found = {kind: names for kind, names in differences if names and kind not in verdict.nondeterministic}
-    kinds = ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in found.items())
-    if is_compiled:
-        return (
-            f"under the plan compiled code gave other bits than without it: {kinds}. Where it computes again what it "
-            "saved, inductor fuses other kernels, and these may round or add up in another order, as with autocast: "
-            "no plan is put in force.\n  Give a larger budget, or compile the repeated blocks instead, each in its "
-            "place: `for block in model.layers: block.compile()`."
-        )
+    return ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in found.items())
+
+
+def _compiled_differs(verdict: Verdict) -> str:
     return (
-        f"under the plan the step gave other bits than without it: {kinds}. Plain steps from the same state did not "
-        "differ there. If the step draws on something that a rehearsal can't put back (a clock, a file, numbers of its "
-        "own), leave that out of it; if not, please report it."
+        f"under the plan compiled code gave other bits than without it: {_differing(verdict)}. Where it computes again "
+        "what it saved, inductor fuses other kernels, and these may round or add up in another order, as with "
+        "autocast: no plan is put in force.\n  Give a larger budget, or compile the repeated blocks instead, each in "
+        "its place: `for block in model.layers: block.compile()`."
+    )
+
+
+def _not_identical(verdict: Verdict) -> str:
+    return (
+        f"under the plan the step gave other bits than without it: {_differing(verdict)}. Plain steps from the same "
+        "state did not differ there. If the step draws on something that a rehearsal can't put back (a clock, a file, "
+        "numbers of its own), leave that out of it; if not, please report it."
     )

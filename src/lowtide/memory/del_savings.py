@@ -8,6 +8,7 @@ without it follows from the timeline. The author of the code has to judge if it 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -30,6 +31,12 @@ from lowtide.units import format_bytes
 from lowtide.utils.tables import aligned
 
 Moment: TypeAlias = Literal["before backward", "after backward", "at the end of the step"]
+
+_SURE_LOOKS = 8
+"""Looks that are always taken: those of a step or two. Further ones are taken as time allows."""
+
+_MOST_TIME = 2
+"""Time that further looks may take, as a multiple of the rest of the block's time."""
 
 _LABEL = "lowtide.variables"  # label of marks for looks, and for the end of memory that a look found
 
@@ -77,6 +84,10 @@ class DelObserver:
     _is_after_backward: bool = False
     _thread: int = field(default_factory=threading.get_ident)
     _undo: list[Callable[[], None]] = field(default_factory=list)
+    _began: float = field(default_factory=time.perf_counter)
+    _spent: float = 0.0
+    _is_partial: bool = False
+    """True once a look was left out; what a `del` saves is not known then."""
 
     def begin(self) -> None:
         """Take the first look, at leftovers of the previous step, and intercept backward passes and optimizer steps."""
@@ -111,6 +122,8 @@ class DelObserver:
     def result(self, stream: EventStream) -> tuple[Del, ...]:
         """Return the saving of each `del`, by variable and moment; sets of variables that share memory are included."""
         self._alive.clear()
+        if self._is_partial:
+            return ()
         positions: dict[object, int] = {}
         events: list[Event] = []
         for event in stream:
@@ -134,6 +147,12 @@ class DelObserver:
 
     def _inspect(self, *moments: Moment, is_first: bool = False) -> None:
         assert self.frame is not None
+        began = time.perf_counter()
+        rest = began - self._began - self._spent
+        self._is_partial |= len(self._inspections) >= _SURE_LOOKS and self._spent > _MOST_TIME * rest
+        if self._is_partial:
+            self.mark(_LABEL, _Inspection(moments, (), []))  # the moment itself tells activations
+            return
         held_memory = held_by_variables(self.frame)
         if is_first:
             self._at_start = {name: [weakref.ref(t) for t in inside] for name, inside in held_memory.tensors.items()}
@@ -142,6 +161,7 @@ class DelObserver:
         look = _Inspection(moments, held_memory.names, held, is_first)
         self._inspections.append(look)
         self.mark(_LABEL, look)
+        self._spent += time.perf_counter() - began
 
     def _note_rebound(self, held_memory: Held) -> None:
         for name, before in self._at_start.items():

@@ -137,9 +137,18 @@ def unplanned_step(profile: Profile) -> Prediction:
     plain = simulator_of(profile).predict(Decisions())
     if not profile.graphs:
         return plain
-    peak_bytes = plain_peak_bytes(profile)
-    parts = {**plain.parts, "temporaries": plain.parts["temporaries"] + peak_bytes - plain.peak_bytes}
-    return replace(plain, peak_bytes=peak_bytes, parts=parts)
+    return with_peak(plain, plain_peak_bytes(profile))
+
+
+def forecast_peak(profile: Profile, made: Plan) -> int:
+    """Return the peak that `profile` predicts for the decisions of `made`."""
+    return simulator_of(profile).predict(made.decisions).peak_bytes
+
+
+def with_peak(prediction: Prediction, peak_bytes: int) -> Prediction:
+    """Return `prediction` with the peak that was measured: the difference is in the temporaries."""
+    temporaries = prediction.parts["temporaries"] + peak_bytes - prediction.peak_bytes
+    return replace(prediction, peak_bytes=peak_bytes, parts={**prediction.parts, "temporaries": temporaries})
 
 
 def cheapest(profile: Profile, budget_bytes: int) -> Prediction:

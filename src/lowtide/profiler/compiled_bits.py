@@ -1,7 +1,8 @@
 """Compare results of compiled code during training, where the step is not a function that can be run twice.
 
 Forward runs on the current batch, and backward from its losses, or, if it returns none, from fixed gradients of its
-outputs. All state is restored. Run under both partitions, this compares them on real data.
+outputs. Compiled code that runs backward itself is run as it is. All state is restored. Run under both partitions, this
+compares them on real data.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ def compiled_bits(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, 
     def step(given: tuple[Any, Any]) -> Any:
         args, kwargs = given
         result = call(*args, **kwargs)
+        if any(parameter.grad is not None for parameter in model.parameters()):  # the call has run backward
+            return result
         outputs = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
         heads = [tensor for tensor in outputs if tensor.numel() == 1] or outputs
         if heads:

@@ -8,6 +8,7 @@ at the sizes of that step. Training results are bit-identical to those of the pl
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -62,7 +63,7 @@ class OnlineCompiledProfiler:
     """Profiler of compiled code that trains `model`, with the interface of `OnlineProfiler`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self._model = weakref.ref(model)  # a plan that is kept in force keeps its rehearsals, not the model
         self.profile: Profile | None = None
         self.checkpointed: Counter[str] = Counter()
         """Always empty: checkpoints in compiled code are part of its graphs."""
@@ -80,6 +81,13 @@ class OnlineCompiledProfiler:
         self._is_on = False
         self._open: tuple[contextlib.ExitStack, Recorder] | None = None
         """Recording of the step that runs."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The trained model, which must be alive."""
+        model = self._model()
+        assert model is not None
+        return model
 
     @property
     def n_sizes(self) -> int:

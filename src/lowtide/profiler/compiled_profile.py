@@ -3,8 +3,7 @@
 The profile takes values, slots and costs from the joint graphs, where the profile of an eager step takes them from
 autograd's graph, so the same planner plans both. All share the step's one axis of positions: each stretch of events
 outside compiled code is a position, and so is each call inside compiled code. Levels inside are those of
-`joint_memory.py`, shifted by the difference between the plain step's measured peak inside compiled code and its
-computed peak.
+`joint_memory.py`, shifted by the excess of the plain step's measured peak inside compiled code over its computed peak.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from itertools import accumulate, pairwise
 
 from lowtide._torch.joint_graph import JointNode
 from lowtide.errors import RehearsalError
-from lowtide.memory.events import EventStream, Mark, bytes_added
+from lowtide.memory.events import Allocate, EventStream, Free, Mark, bytes_added
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
-from lowtide.profiler.joint_memory import Half, backward_half, forward_half, upstream, written
+from lowtide.profiler.joint_memory import Half, backward_half, forward_half, scratch_of, upstream, written
 from lowtide.runtime.joint_slots import JointSlots, Recomputed
 
 CALL = "compiled call"
@@ -52,7 +51,24 @@ def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float)
     ran: dict[tuple[int, tuple[int, ...]], int] = {}
     """Graphs that ran, each at one size, in order."""
     calls = [replace(call, graph=ran.setdefault((call.graph, call.sizes), len(ran))) for call in calls]
-    return _coarser(_Records([_Graph.of(graphs[n].at(sizes)) for n, sizes in ran], calls, stream, step_ms).profile())
+    first = {call.graph: call for call in reversed(calls)}
+    both = [
+        _Graph.of(
+            graphs[n].at(sizes), (_transients(stream, first[at].forward), _transients(stream, first[at].backward))
+        )
+        for at, (n, sizes) in enumerate(ran)
+    ]
+    return _coarser(_Records(both, calls, stream, step_ms).profile())
+
+
+def _transients(stream: EventStream, span: tuple[int, int] | None) -> list[int]:
+    """Return the sizes of blocks that were freed before anything else was allocated or freed."""
+    begin, end = span or (0, 0)
+    return [
+        event.bytes
+        for event, following in pairwise(stream.events[begin : end + 1])
+        if type(event) is Allocate and type(following) is Free and event.block == following.block
+    ]
 
 
 def _sends(node: JointNode) -> bool:
@@ -103,16 +119,20 @@ class _Graph:
     """Forward with no slot saved."""
     units: list[float]
     """Cost of each call, in FLOPs of a matrix product."""
+    scratch: dict[int, int]
+    """Scratch memory of extern kernels, by node."""
 
     @classmethod
-    def of(cls, slots: JointSlots) -> _Graph:
+    def of(cls, slots: JointSlots, transients: tuple[Sequence[int], Sequence[int]]) -> _Graph:
         joint, plain, saved = slots.joint, slots.as_torch(), slots.without(())
+        scratch = scratch_of(joint, plain, transients)
         return cls(
             slots,
-            (forward_half(joint, plain), backward_half(joint, plain)),
-            (forward_half(joint, saved), backward_half(joint, saved)),
+            (forward_half(joint, plain, scratch), backward_half(joint, plain, scratch)),
+            (forward_half(joint, saved, scratch), backward_half(joint, saved, scratch)),
             forward_half(joint, Recomputed(frozenset(), frozenset())),
             [_units(node) for node in joint.nodes],
+            scratch,
         )
 
     @property
@@ -197,8 +217,9 @@ class _Records:
             self._base.append(max(levels[done : enter + 1]) - held)
             self._at[number, phase] = len(self._base)
             below = levels[enter] - held
-            # the effect of inductor's order, fusions and scratch memory, the same for all positions
-            below += max(levels[enter : leave + 1]) - levels[enter] - max(graph.plain[phase].levels)
+            # scratch memory, the same for all positions; bytes that inductor's order saves here, plans may need
+            rise = max(levels[enter : leave + 1]) - levels[enter]
+            below += max(0, rise - max(graph.plain[phase].levels))
             below += graph.saved_bytes(1, 0) if phase else 0
             half = graph.saved[phase]
             self._base += [below + level - graph.saved_bytes(phase, at) for at, level in enumerate(half.levels)]
@@ -225,6 +246,7 @@ class _Records:
                     cost_ms=graph.units[node] * self._ms_per_unit,
                     flops=found.flops,
                     expensive=bool(found.flops),
+                    transient_bytes=graph.scratch.get(node, 0),
                 )
             )
             if slot is not None:
@@ -244,7 +266,7 @@ class _Records:
                     call=number,
                     label=joint.nodes[node].module,
                     need=backward + reads.first[node] if is_read else None,
-                    release=backward + reads.last[node] + 1 if is_read else 0,
+                    release=backward + max(reads.first[node], reads.last[node]) + 1 if is_read else 0,
                 )
             )
 

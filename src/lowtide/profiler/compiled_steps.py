@@ -47,7 +47,7 @@ def rehearse_compiled(
     model: nn.Module, step: Callable[[Any], Any], batch: Any, *, optimizer: Optimizers = None
 ) -> Profile:
     """Return the profile of `step(batch)`, which is recompiled and run three times."""
-    check_compiled(model)
+    check_compiled(model, step)
     graphs: list[JointSlots] = []
     partitioner = Partitioner(apart=products_are_apart())
     partitioner.seen = graphs.append

@@ -2,17 +2,21 @@
 
 A value takes memory where inductor has to write it: results of extern kernels and reductions, arguments of extern
 kernels, and outputs. All other values exist within fused kernels only. The order is that of the joint graph; recomputed
-values come right before the first call that needs them. Inductor reorders and fuses, writes over donated memory, and
-extern kernels have scratch memory: the combined effect is measured (`compiled_steps.py`).
+values come right before the first call that needs them. A fused kernel has its inputs in memory together with all its
+outputs; one with a single output writes over an input of its size that nothing else reads. Not modelled are inductor's
+reordering and fusion across other calls. Scratch memory of extern kernels is measured (`compiled_profile.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from lowtide._torch.joint_graph import JointGraph
 from lowtide.runtime.joint_slots import Recomputed
+
+NONE: Final[Mapping[int, int]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +33,47 @@ class Half:
     """Last position that reads each value."""
 
 
-def forward_half(joint: JointGraph, recomputed: Recomputed) -> Half:
-    """Return forward, which gives backward the values named by `recomputed`."""
+def forward_half(joint: JointGraph, recomputed: Recomputed, scratch: Mapping[int, int] = NONE) -> Half:
+    """Return forward, which gives backward the values named by `recomputed`.
+
+    Args:
+        joint: The graph.
+        recomputed: Values that are saved, and values that are computed again.
+        scratch: Scratch memory of extern kernels, by node.
+    """
     nodes = joint.nodes
     outputs = [*joint.forward_outputs, *(i for i in recomputed.given if nodes[i].kind != "input")]
-    return _half(joint, upstream(joint, outputs), (), outputs)
+    return _half(joint, upstream(joint, outputs), (), outputs, scratch)
 
 
-def backward_half(joint: JointGraph, recomputed: Recomputed) -> Half:
-    """Return backward, which frees each value that it was given after the last read."""
+def backward_half(joint: JointGraph, recomputed: Recomputed, scratch: Mapping[int, int] = NONE) -> Half:
+    """Return backward, which frees each value that it was given after the last read. Arguments as for forward."""
     nodes = joint.nodes
     given = {nodes[i].root for i in recomputed.given} | {i for i, node in enumerate(nodes) if node.is_tangent}
     given = {root for root in given if nodes[root].kind != "input" or nodes[root].is_tangent}
-    return _half(joint, _backward_order(joint, recomputed.again), given, joint.backward_outputs)
+    return _half(joint, _backward_order(joint, recomputed.again), given, joint.backward_outputs, scratch)
+
+
+def scratch_of(
+    joint: JointGraph, torchs_own: Recomputed, transients: tuple[Sequence[int], Sequence[int]]
+) -> dict[int, int]:
+    """Return the scratch memory of products of 16-bit values, which are summed in 32 bits.
+
+    Args:
+        joint: The graph.
+        torchs_own: torch's own partition, under which the step was recorded.
+        transients: Sizes of the blocks that forward and backward freed as soon as they had them.
+    """
+    outputs = [*joint.forward_outputs, *torchs_own.given]
+    orders = upstream(joint, outputs), _backward_order(joint, torchs_own.again)
+    found = dict[int, int]()
+    for order, sizes in zip(orders, transients, strict=True):
+        nodes = [
+            n for n in order if joint.nodes[n].kind == "extern" and joint.nodes[n].is_half and joint.nodes[n].bytes
+        ]
+        if len(nodes) == len(sizes):  # the larger the product, the larger its scratch memory
+            found |= dict(zip(sorted(nodes, key=lambda n: joint.nodes[n].bytes), sorted(sizes), strict=True))
+    return found
 
 
 def upstream(joint: JointGraph, found: Iterable[int]) -> list[int]:
@@ -114,17 +146,66 @@ def _into_sums(joint: JointGraph, inside: Collection[int], outputs: Collection[i
     return found
 
 
-def _half(joint: JointGraph, order: Sequence[int], given: Collection[int], outputs: Collection[int]) -> Half:
+def _half(
+    joint: JointGraph,
+    order: Sequence[int],
+    given: Collection[int],
+    outputs: Collection[int],
+    scratch: Mapping[int, int],
+) -> Half:
     nodes, place = joint.nodes, {value: at for at, value in enumerate(order)}
     is_written = written(joint, order, outputs)
+    begins, ends = _kernels(joint, order, is_written)
+    first, last = _reads(joint, order, is_written, begins, ends)
+    only, only_last = _reads(joint, order, is_written, {}, {})
+    for value in outputs:
+        last[nodes[value].root] = len(order)
+    own = {*is_written, *(root for root in given if not nodes[root].is_tangent)}
+    over = set[int]()
+    for root in sorted(own & only.keys()):
+        if only[root] != only_last[root] or last[root] == len(order):
+            continue
+        writer = order[only[root]]  # writes over the input that nothing else reads
+        is_fused = nodes[writer].kind == "pointwise" and writer in is_written and writer not in {*over, *begins}
+        if is_fused and nodes[writer].bytes == nodes[root].bytes:
+            over.add(writer)
+            last[root] = place[writer] - 1
+    changes = [0] * (len(order) + 2)
+    for root in given:
+        changes[min(last.get(root, -1), len(order)) + 1] -= nodes[root].bytes
+    born = {value: begins.get(value, place[value]) for value in is_written}
+    for value, at in born.items():
+        changes[at] += nodes[value].bytes
+        end = last.get(value, ends.get(value, at))
+        if end < len(order):
+            changes[end + 1] -= nodes[value].bytes
+    levels, level = list[int](), 0
+    for value, change in zip((*order, -1), changes, strict=False):
+        level += change
+        levels.append(level + scratch.get(value, 0))
+    return Half(tuple(levels), born, first, last)
+
+
+def _reads(
+    joint: JointGraph,
+    order: Sequence[int],
+    is_written: Collection[int],
+    begins: Mapping[int, int],
+    ends: Mapping[int, int],
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the first and last position at which each value is read."""
+    nodes, place = joint.nodes, {value: at for at, value in enumerate(order)}
     earliest: dict[int, int] = {}
     latest: dict[int, int] = {}
     for value in reversed(order):  # a fused value is computed where its readers are
         users = [user for user in nodes[value].users if user in place]
-        own = -1 if nodes[value].kind == "view" else place[value]
-        is_own = value in is_written or not users
-        earliest[value] = own if is_own else min(earliest[user] for user in users)
-        latest[value] = own if is_own else max(latest[user] for user in users)
+        if nodes[value].kind == "view" and (value in is_written or not users):
+            earliest[value] = latest[value] = -1
+        elif value in is_written or not users:
+            earliest[value], latest[value] = begins.get(value, place[value]), ends.get(value, place[value])
+        else:
+            earliest[value] = min(earliest[user] for user in users)
+            latest[value] = max(latest[user] for user in users)
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for value in order:
@@ -134,18 +215,36 @@ def _half(joint: JointGraph, order: Sequence[int], given: Collection[int], outpu
             root = nodes[arg].root
             first[root] = min(first.get(root, len(order)), earliest[value])
             last[root] = max(last.get(root, -1), latest[value])
-    for value in outputs:
-        last[nodes[value].root] = len(order)
-    changes = [0] * (len(order) + 2)
-    for root in given:
-        changes[min(last.get(root, -1), len(order)) + 1] -= nodes[root].bytes
-    for value in is_written:
-        changes[place[value]] += nodes[value].bytes
-        end = last.get(value, place[value])
-        if end < len(order):
-            changes[end + 1] -= nodes[value].bytes
-    levels, level = list[int](), 0
-    for change in changes[:-1]:
-        level += change
-        levels.append(level)
-    return Half(tuple(levels), {value: place[value] for value in is_written}, first, last)
+    return first, last
+
+
+def _kernels(
+    joint: JointGraph, order: Sequence[int], is_written: Collection[int]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the first and last position of the fused kernel that writes each value, if it writes several.
+
+    Inductor fuses calls that follow each other where one reads what the other computes. A kernel's inputs are in memory
+    together with all its outputs.
+    """
+    nodes = joint.nodes
+    begins, ends = dict[int, int](), dict[int, int]()
+    kernel: dict[int, list[int]] = {}
+    """Positions of the values that are written by the kernel in which a value is computed."""
+    for at, value in enumerate(order):
+        if nodes[value].kind == "extern":
+            kernel = {}
+        if nodes[value].kind not in ("pointwise", "reduction"):
+            continue
+        inside = [kernel[nodes[arg].root] for arg in nodes[value].args if nodes[arg].root in kernel]
+        mine = inside[0] if inside else []
+        for other in inside[1:]:
+            if other is not mine:
+                mine.extend(other)
+                kernel.update({known: mine for known, its in kernel.items() if its is other})
+        kernel[value] = mine
+        if value in is_written:
+            mine.append(at)
+        if len(mine) > 1:
+            begins |= {order[each]: min(mine) for each in mine}
+            ends |= {order[each]: max(mine) for each in mine}
+    return begins, ends

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from lowtide._torch.compiled_code import is_compiled, is_compiled_function
 from lowtide._torch.joint_graph import hindrances
@@ -127,14 +129,36 @@ def is_planned_by_its_compiler(model: torch.nn.Module, step: Any) -> bool:
 
 def _compiles_around(model: torch.nn.Module, step: Any) -> bool:
     """Return True if the step calls a compiled function (torch.compile) that calls `model`."""
+    return any(True for _ in _compiled_around(model, step))
+
+
+def _compiled_around(model: torch.nn.Module, step: Any) -> Iterator[Any]:
+    """Yield the compiled functions that `step` calls, or is, and that call `model`."""
     functions = {id(found): found for function in user_functions(step) for _, _, found in variables(function)}
-    compiled = [found for found in (step, *functions.values()) if is_compiled_function(found)]
-    inside = (found for thing in compiled for function in user_functions(thing) for _, _, found in variables(function))
-    return any(found is model for found in inside)
+    for thing in (step, *functions.values()):
+        if is_compiled_function(thing) and any(found is model for found in _named_by(thing)):
+            yield thing
 
 
-def check_compiled(model: torch.nn.Module) -> None:
+def _named_by(function: Any) -> Iterator[Any]:
+    return (found for inner in user_functions(function) for _, _, found in variables(inner))
+
+
+def check_updates_outside(function: Any) -> None:
+    """Refuse a compiled function that updates parameters itself. Raises RehearsalError."""
+    for inner in user_functions(function):
+        if "step" in names_in(inner.__code__) and any(isinstance(o, Optimizer) for _, _, o in variables(inner)):
+            raise RehearsalError(
+                f"the compiled function {inner.__qualname__} updates parameters itself (it calls step() of an "
+                "optimizer), and an update is not seen in compiled code.\n  Leave optimizer.step() and zero_grad() out "
+                "of the compiled function, and call them after it."
+            )
+
+
+def check_compiled(model: torch.nn.Module, step: Any = None) -> None:
     """Refuse settings and wrappers with which compiled code can't be planned for. Raises RehearsalError."""
+    for function in () if step is None else _compiled_around(model, step):
+        check_updates_outside(function)
     name = type(getattr(model, "_orig_mod", model)).__name__
     for why in hindrances():
         raise RehearsalError(f"no plan can be made for {name} as it is compiled: {why}.")

@@ -18,7 +18,7 @@ import torch
 
 from lowtide._torch.compiled_code import n_compiled
 from lowtide.api.apply import Applied
-from lowtide.api.fit import COMPILED_REPAIRS, REPAIRS, over_budget, with_excess
+from lowtide.api.fit import COMPILED_REPAIRS, REPAIRS, as_measured, forecast_plan, over_budget, with_excess
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError
 from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.memory.events import Busy
@@ -262,7 +262,7 @@ class Fitting(PlanMonitor):
         self._say(f"rehearsed {self.model_name} in {self._rehearsing.n_steps} steps")
         try:
             with showing(self._progress), Stage("planning"):
-                self.plan = plan(profile, self._budget)
+                self.plan = forecast_plan(profile, self._budget) if profile.graphs else plan(profile, self._budget)
         except Infeasible as why:
             if self._on_infeasible == "raise":
                 raise
@@ -413,6 +413,8 @@ class Fitting(PlanMonitor):
         if measured_bytes <= made.budget_bytes:
             self._most = max(self._most, measured_bytes)
             if self._is_planned:
+                if made.graphs and self._budget_for == "requested":
+                    made = self._as_measured(made, measured_bytes)
                 if self._budget_for == "reserved":  # of the plain step requested bytes are known
                     what = "peak reserved"
                 else:
@@ -431,7 +433,7 @@ class Fitting(PlanMonitor):
             if made.graphs:
                 aim_bytes = made.budget_bytes
                 excess_bytes = measured_bytes - made.predicted.peak_bytes
-                self._rehearsing.profile = profile = with_excess(profile, excess_bytes, len(self._over))
+                self._rehearsing.profile = profile = with_excess(profile, excess_bytes)
             try:
                 lower = plan(profile, max(1, aim_bytes))
             except Infeasible:
@@ -445,11 +447,17 @@ class Fitting(PlanMonitor):
                 return
         self._stays_over(made, over_budget(profile, made.budget_bytes, self._over, budget_for=self._budget_for))
 
+    def _as_measured(self, made: Plan, measured_bytes: int) -> Plan:
+        """Take the measured peak of compiled code as the plan's prediction, instead of the forecast."""
+        assert self._applied is not None
+        self.plan = self._compared = self._applied.plan = made = as_measured(made, measured_bytes)
+        return made
+
     def _stays_over(self, made: Plan, why: OverBudget) -> None:
         """Continue as `on_infeasible` says if no plan keeps to the budget. Raises OverBudget."""
-        if self._on_infeasible == "raise" and not self._smaller:
+        if self._on_infeasible == "raise" and not self._n_growths:
             raise why
-        if self._on_infeasible == "plain" and not self._smaller:
+        if self._on_infeasible == "plain" and not self._n_growths:
             self._go_on_plain(why)
             self._gone, self._applied, self.plan = self._applied, None, None  # until the next step, which changes hooks
             return

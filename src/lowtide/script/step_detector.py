@@ -31,6 +31,7 @@ from lowtide._torch.backward import in_backward, in_transform, is_tracing
 from lowtide._torch.compiled_code import is_compiled, n_compiled, never_compiled, not_compiled_alone
 from lowtide._torch.patching import Make, replace_function
 from lowtide.errors import LowtideError, RehearsalError
+from lowtide.profiler.preconditions import check_updates_outside
 from lowtide.runtime.class_calls import class_of_call, classes_of_calls
 from lowtide.runtime.fingerprint import tensors_in
 from lowtide.script.alternating_models import PATIENCE, AlternatingModels, held_by, ids, others_at_hand
@@ -217,6 +218,8 @@ class Steps:
         try:
             if torch.is_grad_enabled() and self._is_here() and not in_backward():
                 for module in trained_modules(of, args, kwargs):
+                    with self._noting():
+                        check_updates_outside(of)
                     if not self._is_open:
                         self.crew.compiled = function
                     with self._noting():

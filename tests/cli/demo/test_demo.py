@@ -249,6 +249,12 @@ def test_a_broken_promise_is_said() -> None:
     assert "2 tensors were not what the plan expects" in shown(comparison(replace(GOOD, drifted=("a#0:0", "b#0:0"))))
 
 
+def test_one_step_is_one_step() -> None:
+    text = " ".join(shown(replace(comparison(GOOD), steps=1)).split())
+    assert "64 tokens a step, 1 step a run." in text
+    assert "over 1 step every loss" in text
+
+
 def test_the_table_can_be_written_in_ascii() -> None:
     text = shown(comparison(GOOD, UNREACHED, notes=("a note",)), encoding="ascii")
     assert "###" in text

@@ -4,8 +4,11 @@ import re
 
 import pytest
 
-from diagnostics.oom.reported import REPORTED, Reported  # type: ignore[import-not-found]
+from diagnostics.oom import reported, reported_elsewhere  # type: ignore[import-not-found]
+from diagnostics.oom.reported import Reported  # type: ignore[import-not-found]
 from lowtide.diagnostics.oom import Explanation, explain
+
+REPORTED = [*reported.REPORTED, *reported_elsewhere.REPORTED]
 
 
 @pytest.mark.parametrize("row", REPORTED, ids=lambda row: row.name)
@@ -35,6 +38,11 @@ def test_where_it_is_cut_changes_nothing(row: Reported) -> None:
         "kernel: started",
         "step 1370 exit codec",
         "PBS: job finished",
+        "1: epoch 3 of 9, exit code 139",
+        "worker-1  | loading the model from /data/checkpoint",
+        "OSError: [WinError 126] The specified module could not be found.",
+        "ValueError: gpu_memory_utilization must be less than 1.0",
+        "kernel: died out of boredom",
     ],
 )
 def test_other_output_is_not_taken_for_it(text: str) -> None:

@@ -17,7 +17,7 @@ _BAR_CELLS = 40
 def show(found: Comparison, console: Console) -> None:
     """Print the whole comparison; 80 columns are enough."""
     blocks = console.encoding.lower().startswith("utf")
-    about = f"{found.optimizer}, {found.items_per_step:,} {found.items} a step, {found.steps} steps a run"
+    about = f"{found.optimizer}, {found.items_per_step:,} {found.items} a step, {_steps(found)} a run"
     console.print(Text(f"{found.description}; {about}."), "", sep="\n")
     console.print(_table(found), "", _bars(found, "▓█▏" if blocks else "#=|"), "", sep="\n")
     for line in [*_made_again(found), "", *_proof(found), *_remarks(found)]:
@@ -95,7 +95,7 @@ def _proof(found: Comparison) -> Iterator[str]:
     same = [run.name for run in judged if run.identical]
     if same:
         yield (
-            f"Proven here for {', '.join(same)}: over {found.steps} steps every loss and every gradient is the plain "
+            f"Proven here for {', '.join(same)}: over {_steps(found)} every loss and every gradient is the plain "
             "loop's, bit by bit, and so are parameters, buffers, optimizer state and random numbers after the last. "
             "Peaks are exact, from the allocator's own events, and count what is there before the step."
         )
@@ -104,6 +104,10 @@ def _proof(found: Comparison) -> Iterator[str]:
 def _remarks(found: Comparison) -> Iterator[str]:
     yield "Time: the fastest step beside the fastest plain one; the two loops took turns, step by step."
     yield from (f"Note: {note}." for note in found.notes)
+
+
+def _steps(found: Comparison) -> str:
+    return "1 step" if found.steps == 1 else f"{found.steps} steps"
 
 
 def _bytes(n_bytes: int | None) -> str:

@@ -90,8 +90,6 @@ class SiteStats:
     """True if backward passes enter the graph elsewhere than at its outputs, so that outputs prove nothing."""
     module_ids: set[int] = field(default_factory=set)
     """Ids of the modules that were called; one line may call several of a class."""
-    has_inputs_with_gradients: bool = False
-    """True if an input needed a gradient, in the calls that were measured."""
     unreached_bytes: int = 0
     first_unreached_step: int = 0
     graph_bytes: int = 0

@@ -17,7 +17,6 @@ from lowtide.diagnostics.leaks.call_site import Place, calling_site
 if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.finding_log import FindingLog
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _MOST_REGIONS = 512
 """Checkpointed calls that are observed; a mistake shows in the first steps."""
 
@@ -30,6 +29,7 @@ class CheckpointChecks:
         self._of_thread = threading.local()
         self._n_running = self._n_regions = 0
         self._counted_twice: dict[Place, dict[int, str]] = {}
+        self._without_gradients: dict[Place, dict[int, str]] = {}
 
     def observe(self, arguments: tuple[Any, ...], is_reentrant: bool) -> _Region | None:
         """Return the region of a checkpointed call, or None once enough were observed."""
@@ -85,9 +85,14 @@ class CheckpointChecks:
 
     def lost_gradients(self, place: Place, module: nn.Module) -> None:
         """Record that parameters of `module` get no gradient."""
-        name = self._names().get(id(module), type(module).__name__)
-        text = f"{name}: none of the inputs of the checkpoint at {place} needs a gradient"
-        self._log.record("LT028", str(place), held_bytes=0, step=self._step(), text=text, name=name, made_at=place)
+        known = self._without_gradients.setdefault(place, {})
+        if id(module) in known:
+            return
+        known[id(module)] = self._names().get(id(module), type(module).__name__)
+        names = list(known.values())
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        text = f"{names[0]}{more}: none of the inputs of the checkpoint at {place} needs a gradient"
+        self._log.record("LT028", str(place), held_bytes=0, step=self._step(), text=text, name=names[0], made_at=place)
 
 
 class _Region:
@@ -122,13 +127,14 @@ class _Region:
             self._checks.other_block(self._place, *different)
         for reference in calls:
             module = reference()
-            if (
-                isinstance(module, _BATCH_NORMS)
-                and module.training
-                and module.running_mean is not None
-                and module.momentum
-            ):
+            if module is not None and module.training and _counts(module):
                 self._checks.counted_twice(self._place, module)
+
+
+def _counts(module: nn.Module) -> bool:
+    """Return True if a forward in training moves running statistics of `module`: batch and instance norms."""
+    is_norm = getattr(module, "running_mean", None) is not None and hasattr(module, "num_batches_tracked")
+    return is_norm and bool(getattr(module, "momentum", None))
 
 
 def _with_parameters(calls: list[weakref.ref[nn.Module]]) -> list[nn.Module]:

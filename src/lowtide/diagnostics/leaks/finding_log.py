@@ -129,9 +129,12 @@ class FindingLog:
         """Return all certain findings, the largest first; forwards without backward only from `least_bytes` on."""
         findings: list[Finding] = []
         explained: set[int] = set()
+        reasons = {(e.rule.code, e.backward.place) for e in self.entries.values() if e.rule and e.backward}
         for key, entry in self.entries.items():
             finding = entry.finding()
             if finding is None or entry.rule is None or f"{entry.rule.superseded_by} {key}" in self.entries:
+                continue
+            if entry.backward is not None and (entry.rule.follows_from, entry.backward.place) in reasons:
                 continue
             findings.append(finding)
             if entry.rule.explains_missing_backward and entry.stats is not None:

@@ -13,20 +13,9 @@ from torch.optim import Optimizer
 
 from lowtide._torch.fake_modes import FakeTensor
 from lowtide._torch.tensors import storage_id
+from lowtide.utils.live_objects import LiveObjectFinder
 
-_KINDS: dict[type, str] = {}  # class -> "tensor", "module", "optimizer" or ""
-
-
-def _kind(cls: type) -> str:
-    kind = _KINDS.get(cls)
-    if kind is None:
-        if issubclass(cls, Tensor):
-            kind = "tensor" if not issubclass(cls, FakeTensor) else ""
-        else:
-            kind = "module" if issubclass(cls, nn.Module) else "optimizer" if issubclass(cls, Optimizer) else ""
-        if len(_KINDS) < 100_000:
-            _KINDS[cls] = kind
-    return kind
+_finder = LiveObjectFinder(Tensor, nn.Module, Optimizer)
 
 
 def storage_bytes(tensor: Tensor) -> int:
@@ -65,15 +54,13 @@ class LiveObjects:
         self.tensors: list[Tensor] = []
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
-        lists: dict[str, list[Any]] = {
-            "tensor": self.tensors,
-            "module": self.modules,
-            "optimizer": self.optimizers,
-        }
-        for obj in gc.get_objects():
-            kind = _kind(type(obj))
-            if kind:
-                lists[kind].append(obj)
+        objects: list[Any] = _finder.find()
+        for obj in objects:
+            kind = type(obj)
+            if not issubclass(kind, Tensor):
+                (self.modules if issubclass(kind, nn.Module) else self.optimizers).append(obj)
+            elif not issubclass(kind, FakeTensor):
+                self.tensors.append(obj)
         self.standing: set[int] = set()
         """Storages of parameters, gradients, buffers and optimizer state."""
         self.buffers: dict[int, str] = {}

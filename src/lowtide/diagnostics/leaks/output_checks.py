@@ -142,7 +142,7 @@ def record_duplicate_inputs(
             continue
         for tensor in shapes.get(tuple(other.shape), ()):
             number = storage_id(other)
-            if number == storage_id(tensor) or number in live.standing or view.known.since(number) == 0:
+            if number in view.inputs or number in live.standing or view.known.since(number) == 0:
                 continue
             if other.device == tensor.device and torch.equal(other.to(tensor.dtype), tensor):
                 for holder in _holders(view, live, other)[:1]:

@@ -153,11 +153,11 @@ class HolderSearch:
 
     def _variable(self, way: _ReferencePath, name: str, place: Place, kind: str, entries: int | None) -> Holder:
         where = str(place) if place.line else str(place).rpartition(":")[0]
-        shown, full_name = _shown(way, name, kind)
+        shown, full_name, grouped = _shown(way, name, kind)
         return Holder(
             kind="variable",
             text=f"{where} {shown}",
-            key=f"{place.file} {full_name}",
+            key=f"{place.file} {grouped}",
             name=full_name,
             entries=entries,
             gathers=_gathers(way),
@@ -237,8 +237,8 @@ class HolderSearch:
         """Describe variable `local` of a function that is not running."""
         if local is None:
             return Holder(kind=kind, text=text, key=text, entries=way.entries)
-        shown, name = _shown(way, local, "variable")
-        return Holder(kind=kind, text=f"{text}, its {shown}", key=f"{text} {name}", name=name, entries=way.entries)
+        shown, name, grouped = _shown(way, local, "variable")
+        return Holder(kind=kind, text=f"{text}, its {shown}", key=f"{text} {grouped}", name=name, entries=way.entries)
 
     def _namespace(self, way: _ReferencePath, namespace: dict[str, Any]) -> Holder | None:
         name = _attribute(way.path[0])
@@ -345,8 +345,10 @@ def _gathers(way: _ReferencePath) -> bool:
     return way.container in _CONTAINERS and bool(way.path) and way.path[0].startswith("[")
 
 
-def _shown(way: _ReferencePath, name: str, kind: str) -> tuple[str, str]:
-    """Return the description of a variable that holds tensors by this path, and its name with leading attributes."""
+def _shown(way: _ReferencePath, name: str, kind: str) -> tuple[str, str, str]:
+    """Return the description of a variable that holds tensors by this path, the name of the part that holds them, and
+    a name that is the same for all entries of one dict.
+    """
     if _gathers(way):
         assert way.container is not None
         shown = f"{way.container.__name__} '{name}' {_path(way.path)}"
@@ -354,9 +356,13 @@ def _shown(way: _ReferencePath, name: str, kind: str) -> tuple[str, str]:
         shown = f"{kind} '{name}'" + (f" -> {_path(way.path)}" if way.path else "")
     if any(_ENTRY.fullmatch(step) for step in way.path[:-1]) and not _ENTRIES.fullmatch(way.path[-1]):
         steps = ("[..]" if _ENTRY.fullmatch(step) else step for step in way.path[:-1])  # a part of each entry
-        return shown, "".join((name, *steps, way.path[-1]))
-    full_name = "".join((name, *takewhile(lambda step: step.startswith("."), way.path)))
-    return shown, full_name
+        full_name = "".join((name, *steps, way.path[-1]))
+        return shown, full_name, full_name
+    attributes = tuple(takewhile(lambda step: step.startswith("."), way.path))
+    keys = tuple(takewhile(lambda step: step.startswith((".", "['")), way.path))
+    leads_to_list = len(attributes) < len(keys) < len(way.path) and _ENTRIES.fullmatch(way.path[len(keys)])
+    grouped = "".join((name, *attributes))
+    return shown, "".join((name, *keys)) if leads_to_list else grouped, grouped
 
 
 def _path(path: tuple[str, ...]) -> str:

@@ -9,18 +9,24 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from lowtide._torch.tensors import has_accumulation_hooks, has_gradient_hooks
+from lowtide._torch.autograd_graph import is_leaf, variable_of
+from lowtide._torch.nodes import sequence_number
+from lowtide._torch.tensors import has_accumulation_hooks, has_gradient_hooks, storage_id
 from lowtide.diagnostics.leaks.inspection import module_names, roots_of
-from lowtide.diagnostics.leaks.live_tensors import LiveObjects, storage_bytes
+from lowtide.diagnostics.leaks.live_tensors import storage_bytes
 from lowtide.diagnostics.leaks.running_frames import variable_name
+from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_by
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
     from lowtide.diagnostics.leaks.call_log import SiteStats
     from lowtide.diagnostics.leaks.finding_log import FindingLog
+    from lowtide.diagnostics.leaks.live_tensors import LiveObjects
 
 _INSPECTED_UPDATES = (2, 4)
-"""Updates after which the process is looked at: first for candidates, then for whether they are still there."""
+"""Updates after which a step is looked at: first for candidates, then for whether they are still there."""
 
 
 @dataclass(slots=True)
@@ -39,47 +45,77 @@ class _Candidate:
         return bool(gradient.count_nonzero())
 
 
+@dataclass(slots=True)
+class _Idle:
+    """A module all of whose gradients are idle."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    gradient_bytes: int
+    step: int
+
+
 class UnreadGradients:
     """Looks after an early update and a later one for gradients that no optimizer has."""
 
     def __init__(self, log: FindingLog) -> None:
         self._log = log
         self._n_updates = 0
+        self._has_looked = False
         self._candidates: dict[int, _Candidate] = {}
+        self._found: list[_Idle] = []
 
     def updated(self) -> None:
         """Handle an optimizer's update."""
         self._n_updates += 1
-        if self._n_updates == _INSPECTED_UPDATES[0]:
-            live = LiveObjects()
+
+    def step_begins(self, live: LiveObjects, model: nn.Module | None, step: int, least_bytes: int) -> None:
+        """Handle the first forward of a step: gradients that are still there have not been read by an update."""
+        if not self._has_looked and self._n_updates >= _INSPECTED_UPDATES[0]:
+            self._has_looked = True
             self._candidates = {
                 id(p): _Candidate(weakref.ref(p), weakref.ref(gradient))
                 for p in _outside_optimizers(live)
                 if not _is_read(p) and (gradient := p.grad) is not None and gradient.grad_fn is None
             }
-
-    def step_begins(self, model: nn.Module | None, stats: Iterable[SiteStats], step: int, least_bytes: int) -> None:
-        """Handle the first forward of a step: gradients that are still there have not been read by an update."""
+            return
         if self._n_updates < _INSPECTED_UPDATES[1] or not self._candidates:
             return
-        live = LiveObjects()
         idle = {number for number, candidate in self._candidates.items() if candidate.is_idle}
         names = module_names(model, live.modules)
         for root in roots_of(live.modules):
+            root_name = variable_name(root)
             for module in _idle_modules(root, idle):
-                name = variable_name(module) if module is root else None
-                self._report(module, name or names[id(module)], list(stats), step, least_bytes)
+                name = names[id(module)]
+                if root_name is not None:
+                    name = ".".join((root_name, *name.split(".")[1:]))
+                gradient_bytes = sum(storage_bytes(p.grad) for p in module.parameters() if p.grad is not None)
+                if gradient_bytes >= least_bytes:
+                    self._found.append(_Idle(weakref.ref(module), name, gradient_bytes, step))
         self._candidates.clear()
 
-    def _report(self, module: nn.Module, name: str, stats: list[SiteStats], step: int, least_bytes: int) -> None:
-        gradient_bytes = sum(storage_bytes(p.grad) for p in module.parameters() if p.grad is not None)
-        if gradient_bytes < least_bytes:
+    def backward_begins(self, nodes: Iterable[Node], stats: Iterable[SiteStats]) -> None:
+        """Handle the first backward pass after idle modules were found: its graph tells what they cost."""
+        if not self._found:
             return
+        graph = computing(nodes)
+        for idle in self._found:
+            module = idle.module()
+            if module is not None:
+                self._report(idle, module, graph, list(stats))
+        self._found.clear()
+
+    def _report(self, idle: _Idle, module: nn.Module, graph: list[Node], stats: list[SiteStats]) -> None:
+        name, gradient_bytes, step = idle.name, idle.gradient_bytes, idle.step
         calls = [s for s in stats if id(module) in s.module_ids]
         place = calls[0].site.place if calls else None
-        graph_bytes = max((s.graph_bytes for s in calls), default=0)
-        if calls and not any(s.has_inputs_with_gradients for s in calls):
+        graph_bytes = _bytes_without_gradients(graph, module)
+        if graph_bytes is not None:
+            is_shared = any(s.site.place == place and s.module_ids != {id(module)} for s in stats)
             remedy = f"run the forward at {place} under `torch.no_grad()`"
+            if place is None or is_shared:
+                also = f" ({place} runs other models, too)" if place else ""
+                remedy = f"call `{name}` under `torch.no_grad()`{also}"
             saves = f" and {format_bytes(graph_bytes)} that its forward saves for backward"
         else:
             remedy, graph_bytes, saves = f"`{name}.requires_grad_(False)`", 0, ""
@@ -93,6 +129,30 @@ class UnreadGradients:
             remedy=remedy,
             made_at=place,
         )
+
+
+def _bytes_without_gradients(graph: list[Node], module: nn.Module) -> int | None:
+    """Return the bytes that `graph` would not save if `module` ran under no_grad.
+
+    None if gradients flow through it to other parameters, so that no_grad would cut them off.
+    """
+    own = {id(p) for p in module.parameters()}
+    leads_to_others: dict[Node, bool] = {}
+    first: list[Node] = []
+    others: list[Node] = []
+    for node in sorted(graph, key=sequence_number):  # inputs first
+        upstream = [n for n, _ in node.next_functions if n is not None]
+        is_own = [is_leaf(n) and id(variable_of(n)) in own for n in upstream]
+        reaches = any(leads_to_others.get(n, is_leaf(n)) for n, mine in zip(upstream, is_own, strict=True) if not mine)
+        leads_to_others[node] = reaches
+        if any(is_own) and reaches:
+            return None
+        (others if reaches else first).append(node)
+    saved, context = kept_by(first)
+    kept_anyway = {**dict.fromkeys(map(storage_id, module.parameters()))}
+    for kept in kept_by(others):
+        kept_anyway |= dict.fromkeys(kept)
+    return sum(n for number, n in {**saved, **context}.items() if number not in kept_anyway)
 
 
 def _outside_optimizers(live: LiveObjects) -> Iterator[Tensor]:

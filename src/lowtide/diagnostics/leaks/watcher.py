@@ -247,8 +247,6 @@ class Watch(Displayed):
                 self._has_begun = True
             elif self._boundaries.is_next_step(site.key):
                 self._steps.begin(self._boundaries.first_number)
-                stats = self._calls.stats.values()
-                self._unread.step_begins(self._model, stats, self._steps.now, self._least_bytes)
                 if self._boundaries.is_due():
                     self._at_boundary = True
                     self._inspect(self._boundaries.first_number, is_later=True)
@@ -268,7 +266,6 @@ class Watch(Displayed):
             return
         stats.n_measured += 1
         arguments = self._events.arguments()
-        stats.has_inputs_with_gradients |= any(t.requires_grad for t in arguments)
         inside = [n for n in computing(nodes) if call.first <= sequence_number(n) < call.stop]
         self._calls.mark(call, min(inside, key=sequence_number), is_output=False)
         kept = kept_beside(inside, module.parameters(), module.buffers(), tensors_in(output), arguments)
@@ -306,6 +303,7 @@ class Watch(Displayed):
         nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
         for node in nodes:
             mark_root(node, backward)
+        self._unread.backward_begins(nodes, self._calls.stats.values())
         if self._n_backwards < _FIRST_BACKWARDS:
             self._n_backwards += 1
             record_outputs_alive(self._view(0), nodes, backward, self._finding_log)
@@ -327,6 +325,7 @@ class Watch(Displayed):
             retained = inspect(view, live)
             if only is None:
                 record_duplicate_inputs(view, live, self._events.arguments(), self._finding_log)
+                self._unread.step_begins(live, self._model, self._steps.now, self._least_bytes)
         if is_later:
             self._finding_log.retract(retained)
         selected = retained if only is None else [item for item in retained if only(item)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lowtide.diagnostics.oom.causes import Cause, is_of_a_set
+from lowtide.diagnostics.oom.causes import TINY_BYTES, Cause, has_overflowed, is_of_a_set, is_of_windows
 from lowtide.diagnostics.oom.facts import Facts
 from lowtide.diagnostics.oom.known_sources import SOURCES
 from lowtide.diagnostics.oom.message import Message
@@ -60,6 +60,11 @@ def _cap(m: Message, f: Facts) -> Actions:
 
 def _huge_tensor(m: Message, f: Facts) -> Actions:
     where = f" at {f.own_place.short}" if f.own_place else ""
+    if has_overflowed(m):
+        yield Action(text=f"print the sizes and lengths{where}: one is negative, uninitialized, or beyond 32 bits")
+        how = " (CUDA_LAUNCH_BLOCKING=1, compute-sanitizer)" if m.kind == "cuda" else ""
+        yield Action(text=f"if they were right before: a kernel has written out of bounds{how}")
+        return
     if is_of_a_set(m):
         rows = (m.shape or (0,))[0]
         yield Action(
@@ -178,7 +183,15 @@ def _evaluation_gathers(m: Message, _: Facts) -> Actions:
     yield Action(text="or no predictions at all: prediction_loss_only=True, batch_eval_metrics=True")
 
 
-def _loading(m: Message, _: Facts) -> Actions:
+def _loading(m: Message, f: Facts) -> Actions:
+    if f.moves_model and not f.loads_checkpoint:
+        vendor = vendor_of(m.kind)
+        yield Action(text="weights in a smaller dtype (dtype=torch.bfloat16), or quantized (bitsandbytes, torchao)")
+        yield Action(
+            text='weights on several devices: device_map="auto" to run a model; FSDP or tensor parallel to train'
+        )
+        yield Action(text=f"look with {vendor.monitor} whether another model or process is on the device already")
+        return
     yield Action(text='torch.load(path, map_location="cpu"), then load_state_dict, and del the checkpoint')
     yield Action(
         text="mmap=True reads only what is used; on several ranks map each to its own device, not all to GPU 0"
@@ -186,7 +199,11 @@ def _loading(m: Message, _: Facts) -> Actions:
     yield Action(text="a checkpoint with optimizer state is three times the parameters: load the parts one by one")
 
 
-def _pinned_memory(_: Message, __: Facts) -> Actions:
+def _pinned_memory(_: Message, f: Facts) -> Actions:
+    if not f.pins_batches:
+        yield Action(
+            text='pin less at once, or not at all (DeepSpeed: "pin_memory": false where parameters are offloaded)'
+        )
     yield Action(text="DataLoader(pin_memory=False), or a smaller prefetch_factor and fewer workers")
     yield Action(text="if the GPU is full as well: the thread needs a context on it; see that only one process uses it")
     yield Action(text="raise the limit on locked memory (ulimit -l unlimited; in containers --ulimit memlock=-1)")
@@ -200,7 +217,13 @@ def _leak(_: Message, f: Facts) -> Actions:
     yield Action(text="collect numbers, not tensors: losses.append(loss.detach()), and backward or del on every path")
 
 
-def _optimizer(_: Message, f: Facts) -> Actions:
+def _optimizer(m: Message, f: Facts) -> Actions:
+    if m.kind == "cpu":
+        yield Action(
+            text="a smaller state: 8-bit or factored optimizers, or the state on a disk (DeepSpeed: offload to nvme)"
+        )
+        yield Action(text="a machine with more main memory: Adam's state is two float32 copies of the parameters")
+        return
     yield Action(text="fused=True for the optimizer: the update needs no temporaries (foreach keeps one more copy)")
     yield Action(text="a smaller state: 8-bit or factored optimizers (Adafactor)", bytes=f.new_state_bytes or None)
     yield Action(
@@ -209,24 +232,44 @@ def _optimizer(_: Message, f: Facts) -> Actions:
     )
 
 
+def _optimizer_temporaries(_: Message, __: Facts) -> Actions:
+    yield Action(text="fused=True for the optimizer, or foreach=False: no temporaries the size of all parameters")
+    yield Action(text="room in the rest of the step: lowtide.fit(..., optimizer=optimizer) counts the update as well")
+    yield Action(text="a smaller state: 8-bit or factored optimizers (Adafactor)")
+
+
 def _host(m: Message, f: Facts) -> Actions:
+    if is_of_windows(m):
+        yield Action(text=SOURCES["Windows"].actions[0])
     yield Action(text="fewer DataLoader workers, a smaller prefetch_factor, no copies of the data set per worker")
     yield Action(text="torch.load(..., mmap=True); checkpoints on one rank; no whole epoch of predictions in a list")
-    if m.kind == "cpu" and m.tried_bytes is not None:
+    if m.kind == "cpu" and (m.tried_bytes or 0) > TINY_BYTES:
         yield from _fit(m, f)
 
 
 def _true_need(m: Message, f: Facts) -> Actions:
+    if f.evaluates:
+        yield Action(
+            text="smaller evaluation batches (transformers: per_device_eval_batch_size), under torch.no_grad() or "
+            "torch.inference_mode()"
+        )
+        yield Action(text="if training ran before: lowtide watch train.py tells what it has left in memory")
+        return
     yield from _fit(m, f)
     if f.in_optimizer:
         yield Action(text="fused=True for the optimizer: no temporaries in its step")
-    if m.kind not in _WITHOUT_TORCH:
+    if _is_of_torch(m):
         yield Action(text="if the first steps ran: lowtide watch train.py tells if it grows, and what holds it")
 
 
 def _fit(m: Message, f: Facts) -> Actions:
     """Advise a plan within the memory there is; where even that is too much, smaller pieces of the batch."""
-    if m.kind in _WITHOUT_TORCH:
+    if m.form == "CuPy":
+        yield Action(
+            text="smaller arrays, a smaller dtype; cupy.get_default_memory_pool().free_all_blocks() between them"
+        )
+        return
+    if not _is_of_torch(m):
         yield Action(text="smaller batches or shorter rows, a smaller dtype, recomputation (checkpointing) of blocks")
         yield Action(text=f"look what else is in memory: {vendor_of(m.kind).monitor}; {vendor_of(m.kind).libraries}")
         return
@@ -254,6 +297,10 @@ _WITHOUT_TORCH = frozenset({"jax", "xla", "neuron", "directml", "hpu"})
 """Kinds of memory in which Lowtide cannot plan a step."""
 
 
+def _is_of_torch(m: Message) -> bool:
+    return m.kind not in _WITHOUT_TORCH and m.form != "CuPy"
+
+
 def _typed(n_bytes: int | None, *, round_up: bool = False) -> str:
     """Return a budget as one types it; a share where the amount is not known."""
     return "90%" if n_bytes is None else format_bytes(n_bytes, round_up=round_up).replace(" ", "")
@@ -272,6 +319,7 @@ _ADVICE: dict[str, Callable[[Message, Facts], Actions]] = {
     "leak": _leak,
     "loading": _loading,
     "optimizer-first-step": _optimizer,
+    "optimizer-temporaries": _optimizer_temporaries,
     "pinned-memory": _pinned_memory,
     "host-memory": _host,
     "true-need": _true_need,

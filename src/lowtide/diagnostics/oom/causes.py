@@ -27,7 +27,9 @@ _GAPS_SHARE = 0.05
 _POOLS_SHARE = 0.25
 _HOST_TENSOR_BYTES = 16 * _GIB
 """Where the capacity is unknown, a larger request counts as one huge tensor."""
-_TINY_BYTES = 64 * _KIB
+_IMPOSSIBLE_BYTES = 1 << 50
+"""A request of a PiB or more is an error in a size."""
+TINY_BYTES = 64 * _KIB
 """A host request below this fails for a limit, not for its size."""
 _ONE_ALLOCATION_BYTES = 4 * _GIB
 """Largest single allocation of Intel GPUs without relaxed limits."""
@@ -41,8 +43,8 @@ class Cause(Record):
 
     code: str
     """Stable: `cap`, `huge-tensor`, `other-process`, `not-pytorch`, `private-pools`, `fragmentation`, `driver`,
-    `evaluation-with-gradients`, `evaluation-gathers`, `leak`, `optimizer-first-step`, `loading`, `pinned-memory`,
-    `host-memory`, `true-need`."""
+    `evaluation-with-gradients`, `evaluation-gathers`, `leak`, `optimizer-first-step`, `optimizer-temporaries`,
+    `loading`, `pinned-memory`, `host-memory`, `true-need`."""
     claim: str
     evidence: tuple[str, ...]
 
@@ -78,18 +80,21 @@ def _known_source(m: Message, f: Facts) -> Cause | None:
     if m.form == "Errno 28" and f.shares_memory:
         source = SOURCES["shared memory of workers"]
     numbers: tuple[str, ...] = ()
-    if m.allocated_bytes is not None and (limit := m.allowed_bytes or m.total_bytes) is not None:
-        numbers = (f"{format_bytes(m.allocated_bytes)} were used, of {format_bytes(limit)}",)
+    if m.allocated_bytes is not None:
+        limit = m.allowed_bytes or m.total_bytes
+        of = "" if limit is None else f", of {format_bytes(limit)}"
+        numbers = (f"{format_bytes(m.allocated_bytes)} were used{of}",)
     return Cause(code=source.code, claim=source.claim, evidence=(*numbers, source.evidence))
 
 
 def _pinned_memory(m: Message, f: Facts) -> Cause | None:
     if not f.pins_memory or m.tried_bytes is not None:
         return None
+    failed = "the DataLoader's pin_memory thread" if f.pins_batches else "a call of pin_memory()"
     return Cause(
         code="pinned-memory",
-        claim="no pinned host memory could be had for a batch (pin_memory), although the error names the GPU",
-        evidence=("the DataLoader's pin_memory thread failed: page-locked memory of the host, or the GPU's context",),
+        claim="no pinned host memory could be had (pin_memory), although the error names the GPU",
+        evidence=(f"{failed} failed: page-locked memory of the host, or the GPU's context",),
     )
 
 
@@ -100,6 +105,16 @@ def _loading(m: Message, f: Facts) -> Cause | None:
         code="loading",
         claim="a checkpoint is read onto the GPU, where it stays beside the model until it is dropped",
         evidence=("it failed in torch.load or a loader like it: tensors go back to the device they were saved from",),
+    )
+
+
+def _moving_model(m: Message, f: Facts) -> Cause | None:
+    if not f.moves_model or m.kind in _HOST or _other_process(m, f) is not None:
+        return None
+    return Cause(
+        code="loading",
+        claim="the model's weights have no room on the device: it failed while they were moved there, before any step",
+        evidence=(_held(m),) if m.allocated_bytes else ("it failed in Module.to(), or where a loader calls it",),
     )
 
 
@@ -125,9 +140,10 @@ def _optimizer(m: Message, f: Facts) -> Cause | None:
             evidence=("the optimizer creates its state in the first step: for Adam two copies of the parameters",),
         )
     state = f", {format_bytes(f.new_state_bytes)} of it" if f.new_state_bytes else ""
+    where = " in main memory" if m.kind in _HOST else ""
     return Cause(
         code="optimizer-first-step",
-        claim="the optimizer creates its state in its first step, and there is no room for it",
+        claim=f"the optimizer creates its state in its first step, and there is no room for it{where}",
         evidence=(f"it failed where the state is made{state}: every step after this one would need as much",),
     )
 
@@ -185,6 +201,8 @@ def _mps_limit(m: Message, _: Facts) -> Cause | None:
     held = m.held_bytes
     if m.kind != "mps" or m.allowed_bytes is None or m.tried_bytes is None or held is None:
         return None
+    if (m.elsewhere_bytes or 0) > max(_GIB, held // 2):
+        return None  # not PyTorch's doing
     if held + m.tried_bytes <= m.allowed_bytes - 2 * _rounding(m.allowed_bytes):
         return None
     if m.tried_bytes > _ONE_TENSOR_SHARE * m.allowed_bytes:
@@ -192,7 +210,7 @@ def _mps_limit(m: Message, _: Facts) -> Cause | None:
     return Cause(
         code="cap",
         claim=f"the share of memory that MPS allows PyTorch, {format_bytes(m.allowed_bytes)}, is used up",
-        evidence=(f"{format_bytes(held)} are allocated and {format_bytes(m.tried_bytes)} more were tried",),
+        evidence=(f"{_held(m)}, {format_bytes(m.tried_bytes)} more were tried",),
     )
 
 
@@ -230,8 +248,20 @@ def _host_limit(m: Message, f: Facts) -> Cause | None:
 
 def _tiny_request(m: Message, _: Facts) -> Cause | None:
     tried = m.tried_bytes
-    if m.kind != "cpu" or tried is None or tried > _TINY_BYTES or "not enough memory" in m.text:
+    if m.kind not in ("cpu", "jax") or tried is None or tried > TINY_BYTES:
         return None
+    if m.kind == "jax":
+        return Cause(
+            code="other-process",
+            claim=f"the device was full before: so small a request ({format_bytes(tried)}) does not fail for its size",
+            evidence=("another process holds it, or the pool that JAX has preallocated is smaller than needed",),
+        )
+    if is_of_windows(m):
+        return Cause(
+            code="host-memory",
+            claim=f"Windows' commit limit is reached: only {format_bytes(tried)} were requested",
+            evidence=("so small a request does not fail for its size: the paging file is too small",),
+        )
     return Cause(
         code="cap",
         claim=f"a limit on mappings (vm.max_map_count) or of the process: only {format_bytes(tried)} requested",
@@ -274,7 +304,9 @@ def _huge_tensor(m: Message, f: Facts) -> Cause | None:
     if tried is None:
         return None
     total = m.total_bytes or m.allowed_bytes or (f.limit_bytes or f.host_bytes if m.kind in _HOST else None)
-    if total is None:
+    if has_overflowed(m):
+        evidence = f"{format_bytes(tried)} or more: a size has overflowed, is negative, or was read from corrupted data"
+    elif total is None:
         if tried < _HOST_TENSOR_BYTES and m.form != "Metal":
             return None
         evidence = f"one request of {format_bytes(tried)}"
@@ -290,6 +322,16 @@ def _huge_tensor(m: Message, f: Facts) -> Cause | None:
     elif m.shape is not None:
         at = (f"an array of shape {m.shape}", *at)
     return Cause(code="huge-tensor", claim="a single tensor is the problem", evidence=(evidence, *at))
+
+
+def has_overflowed(m: Message) -> bool:
+    """Return True if no machine has as much memory as was requested."""
+    return (m.tried_bytes or 0) >= _IMPOSSIBLE_BYTES
+
+
+def is_of_windows(m: Message) -> bool:
+    """Return True if torch's allocator failed on Windows, where its message has other words."""
+    return m.kind == "cpu" and "not enough memory" in m.text
 
 
 def is_of_a_set(m: Message) -> bool:
@@ -358,7 +400,7 @@ def _not_pytorch(m: Message, f: Facts) -> Cause | None:
         claim=f"{format_bytes(outside)} are held by this process outside PyTorch's allocator",
         evidence=(f"this process has {format_bytes((m.reserved_bytes or 0) + outside)}, of which {_held(m)}",)
         if m.reserved_bytes is not None
-        else (f"PyTorch has {format_bytes(m.allocated_bytes or 0)} of it",),
+        else (f"PyTorch's tensors have {format_bytes(m.allocated_bytes or 0)}",),
     )
 
 
@@ -385,6 +427,16 @@ def _fragmentation(m: Message, _: Facts) -> Cause | None:
     )
 
 
+def _optimizer_temporaries(m: Message, f: Facts) -> Cause | None:
+    if not f.updates_with_temporaries:
+        return None
+    return Cause(
+        code="optimizer-temporaries",
+        claim="the optimizer's update has no room for its temporaries: with foreach, as much as all parameters",
+        evidence=("it failed in the update itself: parameters, gradients and state were there",),
+    )
+
+
 def _host(m: Message, f: Facts) -> Cause | None:
     if m.kind not in _HOST:
         return None
@@ -398,13 +450,15 @@ def _host(m: Message, f: Facts) -> Cause | None:
 
 def _true_need(m: Message, f: Facts) -> Cause:
     evidence = [_held(m) if m.allocated_bytes else "", f"in forward of {f.inside}" if f.inside else ""]
+    if f.evaluates:
+        evidence.append("in an evaluation, which needs no gradients and has a batch size of its own")
     if f.in_optimizer:
         evidence.append("in the optimizer's step: its temporaries come on top of parameters, gradients and state")
     if m.tried_bytes is not None and m.total_bytes is not None:
         evidence.append(f"the {format_bytes(m.tried_bytes)} that failed are only the last straw")
     return Cause(
         code="true-need",
-        claim="the step needs more memory than there is",
+        claim=f"{'an evaluation batch' if f.evaluates else 'the step'} needs more memory than there is",
         evidence=tuple(line for line in evidence if line) or ("the message says no more",),
     )
 
@@ -417,6 +471,7 @@ CAUSES: tuple[Callable[[Message, Facts], Cause | None], ...] = (
     _driver,
     _evaluation_gathers,
     _loading,
+    _moving_model,
     _optimizer,
     _huge_tensor,
     _other_process,
@@ -429,6 +484,7 @@ CAUSES: tuple[Callable[[Message, Facts], Cause | None], ...] = (
     _private_pools,
     _fragmentation,
     _host,
+    _optimizer_temporaries,
 )
 
 _HOST = frozenset({"cpu", "numpy", "system", "shared memory"})
@@ -453,6 +509,8 @@ def _monitor(m: Message) -> str:
 
 def _held(m: Message) -> str:
     held = f"{format_bytes(m.allocated_bytes or 0)} are held by tensors"
+    if m.elsewhere_bytes:
+        return f"{held} and {format_bytes(m.elsewhere_bytes)} outside PyTorch"
     return f"{held} and {format_bytes(m.unallocated_bytes)} by PyTorch's cache" if m.unallocated_bytes else held
 
 

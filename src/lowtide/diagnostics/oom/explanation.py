@@ -14,8 +14,8 @@ from lowtide.diagnostics.oom.text_stream import PIECE
 from lowtide.planner.serialization import Record
 from lowtide.units import format_bytes
 
-_MOST_RANKS = 1024
-"""Ranks of a log whose messages are kept apart."""
+_MOST_PROCESSES = 1024
+"""Processes of a log whose messages are kept apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,11 @@ class Explanation(Record):
     cause: Cause
     actions: tuple[Action, ...]
     facts: Facts
-    ranks: tuple[Explanation, ...] = ()
-    """Explanations of other ranks that failed for another cause."""
+    processes: tuple[Explanation, ...] = ()
+    """Explanations of other processes that failed for another cause."""
     further: int = 0
-    """Differing messages in the same text: of other ranks, or consequences of the first. Beyond `MOST_KNOWN` they are
-    not counted."""
+    """Differing messages in the same text: of other processes, or consequences of the first. Beyond `MOST_KNOWN` they
+    are not counted."""
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -49,13 +49,14 @@ def explain(text: str | Iterable[str], facts: Facts | None = None) -> Explanatio
     parts = (part for piece in ([text] if isinstance(text, str) else text) for part in _parts(piece))
     messages, reader, n_messages = Messages(), FactReader(), 0
     telling: list[Message] = []
-    of_rank: dict[int, list[Message]] = {}
+    of_process: dict[str, list[Message]] = {}
     for piece, is_last in _with_last(parts):
         for message in messages.read(piece, is_last=is_last):
             n_messages += 1
             telling = candidates([*telling, message])
-            if message.rank is not None and (message.rank in of_rank or len(of_rank) < _MOST_RANKS):
-                of_rank[message.rank] = candidates([*of_rank.get(message.rank, ()), message])
+            name = message.process
+            if name is not None and (name in of_process or len(of_process) < _MOST_PROCESSES):
+                of_process[name] = candidates([*of_process.get(name, ()), message])
         if facts is None:
             reader.read(piece, is_last=is_last)
     if not telling:
@@ -63,16 +64,16 @@ def explain(text: str | Iterable[str], facts: Facts | None = None) -> Explanatio
     known = reader.facts() if facts is None else facts
     main = _explained(most_telling(telling), known)
     others = {main.cause.code: main}
-    for rank, of_one in of_rank.items():
-        if rank != main.message.rank:
+    for name, of_one in of_process.items():
+        if name != main.message.process:
             other = _explained(most_telling(of_one), known)
             others.setdefault(other.cause.code, other)
-    ranks = tuple(other for other in others.values() if other is not main)
-    return replace(main, ranks=ranks, further=n_messages - 1 - len(ranks))
+    processes = tuple(other for other in others.values() if other is not main)
+    return replace(main, processes=processes, further=n_messages - 1 - len(processes))
 
 
 def _explained(message: Message, facts: Facts) -> Explanation:
-    known = facts.of_rank(message.rank)
+    known = facts.of_process(message.process)
     cause = find_cause(message, known)
     return Explanation(message=message, cause=cause, actions=advise(message, known, cause), facts=known)
 
@@ -88,8 +89,8 @@ def _with_last(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _lines(e: Explanation) -> Iterator[str]:
-    if e.ranks:
-        yield f"ranks failed for different causes; rank {e.message.rank}:"
+    if e.processes:
+        yield f"processes failed for different causes; {e.message.process or 'the first'}:"
     sure = "" if e.message.certain else " (this message often means memory, not always)"
     yield f"out of memory: {e.cause.claim} [{e.cause.code}]{sure}"
     yield from (f"  {line}" for line in e.cause.evidence)
@@ -112,8 +113,8 @@ def _lines(e: Explanation) -> Iterator[str]:
         amount = "" if action.bytes is None else f" [{format_bytes(action.bytes)}]"
         yield f"  {number}. {action.text}{amount}"
     yield from e.facts.notes
-    for other in e.ranks:
-        yield from ("", f"rank {other.message.rank}:", *_lines(other))
+    for other in e.processes:
+        yield from ("", f"{other.message.process}:", *_lines(other))
     if e.further:
         yield f"{e.further} more message{'s' * (e.further > 1)} of the kind in this text"
 
@@ -126,7 +127,7 @@ def _numbers(m: Message) -> Iterator[tuple[str, int]]:
         ("free", m.free_bytes),
         ("limit", m.allowed_bytes),
         ("this process", m.process_bytes),
-        ("in use by tensors", m.allocated_bytes),
+        ("in use" if m.kind == "system" else "in use by tensors", m.allocated_bytes),
         ("  of that in private pools", m.private_pool_bytes),
         ("held by PyTorch, not in use", m.unallocated_bytes),
         ("this process, outside PyTorch", m.outside_bytes),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lowtide.diagnostics.oom.message import Holder
-from lowtide.diagnostics.oom.text_stream import LONGEST, PREFIX, PatternFinder
+from lowtide.diagnostics.oom.text_stream import LONGEST, PREFIX, PatternFinder, process_named
 from lowtide.planner.serialization import Record
 
 
@@ -18,8 +18,10 @@ class Place(Record):
     file: str
     line: int
     function: str
-    rank: int | None = None
-    """Rank of the process, if the log's lines begin with it."""
+    process: str | None = None
+    """Process that wrote the line, if the log's lines begin with it."""
+    code: str = ""
+    """The statement that was running, where the traceback shows it."""
 
     @property
     def short(self) -> str:
@@ -75,9 +77,20 @@ class Facts(Record):
         return any(_makes_state(place) for place in self.places)
 
     @property
+    def updates_with_temporaries(self) -> bool:
+        """True if the optimizer was updating parameters, and its state was there."""
+        return any(_updates_parameters(place) for place in self.places)
+
+    @property
+    def evaluates(self) -> bool:
+        """True if an evaluation was running."""
+        return any(_evaluates(place) for place in self.places)
+
+    @property
     def gathers_evaluation(self) -> bool:
         """True if an evaluation was joining the predictions of several batches."""
-        return any(_gathers_evaluation(place) for place in self.places)
+        joins = any(_evaluates(place) and _JOINING.search(place.code) for place in self.places[-1:])
+        return joins or any(_gathers_evaluation(place) for place in self.places)
 
     @property
     def loads_checkpoint(self) -> bool:
@@ -85,9 +98,19 @@ class Facts(Record):
         return any(_loads_checkpoint(place) for place in self.places)
 
     @property
+    def moves_model(self) -> bool:
+        """True if a model was being moved to a device."""
+        return any(_moves_model(place) for place in self.places)
+
+    @property
     def pins_memory(self) -> bool:
-        """True if a batch was being copied to pinned host memory."""
+        """True if tensors were being copied to pinned host memory."""
         return any(_pins_memory(place) for place in self.places)
+
+    @property
+    def pins_batches(self) -> bool:
+        """True if the DataLoader's thread was copying a batch to pinned host memory."""
+        return any(place.file.endswith("pin_memory.py") for place in self.places)
 
     @property
     def starts_communication(self) -> bool:
@@ -110,24 +133,40 @@ class Facts(Record):
         own = [place for place in self.places if not _INSTALLED.search(place.file)]
         return own[-1] if own else None
 
-    def of_rank(self, rank: int | None) -> Facts:
-        """Return the facts about one rank: places in the lines of other ranks are left out."""
-        return replace(self, places=tuple(place for place in self.places if place.rank in (None, rank)))
+    def of_process(self, process: str | None) -> Facts:
+        """Return the facts about one process: places in the lines of others are left out."""
+        return replace(self, places=tuple(place for place in self.places if place.process in (None, process)))
 
 
 _INSTALLED = re.compile(r"(?:site|dist)-packages|[/\\]lib[/\\]python3|<frozen|<__array_function__|lowtide[/\\]oom[/\\]")
 _WINDOWS = re.compile(r"[A-Za-z]:\\")
 _OPTIMIZER = re.compile(r"[/\\]optim[/\\]|optimizer")
 _STATE = re.compile(r"_?init_group|_?init_states?|_?initialize_(?:optimizer_)?states?|get_state_buffer")
+_STATE_CODE = re.compile(r"\bstate\[.{1,60}\]\s?=\s?torch\.(?:zeros|empty|full|ones|clone)")
+_UPDATING = re.compile(r"_(?:multi|single)_tensor_\w+")
+_EVALUATING = re.compile(
+    r"_?(?:on_|run_|do_)?(?:eval|evaluate|evaluation|val|valid|validate|validation|predict|prediction|test)"
+    r"(?:_(?:loop|step|epoch|end|batch|one|model|set|loader|dataset|metrics))*"
+)
+_JOINING = re.compile(r"\b(?:cat|concat|concatenate|[vh]?stack|nested_concat)\(")
 _GATHERING = re.compile(
     r"nested_(?:concat|gather|numpify)|torch_pad_and_concatenate|numpy_pad_and_concatenate|to_cpu_and_numpy"
-    r"|_?pad_across_processes|gather_for_metrics|(?:add_)?arrays?_?to_container|distributed_concat"
+    r"|_?pad_across_processes|gather_for_metrics|(?:add_)?arrays?_?to_container|distributed_concat|dim_zero_cat"
+    r"|collect_results_[gc]pu"
 )
 _SERIALIZATION = re.compile(r"torch[/\\]serialization\.py|safetensors[/\\]|\bmodeling_utils\.py")
-_LOADING = re.compile(r"load|_load|_legacy_load|load_file|load_tensor|persistent_load|restore_location")
+_LOADING = re.compile(
+    r"load|_load|_legacy_load|load_file|load_tensor|persistent_load|\w*restore_location|\w*deserialize"
+)
+_MODULE_FILES = re.compile(
+    r"torch[/\\]nn[/\\]modules[/\\]module\.py|accelerate[/\\]utils[/\\]modeling\.py|core_model_loading\.py"
+    r"|\bmodeling_utils\.py"
+)
+_MOVING = re.compile(r"_apply|convert|set_module_tensor_to_device|_load_\w*state_dict\w*|_materialize_copy|to")
 _PINNING = re.compile(r"_pin_memory_loop|pin_memory(?:_batch)?|do_one_step")
+_PINNING_CODE = re.compile(r"\.pin_memory\(")
 _COMMUNICATION = re.compile(r"distributed_c10d\.py|torch[/\\]cuda[/\\]nccl\.py|_functional_collectives\.py")
-_TRITON = re.compile(r"[/\\]triton[/\\]|[/\\]inductor[/\\]runtime[/\\]")
+_TRITON = re.compile(r"[/\\]triton[/\\]|[/\\]_?inductor[/\\]runtime[/\\]")
 _SHARING = re.compile(r"multiprocessing[/\\](?:heap|shared_memory|reductions|reduction)\.py")
 
 
@@ -136,7 +175,15 @@ def _in_optimizer(place: Place) -> bool:
 
 
 def _makes_state(place: Place) -> bool:
-    return bool(_STATE.fullmatch(place.function))
+    return bool(_STATE.fullmatch(place.function) or _STATE_CODE.search(place.code))
+
+
+def _updates_parameters(place: Place) -> bool:
+    return bool(_UPDATING.fullmatch(place.function) and _in_optimizer(place))
+
+
+def _evaluates(place: Place) -> bool:
+    return bool(_EVALUATING.fullmatch(place.function))
 
 
 def _gathers_evaluation(place: Place) -> bool:
@@ -144,11 +191,18 @@ def _gathers_evaluation(place: Place) -> bool:
 
 
 def _loads_checkpoint(place: Place) -> bool:
+    if place.function == "load_state_dict":
+        return True
     return bool(_SERIALIZATION.search(place.file) and _LOADING.fullmatch(place.function))
 
 
+def _moves_model(place: Place) -> bool:
+    return bool(_MODULE_FILES.search(place.file) and _MOVING.fullmatch(place.function))
+
+
 def _pins_memory(place: Place) -> bool:
-    return bool(_PINNING.fullmatch(place.function) and place.file.endswith("pin_memory.py"))
+    in_thread = _PINNING.fullmatch(place.function) and place.file.endswith("pin_memory.py")
+    return bool(in_thread or place.function == "pin_memory" or _PINNING_CODE.search(place.code))
 
 
 def _communicates(place: Place) -> bool:
@@ -166,8 +220,11 @@ def _shares_memory(place: Place) -> bool:
 _TELLING: tuple[Callable[[Place], object], ...] = (
     _in_optimizer,
     _makes_state,
+    _updates_parameters,
+    _evaluates,
     _gathers_evaluation,
     _loads_checkpoint,
+    _moves_model,
     _pins_memory,
     _communicates,
     _in_triton,
@@ -176,12 +233,20 @@ _TELLING: tuple[Callable[[Place], object], ...] = (
 )
 
 _NAME = r"([\w.]{1,500}|<\w{1,100}>)"
-_PLACE = re.compile(rf'File \\?"([^"\n]{{1,4000}}?)\\?", line (\d{{1,9}}), in {_NAME}')
+_INDENT = r"(?:\r?\n|\\n)[^\n]{0,200}? {4,200}(?!\s|File |\^|~)"
+"""Start of the line of code below a place of a traceback, whatever a logger puts before it."""
+_PLACE = re.compile(
+    rf'File \\?"([^"\n]{{1,3000}}?)\\?", line (\d{{1,9}}), in {_NAME}(?:{_INDENT}((?:(?!\\n)[^\n]){{1,300}}))?'
+)
+_CODE = re.compile(r"(?:❱|-{1,10}>) {0,9}(\d{1,9})[ │|]{1,200}([^\n]{1,300})")
+"""The running statement as rich and notebooks mark it, with its line."""
 _RICH = re.compile(
     rf"[│|❱]\s{{1,20}}(\S[^│|\n]{{0,1000}}\.py):(\d{{1,9}})(?:\s{{0,200}}[│|]\n[│|])?\s{{1,9}}in {_NAME}"
 )
 _IPYTHON = re.compile(rf"File (\S{{1,1000}}?):(\d{{1,9}}), in {_NAME}")
-_CELL = re.compile(r"^(\S{1,4000}\.py|<ipython-input-[^>\n]{1,100}>) in (\w{1,500}|<module>)\(", re.MULTILINE)
+_CELL = re.compile(
+    r"^\[?(\S{1,3000}\.py|<ipython-input-[^>\n]{1,100}>)(?:\]\(\S{1,500}\))? in (\w{1,500}|<module>)\(", re.MULTILINE
+)
 _INPUT = re.compile(rf"(?:Cell |Input )In ?\[\d{{1,9}}\], (?:line (\d{{1,9}}), )?in {_NAME}")
 _HEADER = re.compile(r"Traceback \(most recent call last\)")
 _OUT_OF_MEMORY = re.compile(r"(?:[Oo]ut of memory|OutOfMemoryError|\bMemoryError|o allocate )(?!\s{0,200}Traceback)")
@@ -198,7 +263,7 @@ MOST_PLACES = 1000
 
 
 class _Traceback:
-    """The traceback of one rank that belongs to its first out-of-memory error."""
+    """The traceback of one process that belongs to its first out-of-memory error."""
 
     def __init__(self) -> None:
         self.places: list[Place] = []
@@ -213,6 +278,11 @@ class _Traceback:
         if not self._is_over:
             self.places.append(place)
             self.places = _telling(self.places)
+
+    def complete(self, line: int, code: str) -> None:
+        """Note the statement that a rich or notebook traceback marks below its last place."""
+        if self.places and not self._is_over and self.places[-1].line in (0, line):
+            self.places[-1] = replace(self.places[-1], code=code)
 
     def end(self) -> None:
         """Handle words of an out-of-memory error."""
@@ -229,13 +299,14 @@ class FactReader:
             "place": PatternFinder(_PLACE, ('File "', 'File \\"')),
             "rich": PatternFinder(_RICH, ("│", "|")),
             "ipython": PatternFinder(_IPYTHON, (", in ",)),
-            "cell": PatternFinder(_CELL, (".py in ", "> in ")),
+            "cell": PatternFinder(_CELL, (".py in ", "> in ", ") in ")),
+            "code": PatternFinder(_CODE, ("❱", "->")),
             "input": PatternFinder(_INPUT, ("In [", "In[")),
             "header": PatternFinder(_HEADER, ("Traceback (",)),
             "error": PatternFinder(_OUT_OF_MEMORY, ("ut of memory", "MemoryError", "o allocate ")),
             "setting": PatternFinder(_SETTING, ("",)),
         }
-        self._tracebacks: dict[int | None, _Traceback] = {}
+        self._tracebacks: dict[str | None, _Traceback] = {}
         self._expandable: bool | None = None
 
     def read(self, piece: str, *, is_last: bool) -> None:
@@ -263,35 +334,43 @@ class FactReader:
         if kind == "setting":
             self._expandable = match[1].lower() == "true" if match[1] else self._expandable
             return
-        rank = self._rank(match.start())
-        traceback = self._tracebacks.get(rank)
+        process = self._process(match.start())
+        traceback = self._tracebacks.get(process)
         if traceback is None:
             if len(self._tracebacks) >= MOST_PLACES:
                 return
-            traceback = self._tracebacks[rank] = _Traceback()
+            traceback = self._tracebacks[process] = _Traceback()
         if kind == "header":
             traceback.begin()
         elif kind == "error":
             traceback.end()
+        elif kind == "code":
+            traceback.complete(int(match[1]), match[2].strip(" │|"))
         else:
-            traceback.add(_place(kind, match, rank))
+            traceback.add(_place(kind, match, process))
 
-    def _rank(self, position: int) -> int | None:
-        """Return the rank that the line of `position` begins with, if it begins at most _LINE characters before."""
+    def _process(self, position: int) -> str | None:
+        """Return the process that the line of `position` begins with, if it begins at most _LINE characters before."""
         begin = self._window.rfind("\n", max(0, position - _LINE), position) + 1
         if begin == 0 and (self._has_moved or position > _LINE):
             return None
         prefix = PREFIX.match(self._window, begin, position)
-        return None if prefix is None or prefix[1] is None else int(prefix[1])
+        return None if prefix is None else process_named(prefix)
 
 
-def _place(kind: str, match: re.Match[str], rank: int | None) -> Place:
+def _place(kind: str, match: re.Match[str], process: str | None) -> Place:
     if kind == "cell":
-        return Place(file=match[1], line=0, function=match[2], rank=rank)
+        return Place(file=match[1], line=0, function=match[2], process=process)
     if kind == "input":
-        return Place(file="cell", line=int(match[1] or 0), function=match[2], rank=rank)
+        return Place(file="cell", line=int(match[1] or 0), function=match[2], process=process)
     function = match[3] if kind == "place" else match[3].rpartition(".")[2]
-    return Place(file=match[1].replace("\\\\", "\\"), line=int(match[2]), function=function.rstrip("."), rank=rank)
+    return Place(
+        file=match[1].replace("\\\\", "\\"),
+        line=int(match[2]),
+        function=function.rstrip("."),
+        process=process,
+        code=(match[4] or "").strip() if kind == "place" else "",
+    )
 
 
 def _telling(places: list[Place]) -> list[Place]:

@@ -78,6 +78,15 @@ SOURCES: dict[str, Source] = {
             *_LESS_HOST_MEMORY,
         ),
     ),
+    "a memory daemon": Source(
+        code="host-memory",
+        claim="a daemon (systemd-oomd, earlyoom) ended a process before the machine's memory was used up",
+        evidence="it goes by memory pressure or free memory, and takes the largest process: host memory, not the GPU's",
+        actions=(
+            "more memory or swap, or another limit: ManagedOOMMemoryPressureLimit of the slice, earlyoom -m",
+            *_LESS_HOST_MEMORY,
+        ),
+    ),
     "DataLoader": Source(
         code="host-memory",
         claim="the kernel ended a DataLoader worker: host memory of the machine, or of the container, is used up",
@@ -126,6 +135,166 @@ SOURCES: dict[str, Source] = {
             "fewer DataLoader workers: num_workers=0 at first, and `if __name__ == '__main__':` around the script",
         ),
     ),
+    "Kubernetes, the node": Source(
+        code="host-memory",
+        claim="the node ran low on host memory, and Kubernetes evicted the pod that used most beyond its request",
+        evidence="eviction goes by usage above resources.requests.memory; the GPU's memory is not concerned",
+        actions=(
+            "set resources.requests.memory to what the pod needs, and the limit to the same: such nodes are chosen",
+            "give emptyDir volumes of medium Memory a sizeLimit: their pages count",
+            *_LESS_HOST_MEMORY,
+        ),
+    ),
+    "SageMaker": Source(
+        code="host-memory",
+        claim="the instance's host memory is used up: SageMaker ended the job",
+        evidence="this is the instance's main memory, not the GPU's",
+        actions=("an instance type with more memory, or input by streaming (FastFile, Pipe mode)", *_LESS_HOST_MEMORY),
+    ),
+    "Dask": Source(
+        code="host-memory",
+        claim="Dask's nanny restarted a worker: it used more host memory than the worker's limit",
+        evidence="the limit is memory_limit of the worker: by default its share of the machine",
+        actions=(
+            "smaller partitions, or fewer threads a worker; a larger memory_limit if the machine has room",
+            "do not collect large results on one worker: persist() and write them out",
+        ),
+    ),
+    "a compiler": Source(
+        code="host-memory",
+        claim="the system ended a compiler to get host memory back: too many compile jobs run at once",
+        evidence="extensions such as flash-attn and DeepSpeed's ops start one job for each core, of some GiB each",
+        actions=("MAX_JOBS=2 before pip install or the first use", "or a prebuilt wheel for this torch and CUDA"),
+    ),
+    "vLLM": Source(
+        code="cap",
+        claim="vLLM has no memory left for its KV cache: weights and a trial run take all of gpu_memory_utilization",
+        evidence="vLLM divides total memory times gpu_memory_utilization; other processes on the GPU count against it",
+        actions=(
+            "a larger gpu_memory_utilization (0.9 by default) where the GPU is free, or a shorter max_model_len",
+            "fewer max_num_seqs and enforce_eager=True; tensor_parallel_size or a quantized model for the weights",
+        ),
+    ),
+    "KV cache": Source(
+        code="cap",
+        claim="vLLM's KV cache is smaller than one request of max_model_len needs",
+        evidence="the message says how many tokens fit",
+        actions=(
+            "max_model_len within that number, or a larger gpu_memory_utilization",
+            'kv_cache_dtype="fp8" halves the cache; tensor_parallel_size spreads it',
+        ),
+    ),
+    "vLLM's start": Source(
+        code="other-process",
+        claim="less of the GPU is free than vLLM was told to take: other processes hold the rest",
+        evidence="vLLM takes gpu_memory_utilization of the whole GPU, not of its free part",
+        actions=(
+            "look with nvidia-smi who holds the GPU: another server, a notebook, an earlier engine that still runs",
+            "or a smaller gpu_memory_utilization, below the free share",
+        ),
+    ),
+    "SGLang": Source(
+        code="cap",
+        claim="SGLang has no memory left for its KV cache: the weights take all of mem-fraction-static",
+        evidence="the fraction is of the whole GPU, and holds weights and cache",
+        actions=(
+            "a larger --mem-fraction-static, or --tp-size over more GPUs for the weights",
+            "a shorter --context-length, a quantized model",
+        ),
+    ),
+    "llama.cpp": Source(
+        code="true-need",
+        claim="the GPU has no room for the layers, the KV cache or the scratch memory that llama.cpp puts there",
+        evidence="it asks the driver directly; models are split by whole layers",
+        actions=(
+            "fewer layers on the GPU (-ngl), a shorter context (-c), or --cache-type-k q8_0 and --cache-type-v q8_0",
+            "see who else holds the GPU, and split by free memory: --tensor-split",
+        ),
+    ),
+    "ONNX Runtime": Source(
+        code="true-need",
+        claim="ONNX Runtime's arena has no room for a buffer on the device that the session runs on",
+        evidence="its arena grows by powers of two, and never shrinks",
+        actions=(
+            "smaller inputs, or arena_extend_strategy=kSameAsRequested and gpu_mem_limit of the CUDA provider",
+            "cudnn_conv_use_max_workspace=0; one session for all threads instead of one each",
+        ),
+    ),
+    "TensorRT": Source(
+        code="not-pytorch",
+        claim="TensorRT asked the driver for an engine's memory, and the GPU had none left",
+        evidence="an engine needs its weights and workspace in one piece, beside PyTorch's cache",
+        actions=(
+            "a smaller workspace (memory pool limit) or a smaller maximum shape in the profile",
+            "torch.cuda.empty_cache() before the engine is built, or build it in a process of its own",
+        ),
+    ),
+    "bitsandbytes": Source(
+        code="not-pytorch",
+        claim="bitsandbytes asked the driver for memory outside PyTorch's allocator, and there was none",
+        evidence="paged optimizers use managed memory, which needs pinned host memory as well (little under WSL)",
+        actions=(
+            "under WSL: more memory in .wslconfig, or an optimizer that is not paged (adamw_bnb_8bit)",
+            "smaller batches, so that PyTorch's cache leaves room: lowtide.fit(model, step, batch, budget=...)",
+        ),
+    ),
+    "pools of TensorFlow and JAX": Source(
+        code="other-process",
+        claim="TensorFlow or JAX could not take its pool: the GPU has less free than it asks for at its start",
+        evidence="both take nearly the whole GPU at once; smaller tries follow, so that the program may go on",
+        actions=(
+            "look with nvidia-smi who holds the GPU: another process, a notebook that still runs",
+            "or let the pool grow: TF_FORCE_GPU_ALLOW_GROWTH=true, XLA_PYTHON_CLIENT_PREALLOCATE=false",
+        ),
+    ),
+    "fairseq": Source(
+        code="true-need",
+        claim="a batch did not fit and fairseq goes on with the next one: its gradients are lost",
+        evidence="mostly the longest sentences of the data: a batch has as many tokens as max-tokens allows",
+        actions=(
+            "a smaller --max-tokens, with --update-freq larger in proportion",
+            "a cap on the length of sentences: --max-source-positions, --max-target-positions",
+        ),
+    ),
+    "Ultralytics": Source(
+        code="true-need",
+        claim="matching boxes with anchors did not fit, and Ultralytics does it on the CPU: right, but slow",
+        evidence="its memory grows with the boxes of the fullest image, times the batch",
+        actions=(
+            "a smaller batch= or imgsz=: batch=-1 (AutoBatch) does not see the fullest image",
+            "fewer boxes in one image: tiles of large images, a cap on objects",
+        ),
+    ),
+    "ComfyUI": Source(
+        code="true-need",
+        claim="the VAE did not fit for the whole image, and ComfyUI goes on in tiles",
+        evidence="activations of the decoder grow with the pixels, not with the model",
+        actions=("the tiled VAE node from the start, with smaller tiles", "smaller images or batches; --lowvram"),
+    ),
+    "MLX": Source(
+        code="cap",
+        claim="one buffer is larger than Metal allows on this machine",
+        evidence="the limit is for a single buffer, whatever memory is free",
+        actions=("make the array in pieces: shorter rows, smaller batches", "a quantized model, a shorter cache"),
+    ),
+    "arrays of MPS": Source(
+        code="cap",
+        claim="a single array has more than 4 GiB, which MPS cannot address (2**32 bytes)",
+        evidence="the limit is for one array, whatever memory is free",
+        actions=(
+            "make it in pieces: smaller batches, attention in slices, VAE in tiles",
+            "a newer macOS (15 or later) and torch, or the CPU for this operation",
+        ),
+    ),
+    "a full disk": Source(
+        code="cap",
+        claim="a disk is full: the file named in the message; memory is not what ran out",
+        evidence="Errno 28 outside of /dev/shm",
+        actions=(
+            "look: df -h (and df -i) of that folder; make room, or move caches (HF_HOME, TMPDIR, TORCH_HOME)",
+            "keep fewer checkpoints: save_total_limit in transformers",
+        ),
+    ),
     "Ray": Source(
         code="host-memory",
         claim="Ray ended a worker: the node's host memory went over Ray's threshold",
@@ -164,7 +333,7 @@ SOURCES: dict[str, Source] = {
     ),
     "Triton's shared memory": Source(
         code="cap",
-        claim="a Triton kernel asks for more shared memory than a multiprocessor has; the GPU's memory is not full",
+        claim="a Triton kernel asks for more shared or tensor memory than a multiprocessor has; the GPU is not full",
         evidence="blocks and stages were chosen for another GPU",
         actions=(
             "smaller block sizes or num_stages in the kernel's configuration",

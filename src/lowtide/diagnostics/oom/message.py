@@ -26,8 +26,8 @@ class Message(Record):
     `process = allocated + unallocated + outside PyTorch`.
     """
 
-    rank: int | None = None
-    """Rank of the process, if the log's lines begin with it."""
+    process: str | None = None
+    """Process that wrote it, if the log's lines begin with it: `rank 0`, `pid 3959`."""
     kind: str
     """The memory that ran out: `cuda`, `hip`, `xpu`, `npu`, `mps`, `cpu`, or a library: `cublas`, `cudnn`, `nccl`."""
     form: str
@@ -119,6 +119,6 @@ class Message(Record):
     def usable_bytes(self) -> int | None:
         """Memory that PyTorch could have at most: its own, and the free part, within the limit."""
         if self.reserved_bytes is None or self.free_bytes is None:
-            return self.allowed_bytes
+            return None if self.allowed_bytes is None else self.allowed_bytes - (self.elsewhere_bytes or 0)
         usable = self.reserved_bytes + self.free_bytes
         return usable if self.allowed_bytes is None else min(usable, self.allowed_bytes)

@@ -49,6 +49,8 @@ HEADS = (
     _head("posix_memalign", r"enforce fail at .{0,40}CPUAllocator\.cpp:\d+\] posix_memalign", "cpu", "torch 1.0"),
     _head("$ Torch", r"\$ Torch: not enough memory", "cpu", "torch 0.4"),
     _head("C10 Out", r"C10 Out of Memory", "cpu", "torch, mobile"),
+    _head("out of device memory", r"Allocation is out of device memory on current platform", "xpu", "IPEX"),
+    _head("total bytes of NDArray", r"total bytes of NDArray > 2\*\*32", "mps", "arrays of MPS"),
     # other devices and frameworks, with their own allocators
     _head("Allocation failed for size", r"PT_DEVMEM.{0,40}Allocation failed for size", "hpu", "Gaudi"),
     _head(
@@ -58,6 +60,13 @@ HEADS = (
     _head(
         "Allocation Failure|NRT_RESOURCE", r"status(?:=| |: )?4 \(?Allocation Failure|NRT_RESOURCE", "neuron", "Neuron"
     ),
+    _head("metal::malloc", r"\[metal::malloc\] (?:Attempting|Unable) to allocate", "mps", "MLX"),
+    _head(
+        "RESOURCE_EXHAUSTED|Resource exhausted",
+        r"(?:RESOURCE_EXHAUSTED|Resource exhausted): .{0,80}(?:XLA:TPU|memory space (?:hbm|vmem|smem))",
+        "xla",
+        "XLA for TPU",
+    ),
     _head(
         "RESOURCE_EXHAUSTED|Resource exhausted",
         r"RESOURCE_EXHAUSTED: .{0,80}(?:[Oo]ut of memory|OOM|Failed to allocate)"
@@ -65,6 +74,13 @@ HEADS = (
         "jax",
         "XLA",
     ),
+    _head(
+        "from device: ",
+        r"[Ff]ailed to allocate \S{1,20} \(\d{1,20} bytes\) from device: .{0,40}CUDA_ERROR_OUT_OF_MEMORY",
+        "jax",
+        "pools of TensorFlow and JAX",
+    ),
+    _head("ran out of memory trying", r"Allocator \(\w{1,40}\) ran out of memory trying to allocate", "jax", "XLA"),
     _head("OOM when allocating", r"OOM when allocating tensor with shape", "jax", "TensorFlow"),
     _head("memory in memory space", r"Ran out of memory in memory space (?:hbm|vmem|smem)", "xla", "XLA for TPU"),
     _head(
@@ -74,7 +90,56 @@ HEADS = (
         "XLA",
     ),
     _head("Out of memory allocating", r"Out of memory allocating \d[\d,]{0,40} bytes", "cuda", "CuPy"),
+    _head(
+        "requested buffer of size", r"Failed to allocate memory for requested buffer of size", "cuda", "ONNX Runtime"
+    ),
+    _head(
+        "alloc failed: out of memory",
+        r"allocating \d[\d.,]{0,20} MiB on device \d{1,4}: (?:cuda|hip)Malloc failed: out of memory",
+        "cuda",
+        "llama.cpp",
+    ),
+    _head("available memory for the cache", r"No available memory for the cache blocks", "cuda", "vLLM"),
+    _head(
+        "KV cache memory", r"KV cache is needed, which is larger than the available KV cache memory", "cuda", "KV cache"
+    ),
+    _head(
+        "Free memory on device",
+        r"Free memory on device \S{0,20}\([\d.]{1,20}/[\d.]{1,20} GiB\)",
+        "cuda",
+        "vLLM's start",
+    ),
+    _head(
+        "mem-fraction-static",
+        r"Not enough memory\. Please try to (?:in|de)crease --mem-fraction-static",
+        "cuda",
+        "SGLang",
+    ),
+    _head("skipping batch", r"ran out of memory(?: on GPU #\d{1,4})?, skipping batch", "cuda", "fairseq"),
+    _head("OutOfMemoryError in Task", r"CUDA OutOfMemoryError in TaskAlignedAssigner", "cuda", "Ultralytics"),
+    _head(
+        "retrying with tiled",
+        r"Ran out of memory when regular VAE (?:en|de)coding, retrying with tiled",
+        "cuda",
+        "ComfyUI",
+    ),
     # the driver, called by torch or by a library outside torch's allocator
+    _head("Error out of memory at line", r"Error out of memory at line \d{1,6} in file", "cuda driver", "bitsandbytes"),
+    _head(
+        "Cuda Runtime (out|OutOfMemory (no|amount of GPU memory",
+        r"Error Code \d{1,3}: (?:Cuda Runtime \(out of memory\)|OutOfMemory \(no further)"
+        r"|Requested amount of GPU memory \(\d{1,20} bytes\) could not be allocated",
+        "cuda driver",
+        "TensorRT",
+    ),
+    _head("bad_alloc: ", r"std::bad_alloc: (?:out_of_memory: )?(?:CUDA|RMM)\b", "cuda driver", "RAPIDS"),
+    _head(
+        "alloc(|alloc failed",
+        r"cu(?:da)?\w{0,20}[Aa]lloc\w{0,20}(?:\([^)\n]{0,200}\))? failed: out of memory",
+        "cuda driver",
+        "CUDA",
+    ),
+    _head("Failed to CUDA", r"Failed to CUDA (?:host )?\w?[ac]l?loc\w{0,10}(?: async)? \d{1,20} bytes", "nccl", "NCCL"),
     _head(
         "cuda runtime error",
         r"cuda runtime error \(2\) ?: out of memory(?: at \S{0,200}THC(?:Storage|Tensor|CachingAllocator)\S{0,80})",
@@ -83,7 +148,7 @@ HEADS = (
     ),
     _head("cuda runtime error", r"cuda runtime error \(2\) ?: out of memory", "cuda driver", "torch 0.4"),
     _head("out of memory", r"Triton Error \[(CUDA|HIP)\]:.{0,40} out of memory", "", "Triton"),
-    _head("out of resource", r"out of resource: shared memory", "triton", "Triton's shared memory"),
+    _head("out of resource: ", r"out of resource: [\w ]{1,80}, Required: \d", "triton", "Triton's shared memory"),
     _head("out of memory", r"CUDA (?:driver |runtime )?error: out of memory", "cuda driver", "torch 1.0 and later"),
     _head("out of memory", r"HIP (?:driver |runtime )?error: out of memory", "hip driver", "torch for ROCm"),
     _head(
@@ -92,19 +157,36 @@ HEADS = (
         "cuda driver",
         "CUDA",
     ),
-    _head("hipErrorOutOfMemory", r"hipErrorOutOfMemory", "hip driver", "ROCm"),
+    _head("hipErrorOutOfMemory|hipErrorMemory", r"hipError(?:OutOfMemory|MemoryAllocation)", "hip driver", "ROCm"),
+    _head("HSA_STATUS_ERROR_OUT", r"HSA_STATUS_ERROR_OUT_OF_RESOURCES", "hip driver", "ROCm"),
+    _head(
+        "EL0004|ACL_ERROR_RT_MEM|207001",
+        r"EL0004: Failed to allocate memory|ACL_ERROR_RT_MEMORY_ALLOCATION|error code is 207001",
+        "npu driver",
+        "CANN",
+    ),
     _head(
         "device not ready", r"CUDA driver error: device not ready", "cuda driver", "torch 2.1 and later", certain=False
     ),
     _head(
-        "_RESULT_ERROR_OUT",
-        r"(?:UR|ZE|PI)_RESULT_ERROR_OUT_OF_(?:DEVICE_|HOST_)?(?:MEMORY|RESOURCES)|PI_ERROR_OUT_OF_RESOURCES",
+        "_ERROR_OUT|CL_OUT_OF|CL_MEM_OBJECT",
+        r"(?:UR|ZE|PI)(?:_RESULT)?_ERROR_OUT_OF_(?:DEVICE_|HOST_)?(?:MEMORY|RESOURCES)"
+        r"|CL_OUT_OF_(?:RESOURCES|HOST_MEMORY)|CL_MEM_OBJECT_ALLOCATION_FAILURE",
         "xpu driver",
         "oneAPI",
     ),
     _head("Native API failed", r"Native API failed.{0,80}OUT_OF_RESOURCES", "xpu driver", "oneAPI", certain=False),
     _head("_STATUS_ALLOC_FAILED", r"\b(CUBLAS|CUSOLVER|CUSPARSE|CUDNN)_STATUS_ALLOC_FAILED", "", "CUDA libraries"),
     _head("_STATUS_ALLOC_FAILED", r"\b(HIPBLAS|ROCBLAS|MIOPEN)_STATUS_ALLOC_FAILED", "", "ROCm libraries"),
+    _head("DEVICE_ALLOCATION_FAILED", r"CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "cudnn", "cuDNN 9"),
+    _head("HOST_ALLOCATION_FAILED", r"CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", "cpu", "cuDNN 9"),
+    _head(
+        "insufficient resources|INSUFFICIENT_RESOURCES",
+        r"insufficient resources when calling .cusparse|CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
+        "cusparse",
+        "CUDA libraries",
+    ),
+    _head("miopenStatusAllocFailed", r"miopenStatusAllocFailed", "miopen", "ROCm libraries"),
     _head("CUFFT_ALLOC_FAILED", r"CUFFT_ALLOC_FAILED", "cufft", "CUDA libraries"),
     _head(
         "_STATUS_NOT_INITIALIZED",
@@ -171,6 +253,7 @@ HEADS = (
         "shared memory",
         _SHM,
     ),
+    _head("No space left", r"\[Errno 28\] No space left on device: '(?!/?dev/shm)", "disk", "a full disk"),
     _head("[Errno 28]", r"\[Errno 28\] No space left on device", "shared memory", "Errno 28", certain=False),
     _head("shared memory segment", r"[Ee]rror while creating shared memory segment", "shared memory", _SHM),
     _head(
@@ -183,17 +266,30 @@ HEADS = (
         "DataLoader",
         certain=False,
     ),
-    _head("1455", r"\[?WinError 1455\]?|\bos error 1455\b", "system", "Windows"),
+    _head(
+        "1455|WinError|paging|pagina|Auslagerungsdatei|页面文件|ページング|페이징|подкачки",
+        r"\[?WinError (?:1455|1450|8)\]|\bos error 1455\b|WinError 1455|[Pp]aging file is too small"
+        r"|Auslagerungsdatei ist zu klein|fichier de pagination est insuffisant|archivo de paginación es demasiado"
+        r"|arquivo de paginação é muito|file di paging|页面文件太小|ページング ?ファイルが小さ|페이징 파일이 너무"
+        r"|[Фф]айл подкачки слишком",
+        "system",
+        "Windows",
+    ),
     # programs that end a process for its memory, or report its end
+    _head("low on resource", r"node was low on resource: memory", "system", "Kubernetes, the node"),
+    _head("instance type with more memory", r"use an instance type with more memory", "system", "SageMaker"),
+    _head("% memory budget", r"[Ww]orker .{0,80}exceeded \d{1,3}% memory budget", "system", "Dask"),
+    _head("terminated program", r"Killed signal terminated program \w{1,40}", "system", "a compiler"),
     _head("OOMKilled", r"\bOOMKilled\b(?!\W{1,6}(?:[Ff]alse|0|null|None))", "system", "Kubernetes"),
     _head("all available RAM", r"crashed after using all available RAM", "system", "Colab"),
     _head(
         "tried to allocate more memory", r"notebook tried to allocate more memory than is available", "system", "Kaggle"
     ),
     _head(
-        "ernel appears to have died|ernel crashed while|ernel died|Dead kernel|DeadKernel|KernelRestarter",
-        r"[Kk]ernel (?:appears to have died|crashed while executing|died unexpectedly|died with exit code)|Dead kernel"
-        r"|DeadKernelError|KernelRestarter: restarting kernel",
+        "appears to have died|ernel crashed while|ernel died|Dead kernel|DeadKernel|KernelRestarter|is unresponsive",
+        r"[Kk]ernel (?:for .{1,200}? )?(?:appears to have died|crashed while executing|died unexpectedly"
+        r"|died with exit code|died, restarting)|Dead kernel|DeadKernelError|KernelRestarter: restarting kernel"
+        r"|Python kernel is unresponsive",
         "system",
         "Jupyter",
         certain=False,
@@ -209,6 +305,7 @@ HEADS = (
     _head("TERM_MEMLIMIT", r"TERM_MEMLIMIT", "system", "LSF"),
     _head("h_vmem", r"exceeds? job (?:hard|soft) limit .h_vmem", "system", "SGE"),
     _head("over memory limit|over cgroup", r"Job has gone over (?:cgroup )?memory limit", "system", "HTCondor"),
+    _head("exceeded request_memory", r"memory usage exceeded request_memory", "system", "HTCondor"),
     _head("Container killed due", r"Container killed due to memory usage", "system", "AWS Batch"),
     _head(
         "running low on memory|due to memory pressure",
@@ -223,18 +320,22 @@ HEADS = (
     _head("due to CUDA OOM", r"to CPU due to CUDA OOM", "cuda", "detectron2"),
     _head("ut of memory", r"[Oo]ut of memory: Killed? process \d|Memory cgroup out of memory", "system", "Linux"),
     _head("oom-kill|oom_kill|OOM Killed", r"oom-kill|oom_kill event|OOM Killed", "system", "Linux"),
+    _head("systemd-oomd", r"systemd-oomd.{0,40}: Killed .{1,300}? due to memory", "system", "a memory daemon"),
+    _head("by the OOM killer", r"killed by the OOM killer", "system", "Linux"),
+    _head("sending SIG", r"earlyoom.{0,40}: sending SIG(?:TERM|KILL) to process", "system", "a memory daemon"),
     _head(
-        "137|xit|SIGKILL|illed|signal 9",
+        "137|-9|xit|SIGKILL|illed|signal 9",
         r"[Ee]xit(?:ed with)?(?: status| ?_?[Cc]ode)?\"?[:=]* *137\b|[Ee]rror 137\b"
         r"|\b[Ee]xit ?_?[Cc]ode\"? *[:=]? *-9\b|Signal 9 \(SIGKILL\)|Signals\.SIGKILL|(?:return|status) code:? 137\b"
-        r"|\bExited \(137\)|\bSIGKILL\b|(?:terminated|killed) by signal 9\b|signal: killed\b"
+        r"|(?:return|status|exit) ?code *[:=]? *-9\b|non-zero exit \(137\)|\bExited \(137\)|\bSIGKILL\b"
+        r"|(?:terminated|killed) by signal 9\b|signal: killed\b"
         r"|(?:^| )Killed$|\b\d{1,40} Killed\b|zsh: killed\b",
         "system",
         _SHELLS,
         certain=False,
     ),
     _head("Cannot allocate memory", r"Cannot allocate memory", "cpu", "the operating system"),
-    _head("std::bad_alloc", r"std::bad_alloc", "cpu", "C++"),
-    _head("MemoryError", r"\bMemoryError\b(?!: Unable to allocate)", "cpu", "Python"),
+    _head("std::bad_alloc", r"std::bad_alloc(?!: (?:out_of_memory: )?(?:CUDA|RMM))", "cpu", "C++"),
+    _head("MemoryError", r"\bMemoryError\b(?!: (?:Unable to allocate|std::bad_alloc))", "cpu", "Python"),
 )
 """Of several heads that begin at the same place the first wins."""

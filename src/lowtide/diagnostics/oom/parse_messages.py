@@ -1,4 +1,4 @@
-"""Reader of out-of-memory messages in any text: exceptions, logs of several ranks, wrapped lines.
+"""Reader of out-of-memory messages in any text: exceptions, logs of several processes, wrapped lines.
 
 A message is found by its first words and read clause by clause, because every version of torch has its own selection
 and order of clauses. The wordings were read in the sources of torch 0.4 to 2.13 (`CUDACachingAllocator.cpp`, its
@@ -19,30 +19,33 @@ from lowtide.diagnostics.oom.message_heads import HEADS
 from lowtide.diagnostics.oom.text_stream import LONGEST, LineJoiner, PatternFinder
 
 _NUMBER = r"(?<!\d)(\d{1,3}(?:,\d{3}){1,6}|\d{1,20}(?:\.\d{1,20})?)"
-_SIZE = rf"{_NUMBER} ?(bytes|[KMGTPE]i?B|[kmg]b|B)\b"
+_SIZE = rf"{_NUMBER} ?(bytes|[KMGTPE]i?B|[kmg][bB]|B)\b"
 _SHORT_SIZE = rf"{_NUMBER}([KMGT])\b"
 _PLAIN_BYTES = r"(?<!\d)(\d{1,20})(?!\.?\d)()"
 _UNIT = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6, "": 0}
 
 _CLAUSES = {
-    "tried": rf"(?:[Tt]ried|[Tt]rying|Unable|[Ff]ailed) to allocate (?:request for )?{_SIZE}|unable to mmap {_SIZE}"
-    rf"|Requested *: {_SIZE}"
+    "tried": rf"(?:[Tt]ried|[Tt]rying|Unable|[Ff]ailed) to allocate (?:request for |more than )?{_SIZE}"
+    rf"|unable to mmap {_SIZE}|Requested *: {_SIZE}"
     rf"|Invalid buffer size: {_SIZE}|[Oo]ut of memory allocating {_SIZE}|allocate tensor with {_SIZE}"
     rf"|Attempting to (?:allocate|reserve) {_SHORT_SIZE}|Allocation failed for size::{_PLAIN_BYTES}"
-    rf"|Failed to alloc(?:ate)? (?:DEVICE|HOST) memory: {_PLAIN_BYTES}",
-    "total": rf"{_SIZE} total capacity|total capaci?ty of {_SIZE}|Device limit *: {_SIZE}|of {_SHORT_SIZE} [hv]",
+    rf"|Failed to alloc(?:ate)? (?:DEVICE|HOST) memory: {_PLAIN_BYTES}|requested buffer of size {_PLAIN_BYTES}"
+    rf"|(?:Attempting to allocate|allocating) {_SIZE}|Failed to CUDA \w{{1,20}}(?: \w{{1,20}})? {_SIZE}"
+    rf"|[Ff]ailed to allocate \S{{1,20}} \({_SIZE}\) from device",
+    "total": rf"{_SIZE} total capacity|total capaci?ty of {_SIZE}|Device limit *: {_SIZE}|of {_SHORT_SIZE} [hv]"
+    rf"|Free memory on device \S{{0,20}}\([\d.]{{1,20}}/{_SIZE}\)",
     "free": rf"{_SIZE} free[;)]|of which {_SIZE} is free|Free \(according to CUDA\): {_SIZE}"
-    rf"|There are {_SHORT_SIZE} free",
+    rf"|There are {_SHORT_SIZE} free|Free memory on device \S{{0,20}}\({_NUMBER}/[\d.]{{1,20}} (GiB)",
     "allocated": rf"{_SIZE} already allocated|{_SIZE} is allocated by PyTorch|MPS allocated: {_SIZE}"
     rf"|Currently allocated *: {_SIZE}|allocated so far: {_SIZE}|Used {_SHORT_SIZE} of"
-    rf"|mem (?:job total )?{_SIZE} exceeded",
+    rf"|mem (?:job total )?{_SIZE} exceeded|anon-rss:{_SIZE}",
     "cached": rf"{_SIZE} cached\)",
     "reserved": rf"{_SIZE} reserved in total",
     "unallocated": rf"{_SIZE} is reserved by PyTorch but unallocated",
     "pools": rf"with {_SIZE} allocated in private pools",
     "process": rf"this process has {_SIZE} memory in use",
     "allowed": rf"{_SIZE} allowed\b|max allowed: {_SIZE}|user-supplied memory fraction\) *: {_SIZE}"
-    rf"|limit set to: {_SIZE}|exceeded limit {_SIZE}",
+    rf"|limit set to: {_SIZE}|exceeded limit {_SIZE}|maximum allowed buffer size of {_SIZE}",
     "elsewhere": rf"other allocations: {_SIZE}",
 }
 _DEVICE = re.compile(r"\((?:[A-Z]+) +(\d+);|\b(?:GPU|GCU|Device) (\d+) has a total")
@@ -56,6 +59,8 @@ MOST_KNOWN = 1 << 18
 
 _USUAL_OVERHEAD_BYTES = 2 << 30
 """Usual upper bound of a context and its libraries."""
+_MOST_BYTES = 1 << 62
+"""Larger amounts, of sizes that have overflowed, are read as this one."""
 _SLACK_BYTES = 1 << 26
 """Tolerance for rounded amounts."""
 
@@ -94,7 +99,7 @@ class Messages:
             later = (self._starts[n].start for n in range(place + 1, len(self._starts)))
             stop = next((other for other in later if other >= end), len(self._window))
             message = _read(number, kind, self._window[start : min(stop, start + _LONGEST)])
-            message = replace(message, rank=self._rank_at(self._offset + start))
+            message = replace(message, process=self._process_at(self._offset + start))
             if self._is_new(message):
                 yield message
         del self._starts[:done]
@@ -102,18 +107,18 @@ class Messages:
 
     def _move_on(self, n: int) -> None:
         self._window, self._end, self._offset = self._window[n:], self._end - n, self._offset + n
-        ranks = self._line.ranks
-        while len(ranks) > 1 and ranks[1][0] <= self._offset:
-            del ranks[0]
+        processes = self._line.processes
+        while len(processes) > 1 and processes[1][0] <= self._offset:
+            del processes[0]
         self._starts = [begun._replace(start=begun.start - n, end=begun.end - n) for begun in self._starts]
         for finder in self._finders:
             finder.move_on(n)
 
-    def _rank_at(self, position: int) -> int | None:
-        return next((rank for start, rank in reversed(self._line.ranks) if start <= position), None)
+    def _process_at(self, position: int) -> str | None:
+        return next((process for start, process in reversed(self._line.processes) if start <= position), None)
 
     def _is_new(self, message: Message) -> bool:
-        key = hash(replace(message, text="", rank=None))
+        key = hash(replace(message, text="", process=None))
         if key in self._known or len(self._known) >= MOST_KNOWN:
             return False
         self._known.add(key)
@@ -246,7 +251,7 @@ def _amount(pattern: str, text: str) -> int | None:
 
 
 def _bytes(number: str, unit: str) -> int:
-    return round(float(number.replace(",", "")) * (1 << 10 * _UNIT[unit[:1].lower()]))
+    return min(round(float(number.replace(",", "")) * (1 << 10 * _UNIT[unit[:1].lower()])), _MOST_BYTES)
 
 
 _NEXT = re.compile(r"(?:\s+[\w.]*(?:Error|Exception):)+\s*$")

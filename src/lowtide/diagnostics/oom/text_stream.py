@@ -15,11 +15,25 @@ LONGEST = 5000
 """Characters of the longest match; more than the longest message."""
 
 PREFIX = re.compile(
-    r"^(?:\x1b\[[0-9;]{0,60}m)*(?:\d{1,6}: )?"
-    r"(?:\[(?:rank ?|default)(\d{1,6})\]:|\(\w{1,200} pid=\d+[^)\n]{0,200}\))\s?",
+    r"^(?:\x1b\[[0-9;]{0,60}m)*(?:\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}(?:Z|[+-]\d\d:?\d\d)? )?"
+    r"(?:(?: {0,5}\d{1,6}: )?\[(?:[Rr]ank ?|default)(?P<rank>\d{1,6})\]:?"  # torchrun
+    r"|\[(?:\d{1,3},)?(?P<rank_of_tee>\d{1,6})\](?:<std(?:out|err)>)?:"  # accelerate, mpirun
+    r"| {0,5}(?P<rank_of_task>\d{1,6}):(?= )"  # srun --label
+    r"|\(\w{1,200} (?P<pid>pid=\d{1,10})[^)\n]{0,200}\)"  # Ray
+    r"|\[(?P<pod>pod/[\w.-]{1,200})[^\]\n]{0,200}\]"  # kubectl logs --prefix
+    r"|(?P<host>[\w.-]{0,80}[-_.]\d{1,5})(?: {1,40}\||:(?= )))\s?",  # docker compose, pdsh
     re.MULTILINE,
 )
-"""The prefix that launchers put before a line; the first group is the rank."""
+"""The prefix that launchers put before a line. One of its groups names the process that wrote it."""
+
+
+def process_named(prefix: re.Match[str]) -> str:
+    """Return the process that a match of PREFIX names: `rank 0`, `pid 3959`, `worker-1`."""
+    kind = str(prefix.lastgroup)
+    name = str(prefix[kind])
+    return f"rank {name}" if kind.startswith("rank") else name.replace("pid=", "pid ")
+
+
 _ANSI = re.compile(r"\x1b\[[0-9;]{0,60}[A-Za-z]")
 _LONGEST_ANSI = 64
 _LONGEST_LINE = 1 << 16
@@ -54,11 +68,11 @@ class PatternFinder:
 
 
 class LineJoiner:
-    """Text without colours, prefixes of ranks, and line breaks."""
+    """Text without colours, prefixes of processes, and line breaks."""
 
     def __init__(self) -> None:
-        self.ranks: list[tuple[int, int]] = []
-        """Positions in the joined text from which on another rank speaks, each with the rank."""
+        self.processes: list[tuple[int, str]] = []
+        """Positions in the joined text from which on another process writes, each with the process."""
         self._n_joined = 0
         self._rest = ""
         self._in_line = False
@@ -76,11 +90,11 @@ class LineJoiner:
         parts = [self._joined(line + line_break)]
         done = 0
         for prefix in PREFIX.finditer(more):
-            rank = None if prefix[1] is None else int(prefix[1])
+            process = process_named(prefix)
             parts.append(self._joined(more[done : prefix.start()]))
             done = prefix.end()
-            if rank is not None and (not self.ranks or self.ranks[-1][1] != rank):
-                self.ranks.append((self._n_joined, rank))
+            if not self.processes or self.processes[-1][1] != process:
+                self.processes.append((self._n_joined, process))
         parts.append(self._joined(more[done:]))
         return "".join(parts)
 

@@ -53,7 +53,7 @@ _VENDORS = {
         monitor="Activity Monitor",
         visible_devices="",
         fraction="PYTORCH_MPS_HIGH_WATERMARK_RATIO",
-        libraries="other programs of the desktop share this memory",
+        libraries="compiled graphs of MPS, one for each input shape, and other Metal code of the process",
     ),
     "hpu": Vendor(
         monitor="hl-smi",

@@ -58,9 +58,10 @@ def accumulate(
     The gradients are equal to the whole batch's but for rounding, as long as rows do not depend on each other and the
     model draws no random numbers: with dropout, other masks are drawn.
 
-    A stated `weight` is checked once for each `loss_of`: the loss of some rows is compared with the losses of their
-    halves, without gradients. A loss whose rows depend on each other, such as one with in-batch negatives, is rejected:
-    its pieces have other gradients. With `representations` they have the whole batch's (GradCache):
+    Each `loss_of` is checked once: the loss of the first two pieces together is compared with the losses of both,
+    without dropout. A loss whose rows depend on each other, such as one with in-batch negatives or batch statistics, is
+    rejected, for its pieces have other gradients; so is a `weight` that is not how the loss averages. With
+    `representations` pieces have the whole batch's gradients (GradCache):
 
         def loss_of(pairs):  # all representations of the batch
             images, texts = pairs
@@ -126,10 +127,10 @@ def accumulate_weighted(
 ) -> Tensor:
     """Run `accumulate`, also accepting a SumOver as `weight`."""
     parts = micro_batches(batch, n, shared=shared)
-    is_stated = not (weight is None or isinstance(weight, SumOver)) and not batch_norm
-    if is_stated and len(parts) > 1:
-        check_rows_are_independent(loss_of, batch, n, weight, shared)
     rows = [rows_of(part, shared) for part in parts]
+    is_checked = len(parts) > 1 and not (isinstance(weight, SumOver) or batch_norm)
+    if is_checked:
+        check_rows_are_independent(loss_of, batch, parts, rows, weight, shared, _refuse_batch_norm)
     shares: Shares | None = None
     total: Tensor | None = None
     for number, part in enumerate(parts):
@@ -138,10 +139,12 @@ def accumulate_weighted(
         if shares is None:
             if not batch_norm:
                 _refuse_batch_norm([loss])
-            if is_stated and len(parts) > 1:
+            if is_checked:
                 check_no_product_of_rows(loss, rows[0])
             try:
                 shares = shares_for(loss, parts, rows, weight)
+                if is_checked and weight is not None:
+                    shares.check_against_labels(loss, parts)
             except LowtideError:
                 check_no_product_of_rows(loss, rows[0])  # if there is one, that is the reason
                 raise

@@ -244,6 +244,23 @@ class Shares:
     def of(self, number: int) -> float:
         return self._shares[number]
 
+    def check_against_labels(self, loss: Tensor, parts: Sequence[Any]) -> None:
+        """Raise LowtideError if the labels that `loss` averages over give the pieces other shares."""
+        average = average_of(loss)
+        if average is None or average.target is None or average.kind == "sum" or reduces_before(loss):
+            return
+        counts = _count_terms(average, average.target, parts)
+        if counts is None:
+            return
+        stated = _normalized(self._shares)
+        by_labels = _normalized(counts)
+        if any(abs(one - other) > 1e-6 for one, other in zip(stated, by_labels, strict=True)):
+            raise LowtideError(
+                f"the stated weight gives the first piece {stated[0]:.4g} of the batch, and the loss is a mean over "
+                f"labels of which it has {by_labels[0]:.4g}: some labels are ignored or weighted by class. Leave "
+                "weight out: the shares are then read from the loss."
+            )
+
     def check(self, number: int, average: Average | None) -> None:
         """Raise LowtideError unless the piece was averaged as estimated."""
         estimated = self._expected[number]

@@ -60,6 +60,11 @@ def spans(rows: int, n: int) -> list[Span]:
     return list(zip([0, *ends], ends, strict=False))
 
 
+def first_rows(batch: Batch, n: int, shared: Collection[str] = ()) -> Batch:
+    """Return the first `n` rows of `batch`, as `micro_batches` would."""
+    return cast("Batch", _Splitter(rows_of(batch, shared), frozenset(shared)).part(batch, (0, n), ""))
+
+
 def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
     """Return the number of rows of the first tensor in `batch` that has any. Raises LowtideError if none has."""
     for name, tensor in tensors_by_name(batch):

@@ -20,6 +20,8 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 class RetainGraph(Rule):
     """A backward pass was told to retain the graph."""
 
+    follows_from = "LT011"
+
     def matches(self, item: RetainedObject, history: History) -> bool:
         return item.has_graph and any(b.retain_graph for b in item.backwards)
 

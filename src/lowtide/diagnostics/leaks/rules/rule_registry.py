@@ -45,6 +45,8 @@ class Rule:
     """Words behind the bytes, such as "of host memory a step"."""
     superseded_by = ""
     """Code of a rule whose finding on the same holder replaces this one."""
+    follows_from = ""
+    """Code of a rule whose finding on the same backward pass is the reason for this one, which is left out then."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         """Return True if `item` is a case of this rule."""

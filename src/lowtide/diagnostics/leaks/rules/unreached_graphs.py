@@ -44,8 +44,8 @@ class BackwardSkipped(Rule):
     "backward for each batch frees its graph before the next forward.",
     bad="total = total + criterion(model(x), y) / n\n...\ntotal.backward()",
     good="(criterion(model(x), y) / n).backward()",
-    fix="call `backward()` for each batch right after its forward (`(loss / n).backward()`): gradients add up, and add "
-    "`loss.detach()` to `{name}`",
+    fix="call `backward()` for each batch right after its forward (`(loss / n).backward()`): gradients add up. For the "
+    "total, `loss.detach()` is enough",
 )
 class OneBackwardForSeveralLosses(Rule):
     """Recorded when backward begins at a sum of losses with separate graphs."""
