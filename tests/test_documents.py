@@ -65,7 +65,8 @@ def test_every_name_exists(page: Path) -> None:
     text = text_of(page)
     names = re.findall(r"lowtide\.([a-z_]+)\(", text)
     assert set(names) <= set(lowtide.__all__)
-    commands = re.findall(r"^\$ (?:.* )?lowtide ([a-z]+)", text, re.MULTILINE) + re.findall(r"`lowtide ([a-z]+)", text)
+    named = r"lowtide ([a-z][a-z-]*)"
+    commands = re.findall(rf"^\$ (?:.* )?{named}", text, re.MULTILINE) + re.findall(f"`{named}", text)
     assert set(commands) <= set(COMMANDS)
 
 
