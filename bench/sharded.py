@@ -2,7 +2,7 @@
 
     python bench/sharded.py                   # some 10 minutes on two cores; writes docs/sharded.md
     python bench/sharded.py --models llama    # prints the rows of this model alone
-    python bench/sharded.py --published       # renews the last two sections of the page alone
+    python bench/sharded.py --published       # renews the last two sections alone; two minutes of one core
 
 Each repeated block and the whole are sharded with `fully_shard`; gloo connects the processes, which have a core each.
 Peaks are the CPU allocator's in the first process, with AdamW's state, its parameters' parts and the batch. FLOPs are
@@ -163,7 +163,10 @@ class Published(NamedTuple):
     source: str
 
 
-TORCHTITAN = "torchtitan, benchmarks/llama3_h100_202412"
+TORCHTITAN = (
+    "[torchtitan](https://github.com/pytorch/torchtitan/blob/31a17bfdb70bab6f62a13d21816a5339b911d6e3/benchmarks/"
+    "llama3_h100_202412_torchtitan.md)"
+)
 PUBLISHED = (
     Published("Llama 3.1 8B, 2 x 8192 tokens, selective checkpointing", "8 x h100-80", "", "82.4 GiB", TORCHTITAN),
     Published("the same", "128 x h100-80", "", "67.0 GiB", TORCHTITAN),
@@ -190,7 +193,9 @@ def published() -> Iterator[str]:
         "with 96 GB and a torch of 2024; which setting of the allocator was used is not said, so both are shown. "
         "Expandable is "
         "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. Assumed: the root's parameters stay gathered between "
-        "forward and backward, and attention's kernel is the one that torch 2.13 takes."
+        "forward and backward, and attention's kernel is the one that torch 2.13 takes. The source's other rows are of "
+        "compiled models, of Float8, of pipelines and of context parallelism, which are not estimated. Two rows are "
+        "no validation."
     )
     yield ""
     yield "| step | GPUs | published | requested | reserved | difference | reserved, expandable | difference | source |"

@@ -86,6 +86,7 @@ def test_what_takes_less_can_need_more() -> None:
         if draw.random() < 0.3:
             bounds[block] = ScratchBlock(size, size, size + draw.choice([1, 2, 4, 10]) * MIB)
     found = Outcome(EventStream(tuple(events), "cuda"), bounds, AllocatorConfig(), is_bounded=True)
-    most = max(found._without_end("most", order).peak_reserved_bytes for order in range(len(found._orders)))
+    stream = found._streams["most"]
+    most = max(found._without_end(stream, order).peak_reserved_bytes for order in range(len(found._orders)))
     assert most < found.needs()[1][1]
     assert found.on(gpu(most + context_bytes(gpu(0))[1])) == "unknown"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -112,6 +113,20 @@ def test_an_estimate_is_what_the_process_allocates(rank: int, settings: dict[str
     assert abs(estimate.peak_bytes - static_bytes - memory.peak_bytes) <= close * estimate.peak_bytes
     assert not estimate.unknown
     assert estimate.static.total == static_bytes
+
+
+def test_small_tensors_are_known_and_not_sent() -> None:
+    """Known contents are no reason to run a collective on them: its result is a wrapper without memory."""
+    with lowtide.absent_processes(2):
+        mesh = distributed.init_device_mesh("cpu", (2,))
+        model = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+        def step(batch: Tensor) -> None:
+            (batch + model(batch)).square().mean().backward()
+
+        batch = torch.randn(8, WIDTH)
+        assert lowtide.estimate(model, step, batch).peak_bytes > batch.nbytes
 
 
 def test_a_gpu_of_eight_holds_an_eighth() -> None:

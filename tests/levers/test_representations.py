@@ -143,7 +143,7 @@ def test_a_scaler_scales_all_gradients() -> None:
 
 @pytest.mark.slow
 def test_two_processes_have_the_gradients_of_all_rows(run_python: RunPython, tmp_path: Path) -> None:
-    program = Path(__file__).parents[1] / "processes" / "contrastive.py"
-    done = run_python(str(program), str(tmp_path / "meeting"), "gathers", path=program.parents[1])
+    program = Path(__file__).parents[1] / "processes" / "together.py"
+    done = run_python(str(program), str(tmp_path / "meeting"), "contrastive.gathers", path=program.parents[1])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("gathers: as it should be") == 2
+    assert done.stdout.count("contrastive.gathers: as it should be") == 2

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import together
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.nn.functional import all_gather
@@ -42,7 +41,3 @@ def gathers(rank: int) -> None:
     for parameter, gradient in zip(plain.parameters(), wanted, strict=True):
         assert (parameter.grad - gradient).abs().max() <= 1e-12
     distributed.barrier()
-
-
-if __name__ == "__main__":
-    together.run(globals())

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from sharded import Step, accumulating, batch_of, build, half_precision, kept_whole, mesh, step_of, usual
-from together import run
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -121,7 +120,3 @@ def trains_on_after_an_estimate(rank: int) -> None:
             step(batch_of(rank))
         found.append([part.clone() for part in parts([p.detach() for p in model.parameters()])])
     assert all(map(torch.equal, *found))
-
-
-if __name__ == "__main__":
-    run(globals())

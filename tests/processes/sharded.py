@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from together import refused, run
+from together import refused
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -188,7 +188,3 @@ def refuses(rank: int) -> None:
     inner, optimizer = build(lambda model: None)
     model = FullyShardedDataParallel(inner, device_id=torch.device("cpu"))
     refused(lambda: lowtide.rehearse(model, step_of(model, optimizer), batch), "FSDP1")
-
-
-if __name__ == "__main__":
-    run(globals())

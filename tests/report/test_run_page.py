@@ -35,6 +35,18 @@ def test_its_numbers_are_the_records() -> None:
     assert html.escape(peak_sentence(RUN.after)) in PAGE
 
 
+def test_the_page_says_which_sizes_were_measured_and_what_a_recompute_is() -> None:
+    assert "less, measured" in PAGE
+    assert "computed again in backward: by their own operator" in PAGE
+    made = run()
+    assert made.plan is not None
+    untimed = run_page(replace(made, proof=None, plan=replace(made.plan, step_ms=0.0)))
+    assert "a step, predicted; no plain step was timed to compare with" in untimed
+    assert "less, predicted" in untimed
+    close = replace(made, plan=replace(made.plan, budget_bytes=made.plan.predicted.peak_bytes))
+    assert verdict(close)[1].count(" B)") == 2  # three figures would not tell them apart
+
+
 def test_reserved_bytes_are_kept_apart_from_requested_ones() -> None:
     made = run()
     assert made.plan is not None

@@ -18,11 +18,12 @@ from torch.nn import functional
 
 import lowtide
 from comparing import equal
-from lowtide._torch.privateuse1 import remove_kernels
+from lowtide._torch.privateuse1 import ASIDE, is_replaced, remove_kernels
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner import smallest_peak
 from lowtide.runtime import inplace_gradients as in_place
+from lowtide.runtime.engine import Engine
 from lowtide.runtime.fingerprint import static_bytes
 from lowtide.runtime.inplace_gradients import InPlace
 from lowtide.runtime.inplace_kernels import OPERATORS, _pieces
@@ -816,3 +817,20 @@ def test_gradients_are_written_in_place_after_a_step_was_estimated_under_the_pla
     with lowtide.apply(model, plan), lowtide.measure() as memory:
         step(x)
     assert memory.peak_bytes <= estimated.timeline.peak_bytes
+
+
+def test_kernels_are_registered_only_while_a_plan_asks_for_them():
+    """A kernel in Python costs each call of its operator some 10 us, in every backward pass of a planned model."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 1))
+    x = torch.randn(64, 64)
+    engine = Engine(model, {}, in_place=[{"ReluBackward0": 4096}])
+    engine.install()
+    loss = model(x).sum()
+    assert is_replaced("threshold_backward", ASIDE)
+    assert not is_replaced("native_batch_norm_backward", ASIDE)
+    loss.register_hook(lambda gradient: engine.remove())  # its pass may call the kernel yet
+    loss.backward()
+    assert is_replaced("threshold_backward", ASIDE)
+    engine.install()
+    engine.remove()
+    assert not is_replaced("threshold_backward", ASIDE)

@@ -118,7 +118,7 @@ def sharding_without_modes() -> Iterator[None]:
 def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        with without_modes():
+        with without_modes(), without_function_modes():
             return function(*args, **kwargs)
 
     return called
@@ -148,3 +148,16 @@ def ring_attention() -> tuple[Any, tuple[str, ...]] | None:
         return None
     names = ("_enable_context_parallel_dispatcher_impl", "_templated_ring_attention")
     return module, tuple(name for name in names if hasattr(module, name))
+
+
+def symmetric_memory() -> Iterator[tuple[Any, str]]:
+    """Yield the functions, each as owner and name, that begin to use symmetric memory. 2.13, as far as present."""
+    from torch.distributed import _symmetric_memory
+    from torch.distributed.fsdp import FSDPModule
+
+    for owner, name in (
+        (FSDPModule, "set_symm_mem_for_comm"),
+        *((_symmetric_memory, name) for name in ("empty", "rendezvous", "enable_symm_mem_for_group")),
+    ):
+        if hasattr(owner, name):
+            yield owner, name

@@ -35,7 +35,10 @@ NO_FAKE_KERNEL = _fake_tensor.UnsupportedOperatorException
 OWN_OPERATORS = frozenset({"aten", "prim", "prims", "profiler"})
 """Namespaces of torch's own operators. 2.13."""
 
-SHARDING_OPERATORS = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp"})
+SENDING_OPERATORS = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
+"""Namespaces of collectives that a compiler can trace. 2.13."""
+
+SHARDING_OPERATORS = SENDING_OPERATORS | {"c10d", "fsdp"}
 """Namespaces of operators that send between processes, or copy what is sent. 2.13."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,29 +110,26 @@ _aside: list[torch.library.Library] = []
 """Fallthrough for operators without a kernel for ASIDE; registered with the first such kernel."""
 
 
-def put_aside(kernels: Mapping[str, Callable[..., Any]], wanted: Container[str]) -> torch.library.Library:
+def put_aside(kernels: Mapping[str, Callable[..., Any]]) -> torch.library.Library:
     """Run `kernels` instead of the kernels of `aten` operators inside a block of `with_aside`. 2.13, since 2.10.
 
-    An operator that is not in `wanted` when it is called continues with torch's own kernel at once. Each kernel gets,
-    before the arguments, a function that continues with torch's own kernel and one that continues past autograd; and,
-    after the arguments, an object without other references, for `references`.
+    Each gets, before the arguments, a function that continues with torch's own kernel and one that continues past
+    autograd; and, after the arguments, an object without other references, for `references`.
     """
     if not _aside:
         _aside.append(pass_through(ASIDE))
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, kernel in kernels.items():
-        given = _given_its_own(kernel, getattr(torch.ops.aten, name).default, name, wanted)
+        given = _given_its_own(kernel, getattr(torch.ops.aten, name).default)
         library.impl(name, given, ASIDE, with_keyset=True, allow_override=False)  # type: ignore[no-untyped-call]
     return library
 
 
-def _given_its_own(kernel: Callable[..., Any], operator: Any, name: str, wanted: Container[str]) -> Callable[..., Any]:
+def _given_its_own(kernel: Callable[..., Any], operator: Any) -> Callable[..., Any]:
     redispatch = operator._handle.redispatch_boxed  # `operator.redispatch` without a call of a Python function
 
     @never_compiled  # otherwise compiled, with its callees, wherever a compiled function runs backward
     def replaced(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if name not in wanted:
-            return redispatch(keys & _BEHIND_ASIDE, *args, **kwargs)
         on = functools.partial(redispatch, keys & _BEHIND_ASIDE)
         past = functools.partial(redispatch, keys & _BEHIND_AUTOGRAD)
         return kernel(on, past, *args, object(), **kwargs)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -47,7 +48,7 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
 @click.option(
     "--rank", type=click.IntRange(0), help="Of several GPUs, estimate this rank; else the first and the last."
 )
-@click.option("--fewest", is_flag=True, help="Of several GPUs, also say how many of each kind are enough, up to 64.")
+@click.option("--fewest", is_flag=True, help="Also say how many GPUs of each kind are enough, trying 1, 2, 4 ... 64.")
 @click.option("--strict", is_flag=True, help="Exit code 1 also if some of the memory is not known exactly.")
 @click.option("--batch", "sizes", type=click.IntRange(1), multiple=True, help="Size of the batch; may be repeated.")
 @click.option(
@@ -59,6 +60,7 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
     help="Write the memory of the two steps to FILE, as a snapshot for pytorch.org/memory_viz.",
 )
 @output_option("--json", "json_to", 'Write the estimate to FILE as JSON; "-": print only that.')
+@click.option("--record", "record_to", hidden=True, help="Write the estimate to FILE as JSON, and say nothing of it.")
 @report_option
 @script_arguments()
 def estimate(
@@ -70,6 +72,7 @@ def estimate(
     sizes: tuple[int, ...],
     snapshot_to: str | None,
     json_to: str | None,
+    record_to: str | None,
     report_to: str | None,
     target: str,
     args: tuple[str, ...],
@@ -152,8 +155,11 @@ def estimate(
         click.echo(sweep(found))
     if json_to != "-" and budget_bytes is not None:
         click.echo("\n".join(_against(budget_bytes, found)))
+    text = json.dumps([record(estimate, size, budget_bytes) for size, estimate in found.items()], indent=1)
     if json_to is not None:
-        write(json.dumps([record(estimate, size, budget_bytes) for size, estimate in found.items()], indent=1), json_to)
+        write(text, json_to)
+    if record_to is not None:
+        Path(record_to).write_text(text, encoding="utf-8")
     if report_to is not None:
         write_report(_record(found, target), report_to)
     return 0 if all(is_within(estimate, budget_bytes, strict=strict) for estimate in found.values()) else 1

@@ -16,7 +16,7 @@ from lowtide.memory.gpu_specs import GPUS, GpuSpec
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from lowtide.script.runner import Script
 
@@ -53,39 +53,43 @@ class SeveralGpus:
                 if len(records) > 1:
                     click.echo(_compared(*records))
             if fewest:
-                records[0]["fewest"] = found = self._fewest(Path(folder), {n_gpus: records[0]["smallest_gpu"]})
+                rows = self._by_number(Path(folder), n_gpus, records[0])
+                records[0]["by_number"] = rows
                 if json_to != "-":
-                    click.echo(_table(found))
+                    click.echo(table(rows, (gpu.name for gpu in self._alike())))
         if json_to is not None:
             write(json.dumps(records, indent=1), json_to)
         return max(run.code for run in runs)
 
-    def _fewest(self, folder: Path, smallest: dict[int, str | None]) -> dict[str, int | None]:
-        """Return the number of GPUs of each kind that is enough; None if that is more than MOST_GPUS.
+    def _by_number(self, folder: Path, n_gpus: int, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the needs of the first process for each number of GPUs that is tried, from the smallest number on.
 
-        `smallest` gives the smallest sufficient kind by number of GPUs; every larger kind is sufficient, too. Numbers
-        for which the script fails are skipped.
+        Numbers go down until no GPU of the table is large enough, and up until the smallest one is, or to MOST_GPUS.
+        Numbers for which the script fails are left out.
         """
-        known = [gpu for gpu in GPUS if not gpu.shared and _is_newer(gpu) == _is_newer(self._gpu)]
-        order = [gpu.name for gpu in known]
-        n = 1
-        while n <= MOST_GPUS and order[0] not in smallest.values():
-            if n not in smallest:
+        smallest = next(gpu.name for gpu in self._alike())
+        powers = [2**power for power in range(MOST_GPUS.bit_length())]
+        rows = {n_gpus: _row(n_gpus, asked)}
+        for numbers, enough in (
+            (sorted((n for n in powers if n < n_gpus), reverse=True), lambda row: row["smallest_gpu"] is None),
+            ([n for n in powers if n > n_gpus], lambda row: row["smallest_gpu"] == smallest),
+        ):
+            last = rows[n_gpus]
+            for n in numbers:
+                if enough(last):
+                    break
                 run = _Run(self, folder, n, 0, quiet=True).ended()
                 if run.code in (0, 1):
-                    smallest[n] = run.record()["smallest_gpu"]
-            n *= 2
-        return {
-            gpu.name: min(
-                (n for n, name in smallest.items() if name is not None and order.index(name) <= order.index(gpu.name)),
-                default=None,
-            )
-            for gpu in known
-        }
+                    last = rows[n] = _row(n, run.record())
+        return with_gpus([rows[n] for n in sorted(rows)], [gpu.name for gpu in self._alike()])
+
+    def _alike(self) -> list[GpuSpec]:
+        """Return the listed GPUs with kernels like those of the GPU that was asked for, the smallest first."""
+        return [gpu for gpu in GPUS if not gpu.shared and _is_newer(gpu) == _is_newer(self._gpu)]
 
     def command(self, n_gpus: int, rank: int, record_to: Path) -> list[str]:
         """Return the command that estimates one process, and writes its record."""
-        options = ["--device", f"{n_gpus} x {self._gpu.name}", "--rank", str(rank), "--json", str(record_to)]
+        options = ["--device", f"{n_gpus} x {self._gpu.name}", "--rank", str(rank), "--record", str(record_to)]
         options += ["--strict"] * self._strict
         if self._snapshot_to is not None and (n_gpus, rank) == (self._n_gpus, 0):
             options += ["--snapshot", self._snapshot_to]
@@ -128,6 +132,32 @@ def _compared(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
     return f"rank {last['rank']}: " + ", ".join(f"{format_bytes(n_bytes)} {kind}" for kind, n_bytes in peaks.items())
 
 
-def _table(fewest: Mapping[str, int | None]) -> str:
-    lines = [f"  {n or f'more than {MOST_GPUS}':>12}  {name}" for name, n in fewest.items()]
-    return "\n".join(["enough of each GPU, of 1, 2, 4 and so on:", *lines])
+def _row(n_gpus: int, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the needs of one process of `n_gpus`, and the smallest GPU that has enough memory."""
+    kept = ("peak_requested_bytes", "peak_reserved_bytes", "smallest_gpu")
+    return {"n_gpus": n_gpus, **{name: record[name] for name in kept}}
+
+
+def with_gpus(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Add to each row the GPUs of which this number is enough and no smaller one is; `names`: the smallest first.
+
+    A GPU that is larger than one with enough memory has enough, too.
+    """
+    found, left = [], list(names)
+    for row in rows:
+        n_small = left.index(row["smallest_gpu"]) if row["smallest_gpu"] in left else len(left)
+        found.append({**row, "enough_of": left[n_small:]})
+        del left[n_small:]
+    return found
+
+
+def table(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> str:
+    """Format one line for each number of GPUs: reserved memory, and the GPUs of which no smaller number is enough."""
+    lines = ["enough GPUs of each kind, by the number of GPUs that was tried:"]
+    for row in rows:
+        reserved = f"{row['n_gpus']:>4}  {format_bytes(row['peak_reserved_bytes']):>9} reserved on each"
+        lines.append(f"{reserved}: {', '.join(row['enough_of']) or '-'}")
+    found = {name for row in rows for name in row["enough_of"]}
+    if left := [name for name in names if name not in found]:
+        lines.append(f"  {rows[-1]['n_gpus']} are not sure to be enough of: {', '.join(left)}")
+    return "\n".join(lines)

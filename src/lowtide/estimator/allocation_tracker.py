@@ -28,6 +28,7 @@ from lowtide._torch.fake_modes import (
     OWN_OPERATORS,
     is_strided,
     on_real_tensors,
+    without_function_modes,
     without_modes,
 )
 from lowtide._torch.modes import TorchDispatchMode
@@ -197,13 +198,22 @@ class AllocationTracker(TorchDispatchMode, Recorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_wrapping, types)):
             return NotImplemented  # the wrapper's own code runs first, and comes back with its parts
+        if func is _ASKED_OF_RESULTS and not is_real(args[0]):  # more than half of all calls
+            self._asked.add(id(args[0]))
+            return self._fakes.dispatch(func, (), args)
+        if func.namespace not in OWN_OPERATORS:  # a fake kernel of the user's own may ask for CUDA
+            return self._handle(func, args, kwargs or {})
+        with without_function_modes():
+            return self._handle(func, args, kwargs or {})
+
+    def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator on fakes, record what it allocates, and return its result."""
         if func is _ASKED_OF_RESULTS:
             self._asked.add(id(args[0]))
         else:
             self._settle()
             if func is not aten.add.Tensor:
                 self._asked.clear()
-        kwargs = kwargs or {}
         tensors, any_real = tensors_of(args, kwargs)
         if any_real:
             if (detached := detached_real(func, args)) is not None:

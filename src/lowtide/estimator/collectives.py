@@ -1,4 +1,8 @@
-"""Collective operations in estimated steps: those on fake tensors end at once, and send nothing."""
+"""Collective operations in estimated steps: those on fake tensors end at once, and send nothing.
+
+Sums keep this process's own contents. Tensors that other processes would fill have no known contents, so a size that
+depends on them is refused.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ from typing import Any
 
 import torch
 
-from lowtide._torch.fake_modes import is_fake
+from lowtide._torch.fake_modes import is_fake, on_real_tensors
+from lowtide.estimator.values.known_values import receive, senders
 from lowtide.runtime.fingerprint import tensors_in
 
 SENDING = (
@@ -17,6 +22,18 @@ SENDING = (
     *("all_gather_single", "reduce_scatter_single", "all_reduce_coalesced", "all_gather_coalesced"),
 )
 """Functions of `torch.distributed` that send tensors, as far as this torch has them."""
+
+RECEIVED = {
+    "all_gather": (0, "tensor_list"),
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_single"), (0, "output_tensor")),
+    **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"), (0, "output")),
+    "all_to_all_single": (0, "output"),
+    "all_to_all": (0, "output_tensor_list"),
+    "all_gather_coalesced": (0, "output_tensor_lists"),
+    "gather": (1, "gather_list"),
+    "scatter": (0, "tensor"),
+}
+"""Arguments of `SENDING` that other processes fill: place and name."""
 
 
 class Done:
@@ -31,6 +48,7 @@ class Done:
 
 def stand_ins() -> Iterator[tuple[Any, str, Any]]:
     """Return the replacements in torch: (owner, name, function)."""
+    senders.clear()
     for owner in (torch.distributed, torch.distributed.distributed_c10d):
         yield from ((owner, name, unsent(getattr(owner, name))) for name in SENDING if hasattr(owner, name))
 
@@ -42,6 +60,11 @@ def unsent(send: Callable[..., Any]) -> Callable[..., Any]:
     def sent(*args: Any, **kwargs: Any) -> Any:
         if not any(map(is_fake, tensors_in((args, kwargs)))):
             return send(*args, **kwargs)
+        if (argument := RECEIVED.get(send.__name__)) is not None:
+            place, name = argument
+            with on_real_tensors():
+                for tensor in tensors_in(args[place] if len(args) > place else kwargs.get(name)):
+                    receive(tensor, f"torch.distributed.{send.__name__}")
         return Done() if kwargs.get("async_op") else None
 
     return sent

@@ -41,6 +41,12 @@ FSDP1 = (
 )
 
 
+SYMMETRIC = (
+    "the model gathers in symmetric memory (set_symm_mem_for_comm), which is not torch's allocator's and can't be "
+    "estimated.\n  Estimate without it: it comes on top of the answer."
+)
+
+
 @contextlib.contextmanager
 def sharding(modules: Iterable[Any], ledger: AllocationTracker) -> Iterator[None]:
     """Send nothing in this block, and track the allocations of sharded units among `modules`.
@@ -101,10 +107,7 @@ def check_estimated(modules: Iterable[nn.Module]) -> None:
         if isinstance(module, fsdp.FullyShardedDataParallel):
             raise RehearsalError(FSDP1)
     if any(group.is_symmetric for group in _groups(modules)):
-        raise RehearsalError(
-            "the model gathers in symmetric memory (set_symm_mem), which is not torch's allocator's and can't be "
-            "estimated.\n  Estimate without it: it comes on top of the answer."
-        )
+        raise RehearsalError(SYMMETRIC)
 
 
 def _refuse_rings(*args: Any, **kwargs: Any) -> NoReturn:

@@ -92,15 +92,17 @@ def _tiles(run: RunRecord) -> str:
     if run.plan is not None:
         tiles.append(("budget", format_bytes(run.plan.budget_bytes), "", run.plan.budget_bytes))
     if plain is not None and run.plan is not None:
-        tiles.append(("before", format_bytes(plain), "the plain step's peak", plain))
+        is_known = run.profile is not None and run.profile.measured_plain_peak_bytes is not None
+        how = "measured" if is_known else "predicted"
+        tiles.append(("before", format_bytes(plain), f"the plain step's peak, {how}", plain))
     if peak is not None and run.plan is not None:
         less = f"{format_ratio(1 - peak / plain)} less" if plain and peak < plain else "as before"
-        tiles.append(("after", format_bytes(peak), less, peak))
+        how = "predicted" if run.proof is None or run.peak_bytes != run.proof.measured_peak_bytes else "measured"
+        tiles.append(("after", format_bytes(peak), f"{less}, {how}", peak))
         if (reserved := run.reserved_peak_bytes) is not None:
             tiles.append(("reserved", format_bytes(reserved), "by the allocator, which the budget is for", reserved))
-        tiles.append(
-            ("extra time", extra(run.plan.predicted.extra_ms, run.plan.step_ms).removesuffix(" time"), _cost(run), None)
-        )
+        cost = extra(run.plan.predicted.extra_ms, run.plan.step_ms).removesuffix(" time").removesuffix(" a step")
+        tiles.append(("extra time", cost, _cost(run), None))
     elif peak is not None and not run.needs:
         tiles.append(("peak of a step", format_bytes(peak), "everything included", peak))
     if run.proof is not None:
@@ -127,6 +129,8 @@ def _cost(run: RunRecord) -> str:
     assert run.plan is not None
     if run.proof is not None and run.proof.extra is not None:
         return f"predicted; {format_ratio(run.proof.extra, signed=True)} in one measured step"
+    if not run.plan.step_ms:
+        return "a step, predicted; no plain step was timed to compare with"
     return f"predicted, {format_time(run.plan.predicted.extra_ms)} a step"
 
 
@@ -213,7 +217,7 @@ def memory(
         )
     said = "".join(
         f'<p class="lt-peak-sentence" data-track="{each}"{"" if each == name else " hidden"}>'
-        f"{escape(peak_sentence(m))}</p>"
+        f"{f'<b>{each.capitalize()}:</b> ' if len(tracks) > 1 else ''}{escape(peak_sentence(m))}</p>"
         for each, m in tracks
     )
     names = {category for _, each in tracks for category in each.bytes}
@@ -303,6 +307,8 @@ def decided(run: RunRecord) -> str:
     )
     return (
         f'{listing}<p class="lt-chips">{chips}</p>'
+        "<p>Kept tensors stay in memory from forward to backward. Recomputed and replayed ones are freed in forward "
+        "and computed again in backward: by their own operator, or by running their module once more.</p>"
         "<p>Bytes are of tensors saved for backward, by the module that saves them. Times are of its own recomputes "
         "and replays; all together, with what these need on the way, they take "
         f"{format_time(plan.predicted.extra_ms)} a step.</p>"
@@ -360,7 +366,7 @@ def alternatives(frontier: Frontier | None, plan: Plan | None) -> str:
 
 
 def _named(frontier: Frontier, plan: Plan | None) -> list[tuple[str, Point]]:
-    points = [("", point) for point in frontier.points]
+    points = [("another budget", point) for point in frontier.points]
     if points:
         points[0] = ("smallest peak", points[0][1])
         points[-1] = ("plain step", points[-1][1])

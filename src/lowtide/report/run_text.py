@@ -69,6 +69,8 @@ def verdict(run: RunRecord) -> tuple[Answer, str]:
             return "open", "No step was measured, and the budget is for what the allocator reserves."
         peak_bytes = run.reserved_peak_bytes
     budget, peak = format_apart(run.plan.budget_bytes, peak_bytes)
+    if format_bytes(peak_bytes) == format_bytes(run.plan.budget_bytes) and peak_bytes != run.plan.budget_bytes:
+        budget, peak = (f"{format_bytes(n)} ({n:,} B)" for n in (run.plan.budget_bytes, peak_bytes))
     is_measured = run.proof is not None and run.proof.measured_peak_bytes is not None
     how = "peaks at" if is_measured else "is predicted to peak at"
     peak += " reserved" if run.plan.budget_for == "reserved" else ""

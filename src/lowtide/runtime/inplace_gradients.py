@@ -14,8 +14,9 @@ Such a kernel lets torch's write its result over the incoming gradient, if
 In all other cases, such as when a graph of gradients is recorded, torch's kernel runs unchanged. The arithmetic is the
 same, and so are the bits; the audit still compares them.
 
-Lowtide's kernels stay registered once they are, because the dispatcher frees a removed kernel even if another thread is
-about to call it. Those that nothing in force asks for call torch's at once.
+Lowtide's kernels are registered while something in force asks for them. They are removed only while no backward pass
+that may call them is in progress, because the dispatcher frees a removed kernel even if another thread is about to call
+it; one that stays until then calls torch's directly.
 """
 
 from __future__ import annotations
@@ -36,7 +37,14 @@ from lowtide._torch.compiled_code import never_compiled, not_compiled_alone
 from lowtide._torch.fake_modes import without_modes
 from lowtide._torch.nodes import node_metadata
 from lowtide._torch.patching import replace_function
-from lowtide._torch.privateuse1 import below_autograd, is_dispatched_plainly, is_replaced, put_aside, with_aside
+from lowtide._torch.privateuse1 import (
+    below_autograd,
+    is_dispatched_plainly,
+    is_replaced,
+    put_aside,
+    remove_kernels,
+    with_aside,
+)
 from lowtide._torch.pytree import tree_leaves
 from lowtide._torch.tensors import is_plain, references
 from lowtide.errors import LowtideError
@@ -87,7 +95,7 @@ class InPlace(Removable):
     def of_all(self, least: Mapping[str, int]) -> None:
         """Request these in each later backward pass, of any model."""
         self.least, self._is_for_all = least, True
-        _look_for_wanted()
+        _register_wanted()
         if least:
             available(self.device)
             _attend()
@@ -97,7 +105,7 @@ class InPlace(Removable):
         """Request these in one backward pass: that of the output which the block puts in the yielded list."""
         if least is not self.least:
             self.least = least
-            _look_for_wanted()
+            _register_wanted()
         outputs: list[Any] = []
         if not least:
             yield outputs
@@ -139,23 +147,31 @@ class InPlace(Removable):
     def remove(self) -> None:
         """Withdraw all requests. May be called again."""
         _IN_FORCE[:] = [other for other in _IN_FORCE if other() not in (None, self)]
-        _look_for_wanted()
+        _register_wanted()
 
 
 _IN_FORCE: list[weakref.ref[InPlace]] = []
 """Weak references, so that a dropped model is freed with its plan."""
 
-_WANTED: set[str] = set()
-"""Operators that a permission in force asks for, or that are being tried out: all others call torch's kernels."""
+_kernels: dict[str, torch.library.Library] = {}
+"""Lowtide's registered kernels, by operator."""
+_n_passes = 0
+"""Number of backward passes in progress that may call them."""
 
 
-def _look_for_wanted() -> None:
-    """Find the operators that permissions in force ask for."""
+def _register_wanted(tried: Iterable[str] = ()) -> None:
+    """Register the kernels that permissions in force ask for, and those of operators to try out; remove all others.
+
+    Torch finds a kernel in an awaited backward pass, and nowhere else. There each call of one takes some 10 us.
+    """
     with _LOCK:
         in_force = [found for reference in _IN_FORCE if (found := reference()) is not None]
-        wanted = {OPERATORS[node].name for found in in_force for node in found.least if node in OPERATORS}
-        _WANTED.update(wanted)
-        _WANTED.intersection_update(wanted)
+        asked = {OPERATORS[node].name for found in in_force for node in found.least if node in OPERATORS}
+        wanted = asked.union(tried)
+        for name in wanted - _kernels.keys():
+            _kernels[name] = put_aside({name: _kernel(name)})
+        for name in _kernels.keys() - wanted if not _n_passes else ():
+            remove_kernels(_kernels.pop(name))
 
 
 class _Graph:
@@ -185,6 +201,7 @@ def _backward(
 ) -> Any:
     if not (rulings := _awaiting()):
         return run(tensors, gradients, keep_graph, *args, **kwargs)
+    _begins_pass()
     try:
         with with_aside():
             return run(tensors, gradients, keep_graph, *args, **kwargs)
@@ -207,7 +224,17 @@ def _awaiting() -> list[InPlace]:
 
 
 @never_compiled
+def _begins_pass() -> None:
+    global _n_passes
+    with _LOCK:
+        _n_passes += 1
+
+
+@never_compiled
 def _has_passed(rulings: list[InPlace], keep_graph: bool) -> None:
+    global _n_passes
+    with _LOCK:
+        _n_passes -= 1
     for ruling in () if keep_graph else rulings:
         ruling.has_passed()
     _awaiting()
@@ -312,8 +339,6 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 _LOCK: Final = threading.RLock()
-_libraries: list[torch.library.Library] = []
-"""Lowtide's kernels, once they are needed."""
 _COUNTS: dict[str, Mapping[str, tuple[int, ...]]] = {}
 """By device type and node, the number of references without other holders."""
 
@@ -339,9 +364,8 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
         return {}
     with _LOCK:
         if device not in _COUNTS:
-            _put_aside()
             found = {}
-            _WANTED.update(operator.name for operator in OPERATORS.values())
+            _register_wanted(tried=[operator.name for operator in OPERATORS.values()])
             with (
                 without_modes(),
                 with_aside(),
@@ -354,15 +378,9 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
                     alone, shared = (_tried(operator, device, shared=shared) for shared in (False, True))
                     if alone is not None and shared is not None and alone != shared:
                         found[operator.node] = alone
-            _look_for_wanted()
             _COUNTS[device] = found
+            _register_wanted()
         return _COUNTS[device]
-
-
-def _put_aside() -> None:
-    """Register Lowtide's kernels where torch finds them in an awaited backward pass, and nowhere else."""
-    if not _libraries:
-        _libraries.append(put_aside({name: _kernel(name) for name in {o.name for o in OPERATORS.values()}}, _WANTED))
 
 
 def _tried(operator: Operator, device: str, *, shared: bool) -> tuple[int, ...] | None:

@@ -18,6 +18,7 @@ from lowtide._torch.distributed import meshes_on
 from lowtide._torch.fake_modes import function_modes_in_backward
 from lowtide._torch.modules import apply_to_tensors
 from lowtide._torch.patching import replace_function
+from lowtide.estimator.compiled_collectives import compile_as_written
 from lowtide.estimator.cuda import process_groups as groups
 from lowtide.estimator.cuda.memory_stats import Usage
 from lowtide.estimator.cuda.redirect import cuda_is_there
@@ -50,7 +51,10 @@ def steps_of_a_script(crew: Estimating) -> Iterator[None]:
 
     def compiles(model: Any = None, **options: Any) -> Any:
         crew.compiles = True
-        return (lambda model: model) if model is None else model
+        if model is None:
+            return functools.partial(compiles, **options)
+        compile_as_written(model)
+        return model
 
     def runs_back(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         done = run(*args, **kwargs)
@@ -66,7 +70,7 @@ def steps_of_a_script(crew: Estimating) -> Iterator[None]:
         stack.callback(replace_function(torch.autograd, ENGINE, functools.partial(functools.partial, runs_back)))
         stack.enter_context(patch.object(torch.utils.checkpoint, "checkpoint", checkpoints))
         stack.enter_context(patch.object(torch, "compile", compiles))
-        stack.enter_context(patch.object(nn.Module, "compile", lambda self, *args, **kwargs: compiles()))
+        stack.enter_context(patch.object(nn.Module, "compile", lambda self, *args, **kwargs: compiles(self)))
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Self
 
@@ -117,6 +118,7 @@ class AbsentGpuRun(TwoStepRun):
             at_entry = [tensor for tensor in at_entry if id(tensor) not in self._on_host]
             if self._alone:
                 self._batch = None
+                stack.enter_context(_rare_collections())
             stack.enter_context(self._placed)
             device = torch.device(NAME, 0)
             stack.enter_context(units_on(device, self._kept.reached, self._placed.twin))
@@ -190,6 +192,17 @@ class AbsentGpuRun(TwoStepRun):
             verdict=outcome.on(self._gpu),
             smallest_gpu=outcome.smallest(self._gpu),
         )
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Collect garbage a tenth as often in this block, since a rehearsal makes many more objects than its step."""
+    often = gc.get_threshold()
+    gc.set_threshold(10 * often[0], *often[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*often)
 
 
 def _about(gpu: GpuSpec) -> Iterator[str]:

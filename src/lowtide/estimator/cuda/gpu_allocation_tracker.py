@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowtide._torch.fake_modes import (
     NO_FAKE_KERNEL,
     OWN_OPERATORS,
+    SENDING_OPERATORS,
     SHARDING_OPERATORS,
     is_fake,
     is_strided,
@@ -20,6 +21,7 @@ from lowtide._torch.fake_modes import (
 from lowtide._torch.pytree import tree_map
 from lowtide.estimator import sparse_tensors as sparse
 from lowtide.estimator.allocation_tracker import AllocationTracker, tensors_of
+from lowtide.estimator.compiled_collectives import refuse_in_compiled_code
 from lowtide.estimator.cpu.scratch import Scratch
 from lowtide.estimator.cpu.scratch_trials import Trials
 from lowtide.estimator.cuda.current_gpu import NAME, standing_in, streams
@@ -160,6 +162,8 @@ class GpuAllocationTracker(AllocationTracker):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func.namespace in SENDING_OPERATORS:
+            refuse_in_compiled_code(func.name())
         self.is_inside, before = True, self.is_inside
         try:
             known = CUDA_OPS.get(func, _AS_ON_CPU)

@@ -136,10 +136,12 @@ class GpuMemoryEstimate(MemoryEstimate):
         if self.gpu.shared:
             yield f"  unknown  what the system and this process take: the memory of {self.gpu.name} is the host's"
         smallest = "none of the table" if self.smallest_gpu is None else self.smallest_gpu.name
-        sure = "it fits, by that measurement" if self.measured else "it is sure to fit"
         if self.processes is not None:
-            sure = f"{self.processes.size} of which are enough, by what is reported of NCCL"
-        yield f"smallest GPU {'of' if self.processes else 'on'} which {sure}: {smallest}"
+            enough = "1 is enough" if self.processes.size == 1 else f"{self.processes.size} are enough"
+            yield f"smallest GPU of which {enough}, by reports of NCCL's memory: {smallest}"
+            return
+        sure = "it fits, by that measurement" if self.measured else "it is sure to fit"
+        yield f"smallest GPU on which {sure}: {smallest}"
 
     def _place(self) -> str:
         if self.processes is None:
@@ -192,58 +194,71 @@ class Outcome:
         for end in _ENDS if bounds else ():
             self._streams[end] = _resized(whole, {block: getattr(bound, end) for block, bound in bounds.items()})
         self._orders = _EXPANDABLE if config.expandable_segments else _ORDERS
-        self._endless: dict[tuple[str, int, int | None], Reserved] = {}
+        self._endless: dict[tuple[int, int], Reserved] = {}
+        """Peaks with unlimited memory, by the stream's id and the number of the order."""
+        self._by_workspace: dict[tuple[str, int], EventStream] = {}
+        self._sure: dict[GpuSpec, bool] = {}
+        """Results of `_surely_fits`."""
 
     def needs(self) -> tuple[Reserved, tuple[int, int]]:
         """Return the expected peaks, and the bounds of the reserved one, on a GPU of unlimited memory."""
-        expected = self._without_end("expected", 0)
+        expected = self._without_end(self.whole, 0)
         # every stream with the expected addresses, and the expected stream with the others; also of bounds that are
         # expected themselves, because with best fit smaller blocks may need more memory
         runs = [(name, 0) for name in self._streams] + [("expected", order) for order in range(len(self._orders))]
-        peaks = [self._without_end(*run).peak_reserved_bytes for run in runs]
+        peaks = [self._without_end(self._streams[name], order).peak_reserved_bytes for name, order in runs]
         return expected, (min(peaks), max(peaks))
 
     def on(self, gpu: GpuSpec) -> Verdict:
-        """Return the verdict for a GPU, over all contexts, unknown memory and driver addresses.
-
-        A step is never sure to fit where the GPU's memory is the host's, which others take from.
-        """
-        least, most = (sum(both) for both in zip(context_bytes(gpu), self._beside, strict=True))
-        orders = range(len(self._orders))
-        # all streams, because with best fit smaller blocks may need more memory
-        is_known = self._is_bounded and not gpu.shared
-        if is_known and all(self._runs(name, order, gpu, most) for name in self._streams for order in orders):
+        """Return the verdict for a GPU, over all contexts, unknown memory and driver addresses."""
+        if self._surely_fits(gpu):
             return "fits"
-        possible = any(self._runs(name, order, gpu, least) for name in self._streams for order in orders)
-        return "unknown" if possible else "does not fit"
+        least = context_bytes(gpu)[0] + self._beside[0]
+        runs = ((name, order) for name in self._streams for order in range(len(self._orders)))
+        return "unknown" if any(self._runs(name, order, gpu, least) for name, order in runs) else "does not fit"
 
     def smallest(self, like: GpuSpec) -> GpuSpec | None:
         """Return the smallest GPU of the table with kernels like those of `like` on which the step surely fits."""
-        return next(
-            (gpu for gpu in GPUS if has_newer_kernels(gpu) == has_newer_kernels(like) and self.on(gpu) == "fits"), None
-        )
+        alike = (gpu for gpu in GPUS if has_newer_kernels(gpu) == has_newer_kernels(like))
+        return next((gpu for gpu in alike if self._surely_fits(gpu)), None)
+
+    def _surely_fits(self, gpu: GpuSpec) -> bool:
+        """Return True if the step fits whatever the context, unknown memory and driver addresses are.
+
+        A step is never sure to fit where the GPU's memory is the host's, which others take from.
+        """
+        if gpu not in self._sure:
+            most = context_bytes(gpu)[1] + self._beside[1]
+            # all streams, because with best fit smaller blocks may need more memory
+            runs = ((name, order) for name in self._streams for order in range(len(self._orders)))
+            is_known = self._is_bounded and not gpu.shared
+            self._sure[gpu] = is_known and all(self._runs(name, order, gpu, most) for name, order in runs)
+        return self._sure[gpu]
 
     def _runs(self, name: str, order: int, gpu: GpuSpec, context: int) -> bool:
-        workspace, capacity = workspace_bytes(gpu), gpu.total_bytes - context
+        stream, capacity = self._on_gpu(name, workspace_bytes(gpu)), gpu.total_bytes - context
         if not self._config.expandable_segments and self._config.per_process_memory_fraction == 1:
-            endless = self._without_end(name, order, workspace)
-            if endless.peak_reserved_bytes <= capacity:
-                return True  # no allocation fails, so the run equals that with unlimited memory
-            if endless.peak_requested_bytes > capacity:
+            endless = self._without_end(stream, 0)
+            if endless.peak_requested_bytes > capacity:  # in any order
                 return False
-        stream = self._on_gpu(name, workspace)
+            # no allocation fails if the run with unlimited memory needs no more; simulated only where that is likely
+            if endless.peak_reserved_bytes <= capacity >= self._without_end(stream, order).peak_reserved_bytes:
+                return True
         return simulate(stream, self._config, capacity, total=gpu.total_bytes, addresses=self._orders[order]()).fits
 
-    def _without_end(self, name: str, order: int, workspace: int | None = None) -> Reserved:
-        key = name, order, workspace
+    def _without_end(self, stream: EventStream, order: int) -> Reserved:
+        """Return the peaks of one of this object's streams on a GPU of unlimited memory."""
+        key = id(stream), order
         if key not in self._endless:
-            stream = self._streams[name] if workspace is None else self._on_gpu(name, workspace)
             self._endless[key] = simulate(stream, self._config, addresses=self._orders[order]())
         return self._endless[key]
 
     def _on_gpu(self, name: str, workspace: int) -> EventStream:
-        stream = self._streams[name]
-        return _resized(stream, _workspaces(stream, workspace))
+        """Return a stream with the cuBLAS workspaces of a GPU."""
+        if (name, workspace) not in self._by_workspace:
+            stream = self._streams[name]
+            self._by_workspace[name, workspace] = _resized(stream, _workspaces(stream, workspace))
+        return self._by_workspace[name, workspace]
 
 
 _ORDERS: tuple[Order, ...] = (DriverAddresses, *OTHERS)

@@ -9,11 +9,12 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lowtide._torch.distributed import symmetric_memory
 from lowtide._torch.fake_modes import on_real_tensors
 from lowtide.errors import RehearsalError
 from lowtide.estimator.absent_processes import AbsentProcesses
 from lowtide.estimator.collectives import stand_ins as collectives
-from lowtide.estimator.sharded_units import FSDP1
+from lowtide.estimator.sharded_units import FSDP1, SYMMETRIC
 
 _MAKING = ("init_process_group", "new_group")
 _OF_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "barrier")
@@ -40,7 +41,9 @@ def stand_ins(processes: AbsentProcesses | None = None) -> Iterator[tuple[Any, s
         yield torch.distributed, "get_backend", lambda group=None: "nccl"
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        yield FullyShardedDataParallel, "__init__", _refuse_fsdp1
+        yield FullyShardedDataParallel, "__init__", _refused_with(FSDP1)
+        for owner, name in symmetric_memory():
+            yield owner, name, _refused_with(SYMMETRIC)
 
 
 def _anywhere(init: Callable[..., None]) -> Callable[..., None]:
@@ -98,15 +101,15 @@ def _in_reality(send: Callable[..., Any]) -> Callable[..., Any]:
     return sent
 
 
-def _refuse_fsdp1(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    raise RehearsalError(FSDP1)
+def _refused_with(text: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RehearsalError(text)
+
+    return refuse
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise RehearsalError(
-            f"torch.distributed.{name} sends from one process to another, as pipelines and rings do, and the others "
-            "are not there.\n  Steps are estimated that all processes take alike: FSDP2, HSDP, DDP, tensor parallel."
-        )
-
-    return refuse
+    return _refused_with(
+        f"torch.distributed.{name} sends from one process to another, as pipelines and rings do, and the others are "
+        "not there.\n  Steps are estimated that all processes take alike: FSDP2, HSDP, DDP, tensor parallel."
+    )

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from lowtide._torch.backward import in_forward_mode
-from lowtide._torch.fake_modes import is_fake, is_strided, on_real_tensors
+from lowtide._torch.fake_modes import SENDING_OPERATORS, is_fake, is_strided, on_real_tensors
 from lowtide._torch.operators import draws, written_by
 from lowtide._torch.pytree import tree_leaves, tree_map
 from lowtide._torch.tensors import storage_id
@@ -77,6 +77,18 @@ SEARCHING = (
     "LBFGS is taken to find a better point in each iteration; later steps keep more, up to two vectors as large as all "
     "parameters for each of history_size iterations"
 )
+
+RECEIVING = frozenset(
+    {
+        "all_gather_into_tensor",
+        "all_gather_into_tensor_coalesced",
+        "all_gather_into_tensor_out",
+        "all_to_all_single",
+        "reduce_scatter_tensor",
+        "reduce_scatter_tensor_coalesced",
+    }
+)
+"""Operators among `SENDING_OPERATORS` whose results other processes fill; others keep this process's contents."""
 
 _LEFT_REAL = "_lowtide_left_real"
 
@@ -262,6 +274,13 @@ class ValueOracle:
             for gradient in args[0]:
                 contents.forget(gradient)
             return  # its `found_inf` stays as it was, 0
+        if func.namespace in SENDING_OPERATORS:  # never run, as that would send
+            for given, tensor in zip(tensors, made, strict=False):
+                if _name(func) in RECEIVING:
+                    contents.receive(tensor, func.name())
+                elif not contents.is_met(tensor):
+                    self.pass_on(given, tensor)
+            return
         targets = _targets(written_by(func), args, kwargs)
         self.written.update(map(storage_id, targets))
         changes = targets or not all(map(contents.is_known, made))
@@ -425,8 +444,12 @@ class ValueOracle:
 
     def refusal(self, why: str) -> DataDependentStepError:
         """Return the error for a query without an answer, with the line that asked."""
+        received = ""
+        if contents.senders:
+            names = ", ".join(contents.senders)
+            received = f"\n  Nor can it know what other processes send ({names}), which do not exist."
         error = DataDependentStepError(
-            f"{where()}: {why}, which a rehearsal without memory can't know.\n"
+            f"{where()}: {why}, which a rehearsal without memory can't know.{received}\n"
             "  Measure this step instead (lowtide.timeline), or decide there by something that the batch tells."
         )
         self.refused = self.refused or error

@@ -24,6 +24,9 @@ _CPU = torch.device("cpu")
 LARGEST_COPIED = 2**26
 """Largest memory, in bytes, that is copied in order to be written to."""
 
+senders: dict[str, None] = {}
+"""Functions by which other processes would have filled tensors of the current estimate, as ordered keys."""
+
 
 class _Contents:
     """Contents of one storage: its bytes, or one number repeated everywhere; and the assumption behind them."""
@@ -132,6 +135,12 @@ def forget(fake: Tensor) -> None:
     """Forget the contents of this tensor's storage, after an unknown write."""
     if is_strided(fake):
         _put(fake, None)
+
+
+def receive(fake: Tensor, sender: str) -> None:
+    """Forget the contents of a tensor that other processes fill by the function `sender`."""
+    forget(fake)
+    senders[sender] = None
 
 
 def _of(tensor: Tensor) -> _Contents | None:

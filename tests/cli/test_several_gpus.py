@@ -1,0 +1,252 @@
+"""`lowtide estimate --device "N x GPU"`: scripts for torchrun, without the GPUs and the other processes."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lowtide import cli
+from lowtide.cli.several_gpus import table, with_gpus
+
+HEAD = """
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+
+distributed.init_process_group("nccl")
+rank, world = distributed.get_rank(), distributed.get_world_size()
+device = torch.device("cuda", 0)
+torch.cuda.set_device(device)
+mesh = distributed.init_device_mesh("cuda", (world,))
+"""
+
+MLP = """
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)
+"""
+
+STEPS = """
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    x = torch.randn(8, 64, device=device)
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+Estimate = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def estimate(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Estimate:
+    def command(text: str, *options: str, gpus: str = "2 x h100-80") -> tuple[int, str, str]:
+        script = tmp_path / "train.py"
+        script.write_text(HEAD + text, encoding="utf-8")
+        code = cli.main(("estimate", "--device", gpus, *options, str(script)))
+        return code, *capfd.readouterr()
+
+    return command
+
+
+FSDP1 = (
+    MLP
+    + """
+from torch.distributed.fsdp import FullyShardedDataParallel
+model = FullyShardedDataParallel(model)
+"""
+    + STEPS
+)
+
+PIPELINE = (
+    MLP
+    + """
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+stage = PipelineStage(model, rank, world, device)
+schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, target: (out - target).square().mean())
+x = torch.randn(8, 64, device=device)
+schedule.step(x, target=x)
+"""
+)
+
+CONTEXT_PARALLEL = """
+from torch.distributed.tensor.experimental import context_parallel
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+model = Attention().to(device)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    x = torch.randn(2, 32, 64, device=device)
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+        model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+SYMMETRIC_MEMORY = (
+    MLP
+    + """
+fully_shard(model, mesh=mesh)
+model.set_symm_mem_for_comm()
+"""
+    + STEPS
+)
+
+ROUTED_TOKENS = (
+    """
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.expert = nn.Linear(64, world), nn.Linear(64, 64)
+
+    def forward(self, x):
+        sent = torch.bincount(self.router(x).argmax(-1), minlength=world)
+        received = torch.zeros_like(sent)
+        distributed.all_to_all_single(received, sent)
+        tokens = torch.empty(int(received.sum()), 64, device=x.device)
+        distributed.all_to_all_single(tokens, x.detach(), received.tolist(), sent.tolist())
+        return self.expert(tokens)
+
+model = Experts().to(device)
+"""
+    + STEPS
+)
+
+GATHERED_SIZES = (
+    """
+class Padded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        length = torch.tensor([len(x)], device=x.device)
+        lengths = [torch.zeros_like(length) for _ in range(world)]
+        distributed.all_gather(lengths, length)
+        longest = int(torch.cat(lengths).max())
+        return self.linear(nn.functional.pad(x, (0, 0, 0, longest - len(x))))
+
+model = Padded().to(device)
+"""
+    + STEPS
+)
+
+USER_STREAM = (
+    """
+class Aside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.stream = nn.Linear(64, 64), torch.cuda.Stream()
+
+    def forward(self, x):
+        with torch.cuda.stream(self.stream):
+            return self.linear(x)
+
+model = Aside().to(device)
+fully_shard(model, mesh=mesh)
+"""
+    + STEPS
+)
+
+SEND = (
+    MLP
+    + """
+if rank == 0:
+    distributed.send(torch.ones(4, device=device), 1)
+"""
+    + STEPS
+)
+
+COMPILED_COLLECTIVES = (
+    MLP
+    + """
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+model = torch.compile(model)
+"""
+    + STEPS
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        pytest.param(FSDP1, "FSDP1.* is not estimated", id="FSDP1"),
+        pytest.param(PIPELINE, "sends from one process to another, as pipelines", id="pipeline"),
+        pytest.param(CONTEXT_PARALLEL, "context parallel passes keys and values", id="context parallel"),
+        pytest.param(SYMMETRIC_MEMORY, "gathers in symmetric memory", id="symmetric memory"),
+        pytest.param(ROUTED_TOKENS, "know what other processes send", id="tokens sent to experts"),
+        pytest.param(GATHERED_SIZES, "know what other processes send", id="padded to the longest of all"),
+        pytest.param(USER_STREAM, "CUDA stream of its own", id="a stream of the script's"),
+        pytest.param(SEND, "torch.distributed.send sends from one process to another", id="send"),
+        pytest.param(COMPILED_COLLECTIVES, "compiled code", id="compiled collectives"),
+    ],
+)
+def test_parallel_work_that_is_not_estimated_is_refused_in_words(text: str, reason: str, estimate: Estimate) -> None:
+    code, out, err = estimate(text, "--rank", "0")
+    assert code == 2, (out, err)
+    assert re.search(reason, err), err
+    assert "Traceback" not in err
+    assert not out
+
+
+LARGE = """
+with torch.device("meta"):
+    model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(32)])
+for layer in model:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+model.to_empty(device=device)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    model(torch.randn(16, 4096, device=device)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+"""2 GiB of parameters, as much of gradients, and twice as much of the optimizer's state."""
+
+
+@pytest.mark.slow  # four processes
+def test_the_number_of_gpus_that_is_enough(estimate: Estimate, tmp_path: Path) -> None:
+    """One of 8 GB is too small, two are enough, and more are not tried."""
+    code, out, err = estimate(LARGE, "--fewest", "--json", str(tmp_path / "out.json"), gpus="2 x rtx 3070")
+    assert code == 0, err
+    assert err.count("written") == 1
+    one, two = json.loads((tmp_path / "out.json").read_text())[0]["by_number"]
+    assert (one["n_gpus"], two["n_gpus"]) == (1, 2)
+    # half of parameters, gradients, the optimizer's two states and the update's temporaries
+    assert one["peak_requested_bytes"] - two["peak_requested_bytes"] == 5 * 2**30
+    assert two["smallest_gpu"] == "RTX 3070"
+    assert two["enough_of"][0] == "RTX 3070"
+    assert one["smallest_gpu"] == one["enough_of"][0] != "RTX 3070"
+    assert not {*one["enough_of"]} & {*two["enough_of"]}
+    assert re.search(rf"^   1 .* reserved on each: {one['smallest_gpu']}, .*B200-180$", out, re.MULTILINE)
+    assert re.search(r"^   2 .* reserved on each: RTX 3070", out, re.MULTILINE)
+
+
+def needs(n_gpus: int, smallest: str | None) -> dict[str, object]:
+    return {"n_gpus": n_gpus, "peak_reserved_bytes": 2**34 // n_gpus, "smallest_gpu": smallest}
+
+
+def test_each_gpu_is_listed_at_the_smallest_number_that_is_enough() -> None:
+    rows = with_gpus(
+        [needs(1, None), needs(2, "large"), needs(4, "large"), needs(8, "middle")], ["small", "middle", "large"]
+    )
+    assert [row["enough_of"] for row in rows] == [[], ["large"], [], ["middle"]]
+    assert table(rows, ["small", "middle", "large"]).splitlines() == [
+        "enough GPUs of each kind, by the number of GPUs that was tried:",
+        "   1     16 GiB reserved on each: -",
+        "   2      8 GiB reserved on each: large",
+        "   4      4 GiB reserved on each: -",
+        "   8      2 GiB reserved on each: middle",
+        "  8 are not sure to be enough of: small",
+    ]
