@@ -495,6 +495,7 @@ ROWS = [
         "the kernel's log",
         "host-memory",
         kind="system",
+        numbers=dict(allocated_bytes=31048859648),
     ),
     Row(
         "a shell",

@@ -59,7 +59,7 @@ MOST_KNOWN = 1 << 18
 
 _USUAL_OVERHEAD_BYTES = 2 << 30
 """Usual upper bound of a context and its libraries."""
-_MOST_BYTES = 1 << 62
+_MOST_BYTES = 1 << 60
 """Larger amounts, of sizes that have overflowed, are read as this one."""
 _SLACK_BYTES = 1 << 26
 """Tolerance for rounded amounts."""
