@@ -99,7 +99,7 @@ def test_the_frontier_is_a_table_json_and_a_picture(tmp_path: Path, capsys: pyte
     assert cli.main(args) == 0
     found = frontier(PROFILE, n_budgets=5)
     assert json.loads(Path(points).read_text(encoding="utf-8")) == json.loads(found.to_json())
-    rows = capsys.readouterr().out.splitlines()[2:]
+    rows = capsys.readouterr().out.splitlines()[1:]
     assert len([row for row in rows if "%" in row]) == len(found.points) + 1
     assert sum("every <block>" in row for row in rows) == 1
     assert ">every &lt;block&gt;<" in Path(drawn).read_text(encoding="utf-8")
