@@ -99,13 +99,13 @@ class Packs:
 
 
 def count_packs(engine: Engine) -> Packs:
-    packs, pack = Packs(), engine.pack
+    packs, pack = Packs(), engine.pack_saved_tensor
 
     def counting(now, tensor):
         packs.total += 1
         return pack(now, tensor)
 
-    engine.pack = counting
+    engine.pack_saved_tensor = counting
     return packs
 
 

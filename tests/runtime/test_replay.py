@@ -1130,25 +1130,33 @@ def test_a_call_that_saves_another_shape_the_second_time_is_refused():
             loss.backward()
 
 
-def test_a_parameter_changed_before_backward_is_refused_where_it_matters():
+def test_a_parameter_changed_before_backward_is_copied_or_refused_where_it_matters():
+    """An in-place method of a parameter is seen before it writes; other writers are not."""
     model = Around(lambda m, x: nonlinear(x + m.shift) + m.bias)
     model.part.shift, model.part.bias = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     plain = outcome(model, lambda: model(X).backward())
 
-    def step(parameter):
+    def step(parameter, write):
         loss = model(X)
         with torch.no_grad():
-            parameter.add_(1)
+            write(parameter)
         try:
             loss.backward()
         finally:
             with torch.no_grad():
                 parameter.sub_(1)
 
+    def by_method(parameter):
+        parameter.add_(1)
+
+    def unseen(parameter):
+        torch._foreach_add_([parameter], 1)
+
     with in_force(model, "replay", Replayed):
-        assert differences(plain, outcome(model, lambda: step(model.part.bias))) == []
+        assert differences(plain, outcome(model, lambda: step(model.part.bias, unseen))) == []
+        assert differences(plain, outcome(model, lambda: step(model.part.shift, by_method))) == []
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            step(model.part.shift)
+            step(model.part.shift, unseen)
 
 
 def test_stepping_inside_of_backward():

@@ -27,7 +27,10 @@ def table(points: Iterable[tuple[str | Styled, Point]], step_ms: float) -> Table
 def show(frontier: Frontier, others: Sequence[Point] = ()) -> str:
     """Return the table as text, from the smallest peak to the plain step, with `others` sorted in."""
     points = sorted([*frontier.points, *others], key=lambda point: point.peak_bytes)
-    return "\n".join(table(((point.name, point) for point in points), frontier.step_ms).lines())
+    whole = table(((point.name, point) for point in points), frontier.step_ms)
+    if not any(point.name for point in points):
+        whole = Table(headings=whole.headings[1:], rows=[row[1:] for row in whole.rows], left=frozenset())
+    return "\n".join(whole.lines())
 
 
 def extra_time(extra_ms: float | None, step_ms: float) -> str:

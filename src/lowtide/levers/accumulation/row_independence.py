@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide._torch.autograd_graph import is_leaf, nodes_behind
+from lowtide._torch.modes import TorchDispatchMode
 from lowtide._torch.nodes import output_metadata
 from lowtide.errors import LowtideError
 from lowtide.levers.accumulation.loss_reduction import Weight, shares_for
