@@ -23,7 +23,7 @@ def activations(timeline: Timeline) -> list[tuple[str, int]]:
     return sorted((b.label.module, b.bytes) for b in timeline.alive_at_peak()["activations"] if b.label is not None)
 
 
-@pytest.mark.default_cases(8)
+@pytest.mark.default_cases(6)
 @pytest.mark.parametrize("name", ZOO)
 def test_the_peak_of_a_step_is_the_measured_one(name: str) -> None:
     model, batch, step = ZOO[name]()

@@ -79,6 +79,7 @@ def keep_arrays() -> Keep:
     return lambda number, output: arrays.append(output.numpy()[1:])
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize(
     ("made", "holder", "name"),
     [

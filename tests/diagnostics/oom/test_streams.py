@@ -39,6 +39,7 @@ def test_where_a_log_is_cut_changes_nothing(seed: int) -> None:
     assert explain(text[n : n + size] for n in range(0, len(text), size)) == explain(text)
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("part", ["x" * 1000, "epoch 3 loss 0.1\n", "\x1b[31m", 'File "', "DataLoader worker (pid"])
 def test_a_log_of_any_size_takes_little_memory(part: str) -> None:
     def pieces() -> Iterator[str]:
