@@ -24,7 +24,7 @@ from lowtide.utils.amounts import parse_budget
 
 SMALL = {
     "gpt2": ("--layers=2", "--batch-size=8", "--length=64", "--budget=85%"),
-    "bert": ("--layers=1", "--batch-size=32", "--length=64", "--budget=95%"),
+    "bert": ("--layers=2", "--batch-size=32", "--length=64", "--budget=90%"),
     "llama": ("--layers=1", "--batch-size=8", "--length=64", "--budget=97%"),
     "resnet": ("--layers=1", "--batch-size=64", "--length=32", "--budget=85%", "--budget=20%"),
 }
