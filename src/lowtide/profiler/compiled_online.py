@@ -79,7 +79,7 @@ class OnlineCompiledProfiler:
         self._patience = PATIENCE
         self._to_come: Update | None = None
         self._stack = contextlib.ExitStack()
-        """PlanPartitioner and patches, in force from the first step on."""
+        """Partitioner and patches, in force from the first step on."""
         self._is_on = False
         self._open: tuple[contextlib.ExitStack, Recorder] | None = None
         """Recording of the step that runs."""

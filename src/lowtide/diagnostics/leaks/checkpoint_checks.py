@@ -74,25 +74,27 @@ class CheckpointChecks:
 
     def counted_twice(self, place: Place, module: nn.Module) -> None:
         """Record that statistics of `module` are updated in forward and again in backward."""
-        known = self._counted_twice.setdefault(place, {})
-        if id(module) in known:
+        if not (names := self._add_name(self._counted_twice, place, module)):
             return
-        known[id(module)] = self._names().get(id(module), type(module).__name__)
-        names = list(known.values())
         more = f" and {len(names) - 1} more like it" if len(names) > 1 else ""
         text = f"{names[0]}{more}, inside the checkpoint at {place}"
         self._log.record("LT027", str(place), held_bytes=0, step=self._step(), text=text, name=names[0], made_at=place)
 
     def lost_gradients(self, place: Place, module: nn.Module) -> None:
         """Record that parameters of `module` get no gradient."""
-        known = self._without_gradients.setdefault(place, {})
-        if id(module) in known:
+        if not (names := self._add_name(self._without_gradients, place, module)):
             return
-        known[id(module)] = self._names().get(id(module), type(module).__name__)
-        names = list(known.values())
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         text = f"{names[0]}{more}: none of the inputs of the checkpoint at {place} needs a gradient"
         self._log.record("LT028", str(place), held_bytes=0, step=self._step(), text=text, name=names[0], made_at=place)
+
+    def _add_name(self, names_at: dict[Place, dict[int, str]], place: Place, module: nn.Module) -> list[str]:
+        """Return the names of the modules found at `place`, with that of `module`; empty if it was there before."""
+        known = names_at.setdefault(place, {})
+        if id(module) in known:
+            return []
+        known[id(module)] = self._names().get(id(module), type(module).__name__)
+        return list(known.values())
 
 
 class _Region:
