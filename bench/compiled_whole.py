@@ -7,8 +7,9 @@
 
 Each model is compiled by `torch.compile(model)` with inductor. Peaks are the CPU allocator's, parameters and gradients
 included; MFLOP are those of the matrix products, convolutions and attention that backward computes again, as torch
-counts them. Lowtide is asked for each other way's peak, and for shares of the plain step's; a plan that is measured
-above its budget, or far below, is planned anew, at most three times. Gradients are compared bit by bit with those of
+counts them. Lowtide is asked for each other way's peak, and for shares of the plain step's. Up to four plans are
+scheduled by inductor without kernels, and their steps measured; the best of them is compiled, and at most two more if
+its peak is above the budget. Gradients are compared bit by bit with those of
 the compiled step without a budget, in rows where inductor's kernels were compiled, too: in other rows kernels that
 write zeros take their place, and the same memory. Where backward draws other random numbers, gradients are wrong.
 """
@@ -21,7 +22,8 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,8 +35,11 @@ from contest.ways import every_nth_block
 from torch._functorch import config as functorch_config
 
 import lowtide
-from lowtide._torch.joint_graph import always_partitioned, partitioning_by
-from lowtide.api.fit import COMPILED_REPAIRS, UNUSED, forecast_peak, forecast_plan, with_excess
+from lowtide._torch.joint_graph import always_partitioned, kernels_left_out, partitioning_by
+from lowtide.api.fit import COMPILED_REPAIRS, SCHEDULED, cheapest_within, forecast_plan
+from lowtide.levers.selection import Choice
+from lowtide.planner.planning import smallest_plan, unplanned_step
+from lowtide.planner.records import Decisions, Plan
 from lowtide.runtime.compiled_plan import PlanPartitioner
 from lowtide.runtime.joint_slots import JointSlots
 from lowtide.runtime.static_memory import static_bytes
@@ -148,30 +153,34 @@ class Measuring:
             steps = compiled(self.name)
             self._ours = steps, lowtide.rehearse(steps.call, steps.step, steps.batch)
         steps, profile = self._ours
-        n_compiled, forecast, best = 0, profile, None
-        while n_compiled < COMPILED_REPAIRS:
-            try:
-                plan = forecast_plan(forecast, budget)
-            except lowtide.Infeasible as error:
-                if best is None:
-                    return Row(way, error.smallest_peak_bytes, 0, "", "refused: forecast to be the smallest peak")
-                break
-            if best is not None and plan.predicted.extra_ms >= best[0].predicted.extra_ms:
-                break
+        bits: dict[Decisions, Bits] = {}
+
+        def peak_of(plan: Plan) -> int:
             with lowtide.apply(steps.call, plan):
-                peak_bytes, bits = measured(steps)
-            n_compiled += 1
-            excess_bytes = peak_bytes - forecast_peak(profile, plan)
-            if peak_bytes <= budget:
-                best = plan, peak_bytes, bits, excess_bytes
-            if 0 <= 1 - peak_bytes / budget <= UNUSED:
-                break
-            forecast = with_excess(profile, excess_bytes)
-        if best is None:
-            return Row(way, peak_bytes, 0, "", f"refused: still above the budget after {n_compiled} plans")
-        plan, peak_bytes, bits, excess_bytes = best
-        what = f"{excess_bytes / peak_bytes:+.1%} from the forecast, {n_compiled} compiled"
-        return Row(way, peak_bytes, plan.predicted.extra_flops, self._unequal(bits), what)
+                peak_bytes, bits[plan.decisions] = measured(steps)
+            return peak_bytes
+
+        def scheduled(plan: Plan) -> int:
+            with kernels_left_out(), always_partitioned():
+                return peak_of(plan)
+
+        choice = Choice(profile, unplanned_step(profile))
+        try:
+            first = forecast_plan(profile, budget)
+        except lowtide.Infeasible:
+            first = replace(smallest_plan(profile), budget_bytes=budget)
+        forecast_bytes, n_compiled = first.predicted.peak_bytes, 0
+        n_scheduled, best = cheapest_within(choice, first, scheduled, SCHEDULED)
+        assert best is not None
+        if HAS_KERNELS and best.predicted.peak_bytes <= budget:
+            n_compiled, best = cheapest_within(choice, best, peak_of, COMPILED_REPAIRS)
+            assert best is not None
+        what = f"forecast {forecast_bytes / 2**20:.2f} MiB; {n_scheduled} scheduled, {n_compiled} compiled"
+        if best.predicted.peak_bytes > budget:
+            return Row(way, best.predicted.peak_bytes, 0, "", f"refused: the lowest of {n_scheduled} plans scheduled")
+        return Row(
+            way, best.predicted.peak_bytes, best.predicted.extra_flops, self._unequal(bits[best.decisions]), what
+        )
 
     def _unequal(self, found: Bits) -> str:
         """Describe the gradients that have other bits than the plain step's, and how far the farthest is off."""
@@ -216,22 +225,6 @@ def measured(steps: Steps) -> tuple[int, Bits]:
     with lowtide.measure(steps.model) as memory:
         steps.step(steps.batch)
     return static.total + memory.peak_bytes, steps.bits()
-
-
-def leave_kernels_out() -> None:
-    """Have inductor's kernels write zeros."""
-    from torch._inductor.async_compile import AsyncCompile
-
-    def without(_: AsyncCompile, types: list[str], code: str) -> Callable[..., None]:
-        written = [at for at, kind in enumerate(types) if "*" in kind and "const" not in kind]
-
-        def kernel(*args: Any) -> None:
-            for at in written:
-                args[at].zero_()
-
-        return kernel
-
-    AsyncCompile.cpp_pybinding = without
 
 
 COLUMNS = ("| way | peak | of plain | MFLOP again | gradients | |", "|---|---:|---:|---:|---|---|")
@@ -281,10 +274,9 @@ def main() -> None:
     asked = parser.parse_args()
     until = time.monotonic() + asked.seconds
     torch.set_num_threads(1)
-    if not HAS_KERNELS:
-        leave_kernels_out()
-    for name in asked.models:
-        Measuring(name, until).run()
+    with nullcontext() if HAS_KERNELS else kernels_left_out():
+        for name in asked.models:
+            Measuring(name, until).run()
     write_page(__doc__)
 
 

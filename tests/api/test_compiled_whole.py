@@ -19,8 +19,7 @@ from torch._inductor import config as inductor_config
 import lowtide
 from compiled_by_hand import plan_for
 from joint_graphs import masked
-from kernels_left_out import kernels_left_out
-from lowtide._torch.joint_graph import always_partitioned
+from lowtide._torch.joint_graph import always_partitioned, kernels_left_out
 from lowtide.planner.records import Plan
 from lowtide.runtime.joint_slots import JointSlots
 

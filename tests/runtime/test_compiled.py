@@ -121,7 +121,7 @@ def test_compiled_blocks_are_run_again_to_the_same_bits(name: str) -> None:
 def test_what_inductor_makes_is_planned_for_too(inductor: None) -> None:
     planned = KINDS["attention"](backend="inductor")
     with lowtide.fit(planned.model, planned.step, planned.batch, budget="65%") as fitted:
-        assert fitted.plan.replay
+        assert fitted.plan.recompute or fitted.plan.replay
         assert fitted.verdict.identical
         train(planned, 8, 8)
     plain = KINDS["attention"](backend="inductor")

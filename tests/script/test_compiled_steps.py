@@ -11,7 +11,7 @@ from torch._inductor import config as inductor_config
 
 import lowtide
 from comparing import equal
-from kernels_left_out import kernels_left_out
+from lowtide._torch.joint_graph import kernels_left_out
 from lowtide.errors import RehearsalError
 from lowtide.script.compiled_functions import trained_modules
 from lowtide.script.fit_steps import COMPARED

@@ -22,11 +22,30 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
     A wrapper in CALL around the compiled code has the next wrapper, or the compiled code, in its attribute `before`.
     """
+    return _compiled_front(module) is not None
+
+
+def has_compiled_modules(model: torch.nn.Module) -> bool:
+    """Return True if the model, or a module inside it, is compiled."""
+    return any(map(is_compiled, model.modules()))
+
+
+def is_compiled_by_inductor(module: torch.nn.Module) -> bool:
+    """Return True if inductor compiles the module, and no CUDA graphs replay it. 2.13, since 2.2."""
+    front = _compiled_front(module)
+    settings = None if front is None else front.get_compiler_config()
+    return bool(settings) and not settings.get("triton.cudagraphs", False)
+
+
+def _compiled_front(module: torch.nn.Module) -> Any:
+    """Return the object that runs the module's compiled code, or None."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported here: that takes a second
+    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        return module
     front = module.__dict__.get(CALL)
     while front is not None and not hasattr(front, "_torchdynamo_orig_callable"):
         front = getattr(front, "before", None)
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported here: that takes a second
-    return front is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
+    return front
 
 
 def is_compiled_function(obj: object) -> bool:

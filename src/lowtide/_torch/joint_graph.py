@@ -443,6 +443,30 @@ def always_partitioned() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def kernels_left_out() -> Iterator[None]:
+    """Have inductor's kernels for processors write zeros instead of being compiled, inside this `with` block. 2.13."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    def made(own: Callable[..., Any]) -> Callable[..., Any]:
+        def without(_: object, types: list[str], code: str) -> Callable[..., None]:
+            written = [at for at, kind in enumerate(types) if "*" in kind and "const" not in kind]
+
+            def kernel(*args: Any) -> None:
+                for at in written:
+                    args[at].zero_()
+
+            return kernel
+
+        return without
+
+    undo = replace_function(AsyncCompile, "cpp_pybinding", made)
+    try:
+        yield
+    finally:
+        undo()
+
+
+@contextlib.contextmanager
 def watched_calls(note: Callable[[str, int, bool, tuple[int, ...]], None]) -> Iterator[None]:
     """Call `note` at the beginning and end of each call of a differentiated compiled graph inside this `with` block.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lowtide._torch.compiled_code import is_compiled, is_recompiling
+from lowtide._torch.compiled_code import has_compiled_modules, is_recompiling
 from lowtide._torch.joint_graph import partition_by, products_are_apart
 from lowtide.levers import enable_plan_levers
 from lowtide.planner.records import Plan
@@ -70,7 +70,7 @@ class Applied(Removable):
                 undo.callback(enable_plan_levers(plan, model, optimizer).remove)
                 if plan.predicted != plan.plain:
                     undo.callback(self._partitioned(model, say))
-                if is_compiled(model):
+                if has_compiled_modules(model):
                     undo.callback(PlanGuard(model, plan, say, self, outgrown).remove)
                 else:  # its calls are traced, and no wrapper may precede them
                     _traced[model] = self
@@ -132,7 +132,7 @@ class Applied(Removable):
 
         first: dict[str, int] = {}
         """Bytes of inputs that each graph was compiled for first."""
-        is_guarded, is_said = is_compiled(model), False
+        is_guarded, is_said = has_compiled_modules(model), False
 
         def seen(slots: JointSlots) -> None:
             nonlocal is_said

@@ -13,7 +13,7 @@ from lowtide.api.fitted import check_has_no_plan
 from lowtide.api.shape_buckets.dispatch import Switched, Switching
 from lowtide.api.shape_buckets.fit_buckets import Bucket, buckets_for
 from lowtide.api.shape_buckets.shape_range import Range
-from lowtide.api.verify import Verdict, compare_with_plain
+from lowtide.api.verify import Verdict, compare_with_plain, scheduled_peak
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError, StalePlan
 from lowtide.levers import DEFAULT, lever_named
 from lowtide.levers.lever import StepContext
@@ -22,9 +22,10 @@ from lowtide.levers.selection import Choice, choose, optimizer_of, suggest_lever
 from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.planner import plan
 from lowtide.planner.inplace_savings import without_in_place
-from lowtide.planner.planning import forecast_peak, plain_peak_bytes, smallest_plan, unplanned_step, with_peak
+from lowtide.planner.planning import cheapest, forecast_peak, plain_peak_bytes, smallest_plan, unplanned_step, with_peak
 from lowtide.planner.records import Decisions, Plan, Profile
-from lowtide.profiler import OTHER_WORK, rehearse
+from lowtide.profiler import OTHER_WORK, REPLAYED_WHOLE, rehearse
+from lowtide.profiler.preconditions import is_planned_by_its_compiler
 from lowtide.report.run_record import RunRecord, record_of
 from lowtide.report.text_table import decisions, extra_time, lever_lines, listed
 from lowtide.runtime.fingerprint import check_made_for, device_of, place_of
@@ -45,6 +46,10 @@ if TYPE_CHECKING:
 
 REPAIRS = 4
 """Plans that are tried before a budget is given up: each aims lower by the excess of the one before."""
+FORECAST = "before it was compiled"
+"""Beginning of the note on the forecast of a compiled plan's peak."""
+SCHEDULED = 4
+"""Most plans for compiled code that are measured without kernels."""
 COMPILED_REPAIRS = 3
 """Most compiled plans that are tried for a budget."""
 FORECAST_MARGIN = 1.2
@@ -162,8 +167,9 @@ def fit(
     none exists yet, the plan notes it, and optimizer state that is made later is reported when it exists.
 
     A model that `torch.compile` compiles as a whole with inductor is recompiled under the plan, which then decides the
-    tensors that its joint graphs save for backward; so is a compiled function of `step` that calls `model`. All code
-    that torch has compiled in the process is dropped for that.
+    tensors that its joint graphs save for backward; so is a compiled function of `step` that calls `model`, and so are
+    blocks of `model`, unless replaying them as a whole takes fewer FLOPs. All code that torch has compiled in the
+    process is dropped for that.
 
     A batch that is larger than `batch` gets the most saving plan, and a warning that it may need more than the budget.
     After an error nothing is applied.
@@ -256,12 +262,16 @@ def _fit(
         raise LowtideError("shapes goes with neither levers nor offload: leave out the one or the other.")
     if offload and device_of(model) == "cpu":
         raise LowtideError("offload=True copies tensors from the device to the host, and this model is on the CPU.")
+    has_blocks = not is_planned_by_its_compiler(model, step)
+    """True if compiled code, if any, is that of blocks."""
+    may_replay = profile is None and has_blocks
     if profile is None:
-        profile = rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
+        is_plain = not (set(levers) - set(DEFAULT)) and not offload and shapes is None
+        profile = rehearse(model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=is_plain)
     else:
         check_made_for(Profile.expect(profile, "fit(profile=...)").fingerprint, model, batch, what="profile")
         profile = profile if in_place else without_in_place(profile)
-    if profile.graphs:
+    if profile.graphs and not has_blocks:
         levers = [name for name in levers if name not in DEFAULT]
         if set(levers) - {ProductsApart.name} or offload or shapes is not None:
             raise LowtideError(
@@ -274,11 +284,27 @@ def _fit(
         return _fit_sizes(model, step, sizes, budget, budget_for, optimizer, profile)
     if optimizer is None and any(kind.wants_optimizer for kind in kinds):
         optimizer = optimizer_of(model, step, batch)
-    site = StepContext(model, step, batch, optimizer, in_place=profile.allows_in_place)
+    inside = bool(profile.graphs)
+    site = StepContext(model, step, batch, optimizer, in_place=profile.allows_in_place, inside_blocks=inside)
+    notes: tuple[str, ...] = ()
+    if inside:
+        whole = None
+        try:
+            choice, made = _first(site, profile, budget, levers, offload)
+            if may_replay and made.predicted.extra_flops:
+                whole = rehearse(model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=False)
+            if whole is None or not _is_cheaper_replayed(whole, made):
+                made, verdict = _compiled(site, choice, made, budget_for)
+                return Fitted(apply(model, made, optimizer=optimizer), choice.profile, made, verdict)
+            notes = (f"{REPLAYED_WHOLE}, which takes fewer FLOPs than any plan inside them",)
+        except (Infeasible, RehearsalError) as why:
+            if not may_replay:
+                raise
+            notes = (f"{REPLAYED_WHOLE}: inside them, {str(why).splitlines()[0]}",)
+        profile = whole or rehearse(model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=False)
+        profile = replace(profile, notes=(*profile.notes, *notes))
+        site = replace(site, in_place=profile.allows_in_place, inside_blocks=False)
     choice, made = _first(site, profile, budget, levers, offload)
-    if profile.graphs:
-        made, verdict = _compiled(site, choice, made, budget_for)
-        return Fitted(apply(model, made, optimizer=optimizer), choice.profile, made, verdict)
     budget_bytes, measured = made.budget_bytes, list[int]()
     while True:
         made = replace(made, budget_for=budget_for)
@@ -300,46 +326,96 @@ def _fit(
             made = _own(choice, least, budget_bytes)
 
 
+def _is_cheaper_replayed(whole: Profile, inside: Plan) -> bool:
+    """Return True if replays of whole blocks, as `whole` knows them, take fewer FLOPs than the plan `inside` them."""
+    try:
+        return cheapest(whole, inside.budget_bytes).extra_flops < inside.predicted.extra_flops
+    except Infeasible:
+        return False
+
+
 def _compiled(site: StepContext, choice: Choice, made: Plan, budget_for: BudgetFor) -> tuple[Plan, Verdict]:
     """Return the cheapest of a few plans that is measured within the budget, with its proof; `made` is the first.
 
-    Each one is compiled. Raises Infeasible with the smallest measured peak, and RehearsalError for other bits.
+    On a CPU, plans are first measured without kernels, which is soon done; the best one of these is compiled. Raises
+    Infeasible with the smallest measured peak, and RehearsalError for other bits.
     """
-    budget_bytes, profile = made.budget_bytes, choice.profile
-    best: tuple[Plan, Verdict] | None = None
-    tried, lowest = list[Decisions](), made
-    while True:
-        made = replace(made, budget_for=budget_for)
-        verdict = _proof(site, made)
-        tried.append(made.decisions)
-        if not verdict.identical and best is None:
+    verdicts: dict[Decisions, Verdict] = {}
+
+    def proven(tried: Plan) -> int | None:
+        verdict = verdicts[tried.decisions] = _proof(site, tried)
+        if verdict.identical:
+            return verdict.measured_peak_bytes
+        if len(verdicts) == 1:
             raise RehearsalError(_compiled_differs(verdict))
-        if not verdict.identical:
+        return None
+
+    def scheduled(tried: Plan) -> int | None:
+        return scheduled_peak(site.model, site.step, site.batch, tried, site.optimizer)
+
+    made = replace(made, budget_for=budget_for)
+    if made.decisions != Decisions() and budget_for == "requested" and place_of(site.model).type == "cpu":
+        n_scheduled, best = cheapest_within(choice, made, scheduled, SCHEDULED)
+        if best is not None and best.predicted.peak_bytes > made.budget_bytes:
+            raise _compiled_over(choice, best, f"plans that were scheduled by inductor and measured: {n_scheduled}")
+        made = best or made
+    n_compiled, best = cheapest_within(choice, made, proven, COMPILED_REPAIRS)
+    assert best is not None  # the first one is proven
+    if best.predicted.peak_bytes > made.budget_bytes and best.predicted != best.plain:
+        raise _compiled_over(choice, best, f"plans that were compiled and measured: {n_compiled}")
+    if n_compiled > 1:
+        best = replace(best, notes=(*best.notes, f"{n_compiled} plans were compiled and measured"))
+    return best, verdicts[best.decisions]
+
+
+def cheapest_within(
+    choice: Choice, made: Plan, peak_of: Callable[[Plan], int | None], most: int
+) -> tuple[int, Plan | None]:
+    """Return the number of plans tried, and the cheapest that is measured within the budget, else the lowest.
+
+    Args:
+        choice: The profile, and the levers.
+        made: The first plan; each other one is made from the forecast, corrected by the excess of the one before.
+        peak_of: Function that measures a plan; None for one that is no good.
+        most: Most plans tried.
+    """
+    budget_bytes, tried, best = made.budget_bytes, list[Decisions](), None
+    while True:
+        peak_bytes = peak_of(made)
+        tried.append(made.decisions)
+        if peak_bytes is None:
             break
-        measured = as_measured(made, verdict.measured_peak_bytes)
-        if verdict.within_budget and (best is None or made.predicted.extra_ms < best[0].predicted.extra_ms):
-            best = measured, verdict
-        if len(tried) == 1 or measured.predicted.peak_bytes < lowest.predicted.peak_bytes:
-            lowest = measured
-        unused = 1 - verdict.measured_peak_bytes / budget_bytes
-        if len(tried) == COMPILED_REPAIRS or 0 <= unused <= UNUSED or budget_for == "reserved":
+        measured = as_measured(made, peak_bytes)
+        if best is None or _rank(measured) < _rank(best):
+            best = measured
+        if len(tried) == most or 0 <= 1 - peak_bytes / budget_bytes <= UNUSED or made.budget_for == "reserved":
             break
-        profile = with_excess(choice.profile, verdict.measured_peak_bytes - forecast_peak(choice.profile, made))
-        following = _own(choice, forecast_plan(profile, budget_bytes), budget_bytes)
-        if following.decisions in tried or (best and following.predicted.extra_ms >= best[0].predicted.extra_ms):
+        profile = with_excess(choice.profile, peak_bytes - forecast_peak(choice.profile, made))
+        try:
+            following = forecast_plan(profile, budget_bytes)
+        except Infeasible:
+            following = replace(smallest_plan(profile), budget_bytes=budget_bytes)
+        if following.decisions in tried or _rank(best) < (False, following.predicted.extra_ms):
             break
-        made = following
-    if best is None:
-        raise Infeasible(
-            budget_bytes=budget_bytes,
-            smallest_peak_bytes=lowest.predicted.peak_bytes,
-            parts=lowest.predicted.parts,
-            notes=(f"plans that were compiled and measured: {len(tried)}", *choice.profile.notes),
-        )
-    made, verdict = best
-    if len(tried) > 1:
-        made = replace(made, notes=(*made.notes, f"{len(tried)} plans were compiled and measured"))
-    return made, verdict
+        made = replace(_own(choice, following, budget_bytes), budget_for=made.budget_for)
+    return len(tried), best
+
+
+def _rank(measured: Plan) -> tuple[bool, float]:
+    """Return the sort key of measured plans: those within the budget by their time, then the others by their peak."""
+    peak_bytes = measured.predicted.peak_bytes
+    is_over = peak_bytes > measured.budget_bytes
+    return is_over, peak_bytes if is_over else measured.predicted.extra_ms
+
+
+def _compiled_over(choice: Choice, lowest: Plan, tried: str) -> Infeasible:
+    """Build the error for a budget that no compiled plan keeps; `lowest` has the smallest measured peak."""
+    return Infeasible(
+        budget_bytes=lowest.budget_bytes,
+        smallest_peak_bytes=lowest.predicted.peak_bytes,
+        parts=lowest.predicted.parts,
+        notes=(tried, *choice.profile.notes),
+    )
 
 
 def as_measured(made: Plan, peak_bytes: int) -> Plan:
@@ -347,7 +423,8 @@ def as_measured(made: Plan, peak_bytes: int) -> Plan:
     if made.predicted == made.plain:  # nothing is compiled for the plan
         return made
     apart = peak_bytes / made.predicted.peak_bytes - 1
-    note = f"before it was compiled, {format_bytes(made.predicted.peak_bytes)} were forecast: {apart:+.1%} measured"
+    made = replace(made, notes=tuple(note for note in made.notes if not note.startswith(FORECAST)))
+    note = f"{FORECAST}, {format_bytes(made.predicted.peak_bytes)} were forecast: {apart:+.1%} measured"
     return replace(made, predicted=with_peak(made.predicted, peak_bytes), notes=(*made.notes, note))
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from lowtide._torch.device_timing import now_ms
+from lowtide._torch.joint_graph import always_partitioned, kernels_left_out
 from lowtide.api.apply import apply
 from lowtide.levers import enable, lever_named
 from lowtide.memory.device_budget import check_on_device
@@ -298,6 +299,31 @@ def compare_with_plain(
         drifted=tuple(sorted(applied.drifted)),
         changes=unchanged.changes,
     )
+
+
+@interrupts_delayed()
+def scheduled_peak(
+    model: nn.Module, step: Callable[..., Any], batch: Any, plan: Plan, optimizer: Optimizers
+) -> int | None:
+    """Return the peak of a step under a plan for compiled code whose kernels are left out; None if that fails.
+
+    Such code is made in seconds, and allocates what it would with its kernels: inductor has fused, ordered and reused
+    everything by then. It computes zeros, at which a step may raise. All state is restored.
+    """
+    with (
+        StepSnapshot(model, batch, optimizer, step) as unchanged,
+        Updates(unchanged, model, optimizer) as updates,
+        kernels_left_out(),
+        always_partitioned(),
+        apply(model, plan, optimizer=optimizer, say=lambda what: None),
+    ):
+        try:
+            updates.run(batch)
+            updates.undo()
+            unchanged.restore_for_rerun()
+            return recorded_peak(model, updates, batch, unchanged)
+        except Exception:  # the caller compiles the kernels then
+            return None
 
 
 def _nondeterministic(

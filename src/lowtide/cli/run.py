@@ -86,7 +86,7 @@ def run(
     script's; 1 also if no plan fits the budget or the measured peak is above it, and 2 also if no plan can be made for
     the script, or it ends too early.
 
-    New and little tested: a model compiled as a whole (torch.compile), tried on small models on a CPU; several
+    New and little tested: a model, or its blocks, compiled by torch.compile, tried on small models on a CPU; several
     processes (torchrun), tried with two on a CPU.
     """
     if (budget is None) == (plan_file is None):

@@ -30,6 +30,8 @@ class StepContext:
     """Optimizers that step on the model's parameters, as far as they are named or known."""
     in_place: bool = True
     """True if gradients may be written in place."""
+    inside_blocks: bool = True
+    """True if plans may decide what blocks that inductor compiles save."""
 
     @property
     def only_optimizer(self) -> Optimizer | None:

@@ -179,7 +179,14 @@ def rehearse_with_levers(site: StepContext, levers: tuple[AppliedLever, ...]) ->
     """Rehearse the step with `levers` on. Raises LeverNotApplicable, with the reason, if a lever must not be on."""
     with enable(site.model, levers, site.optimizer) as on:
         try:
-            profile = rehearse(site.model, site.step, site.batch, optimizer=site.optimizer, in_place=site.in_place)
+            profile = rehearse(
+                site.model,
+                site.step,
+                site.batch,
+                optimizer=site.optimizer,
+                in_place=site.in_place,
+                inside_blocks=site.inside_blocks,
+            )
         except Refused as error:
             raise LeverNotApplicable(
                 f"the step reads more than the loss: {str(error).partition(' was let go')[0]}"

@@ -27,6 +27,7 @@ from lowtide.profiler.preconditions import (
     check_not_scripted,
     check_same_work,
     check_saved,
+    has_planned_blocks,
     is_planned_by_its_compiler,
     is_specialised,
     nondeterminism_notes,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from lowtide.memory.events import Recorder
     from lowtide.planner.records import Fingerprint, Static
 
-__all__ = ["OTHER_WORK", "rehearse"]
+__all__ = ["OTHER_WORK", "REPLAYED_WHOLE", "rehearse"]
 
 Step = Callable[[Any], Any]
 T = TypeVar("T")
@@ -70,6 +71,7 @@ OVERFLOWS: Final = (
     "comes on top"
 )
 NOT_MEASURED: Final = "the plain step ran out of memory: its peak is predicted"
+REPLAYED_WHOLE: Final = "compiled blocks are replayed as a whole"
 OTHER_WORK: Final = (
     "if the work depends on random numbers, as with LayerDrop, on the values of parameters, as where experts are "
     "chosen, on lengths that are in the batch, as of packed sequences, or on counts and iterators of the step's own, "
@@ -79,15 +81,33 @@ OTHER_WORK: Final = (
 
 @interrupts_delayed()
 def rehearse(
-    model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizers = None, in_place: bool = True
+    model: nn.Module,
+    step: Step,
+    batch: Any,
+    *,
+    optimizer: Optimizers = None,
+    in_place: bool = True,
+    inside_blocks: bool = True,
 ) -> Profile:
-    """Return the profile of `step(batch)`, run five times; `lowtide.rehearse` documents the effects on the model."""
+    """Return the profile of `step(batch)`, run five times; `lowtide.rehearse` documents the effects on the model.
+
+    With `inside_blocks`, plans decide what blocks that inductor compiles save, and leave other modules alone. Without
+    it such blocks can only be replayed as a whole.
+    """
     check(model, step, batch, optimizer)
     check_not_scripted(model)
-    if is_planned_by_its_compiler(model, step):
+    is_whole = is_planned_by_its_compiler(model, step)
+    if is_whole or (inside_blocks and has_planned_blocks(model)):
         from lowtide.profiler.compiled_steps import rehearse_compiled  # imports inductor, which takes seconds
 
-        return rehearse_compiled(model, step, batch, optimizer=optimizer)
+        try:
+            return rehearse_compiled(model, step, batch, optimizer=optimizer)
+        except RehearsalError as why:
+            if is_whole:
+                raise
+            note = f"{REPLAYED_WHOLE}, as their code can't be planned: {why}"
+        profile = rehearse(model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=False)
+        return replace(profile, notes=(*profile.notes, note))
     name = type(model).__name__
     with (
         Stage(f"rehearsing {name}", total=RUNS) as stage,

@@ -9,6 +9,7 @@ outside compiled code is a position, and so is each call inside compiled code. L
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -52,6 +53,7 @@ def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float)
     """Graphs that ran, each at one size, in order."""
     calls = [replace(call, graph=ran.setdefault((call.graph, call.sizes), len(ran))) for call in calls]
     first = {call.graph: call for call in reversed(calls)}
+    graphs = _named(graphs)
     both = [
         _Graph.of(
             graphs[n].at(sizes), (_transients(stream, first[at].forward), _transients(stream, first[at].backward))
@@ -59,6 +61,16 @@ def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float)
         for at, (n, sizes) in enumerate(ran)
     ]
     return _coarser(_Records(both, calls, stream, step_ms).profile())
+
+
+def _named(graphs: Sequence[JointSlots]) -> list[JointSlots]:
+    """Return `graphs`, those with addresses of another graph under names of their own."""
+    of_key: dict[str, set[str]] = {}
+    for graph in graphs:
+        of_key.setdefault(graph.joint.key, set()).update(slot.address for slot in graph.slots)
+    n_graphs = Counter(address for addresses in of_key.values() for address in addresses)
+    shared = {key for key, addresses in of_key.items() if any(n_graphs[address] > 1 for address in addresses)}
+    return [graph.named() if graph.joint.key in shared else graph for graph in graphs]
 
 
 def _transients(stream: EventStream, span: tuple[int, int] | None) -> list[int]:
@@ -144,6 +156,7 @@ class _Graph:
         """Return the bytes of all slots that backward reads, at a position of forward (0) or backward (1)."""
         half, nodes = self.saved[phase], self.slots.joint.nodes
         read = [slot.node for slot in self.slots.slots if slot.node in self.saved[1].last]
+        read = [node for node in read if nodes[node].kind != "input"]
         return sum(nodes[n].bytes for n in read if (at <= half.last[n] if phase else at >= half.born[n]))
 
 
@@ -163,6 +176,8 @@ class _Records:
         self._ms_per_unit = step_ms / (sum(sum(graphs[call.graph].units) for call in calls) or 1.0)
         self._base: list[int] = []
         """Bytes that no slot holds, for each position."""
+        self._live_bytes: list[int] = []
+        """Bytes of the step that are in memory when forward of each call begins, except those that slots hold."""
         self._at: dict[tuple[int, int], int] = {}
         """First position of each call of a graph, by its number and 0 for forward or 1 for backward."""
         self._put_on_axis(stream)
@@ -212,11 +227,14 @@ class _Records:
         spans = [(call.forward, number, 0) for number, call in enumerate(self._calls)]
         spans += [(call.backward, number, 1) for number, call in enumerate(self._calls) if call.backward]
         held = done = 0
+        live_bytes = self._live_bytes = [0] * len(self._calls)
         for (enter, leave), number, phase in sorted(spans):
             graph = self._graphs[self._calls[number].graph]
             self._base.append(max(levels[done : enter + 1]) - held)
             self._at[number, phase] = len(self._base)
             below = levels[enter] - held
+            if not phase:
+                live_bytes[number] = below
             # scratch memory, the same for all positions; bytes that inductor's order saves here, plans may need
             rise = max(levels[enter : leave + 1]) - levels[enter]
             below += max(0, rise - max(graph.plain[phase].levels))
@@ -231,7 +249,7 @@ class _Records:
         """Add the storages, values and slots of one call of a graph."""
         forward, backward = self._at[number, 0], self._at[number, 1]
         joint, slots = graph.slots.joint, {slot.node: slot for slot in graph.slots.slots}
-        order = upstream(joint, slots)
+        order = sorted({*upstream(joint, slots), *slots})  # inputs among the slots come first
         made, index = written(joint, order, slots), dict[int, int]()
         for node in order:
             found, slot = joint.nodes[node], slots.get(node)
@@ -242,14 +260,18 @@ class _Records:
                     bytes=found.bytes if node in made else 0,
                     node=found.target,
                     recipe=None if slot is not None and slot.is_kept else found.target,
-                    operands=tuple(index[arg] for arg in found.args if joint.nodes[arg].kind != "input"),
+                    operands=tuple(index[arg] for arg in found.args if arg in index),
                     cost_ms=graph.units[node] * self._ms_per_unit,
                     flops=found.flops,
                     expensive=bool(found.flops),
                     transient_bytes=graph.scratch.get(node, 0),
                 )
             )
-            if slot is not None:
+            if slot is not None and found.kind == "input":  # until forward ends, its owner holds it
+                end = self._end(number, 0)
+                n_bytes = found.bytes if self._live_bytes[number] >= found.bytes else 0  # else it is of the batch
+                self._storages.append(Storage(bytes=n_bytes, allocated_at=end, freed_at=end + 1, label=found.module))
+            elif slot is not None:
                 born = graph.saved[0].born.get(node, graph.unsaved.born.get(node, 0))
                 dies = max(graph.unsaved.last.get(node, born), born) + 1
                 self._storages.append(

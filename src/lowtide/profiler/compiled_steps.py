@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lowtide._torch.compiled_code import is_compiled
+from lowtide._torch.compiled_code import has_compiled_modules
 from lowtide._torch.device_timing import now_ms
 from lowtide._torch.joint_graph import always_partitioned, partitioning_by, products_are_apart, watched_calls
 from lowtide.errors import RehearsalError
@@ -89,14 +89,14 @@ def rehearse_compiled(
 
 @contextlib.contextmanager
 def noted_calls(model: nn.Module) -> Iterator[list[str]]:
-    """Collect shapes and dtypes of a compiled model's arguments; none where compiled code calls the model."""
+    """Collect shapes and dtypes of the model's arguments; none where compiled code calls the model."""
     found: list[str] = []
 
     def around(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         found.append(in_words_of(tensors_in_call(args, kwargs)))
         return inner(*args, **kwargs)
 
-    front = OuterInterceptor(model, around) if is_compiled(model) else None
+    front = OuterInterceptor(model, around) if has_compiled_modules(model) else None
     try:
         yield found
     finally:

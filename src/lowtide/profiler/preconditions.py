@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from lowtide._torch.compiled_code import is_compiled, is_compiled_function
+from lowtide._torch.compiled_code import (
+    has_compiled_modules,
+    is_compiled,
+    is_compiled_by_inductor,
+    is_compiled_function,
+)
 from lowtide._torch.joint_graph import hindrances
 from lowtide._torch.modules import Convolution
 from lowtide.errors import RehearsalError
@@ -128,6 +133,14 @@ def is_planned_by_its_compiler(model: torch.nn.Module, step: Any) -> bool:
     return is_compiled(model) or _compiles_around(model, step)
 
 
+def has_planned_blocks(model: torch.nn.Module) -> bool:
+    """Return True if inductor compiles modules inside the model, not the model, and plans can decide what they save."""
+    if is_compiled(model) or not any(map(is_compiled_by_inductor, model.modules())):
+        return False
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not is_distributed and not any(True for _ in hindrances())
+
+
 def _compiles_around(model: torch.nn.Module, step: Any) -> bool:
     """Return True if the step calls a compiled function (torch.compile) that calls `model`."""
     return any(True for _ in _compiled_around(model, step))
@@ -200,7 +213,7 @@ def check_same_work(model: torch.nn.Module, audit: Audit, trace: Trace) -> None:
 
 def is_specialised(model: torch.nn.Module) -> bool:
     """Return True if parts of the model are compiled or TorchScript: these save other tensors after their first run."""
-    return has_torchscript(model) or any(map(is_compiled, model.modules()))
+    return has_torchscript(model) or has_compiled_modules(model)
 
 
 def has_torchscript(model: torch.nn.Module) -> bool:

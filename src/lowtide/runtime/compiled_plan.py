@@ -15,7 +15,7 @@ from lowtide._torch.custom_partitioner import CustomPartitionerFn
 from lowtide._torch.joint_graph import JointGraph, keep_products_apart, partitioned
 from lowtide.runtime.joint_slots import JointSlots
 
-SCHEME: Final = 2
+SCHEME: Final = 3
 """Number of the rules by which a plan's addresses choose values; a change of them counts it up. Caches outlive it."""
 
 
@@ -52,7 +52,8 @@ class PlanPartitioner(CustomPartitionerFn):
 
     def __call__(self, gm: Any, joint_inputs: Any, **settings: Any) -> Any:
         def choose(joint: JointGraph, plain: frozenset[int]) -> frozenset[int]:
-            slots = JointSlots(joint, plain)
+            is_named = any(address.startswith(f"{joint.key}/") for address in self.recompute)
+            slots = JointSlots(joint, plain, is_named=is_named)
             self.seen(slots)
             if not self.graphs:
                 return plain

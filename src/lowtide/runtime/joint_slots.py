@@ -4,6 +4,8 @@ torch saves the values nearest to backward, such as the normalised tensor of a l
 which fused arithmetic alone computes that tensor, serves as well: it has the same size, and the next blocks can be
 recomputed from it. So the slot of such a value is the value that it was computed from.
 
+A block that is compiled by itself has such values as inputs. They are saved wherever a value is computed from them.
+
 Forward has to write a value that is saved. In a graph with 16-bit values, as under autocast, one that torch's forward
 does not write is no slot: inductor would compute it in a loop of its own. Loops with 16-bit values are vectorised in
 another width than loops without, and sums over a row then add up in another order.
@@ -45,8 +47,11 @@ class Recomputed:
 class JointSlots:
     """The slots of one joint graph. `plain` is the set that torch saves."""
 
-    def __init__(self, joint: JointGraph, plain: frozenset[int]) -> None:
-        self.joint, self.plain = joint, plain
+    def __init__(self, joint: JointGraph, plain: frozenset[int], *, is_named: bool = False) -> None:
+        """With `is_named`, addresses begin with the graph's hash: equal blocks share a graph, other graphs have paths
+        of their own, which may be the same.
+        """
+        self.joint, self.plain, self._is_named = joint, plain, is_named
         nodes = joint.nodes
         held = {nodes[i].root for i in joint.forward_outputs}
         roots = {nodes[i].root for i in plain if nodes[nodes[i].root].kind != "input"} - held
@@ -56,20 +61,21 @@ class JointSlots:
         self._small = largest // SMALL
         self._is_mixed = any(node.is_half for node in nodes)
         upstream = {root: self._upstream(root, held) for root in sorted(roots)}
-        saved = set(upstream.values())
+        saved = set(upstream.values()) - plain
+        saved |= {node for node in upstream.values() if nodes[node].kind != "input"}
         random = {i for i, n in enumerate(nodes) if n.is_random and n.bytes and not n.is_backward}
         reduced = {
             i
             for i, n in enumerate(nodes)
             if n.is_forward and n.kind == "reduction" and n.root == i and 0 < n.bytes <= self._small
         } - held
-        at = _addresses(joint)
+        at = _addresses(joint, f"{joint.key}/" if is_named else "")
         self.slots = tuple(
             JointSlot(
                 node=node,
                 address=at[node],
                 is_saved=node in saved,
-                is_kept=node in random or nodes[node].bytes <= self._small,
+                is_kept=node in random or nodes[node].kind == "input" or nodes[node].bytes <= self._small,
             )
             for node in sorted(saved | random | reduced)
         )
@@ -79,7 +85,13 @@ class JointSlots:
 
     def at(self, sizes: tuple[int, ...]) -> JointSlots:
         """Return the slots of the graph for these values of its symbolic sizes."""
-        return self if self.joint.resize is None else JointSlots(self.joint.at(sizes), self.plain)
+        if self.joint.resize is None:
+            return self
+        return JointSlots(self.joint.at(sizes), self.plain, is_named=self._is_named)
+
+    def named(self) -> JointSlots:
+        """Return the same slots at addresses that begin with the graph's hash."""
+        return JointSlots(self.joint, self.plain, is_named=True)
 
     def as_torch(self) -> Recomputed:
         """Return the split between saved and recomputed values that torch chooses."""
@@ -113,7 +125,7 @@ class JointSlots:
         nodes, found = self.joint.nodes, root
         while nodes[root].kind == "pointwise" and nodes[root].bytes > self._small:
             large = {nodes[arg].root for arg in nodes[root].args if nodes[nodes[arg].root].bytes > self._small}
-            large = {arg for arg in large if nodes[arg].kind != "input"}
+            large = {arg for arg in large if nodes[arg].kind != "input" or nodes[arg].is_given}
             if len(large) != 1:
                 break
             (operand,) = large
@@ -130,7 +142,7 @@ class JointSlots:
     def _is_written(self, root: int) -> bool:
         """Return True if torch's own forward writes the value to memory."""
         nodes = self.joint.nodes
-        if nodes[root].kind != "pointwise" or root in self.roots:
+        if nodes[root].kind != "pointwise" or root in self.roots:  # an input is there as well
             return True
         pending = [root]
         while pending:
@@ -141,10 +153,13 @@ class JointSlots:
         return False
 
 
-def _addresses(joint: JointGraph) -> list[str]:
+def _addresses(joint: JointGraph, name: str) -> list[str]:
     count: Counter[str] = Counter()
     found = []
-    for node in joint.nodes:
-        found.append(f"{node.module}#0:{count[node.module]}")
-        count[node.module] += not node.is_backward and node.kind != "input"
+    for index, node in enumerate(joint.nodes):
+        if node.kind == "input":
+            found.append(f"{name}input#0:{index}")
+            continue
+        found.append(f"{name}{node.module}#0:{count[node.module]}")
+        count[node.module] += not node.is_backward
     return found

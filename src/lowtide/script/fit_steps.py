@@ -244,7 +244,7 @@ class Fitting(PlanMonitor):
                     "longer than others"
                 )
             if self._rehearsing.profile is not None and not self._awaits_others(model):
-                self._make_plan(self._rehearsing.profile)
+                self._make_plan(self._rehearsing.profile, model)
         elif self._is_rehearsed:
             self._is_rehearsed = False
             self._plan_for_larger(self.plan, model)
@@ -258,13 +258,18 @@ class Fitting(PlanMonitor):
             if not is_compiling or self._n_compiling >= PATIENCE:  # compiling takes memory: a later step counts
                 self._judge(self.plan, measured_bytes)
 
-    def _make_plan(self, profile: Profile) -> None:
+    def _make_plan(self, profile: Profile, model: nn.Module) -> None:
         """Plan for `profile`, or react as `on_infeasible` says if no plan fits. Raises Infeasible."""
         self._say(f"rehearsed {self.model_name} in {self._rehearsing.n_steps} steps")
         try:
             with showing(self._progress), Stage("planning"):
                 self.plan = forecast_plan(profile, self._budget) if profile.graphs else plan(profile, self._budget)
         except Infeasible as why:
+            if profile.graphs and self._rehearsing.replays_blocks(model):
+                self._say(
+                    f"inside compiled blocks, {_first_line(why)} They are rehearsed again, to be replayed as a whole"
+                )
+                return
             if self._on_infeasible == "raise":
                 raise
             if self._on_infeasible == "plain":

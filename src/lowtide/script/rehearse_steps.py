@@ -12,7 +12,7 @@ from lowtide.levers.lever import LeverNotApplicable
 from lowtide.memory.events import Busy
 from lowtide.profiler.checkpointed_blocks import told
 from lowtide.profiler.online import PATIENCE, OnlineProfiler
-from lowtide.profiler.preconditions import check_not_scripted, has_torchscript
+from lowtide.profiler.preconditions import check_not_scripted, has_planned_blocks, has_torchscript
 from lowtide.script.composite_model import name_of
 from lowtide.script.step_listener import Enough, StepListener
 
@@ -53,6 +53,8 @@ class Rehearsing(StepListener):
         self.done = False
         self.profile: Profile | None = None
         self._levers, self._in_place = levers, in_place
+        self.inside_blocks = True
+        """False if compiled blocks are to be replayed as a whole."""
         self._on: LeverStack | None = None
         self.n_steps = 0
         """Steps observed to their end."""
@@ -88,7 +90,8 @@ class Rehearsing(StepListener):
                 raise RehearsalError(str(busy)) from None
 
     def _profiler(self, model: nn.Module) -> OnlineProfiler | OnlineCompiledProfiler:
-        if self.compiled is None and not is_compiled(model):
+        inside_blocks = self.inside_blocks and not self._levers and has_planned_blocks(model)
+        if self.compiled is None and not is_compiled(model) and not inside_blocks:
             return OnlineProfiler(model, plain=self._plain, in_place=self._in_place)
         from lowtide.profiler.compiled_online import OnlineCompiledProfiler  # imports inductor, which takes seconds
 
@@ -121,6 +124,14 @@ class Rehearsing(StepListener):
             self._observed.give_up()
             self._gone.append(self._observed)  # until the next step: here no hooks may be removed
         self.done, self.profile, self._observed = False, None, None
+
+    def replays_blocks(self, model: nn.Module) -> bool:
+        """Rehearse anew, for replays of compiled blocks as a whole. Returns False if no other plans come of that."""
+        if not (self.inside_blocks and self.compiled is None and has_planned_blocks(model)):
+            return False
+        self.gives_up(model)
+        self.inside_blocks = False
+        return True
 
     def begin_anew(self) -> None:
         """Rehearse larger batches than before, reusing earlier results; one step usually suffices."""
