@@ -159,7 +159,7 @@ def test_blocks_that_are_compiled() -> None:
         warnings.simplefilter("ignore")
         profile = lowtide.rehearse(case.model, case.step, batch)
         with lowtide.fit(case.model, case.step, batch, budget=between(profile), profile=profile) as fitted:
-            assert fitted.plan.replay
+            assert fitted.plan.recompute or fitted.plan.replay
             assert fitted.verdict.identical
             assert fitted.verdict.within_budget
 
