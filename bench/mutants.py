@@ -157,12 +157,18 @@ class _WithoutAnnotations(ast.NodeTransformer):
         node.annotation = ast.Constant(None)
         return self.generic_visit(node)
 
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        for each in node.decorator_list:
+            if isinstance(each, ast.Call):
+                each.keywords = [one for one in each.keywords if one.arg not in ("frozen", "slots", "kw_only")]
+        return self.generic_visit(node)
+
     def visit_If(self, node: ast.If) -> ast.AST:
         return ast.Pass() if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
 
 
 def meaning(code: str) -> str:
-    """The code without what only type checkers read."""
+    """The code without what only type checkers read, and without limits to what one may do with a record."""
     return ast.dump(_WithoutAnnotations().visit(ast.parse(code)))
 
 
