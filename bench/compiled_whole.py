@@ -136,7 +136,7 @@ class Measuring:
     def _by_torch(self, way: str, share: float = 1.0, every: int = 0) -> Row:
         seen: list[JointSlots] = []
         partitioner = PlanPartitioner()
-        partitioner.seen = seen.append
+        partitioner.on_compile = seen.append
         steps = compiled(self.name, every)
         with functorch_config.patch(activation_memory_budget=share), always_partitioned(), partitioning_by(partitioner):
             peak_bytes, bits = measured(steps)

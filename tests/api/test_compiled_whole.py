@@ -259,7 +259,7 @@ def test_a_compiled_function_that_is_compiled_for_larger_inputs_is_said_once() -
         partitioner = inductor_config.custom_partitioner_fn
         for number, graph in enumerate((masked(), larger, larger)):
             with compile_context(CompileContext(CompileId(frame_id=0, frame_compile_id=number))):
-                partitioner.seen(JointSlots(graph, frozenset({3, 5})))
+                partitioner.on_compile(JointSlots(graph, frozenset({3, 5})))
     assert len(said) == 1
     assert "larger inputs" in said[0]
 
