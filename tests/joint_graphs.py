@@ -73,3 +73,20 @@ def normalised(*, half: bool) -> JointGraph:
         [8],
         "key",
     )
+
+
+def block() -> JointGraph:
+    """Y = mm(norm(x)) of a block's input x; backward reads the normalised tensor."""
+    return JointGraph(
+        [
+            node("input", root=0),
+            node("reduction", (0,), FEW, root=1, module="norm"),
+            node("pointwise", (0, 1), root=2, module="norm"),
+            node("extern", (2,), root=3, target="aten.mm", module="fc"),
+            node("input", root=4, tangent=True),
+            node("extern", (4, 2), root=5, backward=True, target="aten.mm"),
+        ],
+        [3],
+        [5],
+        "block",
+    )

@@ -1,15 +1,18 @@
 """From joint graphs and a recorded step to a profile that is planned as any other."""
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
 import lowtide
 from compiled_by_hand import BACKWARD, FORWARD, MASK, SLOTS, STEP, TANGENT, call
 from joint_graphs import FEW, MANY, masked, node
 from lowtide.errors import RehearsalError
-from lowtide.memory.events import Event, EventStream
+from lowtide.memory.events import Event, EventStream, Mark
 from lowtide.planner.records import Decisions
 from lowtide.planner.simulate.simulator import predict
-from lowtide.profiler.compiled_profile import assembled
+from lowtide.profiler.compiled_profile import CALL, assembled
 from lowtide.runtime.joint_slots import JointSlots
 
 
@@ -41,6 +44,21 @@ def test_what_is_computed_again_is_not_held_and_costs_its_time() -> None:
     assert 0 < found.extra_ms < 1
     with pytest.raises(ValueError, match="no recipe"):
         predict(profile, Decisions(recompute=frozenset({"#0:0"})))  # random numbers
+
+
+def test_graphs_with_equal_addresses_are_told_apart_and_calls_of_one_graph_are_not() -> None:
+    other = JointSlots(replace(masked(), key="other"), SLOTS.plain)
+    second = (Mark(CALL, _of(1, event.data)) if type(event) is Mark else event for event in STEP.events)
+    profile = assembled([SLOTS, other], EventStream((*STEP.events, *second)), 1.0)
+    assert {slot.address.partition("/")[0] for slot in profile.slots} == {"key", "other"}
+    twice = assembled([SLOTS], EventStream((*STEP.events, *STEP.events)), 1.0)
+    assert {Counter(slot.address for slot in twice.slots)[slot.address] for slot in twice.slots} == {2}
+
+
+def _of(number: int, data: object) -> tuple[object, ...]:
+    """Return the data of a mark, for another graph."""
+    assert isinstance(data, tuple)
+    return data[0], number, *data[2:]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from joint_graphs import MANY, masked, normalised
+from joint_graphs import MANY, block, masked, normalised
 from lowtide.profiler.joint_memory import backward_half, forward_half
 from lowtide.runtime.joint_slots import JointSlots
 
@@ -24,6 +24,20 @@ def test_the_slot_of_a_normalised_tensor_is_what_it_was_computed_from() -> None:
 def test_with_16_bit_values_only_what_forward_writes_is_a_slot(half: bool, address: str) -> None:
     slots = JointSlots(normalised(half=half), frozenset({4, 5}))
     assert [slot.address for slot in slots.slots if not slot.is_kept] == [address]
+
+
+def test_a_tensor_that_is_computed_from_a_block_s_input_is_computed_again_from_it() -> None:
+    slots = JointSlots(block(), frozenset({1, 2}))
+    assert {slot.address: slot.is_kept for slot in slots.slots} == {"input#0:0": True, "norm#0:0": True}
+    assert slots.without(()).given == {0, 1}
+    held = JointSlots(block(), frozenset({0, 1}))  # torch holds the input itself
+    assert [slot.address for slot in held.slots] == ["norm#0:0"]
+
+
+def test_addresses_begin_with_the_hash_of_a_graph_whose_paths_another_graph_has() -> None:
+    plain = JointSlots(masked(), PLAIN)
+    assert [slot.address for slot in plain.named().slots] == [f"key/{slot.address}" for slot in plain.slots]
+    assert plain.named().without({"key/drop#0:0"}) == plain.without({"drop#0:0"})
 
 
 def test_torch_s_own_partition_is_torch_s_own() -> None:

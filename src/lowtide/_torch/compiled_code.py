@@ -33,7 +33,7 @@ def has_compiled_modules(model: torch.nn.Module) -> bool:
 def is_compiled_by_inductor(module: torch.nn.Module) -> bool:
     """Return True if inductor compiles the module, and no CUDA graphs replay it. 2.13, since 2.2."""
     front = _compiled_front(module)
-    settings = None if front is None else front.get_compiler_config()
+    settings: Any = None if front is None else front.get_compiler_config()
     return bool(settings) and not settings.get("triton.cudagraphs", False)
 
 
