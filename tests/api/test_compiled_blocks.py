@@ -12,6 +12,7 @@ from torch._inductor import config as inductor_config
 
 import lowtide
 from lowtide._torch.joint_graph import kernels_left_out
+from lowtide.script.fit_steps import COMPARED
 
 pytestmark = pytest.mark.usefixtures("inductor")
 
@@ -96,16 +97,6 @@ def test_one_decision_for_equal_blocks_counts_once_for_each_call() -> None:
 
 
 @pytest.mark.slow
-def test_a_wrapped_block_fits_as_one_that_is_compiled_in_its_place() -> None:
-    model, ids = built(Widens, Widens, Widens, in_place=False)
-    with kernels_left_out(), lowtide.fit(model, step_of(model), ids, budget="80%") as fitted:
-        assert fitted.plan.recompute
-        assert not fitted.plan.replay
-        assert fitted.verdict.within_budget
-        assert fitted.verdict.predicted_peak_bytes == pytest.approx(fitted.verdict.measured_peak_bytes, rel=0.01)
-
-
-@pytest.mark.slow
 def test_blocks_of_other_graphs_have_decisions_of_their_own() -> None:
     model, ids = built(Widens, Gates, Widens)
     with kernels_left_out():
@@ -122,8 +113,8 @@ def test_blocks_of_other_graphs_have_decisions_of_their_own() -> None:
 
 
 @pytest.mark.slow
-def test_a_planned_step_of_compiled_blocks_has_the_bits_of_the_compiled_step() -> None:
-    model, ids = built(Widens, Widens)
+def test_a_planned_step_of_wrapped_blocks_has_the_bits_of_the_compiled_step() -> None:
+    model, ids = built(Widens, Widens, in_place=False)
     with lowtide.fit(model, step_of(model), ids, budget="85%") as fitted:
         assert fitted.plan.graphs
         assert fitted.plan.recompute
@@ -144,15 +135,41 @@ def test_blocks_are_replayed_whole_where_no_plan_inside_them_fits() -> None:
 
 @pytest.mark.slow
 def test_a_loop_over_compiled_blocks_is_planned_inside_them() -> None:
-    with kernels_left_out(), lowtide.within("75%") as run:
-        model, ids = built(Widens, Widens)
+    model, losses = trained()
+    torch._dynamo.reset()
+    with lowtide.within("85%") as run:
+        planned, planned_losses = trained()
+    assert planned_losses == losses
+    assert all(map(torch.equal, planned.parameters(), model.parameters()))
+    assert run.plan is not None
+    assert run.plan.graphs
+    assert run.plan.recompute
+    assert run.verdict is not None
+    assert run.verdict.within_budget
+    assert run.verdict.proof == COMPARED
+
+
+def trained() -> tuple[nn.Module, list[float]]:
+    model, ids = built(Widens, Widens)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), list[float]()
+    for _ in range(6):
+        losses.append(step_of(model)(ids).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, losses
+
+
+@pytest.mark.slow
+def test_a_loop_replays_compiled_blocks_whole_where_no_plan_inside_them_fits() -> None:
+    with kernels_left_out(), lowtide.within("21%") as run:
+        model, ids = built(*[Widens] * 10)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(6):
+        for _ in range(8):
             step_of(model)(ids)
             optimizer.step()
             optimizer.zero_grad()
     assert run.plan is not None
-    assert run.plan.graphs
-    assert run.plan.recompute
+    assert run.plan.replay
+    assert not run.plan.graphs
     assert run.verdict is not None
     assert run.verdict.within_budget

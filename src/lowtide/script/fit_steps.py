@@ -210,6 +210,8 @@ class Fitting(PlanMonitor):
             self._put_in_force(model, batch)
             if self.plan is not None:
                 self._measure(self.plan, model, batch, optimizers)
+            elif self.unplanned is None:  # blocks are to be replayed
+                self._rehearsing.begins(model, batch, optimizers)
 
     def _measure(self, made: Plan, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         assert self._applied is not None
@@ -389,6 +391,10 @@ class Fitting(PlanMonitor):
         assert self._applied is not None
         self._applied.remove()
         self._applied = None
+        if self._rehearsing.replays_blocks(model):
+            self._say(f"{_first_line(why)} Compiled blocks are rehearsed again, to be replayed as a whole")
+            self.plan, self._proof = None, AUDITED
+            return
         if self._on_infeasible != "plain":
             raise why
         self._go_on_plain(why)

@@ -126,8 +126,8 @@ class Rehearsing(StepListener):
         self.done, self.profile, self._observed = False, None, None
 
     def replays_blocks(self, model: nn.Module) -> bool:
-        """Rehearse anew, for replays of compiled blocks as a whole. Returns False if no other plans come of that."""
-        if not (self.inside_blocks and self.compiled is None and has_planned_blocks(model)):
+        """Rehearse compiled blocks anew, to be replayed as a whole. Returns False if not only blocks are compiled."""
+        if not self.inside_blocks or self.compiled is not None or is_compiled(model):
             return False
         self.gives_up(model)
         self.inside_blocks = False
