@@ -447,23 +447,21 @@ def kernels_left_out() -> Iterator[None]:
     """Have inductor's kernels for processors write zeros instead of being compiled, inside this `with` block. 2.13."""
     from torch._inductor.async_compile import AsyncCompile
 
-    def made(own: Callable[..., Any]) -> Callable[..., Any]:
-        def without(_: object, types: list[str], code: str) -> Callable[..., None]:
-            written = [at for at, kind in enumerate(types) if "*" in kind and "const" not in kind]
+    def without(_: object, types: list[str], code: str) -> Callable[..., None]:
+        written = [at for at, kind in enumerate(types) if "*" in kind and "const" not in kind]
 
-            def kernel(*args: Any) -> None:
-                for at in written:
-                    args[at].zero_()
+        def kernel(*args: Any) -> None:
+            for at in written:
+                args[at].zero_()
 
-            return kernel
+        return kernel
 
-        return without
-
-    undo = replace_function(AsyncCompile, "cpp_pybinding", made)
+    own = AsyncCompile.cpp_pybinding  # `replace_function` leaves code alone that is compiled
+    AsyncCompile.cpp_pybinding = without
     try:
         yield
     finally:
-        undo()
+        AsyncCompile.cpp_pybinding = own
 
 
 @contextlib.contextmanager

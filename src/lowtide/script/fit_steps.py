@@ -207,9 +207,9 @@ class Fitting(PlanMonitor):
         elif self._n_looked is not None:
             self._looks_for_larger(self.plan, model, batch, optimizers)
         else:
-            self._put_in_force(model, batch)
-            if self.plan is not None:
-                self._measure(self.plan, model, batch, optimizers)
+            made = self._put_in_force(model, batch)
+            if made is not None:
+                self._measure(made, model, batch, optimizers)
             elif self.unplanned is None:  # blocks are to be replayed
                 self._rehearsing.begins(model, batch, optimizers)
 
@@ -349,12 +349,15 @@ class Fitting(PlanMonitor):
         self.when_kept(made)
         self.done = True
 
-    def _put_in_force(self, model: nn.Module, batch: Any) -> None:
-        """Make the model run under the current plans, if it does not yet. Compiled code is compared on `batch`."""
+    def _put_in_force(self, model: nn.Module, batch: Any) -> Plan | None:
+        """Make the model run under the current plans, if it does not yet. Compiled code is compared on `batch`.
+
+        Returns the plan in force, if there still is one.
+        """
         assert self.plan is not None
         if self._applied is not None and self._applied.plan is self.plan:
             self._rehearsing.leaves()
-            return
+            return self.plan
         if self._applied is not None:
             self._applied.remove()
         plain = None
@@ -370,6 +373,7 @@ class Fitting(PlanMonitor):
         if is_compared:
             self._compared = self.plan
             self._compare(model, batch, plain)
+        return self.plan
 
     def _compare(self, model: nn.Module, batch: Any, plain: Outcome | None) -> None:
         """Compare compiled code under the plan with `plain`. Raises RehearsalError for other bits."""
