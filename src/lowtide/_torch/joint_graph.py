@@ -456,12 +456,13 @@ def kernels_left_out() -> Iterator[None]:
 
         return kernel
 
-    own = AsyncCompile.cpp_pybinding  # `replace_function` leaves code alone that is compiled
-    AsyncCompile.cpp_pybinding = without
+    owner: Any = AsyncCompile  # `replace_function` leaves code alone that is compiled
+    own = owner.cpp_pybinding
+    owner.cpp_pybinding = without
     try:
         yield
     finally:
-        AsyncCompile.cpp_pybinding = own
+        owner.cpp_pybinding = own
 
 
 @contextlib.contextmanager
