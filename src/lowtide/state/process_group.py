@@ -74,7 +74,7 @@ def check_at_rest(groups: Iterable[ShardGroup]) -> None:
             names = " and ".join(type(module).__name__ for module in group.modules)
             raise RehearsalError(
                 f"the parameters of {names} are whole now, as after a forward without backward. Call its reshard() in "
-                "all processes before."
+                "all processes first."
             )
 
 

@@ -168,7 +168,7 @@ class GpuMemoryEstimate(MemoryEstimate):
 _IN_WORDS: dict[Verdict, str] = {
     "fits": "it fits",
     "does not fit": "it does not fit",
-    "unknown": "it fits or not by what is not known",
+    "unknown": "whether it fits depends on what is not known",
 }
 
 
