@@ -80,9 +80,9 @@ def estimate(
 ) -> int:
     """Predict the memory that a training step of SCRIPT needs, without taking the step.
 
-    From the first training forward on, the script runs on tensors without memory. It is ended after two steps; a loop
-    without an optimizer runs to its end. Options of this command come before SCRIPT; everything after it is passed to
-    the script. With --batch the script is run once for each size.
+    From the first training forward on, the script runs on tensors without memory. Lowtide ends it after two steps; a
+    loop without an optimizer runs to its end. Options of this command come before SCRIPT; everything after it is passed
+    to the script. With --batch the script is run once for each size.
 
     Without --device the answer is the peak of the step on this machine, in the bytes that its tensors request. Exit
     code 0: it is within --budget, or there is none; 1: it is above; 2: there is no answer.

@@ -71,7 +71,7 @@ def run(
     """Train with SCRIPT within a memory budget, or under a plan.
 
     With --budget the first two steps of training are rehearsed; the third is the first under the plan, and its peak is
-    measured. All of them train the model as without Lowtide, bit for bit, unless --lever changes the step. With --plan
+    measured. Each step trains the model as without Lowtide, bit for bit, unless --lever changes the step. With --plan
     the plan is in force from the first step on, and the peak of the second step is measured.
 
     The budget does not bind rehearsed steps. Their peak is about that of checkpointing every block; if batches are of
