@@ -101,7 +101,7 @@ class Applied(Removable):
         return frozenset(self._engine.drifted) | self._unknown
 
     def checked(self) -> AbstractContextManager[None]:
-        """Return a block for one step, which raises ReplayMismatch if backward reads other bits than were saved."""
+        """Return a context manager for one step: ReplayMismatch is raised if backward reads other bits than saved."""
         return Checked(self._engine).running()
 
     def save_most(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -89,7 +89,7 @@ class PlanGuard:
         self._front.remove()
 
     def _stop(self) -> None:
-        """Stop checking."""
+        """Stop checking calls of the model."""
         self._is_over, self._front.around = True, pass_on
 
     def _around(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -68,7 +68,7 @@ class StepRepeater(Removable):
     def __init__(
         self, model: nn.Module, applied: Applied, say: Callable[[str], None], repeated: Callable[[], object]
     ) -> None:
-        """Begin; `repeated` is called for each repeated step."""
+        """Begin to guard the model; `repeated` is called for each repeated step."""
         self._model, self._applied, self._say, self._repeated = model, applied, say, repeated
         self.reach = MutableState(model)
         self._looks_left = LOOKS

@@ -130,7 +130,7 @@ class NoSync:
             forget_step(unit)
 
     def end(self) -> None:
-        """Allow communication again."""
+        """Allow gradients to be sent to other processes again."""
         self._undo.close()
 
 

@@ -281,7 +281,7 @@ def _workspaces(stream: EventStream, n_bytes: int) -> dict[int, int]:
 
 
 def _resized(stream: EventStream, sizes: Mapping[int, int]) -> EventStream:
-    """Return the stream with some blocks resized."""
+    """Return the stream with other sizes for some blocks."""
     if not sizes:
         return stream
 
