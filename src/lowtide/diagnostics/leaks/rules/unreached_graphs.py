@@ -63,4 +63,4 @@ class OneBackwardForSeveralLosses(Rule):
     fix="put the forward at {made} under `torch.no_grad()`",
 )
 class NoGradMissing(Rule):
-    """Rule for forwards that never need a graph, recorded when the watch ends, from the counts of all calls of a line."""
+    """Rule for forwards that never need a graph, recorded when the watch ends, from counts of calls by line."""
