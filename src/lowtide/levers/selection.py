@@ -189,7 +189,7 @@ def rehearse_with_levers(site: StepContext, levers: tuple[AppliedLever, ...]) ->
             )
         except Refused as error:
             raise LeverNotApplicable(
-                f"the step reads more than the loss: {str(error).partition(' was let go')[0]}"
+                f"the step reads more than the loss: {str(error).partition(' was freed')[0]}"
             ) from error
         except LowtideError as error:
             raise LeverNotApplicable(str(error).removesuffix(".")) from error
