@@ -58,6 +58,7 @@ GROWTHS: Final = 12
 
 AUDITED: Final = "every recipe and replay was compared with the true tensors, bit by bit"
 COMPARED: Final = "compiled code under the plan was compared with the plain compiled code on a batch, bit by bit"
+WHOLE_NEXT: Final = "That was inside compiled blocks: they are rehearsed again, to be replayed as a whole"
 NOT_COMPARED: Final = "there was no room to compare bits"
 
 
@@ -269,9 +270,7 @@ class Fitting(PlanMonitor):
                 self.plan = forecast_plan(profile, self._budget) if profile.graphs else plan(profile, self._budget)
         except Infeasible as why:
             if profile.graphs and self._rehearsing.replays_blocks(model):
-                self._say(
-                    f"inside compiled blocks, {_first_line(why)} They are rehearsed again, to be replayed as a whole"
-                )
+                self._say(f"{_first_line(why)} {WHOLE_NEXT}")
                 return
             if self._on_infeasible == "raise":
                 raise
@@ -397,7 +396,7 @@ class Fitting(PlanMonitor):
         self._applied.remove()
         self._applied = None
         if self._rehearsing.replays_blocks(model):
-            self._say(f"{_first_line(why)} Compiled blocks are rehearsed again, to be replayed as a whole")
+            self._say(f"{_first_line(why)} {WHOLE_NEXT}")
             self.plan, self._proof = None, AUDITED
             return
         if self._on_infeasible != "plain":
@@ -464,7 +463,7 @@ class Fitting(PlanMonitor):
                 return
         why = over_budget(profile, made.budget_bytes, self._over, budget_for=self._budget_for)
         if made.graphs and self._rehearsing.replays_blocks(model):
-            self._say(f"inside compiled blocks, {_first_line(why)} They are rehearsed again, to be replayed as a whole")
+            self._say(f"{_first_line(why)} {WHOLE_NEXT}")
             self._gone, self._applied, self.plan, self._over = self._applied, None, None, []  # until the next step
             self._proof = AUDITED
             return
