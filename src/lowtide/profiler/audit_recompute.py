@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide._torch.device_timing import now_ms
+from lowtide._torch.device_timing import Stopwatch
 from lowtide._torch.nodes import sequence_number
 from lowtide._torch.tensors import parts_of, storage_id
 from lowtide.planner.address_nodes import MASK, NOTED, SHAPE, SIGNS, with_captured_operands
@@ -210,34 +210,38 @@ class RecomputeAudit(Engine):
 
     def try_mask(self, index: int, tensor: Tensor) -> None:
         """Try to keep a tensor without a node as the bits of a mask."""
-        began = now_ms(self._place)
+        watch = Stopwatch(self._place)
+        watch.start()
         try:
             value = packed(MASK, tensor)
         except CannotRecompute:
             return
-        packing_ms = now_ms(self._place) - began
+        packing = watch.stop()
         self.compare(index, value, tensor)
         draft = self.values[index]
         if draft.recipe is not None:
             assert isinstance(value.maker, Recompute)
             draft.node, draft.operands = MASK, (self.state(value.maker.constants["bits"].nbytes),)
-            draft.cost_ms += packing_ms
+            draft.cost_ms += packing.device
+            draft.host_ms += packing.host
 
     def try_signs(self, known: Value, tensor: Tensor) -> None:
         """Measure the cost of keeping one bit per element of a tensor that is saved for its signs."""
         found = []
         for _ in range(2):  # the first run may pay for new pages
-            began = now_ms(self._place)
+            watch = Stopwatch(self._place)
+            watch.start()
             try:
                 value = packed(SIGNS, tensor)
             except CannotRecompute:
                 return
-            packing_ms, maker = now_ms(self._place) - began, value.maker
+            packing, maker = watch.stop(), value.maker
             assert isinstance(maker, Recompute)
             if not are_signs_of(maker.make(value), tensor):
                 return
             spent = self._meter.of(maker)
-            found.append(replace(spent, recipe=SIGNS, cost_ms=packing_ms + spent.cost_ms))
+            times = {"cost_ms": packing.device + spent.cost_ms, "host_ms": packing.host + spent.host_ms}
+            found.append(replace(spent, recipe=SIGNS, **times))
             bits = ValueDraft(bytes=maker.constants["bits"].nbytes, node="", state_of=self._open[-1][0])
         draft = min(found, key=lambda draft: draft.cost_ms)
         self.enough[len(self.slots)] = Enough(draft, bits, self.is_passable(known, tensor.grad_fn, tensor.output_nr))
@@ -295,7 +299,7 @@ class RecomputeAudit(Engine):
         draft.overwrites = self.over(maker)
         if maker.recipe.alias and [self.values[need].bytes for need in draft.operands] == [draft.bytes]:
             (draft.overwrites,) = draft.operands  # the result is a view and shares that operand's memory
-        draft.cost_ms, draft.flops, draft.spent = spent.cost_ms, spent.flops, spent.spent
+        draft.cost_ms, draft.host_ms, draft.flops, draft.spent = spent.cost_ms, spent.host_ms, spent.flops, spent.spent
         if any(map(self.only_given, draft.operands)):
             draft.recipe, draft.refused = None, "it is made of an argument of a call that nothing else holds"
         elif identical(made, base):
@@ -307,7 +311,8 @@ class RecomputeAudit(Engine):
             del made
             if draft.cost_ms < SHORT_MS:
                 maker.make(value)  # again, in touched memory: the first run may have paid for new pages
-                draft.cost_ms = self._meter.of(maker).cost_ms
+                spent = self._meter.of(maker)
+                draft.cost_ms, draft.host_ms = spent.cost_ms, spent.host_ms
             if maker.operands:
                 self._late[index] = maker, value.output
                 self._timed[maker] = index
@@ -337,7 +342,8 @@ class RecomputeAudit(Engine):
     def timed(self, maker: Recompute) -> None:
         """Record the time of a recompute that has run in backward."""
         if maker in self._timed:
-            self.values[self._timed[maker]].cost_ms = self._meter.of(maker).cost_ms
+            draft, spent = self.values[self._timed[maker]], self._meter.of(maker)
+            draft.cost_ms, draft.host_ms = spent.cost_ms, spent.host_ms
 
     def places_of(self, maker: Recompute) -> set[CaptureSite]:
         """Return the sites of noted operands of a recompute and of the recomputes that it may pass through."""

@@ -29,6 +29,7 @@ class ValueDraft:
     own_strides: bool = False
     """True if the strides are known only where the value is saved, not where it is an intermediate."""
     cost_ms: float = 0.0
+    host_ms: float = 0.0
     flops: int = 0
     transient_bytes: int = 0
     spent: int | None = None
@@ -66,10 +67,12 @@ class CallDraft:
     first_slot: int = 0
     stop_slot: int = 0
     cost_ms: float = 0.0
+    host_ms: float = 0.0
     flops: int = 0
     refused: str | None = None
     result_value: int | None = None
     advance_ms: float = 0.0
+    advance_host_ms: float = 0.0
     advance_flops: int = 0
     state: int | None = None
     """Value that stands for the state that a replay holds in addition to its arguments."""
