@@ -242,6 +242,9 @@ class Profile(Record):
     """Bandwidth of copies to the host and back, one way; None if offloading is not possible."""
     draws: int = 0
     """Steps with other random numbers that plans are to be measured in, for steps whose work is drawn at random."""
+    implementations: dict[str, str] = field(default_factory=dict)
+    """Autograd node -> implementation of its recipe, where the audit found another one than the first exact and faster.
+    """
     excluded_modules: tuple[str, ...] = ()
     """Paths of modules that save something else in each step: they have no slots, and their saved tensors are in
     `base_bytes`."""
@@ -371,6 +374,8 @@ class Plan(Decided):
     """Addresses at which some call of the model keeps the tensor, or recomputes another one."""
     draws: int = 0
     """Steps with other random numbers that the plan is to be measured in (`Profile.draws`)."""
+    implementations: dict[str, str] = field(default_factory=dict)
+    """Implementations of recipes by autograd node (`Profile.implementations`)."""
     excluded_modules: tuple[str, ...] = ()
     """Paths of modules that the plan leaves alone (`Profile.excluded_modules`)."""
     allows_in_place: bool = True

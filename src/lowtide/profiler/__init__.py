@@ -188,6 +188,7 @@ class _Tried:
             given=audit.inputs,
             written_over=audit.written_over,
             allows_in_place=audit.allows_in_place,
+            implementations=audit.implementations,
         )
         return assemble(
             traced,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lowtide.memory.events import EventStream, peak_between
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, StepClocks, Storage, Value
@@ -40,6 +40,8 @@ class TracedStep:
     """Gradients that were written in place."""
     allows_in_place: bool
     """True if gradients may be written in place."""
+    implementations: dict[str, str] = field(default_factory=dict)
+    """Implementations of recipes by kind of node, where the audit has not chosen the first."""
 
 
 def assemble(
@@ -85,6 +87,7 @@ def assemble(
         measured_plain_peak_bytes=plain[0],
         in_place=in_place(step.written_over, level),
         allows_in_place=step.allows_in_place,
+        implementations=step.implementations,
         input_shapes=tuple(dict.fromkeys(map(", ".join, step.given))),
         offload_bytes_per_ms=offload_bytes_per_ms,
         notes=notes,

@@ -155,6 +155,7 @@ class Audit(RecomputeAudit, Observer):
         readers.settle(self.enough, self.values, self.slots)
         sharding.settle(self.values, self.slots, self.calls, self.homes)
         addresses.settle(self.values, [*self.slots, *(given for call in self.calls for given in call.inputs)])
+        self.settle_implementations()
         transients(self.values, stream)
         if self._tried_in_place is not None:
             self.written_over = self._tried_in_place.settle(stream)

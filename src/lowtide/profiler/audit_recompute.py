@@ -19,6 +19,7 @@ from lowtide._torch.tensors import parts_of, storage_id
 from lowtide.planner.address_nodes import MASK, NOTED, SHAPE, SIGNS, with_captured_operands
 from lowtide.profiler.drafts import OVERWRITTEN, SlotDraft, ValueDraft, describe
 from lowtide.profiler.fsdp_units import FsdpScopes
+from lowtide.profiler.implementations import Trial, Trials, using
 from lowtide.profiler.measure_call import SHORT_MS, Flops, Meter
 from lowtide.profiler.partial_reads import Enough, are_signs_of
 from lowtide.profiler.released_tensors import Lent
@@ -27,13 +28,14 @@ from lowtide.runtime.engine import Engine, ForwardPass
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.forward_pass import CallScope
 from lowtide.runtime.partial_saves import packed, saved_for_shape, saves_signs
-from lowtide.runtime.recipes import CannotRecompute
+from lowtide.runtime.recipes import IMPLEMENTATIONS, CannotRecompute
 from lowtide.runtime.recompute import Recompute, certain
 from lowtide.runtime.recompute_builder import Builder, ParameterOwners
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_values import Geometry, Handle, Value, register, registered, value_without_grad_fn
 from lowtide.runtime.view_geometry import producer
 from lowtide.state.bitwise import identical
+from lowtide.state.step_outcome import is_out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,6 +94,9 @@ class RecomputeAudit(Engine):
         self.relied_on.takes_values = False
         self.lent = Lent(self._index, self._saved, self.values)
         self.builder = self._numbering = ValueNumbering(self.builder.owners)
+        self._trials = Trials()
+        self.implementations: dict[str, str] = {}
+        """Implementations of recipes by kind of node, chosen once the step is over."""
 
     def let_go_of_all(self) -> None:
         """Release all tensors when backward begins or the step is over."""
@@ -155,6 +160,7 @@ class RecomputeAudit(Engine):
                 value.maker = self.builder.recompute(node, output, base).maker
             self.compare(self._index[value], value, base)
             value.keep(base.detach())
+            self.try_implementations(self._index[value], node, output, base)
         register(node, output, value)
         return value, view
 
@@ -207,6 +213,39 @@ class RecomputeAudit(Engine):
             self.compare(index, self.builder.recompute(node, output, base), base)
         except CannotRecompute as why:
             draft.refused = str(why)
+            return
+        self.try_implementations(index, node, output, base)
+
+    def try_implementations(self, index: int, node: Node, output: int, base: Tensor) -> None:
+        """Run the other implementations of a recipe that is exact for this value, and record those that are, too."""
+        draft, kind = self.values[index], node.name()
+        others = IMPLEMENTATIONS.get(kind)
+        if others is None or draft.recipe != kind or draft.node != kind:  # not with captured operands
+            return
+        value = registered(node, output)
+        self._trials.add(index, kind, "", Trial(replace(draft), draft.operands))
+        for name in others:
+            try:
+                with using(self.builder, {kind: name}):
+                    other = self.builder.recompute(node, output, base)
+                maker = other.maker
+                assert isinstance(maker, Recompute)
+                is_exact = not maker.noted
+                for _ in range(2):  # the first run may pay for new pages, or compile its kernel
+                    is_exact = is_exact and identical(maker.make(other), base)
+            except Exception as error:  # a kernel of any kind: it is left out, whatever its reason
+                if is_out_of_memory(error):
+                    continue
+                is_exact = False
+            finally:
+                if value is not None:
+                    register(node, output, value)
+            if is_exact:
+                self._trials.add(index, kind, name, Trial(self._meter.of(maker), self.operands(maker)))
+
+    def settle_implementations(self) -> None:
+        """Choose an implementation for each kind of node."""
+        self.implementations = self._trials.settle(self.values)
 
     def try_mask(self, index: int, tensor: Tensor) -> None:
         """Try to keep a tensor without a node as the bits of a mask."""

@@ -117,6 +117,7 @@ def _skeleton(profile: Profile) -> object:
     return (
         len(profile.base_bytes),
         profile.clocks is None,
+        profile.implementations,
         profile.phases,
         [(s.allocated_at, s.freed_at, s.category) for s in profile.storages],
         [(v.storage, v.node, v.recipe, v.operands, v.expensive, v.refused is None) for v in values],
