@@ -37,7 +37,12 @@ def has_two_clocks(device: torch.device) -> bool:
 
 def occupy(milliseconds: float) -> None:
     """Queue a kernel that does nothing for so long: work behind it is launched ahead. 2.13, since 1.0."""
-    torch.cuda._sleep(int(milliseconds * CYCLES_PER_MS))
+    torch.cuda._sleep(int(milliseconds * CYCLES_PER_MS))  # type: ignore[no-untyped-call]
+
+
+def timing_event() -> torch.cuda.Event:
+    """Return an event of a GPU that can be asked for its time."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call,no-any-return,unused-ignore]
 
 
 class Times(NamedTuple):
@@ -62,7 +67,7 @@ class Stopwatch:
     def start(self, *, ahead_ms: float = 0.2) -> None:
         """Start. The device is kept busy for `ahead_ms`, in which the host should have launched the work."""
         if self._has_two_clocks:
-            self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._first, self._last = timing_event(), timing_event()
             occupy(ahead_ms)
             self._first.record()
             self._began = time.perf_counter() * 1000

@@ -16,7 +16,7 @@ from torch import nn
 from lowtide._torch.device_timing import Stopwatch
 from lowtide._torch.nodes import sequence_number
 from lowtide._torch.tensors import parts_of, storage_id
-from lowtide.planner.address_nodes import MASK, NOTED, SHAPE, SIGNS, with_captured_operands
+from lowtide.planner.address_nodes import INDICES, MASK, NOTED, SHAPE, SIGNS, with_captured_operands
 from lowtide.profiler.drafts import OVERWRITTEN, SlotDraft, ValueDraft, describe
 from lowtide.profiler.fsdp_units import FsdpScopes
 from lowtide.profiler.implementations import Trial, Trials, using
@@ -118,7 +118,7 @@ class RecomputeAudit(Engine):
         value, view = self.known(tensor)
         index = self._index[value]
         if not self.values[index].node and self.values[index].bytes:
-            self.try_mask(index, tensor)
+            self.try_packing(index, tensor)
         if view is None and saves_signs(tensor):
             self.try_signs(value, tensor)
         if index not in self._saved and noted_elsewhere(self._noted.get(index, set()), scope):
@@ -241,18 +241,20 @@ class RecomputeAudit(Engine):
                 if value is not None:
                     register(node, output, value)
             if is_exact:
+                assert isinstance(maker, Recompute)
                 self._trials.add(index, kind, name, Trial(self._meter.of(maker), self.operands(maker)))
 
     def settle_implementations(self) -> None:
         """Choose an implementation for each kind of node."""
         self.implementations = self._trials.settle(self.values)
 
-    def try_mask(self, index: int, tensor: Tensor) -> None:
-        """Try to keep a tensor without a node as the bits of a mask."""
+    def try_packing(self, index: int, tensor: Tensor) -> None:
+        """Try to keep a tensor without a node as the bits of a mask, or as small integers."""
+        kind = INDICES if tensor.dtype is torch.int64 else MASK
         watch = Stopwatch(self._place)
         watch.start()
         try:
-            value = packed(MASK, tensor)
+            value = packed(kind, tensor)
         except CannotRecompute:
             return
         packing = watch.stop()
@@ -260,7 +262,7 @@ class RecomputeAudit(Engine):
         draft = self.values[index]
         if draft.recipe is not None:
             assert isinstance(value.maker, Recompute)
-            draft.node, draft.operands = MASK, (self.state(value.maker.constants["bits"].nbytes),)
+            draft.node, draft.operands = kind, (self.state(value.maker.constants["bits"].nbytes),)
             draft.cost_ms += packing.device
             draft.host_ms += packing.host
 
@@ -279,8 +281,8 @@ class RecomputeAudit(Engine):
             if not are_signs_of(maker.make(value), tensor):
                 return
             spent = self._meter.of(maker)
-            times = {"cost_ms": packing.device + spent.cost_ms, "host_ms": packing.host + spent.host_ms}
-            found.append(replace(spent, recipe=SIGNS, **times))
+            device_ms, host_ms = packing.device + spent.cost_ms, packing.host + spent.host_ms
+            found.append(replace(spent, recipe=SIGNS, cost_ms=device_ms, host_ms=host_ms))
             bits = ValueDraft(bytes=maker.constants["bits"].nbytes, node="", state_of=self._open[-1][0])
         draft = min(found, key=lambda draft: draft.cost_ms)
         self.enough[len(self.slots)] = Enough(draft, bits, self.is_passable(known, tensor.grad_fn, tensor.output_nr))

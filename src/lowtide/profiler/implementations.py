@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lowtide.profiler.drafts import ValueDraft
     from lowtide.runtime.recompute_builder import Builder
 
-CLEARLY = 0.95
+CLEARLY = 0.8
 """Share of the first implementation's time that another may take at most: closer ones are not worth another way."""
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lowtide._torch.device_timing import has_two_clocks, now_ms, occupy
+from lowtide._torch.device_timing import has_two_clocks, now_ms, occupy, timing_event
 from lowtide.planner.records import StepClocks
 from lowtide.profiler.slot_costs import slot_costs
 from lowtide.runtime.batch_tensors import tensors_in
@@ -152,7 +152,7 @@ class DeviceClock:
         number = min(len(self.boundaries), len(self._host_ms) - 1)
         self.boundaries.append(boundary)
         occupy(max(LEAST_AHEAD_MS, AHEAD * self._host_ms[number]))
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first, last = timing_event(), timing_event()
         first.record()
         self._events.append((first, last))
 

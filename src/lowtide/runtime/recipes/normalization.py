@@ -131,8 +131,8 @@ def from_statistics(
 ) -> Tensor:
     """Return a batch norm's output from its statistics.
 
-    On a CPU with the roundings of torch's kernel, which multiplies and adds at once. In a model of 16-bit parameters the
-    saved statistics are rounded: then the audit finds other bits.
+    On a CPU with the roundings of torch's kernel, which multiplies and adds at once. In a model of 16-bit parameters
+    the saved statistics are rounded: then the audit finds other bits.
     """
     if input.is_cuda:
         return torch.batch_norm_elemt(input, weight, bias, mean, invstd, eps)
