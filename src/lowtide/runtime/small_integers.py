@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 
 from lowtide._torch.fake_modes import is_fake
@@ -41,8 +42,8 @@ def offsets_of(tensor: Tensor) -> dict[str, Any]:
     if is_fake(tensor):
         dtype, lowest = torch.int16, None
     else:
-        lowest = tensor.amin(dims, keepdim=True)
-        dtype = _smallest_type(tensor, lowest, dims)
+        lowest, highest = _extremes(tensor, dims)
+        dtype = _smallest_type(lowest, highest)
     n_points = math.prod(tensor.shape[len(dims) :])
     n_bytes = LOWEST.itemsize * n_points + dtype.itemsize * tensor.numel()
     if 2 * n_bytes > tensor.nbytes:
@@ -50,18 +51,28 @@ def offsets_of(tensor: Tensor) -> dict[str, Any]:
     bits = torch.empty(n_bytes, dtype=torch.uint8, device=tensor.device)
     if lowest is not None:
         base, offsets = _parts(bits, tensor.shape, tensor.stride(), dtype)
-        base.copy_(lowest)
-        for row, into in zip(tensor, offsets, strict=True):  # a row at a time: the differences need little memory
-            into.copy_(row - lowest[0])
+        if isinstance(lowest, torch.Tensor):
+            base.copy_(lowest)
+            torch.sub(tensor, lowest, out=offsets)
+        else:
+            base.numpy()[:] = lowest
+            np.subtract(np.from_dlpack(tensor), lowest, out=offsets.numpy(), casting="unsafe")
     return {"bits": bits, "shape": tensor.shape, "stride": tensor.stride(), "dtype": dtype}
 
 
-def _smallest_type(tensor: Tensor, lowest: Tensor, dims: tuple[int, ...]) -> torch.dtype:
+def _extremes(tensor: Tensor, dims: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return the lowest and the highest index at each point: on a CPU in memory of numpy, which no recording sees."""
+    if tensor.device.type == "cpu":
+        array = np.from_dlpack(tensor)
+        return array.min(axis=dims, keepdims=True), array.max(axis=dims, keepdims=True)
+    return tensor.amin(dims, keepdim=True), tensor.amax(dims, keepdim=True)
+
+
+def _smallest_type(lowest: Any, highest: Any) -> torch.dtype:
     """Return the smallest type that holds all distances from the lowest index at each point."""
-    spread = (tensor.amax(dims, keepdim=True) - lowest).max()
-    farthest, first, last = torch.stack((spread, lowest.min(), lowest.max())).tolist()
+    farthest, first, last = int((highest - lowest).max()), int(lowest.min()), int(highest.max())
     for dtype, n in SIZES:
-        if 0 <= farthest < n and 0 <= first <= last < 2**31:
+        if farthest < n and 0 <= first <= last < 2**31:
             return dtype
     raise CannotRecompute("its indices lie too far apart")
 

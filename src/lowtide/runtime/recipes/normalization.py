@@ -9,6 +9,7 @@ output depends on eps through these alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -44,6 +45,28 @@ def layer_norm(
         return aten.native_layer_norm(input, normalized_shape, weight, bias, eps)
 
     return first_with(result2, op, *EPS_IN_USE) if eps is None else op(eps)[0]
+
+
+@recipe(
+    "NativeLayerNormBackward0",
+    edges={"input": 0, "weight": 1, "bias": 2},
+    owner="weight",
+    device="cuda",
+    implementation="saved statistics in one Triton kernel",
+)
+def layer_norm_in_triton(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    result1: Tensor,
+    result2: Tensor,
+    *,
+    normalized_shape: tuple[int, ...],
+) -> Tensor:
+    """On CUDA where Triton is installed."""
+    from lowtide.runtime.kernels.layer_norm import layer_norm_from_statistics
+
+    return layer_norm_from_statistics(input, weight, bias, result1, result2, math.prod(normalized_shape))
 
 
 @recipe("FusedRmsNormBackward0", edges={"input": 0, "weight": 1}, owner="weight", device="cuda")
