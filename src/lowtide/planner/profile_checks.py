@@ -22,7 +22,7 @@ def check(profile: Profile) -> None:
             raise contradiction(f"{phase} begins at {at} of {end} positions")
     for each in profile.in_place:
         if len(each.saved_bytes) != end:
-            raise contradiction(f"gradients in place are told for {len(each.saved_bytes)} of {end} positions")
+            raise contradiction(f"gradients in place are given for {len(each.saved_bytes)} of {end} positions")
     if (clocks := profile.clocks) is not None and {len(clocks.host_ms), len(clocks.device_ms)} != {end}:
         raise contradiction(f"{len(clocks.host_ms)} and {len(clocks.device_ms)} of {end} positions have times")
     for index, storage in enumerate(profile.storages):

@@ -39,7 +39,7 @@ class Stream(NullStream):
         self.number = next(self._numbers)
 
     def record_event(self, event: object = None) -> NullStream:
-        """Return an event."""
+        """Return a new event: nothing runs asynchronously."""
         return NullStream()
 
 

@@ -103,7 +103,7 @@ def answers(gpu: GpuSpec, usage: Usage) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _asked(gpu: GpuSpec, usage: Usage) -> dict[str, Any]:
-    """Return the replacements of queries about a GPU."""
+    """Return the stand-ins for torch's queries about a GPU."""
     known = properties(gpu)
     capability = known.major, known.minor
     state = torch.zeros(16, dtype=torch.uint8, device="cpu")  # seed and offset
@@ -147,7 +147,7 @@ class _Runtime:
 
 
 class _UsersStream(NullStream):
-    """A stream that the script makes."""
+    """A CUDA stream that the script makes."""
 
 
 def _on_stream(stream: NullStream | None) -> NullStream:

@@ -175,7 +175,7 @@ class ValueOracle:
             return contents.value(tensor)
 
     def learn(self, tensor: Tensor, value: Tensor, assumed: str = "") -> None:
-        """Set a fake tensor's contents."""
+        """Set the known contents of a fake tensor."""
         with on_real_tensors():
             contents.learn(tensor, value, assumed)
 
