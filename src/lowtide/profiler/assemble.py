@@ -291,7 +291,8 @@ def transients(values: Iterable[ValueDraft], stream: EventStream) -> None:
     peaks = {ended.run: n_bytes for ended, n_bytes in peak_between(stream, RecomputeStarted, RecomputeEnded)}
     for draft in values:
         if draft.spent is not None and draft.recipe is not None:
-            draft.transient_bytes = max(0, peaks.get(draft.spent, 0) - draft.bytes)
+            most = max(peaks.get(run, 0) for run in (draft.spent, *draft.other_runs))
+            draft.transient_bytes = max(0, most - draft.bytes)
 
 
 def _upstream_first(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> list[ValueDraft]:

@@ -34,6 +34,8 @@ class ValueDraft:
     transient_bytes: int = 0
     spent: int | None = None
     """Number of the recipe run that was measured for the value."""
+    other_runs: tuple[int, ...] = ()
+    """Runs of other exact implementations: the most memory of all counts, so that it depends on no measured time."""
     state_of: int | None = None
     """Call from which on the value is held, for state without a node or slot: random numbers, bits of masks."""
     noted: int | None = None

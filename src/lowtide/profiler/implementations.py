@@ -61,6 +61,8 @@ class Trials:
             name = min(ms_of, key=ms_of.__getitem__, default="")
             if name and ms_of[name] <= CLEARLY * first_ms:
                 chosen[kind] = name
+        for index, trials in self.by_value.items():
+            values[index].other_runs = tuple(t.spent.spent for t in trials.values() if t.spent.spent is not None)
         for index, kind in self.kinds.items():
             if kind in chosen and values[index].recipe == kind:
                 trial, draft = self.by_value[index][chosen[kind]], values[index]
