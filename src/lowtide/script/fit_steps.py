@@ -178,7 +178,7 @@ class Fitting(PlanMonitor):
 
     @property
     def profile(self) -> Profile | None:
-        """The rehearsed step, until its plan is final."""
+        """The profile of the rehearsed step; None once its plan is final."""
         return self._rehearsing.profile
 
     @property

@@ -153,9 +153,9 @@ class _UsersStream(NullStream):
 def _on_stream(stream: NullStream | None) -> NullStream:
     if isinstance(stream, _UsersStream) and len(gpus_per_node) > 1:
         raise RehearsalError(
-            "the script allocates on a CUDA stream of its own (torch.cuda.stream), of which its memory depends besides "
-            "those of FSDP2, and which is not estimated.\n  Estimate without it: blocks of one stream are not given to "
-            "another, so more is reserved with it."
+            "the script allocates on a CUDA stream of its own (torch.cuda.stream), which is not estimated; only "
+            "FSDP2's streams are.\n  Estimate without it: blocks of one stream are not reused by another, so more is "
+            "reserved with it."
         )
     return stream or NullStream()
 

@@ -34,7 +34,7 @@ _CHOOSING = ("max", "min")
 
 _ROUNDING = ("int", "ceil", "floor")
 
-_PASSES = Taken(True, "a check is taken to pass")
+_PASSES = Taken(True, "a check is assumed to pass")
 
 _BETWEEN = ("lowtide.", "torch._tensor", "torch.overrides", "torch.functional")
 
