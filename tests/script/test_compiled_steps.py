@@ -196,3 +196,22 @@ def test_the_models_that_a_compiled_function_trains_are_found_by_name() -> None:
 
     assert trained_modules(step, (torch.ones(1),), {}) == [model]
     assert trained_modules(of_its_argument, (model,), {"x": torch.ones(1)}) == [model]
+
+
+def for_each_size(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    compiled: Any = torch.compile(model, dynamic=False)
+    return lambda x: compiled(x).square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+def test_a_third_size_that_is_compiled_as_a_fixed_one_is_said_and_gets_its_own_plan(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with kernels_left_out(), caplog.at_level("INFO", "lowtide"), lowtide.within("4MiB") as run:
+        trained(for_each_size, [512] * 5 + [768] * 5 + [1024] * 6)
+    assert run.plan is not None
+    assert run.plan.input_shapes == ("[1024, 64] float32",)
+    assert run.plan.recompute
+    for size in (768, 1024):
+        assert any(f"was given [{size}, 64] float32" in message for message in caplog.messages)

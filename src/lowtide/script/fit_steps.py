@@ -464,7 +464,7 @@ class Fitting(PlanMonitor):
         why = over_budget(profile, made.budget_bytes, self._over, budget_for=self._budget_for)
         if made.graphs and self._rehearsing.replays_blocks(model):
             self._say(f"{_first_line(why)} {WHOLE_NEXT}")
-            self._gone, self._applied, self.plan, self._over = self._applied, None, None, []  # until the next step
+            self._to_remove, self._applied, self.plan, self._over = self._applied, None, None, []  # until the next step
             self._proof = AUDITED
             return
         self._stays_over(made, why)
