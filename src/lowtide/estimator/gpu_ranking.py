@@ -104,12 +104,12 @@ def _at_sizes(estimate_at: EstimateAt, gpus: Sequence[GpuSpec], replayed: bool) 
     estimates: dict[int, GpuMemoryEstimate] = {}
     size = SMALLEST
     while True:
-        estimates[size] = found = estimate_at(shown, size, replayed)
+        estimates[size] = memory = estimate_at(shown, size, replayed)
         advance()
-        peak = found.interval[1]
+        peak = memory.interval[1]
         if peak > most or size >= MOST:
             return estimates
-        row_bytes = max((peak - found.static.total) / size, 1.0)
+        row_bytes = max((peak - memory.static.total) / size, 1.0)
         too_large = size + int(1.05 * (most - peak) / row_bytes) + 1
         size = min(max(too_large, 2 * size), LARGEST_STEP * size, MOST)
 

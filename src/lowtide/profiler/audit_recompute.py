@@ -225,7 +225,7 @@ class RecomputeAudit(Engine):
 
     def try_signs(self, known: Value, tensor: Tensor) -> None:
         """Measure the cost of keeping one bit per element of a tensor that is saved for its signs."""
-        found = []
+        drafts = []
         for _ in range(2):  # the first run may pay for new pages
             began = now_ms(self._place)
             try:
@@ -237,9 +237,9 @@ class RecomputeAudit(Engine):
             if not are_signs_of(maker.make(value), tensor):
                 return
             spent = self._meter.of(maker)
-            found.append(replace(spent, recipe=SIGNS, cost_ms=packing_ms + spent.cost_ms))
+            drafts.append(replace(spent, recipe=SIGNS, cost_ms=packing_ms + spent.cost_ms))
             bits = ValueDraft(bytes=maker.constants["bits"].nbytes, node="", state_of=self._open[-1][0])
-        draft = min(found, key=lambda draft: draft.cost_ms)
+        draft = min(drafts, key=lambda draft: draft.cost_ms)
         self.enough[len(self.slots)] = Enough(draft, bits, self.is_passable(known, tensor.grad_fn, tensor.output_nr))
 
     def try_shape(self, call: int, result: Any) -> None:
@@ -341,14 +341,14 @@ class RecomputeAudit(Engine):
 
     def places_of(self, maker: Recompute) -> set[CaptureSite]:
         """Return the sites of noted operands of a recompute and of the recomputes that it may pass through."""
-        found = set(maker.noted)
+        sites = set(maker.noted)
         for value in (handle.value for handle in maker.operands if handle is not None):
             index = self._index.get(value)
             if isinstance(value.maker, Recompute):
-                found |= self.places_of(value.maker)
+                sites |= self.places_of(value.maker)
             elif index is not None and index not in self._saved:
-                found |= self._noted.get(index, set())
-        return found
+                sites |= self._noted.get(index, set())
+        return sites
 
     def only_given(self, index: int) -> bool:
         """Return True if a value exists only as an argument of a call so far, or is computed from such a value."""
@@ -404,13 +404,13 @@ def noted_elsewhere(places: Iterable[CaptureSite], scope: CallScope) -> bool:
 
 def memory_of(maker: Recompute) -> set[int]:
     """Return the memory of all tensors that a recompute, and the recomputes it passes through, read."""
-    found = set[int]()
+    storages = set[int]()
     for value in (handle.value for handle in maker.operands if handle is not None):
         if isinstance(value.maker, Recompute):
-            found |= memory_of(value.maker)
+            storages |= memory_of(value.maker)
         elif value.tensor is not None:
-            found.add(storage_id(value.tensor))
-    return found
+            storages.add(storage_id(value.tensor))
+    return storages
 
 
 def needs_a_replay(maker: Recompute) -> bool:

@@ -135,14 +135,14 @@ def _compiles_around(model: torch.nn.Module, step: Any) -> bool:
 
 def _compiled_around(model: torch.nn.Module, step: Any) -> Iterator[Any]:
     """Yield the compiled functions that `step` calls, or is, and that call `model`."""
-    functions = {id(found): found for function in user_functions(step) for _, _, found in variables(function)}
+    functions = {id(value): value for function in user_functions(step) for _, _, value in variables(function)}
     for thing in (step, *functions.values()):
-        if is_compiled_function(thing) and any(found is model for found in _named_by(thing)):
+        if is_compiled_function(thing) and any(value is model for value in _named_by(thing)):
             yield thing
 
 
 def _named_by(function: Any) -> Iterator[Any]:
-    return (found for inner in user_functions(function) for _, _, found in variables(inner))
+    return (value for inner in user_functions(function) for _, _, value in variables(inner))
 
 
 def check_updates_outside(function: Any) -> None:

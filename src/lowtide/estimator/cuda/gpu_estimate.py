@@ -298,9 +298,9 @@ def known_within(whole: EventStream, bounds: Mapping[int, ScratchBlock]) -> tupl
     largest: dict[str, ScratchBlock] = {}
     for event in whole:
         if isinstance(event, Allocate) and event.block in bounds:
-            found = bounds[event.block]
-            if found.most > largest.get(event.op, _NONE).most:
-                largest[event.op] = found
+            bound = bounds[event.block]
+            if bound.most > largest.get(event.op, _NONE).most:
+                largest[event.op] = bound
     return tuple(
         f"{op}: takes {format_bytes(b.least)} to {format_bytes(b.most)} inside, counted as {format_bytes(b.bytes)}"
         for op, b in sorted(largest.items(), key=lambda item: -item[1].most)
