@@ -220,10 +220,8 @@ def frontier_plot(frontier: Frontier, plan: Plan | None = None) -> str:
         corners.append((x(peak), y(cost)))
     line = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in [*corners, (WIDTH, corners[-1][1])])
     shapes = [f'<line class="lt-grid" x1="0" x2="{WIDTH}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>' for t in _fractions(top)]
-    marks = [
-        f'<span class="lt-tick" style="top:{100 * y(t) / HEIGHT:.2f}%">{extra_time(t * unit, frontier.step_ms) if t else "0"}</span>'
-        for t in _fractions(top)
-    ]
+    levels = [(t, extra_time(t * unit, frontier.step_ms) if t else "0") for t in _fractions(top)]
+    marks = [f'<span class="lt-tick" style="top:{100 * y(t) / HEIGHT:.2f}%">{name}</span>' for t, name in levels]
     shapes.append(f'<path class="lt-frontier" d="{line}"/>')
     if plan is not None and left <= plan.budget_bytes <= right:
         at = x(plan.budget_bytes)

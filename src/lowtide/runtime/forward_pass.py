@@ -244,7 +244,7 @@ class ForwardPass:
         return place, value
 
     def sized_by_contents(self, operator: str) -> None:
-        """Report an operator whose output size depends on the contents of a tensor."""
+        """Report an operator whose memory depends on the contents of a tensor."""
         if (probe := values.observer_of(self.engine)) is not None:
             probe.sized_by_contents(operator)
 

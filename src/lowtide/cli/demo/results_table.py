@@ -12,17 +12,19 @@ WIDTH = 80
 _BAR_CELLS = 40
 
 
-def show(found: Comparison, *, in_unicode: bool = True) -> str:
+def show(comparison: Comparison, *, in_unicode: bool = True) -> str:
     """Return the whole comparison as text of 80 columns."""
-    about = f"{found.optimizer}, {found.items_per_step:,} {found.items} a step, {_steps(found)} a run"
-    said = [*_made_again(found), "", *_proof(found), *_remarks(found)]
+    about = (
+        f"{comparison.optimizer}, {comparison.items_per_step:,} {comparison.items} a step, {_steps(comparison)} a run"
+    )
+    said = [*_made_again(comparison), "", *_proof(comparison), *_remarks(comparison)]
     return "\n".join(
         [
-            *_wrapped(f"{found.description}; {about}."),
+            *_wrapped(f"{comparison.description}; {about}."),
             "",
-            *_table(found).lines(),
+            *_table(comparison).lines(),
             "",
-            *_bars(found, "▓█▏" if in_unicode else "#=|"),
+            *_bars(comparison, "▓█▏" if in_unicode else "#=|"),
             "",
             *(line for paragraph in said for line in _wrapped(paragraph)),
         ]
@@ -33,9 +35,9 @@ def _wrapped(paragraph: str) -> list[str]:
     return textwrap.wrap(paragraph, WIDTH, break_on_hyphens=False) or [""]
 
 
-def _table(found: Comparison) -> Table:
+def _table(comparison: Comparison) -> Table:
     headings = ("", "budget", "predicted", "measured", "time", "recompute", "replay", "bits")
-    rows = [(run.name, *_cells(run)) for run in found.runs]
+    rows = [(run.name, *_cells(run)) for run in comparison.runs]
     return Table(headings=headings, rows=[(*row, *[""] * (len(headings) - len(row))) for row in rows])
 
 
@@ -54,28 +56,28 @@ def _cells(run: Run) -> Iterator[str]:
     yield "equal" if run.identical else "DIFFER"
 
 
-def _bars(found: Comparison, cells: str) -> Iterator[str]:
+def _bars(comparison: Comparison, cells: str) -> Iterator[str]:
     """Yield the measured peaks as bars to scale, each with its budget marked."""
-    static_cell, other_cell, mark = tuple(cells)
-    plain = found.plain.measured_peak_bytes or 1
-    largest = max(run.measured_peak_bytes or 0 for run in found.runs)
-    static = round(_BAR_CELLS * found.static.total / largest)
+    static_cell, other_cell, budget_cell = tuple(cells)
+    plain = comparison.plain.measured_peak_bytes or 1
+    largest = max(run.measured_peak_bytes or 0 for run in comparison.runs)
+    static = round(_BAR_CELLS * comparison.static.total / largest)
     rows = []
-    for run in found.runs:
+    for run in comparison.runs:
         if run.measured_peak_bytes is None:
             continue
         peak = max(static, round(_BAR_CELLS * run.measured_peak_bytes / largest))
         bar = static_cell * static + other_cell * (peak - static)
         if run.budget_bytes is not None and run.budget_bytes <= largest:
             at = max(peak, round(_BAR_CELLS * run.budget_bytes / largest))
-            bar += " " * (at - peak) + mark
+            bar += " " * (at - peak) + budget_cell
         rows.append((run.name, bar, format_ratio(run.measured_peak_bytes / plain)))
     yield from aligned(rows, {0, 1})
-    yield f"{static_cell} there before the step  {other_cell} added by it  {mark} budget"
+    yield f"{static_cell} there before the step  {other_cell} added by it  {budget_cell} budget"
 
 
-def _made_again(found: Comparison) -> Iterator[str]:
-    for run in found.runs:
+def _made_again(comparison: Comparison) -> Iterator[str]:
+    for run in comparison.runs:
         if run.plan is not None:
             yield f"{run.name}: {decisions(run.plan)}."
         elif run.refusal is not None:
@@ -84,9 +86,9 @@ def _made_again(found: Comparison) -> Iterator[str]:
             yield f"{run.name}: every block runs twice, by transformers' own switch."
 
 
-def _proof(found: Comparison) -> Iterator[str]:
-    judged = [run for run in found.runs if run.same is not None]
-    for run in found.wrong:
+def _proof(comparison: Comparison) -> Iterator[str]:
+    judged = [run for run in comparison.runs if run.same is not None]
+    for run in comparison.wrong:
         if not run.identical:
             yield f"{run.name}: NOT the plain loop's bits: {'; '.join(run.differences[:3])}."
         if not run.within_budget:
@@ -97,19 +99,19 @@ def _proof(found: Comparison) -> Iterator[str]:
     same = [run.name for run in judged if run.identical]
     if same:
         yield (
-            f"Proven here for {', '.join(same)}: over {_steps(found)} every loss and every gradient is the plain "
+            f"Proven here for {', '.join(same)}: over {_steps(comparison)} every loss and every gradient is the plain "
             "loop's, bit by bit, and so are parameters, buffers, optimizer state and random numbers after the last. "
             "Peaks are exact, from the allocator's own events, and count what is there before the step."
         )
 
 
-def _remarks(found: Comparison) -> Iterator[str]:
+def _remarks(comparison: Comparison) -> Iterator[str]:
     yield "Time: the fastest step beside the fastest plain one; the two loops took turns, step by step."
-    yield from (f"Note: {note}." for note in found.notes)
+    yield from (f"Note: {note}." for note in comparison.notes)
 
 
-def _steps(found: Comparison) -> str:
-    return "1 step" if found.steps == 1 else f"{found.steps} steps"
+def _steps(comparison: Comparison) -> str:
+    return "1 step" if comparison.steps == 1 else f"{comparison.steps} steps"
 
 
 def _bytes(n_bytes: int | None) -> str:
