@@ -84,7 +84,7 @@ def check_one_device(model: torch.nn.Module) -> None:
     if len(places) > 1:
         raise RehearsalError(
             f"parameters of {type(model).__name__} are on {' and '.join(places)}: memory is planned for one. Put "
-            "the whole model on one device, or fit the part of it that is on the device in need."
+            "the whole model on one device, or fit only the part on the device that is short of memory."
         )
 
 

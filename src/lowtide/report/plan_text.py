@@ -115,11 +115,11 @@ def _decided(plan: Plan) -> dict[str, None]:
 
 def show_diff(first: Plan, second: Plan) -> str:
     """Return the differences as text: numbers first, then `-` and `+` lines of each plan's own decisions, folded."""
-    found = compare(first, second)
-    if found.same:
+    differences = compare(first, second)
+    if differences.same:
         return "the plans are the same"
-    lines = [*found.fingerprint]
-    for name, (one, other) in found.numbers.items():
+    lines = [*differences.fingerprint]
+    for name, (one, other) in differences.numbers.items():
         kind, _, unit = name.rpartition("_")
         words = kind.replace("_", " ")
         if unit == "bytes":
@@ -128,9 +128,9 @@ def show_diff(first: Plan, second: Plan) -> str:
             lines.append(f"{words} time: {format_time(one)} -> {format_time(other)}")
         else:
             lines.append(f"{words} FLOPs: {one:.3g} -> {other:.3g}")
-    lines += [f"- {line}" for line in _folded(first, found.only_first)]
-    lines += [f"+ {line}" for line in _folded(second, found.only_second)]
-    lines += ["on larger batches they do something else"] if found.larger else []
+    lines += [f"- {line}" for line in _folded(first, differences.only_first)]
+    lines += [f"+ {line}" for line in _folded(second, differences.only_second)]
+    lines += ["on larger batches they do something else"] if differences.larger else []
     return "\n".join(lines)
 
 

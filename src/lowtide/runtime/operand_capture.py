@@ -109,7 +109,7 @@ class CaptureListener(Protocol):
 
 
 class CaptureSite(NamedTuple):
-    """Place of a captured operand."""
+    """Call and ordinal at which an operand was captured."""
 
     call: str
     """Address of the module call that contains the operator."""

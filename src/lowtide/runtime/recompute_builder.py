@@ -97,13 +97,13 @@ class Builder:
             if not is_plain(like):
                 raise CannotRecompute(f"it is a {type(like).__name__} of layout {like.layout}")
             if like._version and makes_anew(kind):
-                raise CannotRecompute("it was written to without autograd after it had been made")
+                raise CannotRecompute("it was written to without autograd after it was computed")
             if like.storage_offset():
                 raise CannotRecompute("it does not begin where its storage does")
         source = OperandLookup(self, node, recipe, output, like, depth)
         for name, wanted in recipe.when.items():
             if source.constant(name) != wanted:
-                raise CannotRecompute(f"{kind} with {name}={source.constant(name)} is not made again")
+                raise CannotRecompute(f"{kind} with {name}={source.constant(name)} is not recomputed")
         constants: dict[str, Any] = {}
         for name, attribute in recipe.recorded:
             constant = getattr(node, attribute, _UNRECORDED)
