@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lowtide.planner.plan_format import KINDS, fold, join
-from lowtide.planner.records import Decided, Plan
+from lowtide.planner.records import Decided, Plan, Profile
 from lowtide.planner.serialization import Record
 from lowtide.report.text_table import decisions, lever_lines
 from lowtide.units import format_bytes, format_change, format_parts, format_ratio, format_time
@@ -28,9 +28,16 @@ def show(plan: Plan) -> str:
             *(f"  {line}" for line in blocks(plan)),
             *(["on larger batches:"] if plan.fallback is not None else []),
             *(f"  {line}" for line in (blocks(plan.fallback) if plan.fallback is not None else ())),
+            *implementations(plan),
             *(f"note: {note}" for note in plan.notes),
         )
     )
+
+
+def implementations(record: Plan | Profile) -> Iterator[str]:
+    """Yield a line for each recipe whose fastest exact implementation is not the first one."""
+    for node, name in record.implementations.items():
+        yield f"outputs of {node} are recomputed from {name}: the fastest way that is exact here"
 
 
 def extra(extra_ms: float, step_ms: float) -> str:
@@ -110,7 +117,8 @@ def _decided(plan: Plan) -> dict[str, None]:
     replayed, advanced = (f"replay {call}" for call in plan.replay), (f"advance {call}" for call in plan.advance)
     offloaded = (f"offload {address}" for address in plan.offload)
     in_place = (f"gradients in place {node}" for node in plan.in_place)
-    return dict.fromkeys([*pulled, *in_place, *recomputed, *replayed, *advanced, *offloaded])
+    other_ways = (f"implementation of {node}: {name}" for node, name in plan.implementations.items())
+    return dict.fromkeys([*pulled, *other_ways, *in_place, *recomputed, *replayed, *advanced, *offloaded])
 
 
 def show_diff(first: Plan, second: Plan) -> str:
