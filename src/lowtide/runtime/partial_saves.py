@@ -69,7 +69,7 @@ def saved_for_shape(result: Any) -> Handle | None:
 def packed(kind: str, tensor: Tensor) -> Value:
     """Return the part of `tensor` that its reader needs. Raises CannotRecompute, with the reason, if it can't."""
     recipe, constants = PACKINGS[kind]
-    value = Value(maker=Recompute(recipe, {}, constants(tensor), tensor.stride() if kind == MASK else None))
+    value = Value(maker=Recompute(recipe, (), None, constants(tensor), tensor.stride() if kind == MASK else None))
     value.partial = kind != MASK
     return value
 

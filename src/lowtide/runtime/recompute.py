@@ -44,12 +44,16 @@ class Recompute:
     def __init__(
         self,
         recipe: Recipe,
-        arguments: Mapping[str, Handle | list[Handle | None] | None],
+        operands: tuple[Handle | None, ...],
+        places: dict[str, int | slice] | None,
         constants: dict[str, Any],
         stride: tuple[int, ...] | None,
         noted: frozenset[CaptureSite] = frozenset(),
     ) -> None:
         self.recipe = recipe
+        self.operands = operands
+        self.places = places
+        """Positions in `operands`, by the recipe's parameters; None if these are the operands in their order."""
         self.constants = constants
         self.stride = stride
         """Strides that the result must have; None if no reader uses a geometry of its own."""
@@ -59,15 +63,10 @@ class Recompute:
         """Operands that are parameters, if these may be sharded over processes."""
         self.over: Value | None = None
         """The operand that the latest result was written over."""
-        self.operands: tuple[Handle | None, ...] = tuple(arguments.values())  # type: ignore[arg-type]  # no lists
-        self.places: dict[str, int | slice] | None = None
-        """Positions in `operands`, by the recipe's parameters; None if these are the operands in their order."""
-        if recipe.lists or len(arguments) < len(recipe.operands):  # numbers are constants
-            self.operands, self.places = flattened(arguments)
         self.has_passed = False
         """True if the result may be written over an operand that is recomputed only for it."""
         if recipe.into:
-            for handle in self.operands:
+            for handle in operands:
                 self.has_passed |= handle is not None and handle.value.passing
 
     @property
@@ -96,17 +95,17 @@ class Recompute:
             check_is_whole(parameter.get())
         if values.probe is not None:
             values.probe.making(self)
-        constants, in_order = self.constants, tensors
+        constants, positional = self.constants, tensors
         if self.places is not None:
             constants = constants | {name: tensors[place] for name, place in self.places.items()}
-            in_order = []
+            positional = []
         if self.has_passed:
             constants = constants | self.spare(tensors)
         if torch.is_grad_enabled() or any_autocast():
             with plain():
-                made = self.recipe.function(*in_order, **constants)
+                made = self.recipe.function(*positional, **constants)
         else:
-            made = self.recipe.function(*in_order, **constants)
+            made = self.recipe.function(*positional, **constants)
         result = made[value.output] if isinstance(made, tuple) else made
         if self.stride is not None and (result.stride() != self.stride or result.storage_offset()):
             with plain():
@@ -134,10 +133,12 @@ class Recompute:
         return {}
 
 
-def flattened(
-    arguments: Mapping[str, Handle | list[Handle | None] | None],
-) -> tuple[tuple[Handle | None, ...], dict[str, int | slice]]:
-    """Return all operands in one tuple, and the positions of each argument in it."""
+def in_order(
+    recipe: Recipe, arguments: Mapping[str, Handle | list[Handle | None] | None]
+) -> tuple[tuple[Handle | None, ...], dict[str, int | slice] | None]:
+    """Return all operands in one tuple, and the positions of each argument in it; None if they are its parameters."""
+    if not recipe.lists and len(arguments) == len(recipe.operands):  # numbers are constants
+        return tuple(arguments.values()), None  # type: ignore[arg-type]  # no lists
     operands: list[Handle | None] = []
     places: dict[str, int | slice] = {}
     for name, argument in arguments.items():

@@ -246,18 +246,18 @@ def changed_in_place(tensor: Tensor, version: int) -> str:
     )
 
 
-_KEYS = tuple(("lowtide", output) for output in range(8))
+KEYS = tuple(("lowtide", output) for output in range(8))
 """Keys of node metadata for the first outputs of a node."""
 
 
 def register(node: Node, output: int, value: Value) -> None:
     """Let later readers of the node's output find `value` while a handle holds it. The node does not keep it alive."""
-    node_metadata(node)[_KEYS[output] if output < len(_KEYS) else ("lowtide", output)] = weakref.ref(value)
+    node_metadata(node)[KEYS[output] if output < len(KEYS) else ("lowtide", output)] = weakref.ref(value)
 
 
 def registered(node: Node, output: int) -> Value | None:
     """Return the value of a node's output, if it was registered and a handle still holds it."""
-    found = node_metadata(node).get(_KEYS[output] if output < len(_KEYS) else ("lowtide", output))
+    found = node_metadata(node).get(KEYS[output] if output < len(KEYS) else ("lowtide", output))
     return None if found is None else found()
 
 

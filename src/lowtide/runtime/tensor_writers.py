@@ -100,7 +100,7 @@ class ReliedOn:
 
     def of_leaf(self, leaf: Tensor) -> Value:
         """Return the value of a tensor without history, for a recompute. Raises CannotRecompute if overwritten."""
-        if is_overwritten(leaf):
+        if _overwritten and id(leaf) in _overwritten:
             raise CannotRecompute("it is made of a tensor that was overwritten before backward")
         return self.of(value_without_grad_fn(leaf), leaf)
 
