@@ -10,7 +10,8 @@ from lowtide._torch.nodes import RAW_SAVED, SAVED, output_metadata, saved_slot
 from lowtide.runtime.attention_scores import added_to_scores
 from lowtide.runtime.operand_capture import NUMBERS, CaptureSite, Number, noted
 from lowtide.runtime.recipes import FILLED, OUTPUT_CONSTANTS, CannotRecompute, Recipe
-from lowtide.runtime.saved_values import Handle, Value, changed_in_place, unpack
+from lowtide.runtime.saved_fields import changed_in_place
+from lowtide.runtime.saved_values import Handle, Value, unpack
 from lowtide.runtime.view_geometry import contiguous_stride
 
 if TYPE_CHECKING:

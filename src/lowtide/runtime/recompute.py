@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     from lowtide.runtime.operand_capture import CaptureSite
 
 
-class Recompute:
-    """A pending run of a recipe. While it is pending, its handles are unread readers of its operands."""
+class _FieldsInPython:
+    """Fields of a `Recompute`."""
 
     __slots__ = (
-        "__weakref__",
         "constants",
         "has_passed",
         "noted",
@@ -68,6 +67,18 @@ class Recompute:
         if recipe.into:
             for handle in operands:
                 self.has_passed |= handle is not None and handle.value.passing
+
+
+if TYPE_CHECKING or values.native is None:
+    RecomputeFields = _FieldsInPython
+else:
+    RecomputeFields = values.native.RecomputeFields
+
+
+class Recompute(RecomputeFields):
+    """A pending run of a recipe. While it is pending, its handles are unread readers of its operands."""
+
+    __slots__ = ("__weakref__",)
 
     @property
     def certain(self) -> bool:
@@ -108,8 +119,7 @@ class Recompute:
             made = self.recipe.function(*positional, **constants)
         result = made[value.output] if isinstance(made, tuple) else made
         if self.stride is not None and (result.stride() != self.stride or result.storage_offset()):
-            with plain():
-                result = laid_out(result, self.stride)
+            result = lay_out(result, self.stride)
         if value.version not in (-1, result._version):
             set_version(result, value.version)  # the reader may save it again, as a backward with create_graph does
         if values.probe is not None:
@@ -180,6 +190,12 @@ def goes_into(other: Tensor, tensor: Tensor) -> bool:
     return other.dim() <= tensor.dim() and all(mine in {1, its} for mine, its in sizes)
 
 
+def lay_out(result: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Return a recipe's result with the strides of the original tensor."""
+    with plain():
+        return laid_out(result, stride)
+
+
 def certain(value: Value) -> bool:
     """Return True if a kept or recomputed value has the strides of the original tensor."""
     return not isinstance(value.maker, Recompute) or value.maker.certain
@@ -203,3 +219,13 @@ def plain() -> contextlib.AbstractContextManager[Any]:
 
 
 _NOTHING = contextlib.nullcontext()
+
+
+if values.native is not None:
+    values.native.lend(
+        Recompute=Recompute,
+        make_in_python=Recompute.make,
+        lay_out=lay_out,
+        set_version=set_version,
+        is_any_autocast=any_autocast,
+    )

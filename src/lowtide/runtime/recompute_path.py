@@ -14,7 +14,7 @@ from lowtide._torch.nodes import RAW_SAVED, SAVED, node_metadata, output_metadat
 from lowtide.runtime.operand_capture import NUMBERS, CaptureSite, noted
 from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, claim, leaf_behind, same, signed
 from lowtide.runtime.recompute import Recompute
-from lowtide.runtime.saved_values import KEYS, Handle, Value, register, unpack
+from lowtide.runtime.saved_values import KEYS, Handle, Value, native, register, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,7 +53,7 @@ class Turn(NamedTuple):
 class RecomputePath:
     """The places of one node's operands and constants."""
 
-    __slots__ = ("computed", "kind", "numbers", "owned", "places", "recipe", "recorded", "turns")
+    __slots__ = ("computed", "is_common", "kind", "numbers", "owned", "places", "recipe", "recorded", "turns")
 
     def __init__(self, recipe: Recipe, turns: tuple[Turn, ...]) -> None:
         self.recipe, self.turns = recipe, turns
@@ -68,6 +68,8 @@ class RecomputePath:
         """Captured operands that are numbers."""
         self.places: dict[str, int | slice] | None = None
         """Positions among the operands, by the recipe's parameters: see `Recompute`."""
+        self.is_common = False
+        """True if the compiled hooks can follow it."""
 
     def follow(self, builder: Builder, node: Node, output: int, like: Tensor | None) -> Value | None:
         """Return a value that recomputes the output of `node`, as the builder would; None if the path has changed."""
@@ -200,6 +202,8 @@ def describe(
         return None
     if any(number not in constants for number in path.numbers):
         return None
+    path.is_common = recipe.device is None and places is None and not (recipe.when or path.owned or path.computed)
+    path.is_common &= all(t.kind != CAPTURED and (t.path is None or t.path.is_common) for t in turns)
     return path
 
 
@@ -235,3 +239,7 @@ def turn_to(
         return Turn(EDGE, name, empty, edge)
     found = noted(node, name)
     return Turn(CAPTURED, name, empty) if found is not None and not isinstance(found[1], NUMBERS) else None
+
+
+if native is not None:
+    native.lend(signed_constant=signed, in_slot=in_slot)
