@@ -68,12 +68,12 @@ LENT(DECLARE_LENT)
 
 struct Value {
   PyObject_HEAD PyObject *tensor, *maker, *leaf, *original, *places;
-  long long version, output, readers, reads, seen;
+  long long version, output, readers, reads, last_backward;
   char partial, passing;
 };
 struct Handle {
   PyObject_HEAD PyObject *value, *view;
-  long long seen;
+  long long last_backward;
 };
 struct Recompute {
   PyObject_HEAD PyObject *recipe, *operands, *places, *constants, *stride, *noted, *sharded, *over;
@@ -116,7 +116,7 @@ int handle_clear(Handle* self) {
   if (self->value != nullptr) {
     Value* value = value_of(self);
     value->readers -= 1;
-    if (self->seen != NEVER && self->seen == value->seen) {
+    if (self->last_backward != NEVER && self->last_backward == value->last_backward) {
       value->reads -= 1;
     } else if (value->reads == value->readers && !is_none(value->maker)) {
       Py_CLEAR(value->tensor);
@@ -149,7 +149,7 @@ void fill(Value* self, PyObject* tensor, PyObject* maker, long long output) {
   set(self->tensor, is_none(tensor) ? nullptr : Py_NewRef(tensor));
   set(self->maker, is_none(maker) ? nullptr : Py_NewRef(maker));
   self->output = output;
-  self->seen = NEVER;
+  self->last_backward = NEVER;
 }
 int value_init(Value* self, PyObject* args, PyObject* kwargs) {
   HANDLE_TH_ERRORS
@@ -168,7 +168,7 @@ int handle_init(Handle* self, PyObject* args, PyObject* kwargs) {
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O", const_cast<char**>(names), &value, &view)) return -1;
   set(self->value, Py_NewRef(value));
   set(self->view, is_none(view) ? nullptr : Py_NewRef(view));
-  self->seen = NEVER;
+  self->last_backward = NEVER;
   value_of(self)->readers += 1;
   return 0;
 }
@@ -211,7 +211,7 @@ Ref new_handle(PyObject* value, PyObject* view) {
   if (self == nullptr) throw python_error();
   self->value = Py_NewRef(value);
   self->view = is_none(view) ? nullptr : Py_NewRef(view);
-  self->seen = NEVER;
+  self->last_backward = NEVER;
   value_of(self)->readers += 1;
   return Ref(reinterpret_cast<PyObject*>(self));
 }
@@ -277,7 +277,7 @@ Ref run_recipe(Recompute* self, Value* value) {
     call(lent_set_version, {made.it, version.it});
   }
   long long number = torch::autograd::get_current_graph_task_id();
-  if (value->seen != number) value->seen = number, value->reads = 0;
+  if (value->last_backward != number) value->last_backward = number, value->reads = 0;
   if (is_none(value->tensor) && value->readers > value->reads) set(value->tensor, Py_NewRef(made.it));
   return made;
 }
@@ -309,9 +309,9 @@ Ref materialized(Value* value) {
       if (PyTuple_GET_ITEM(operands, n) == Py_None) continue;
       Handle* operand = reinterpret_cast<Handle*>(PyTuple_GET_ITEM(operands, n));
       Value* held = value_of(operand);
-      if (operand->seen != NEVER) {  // as `Handle.wait`
-        if (operand->seen == held->seen) held->reads -= 1;
-        operand->seen = NEVER;
+      if (operand->last_backward != NEVER) {  // as `Handle.wait`
+        if (operand->last_backward == held->last_backward) held->reads -= 1;
+        operand->last_backward = NEVER;
       }
       if (is_none(held->tensor)) pending.push_back(held);
     }
@@ -328,8 +328,8 @@ Ref read(Handle* handle) {
   if (!is_none(value->maker)) {
     if (!tensor) tensor = materialized(value);
     long long number = torch::autograd::get_current_graph_task_id();
-    if (value->seen != number) value->seen = number, value->reads = 0;
-    if (handle->seen != number) handle->seen = number, value->reads += 1;
+    if (value->last_backward != number) value->last_backward = number, value->reads = 0;
+    if (handle->last_backward != number) handle->last_backward = number, value->reads += 1;
     if (value->reads == value->readers) Py_CLEAR(value->tensor);
   } else if (!tensor) {
     PyErr_SetString(PyExc_AssertionError, "a kept value without a tensor");
@@ -590,10 +590,10 @@ void pack_dealloc(Pack* self) {
 #define FLAG(T, name) {#name, T_BOOL, offsetof(T, name), 0, nullptr}
 PyMemberDef value_members[] = {
     OBJECT(Value, tensor), OBJECT(Value, maker), OBJECT(Value, leaf), OBJECT(Value, original), OBJECT(Value, places),
-    NUMBER(Value, version), NUMBER(Value, output), NUMBER(Value, readers), NUMBER(Value, reads), NUMBER(Value, seen),
+    NUMBER(Value, version), NUMBER(Value, output), NUMBER(Value, readers), NUMBER(Value, reads), NUMBER(Value, last_backward),
     FLAG(Value, partial), FLAG(Value, passing), {nullptr}};
 PyMemberDef handle_members[] = {
-    OBJECT(Handle, value), OBJECT(Handle, view), NUMBER(Handle, seen), {nullptr}};
+    OBJECT(Handle, value), OBJECT(Handle, view), NUMBER(Handle, last_backward), {nullptr}};
 PyMemberDef recompute_members[] = {
     OBJECT(Recompute, recipe), OBJECT(Recompute, operands), OBJECT(Recompute, places), OBJECT(Recompute, constants),
     OBJECT(Recompute, stride), OBJECT(Recompute, noted), OBJECT(Recompute, sharded), OBJECT(Recompute, over),

@@ -134,7 +134,7 @@ class Applied(Removable):
         """Bytes of inputs that each graph was compiled for first."""
         is_guarded, is_said = is_compiled(model), False
 
-        def seen(slots: JointSlots) -> None:
+        def say_larger_inputs(slots: JointSlots) -> None:
             nonlocal is_said
             n_bytes = sum(node.bytes for node in slots.joint.nodes if node.is_given)
             is_larger = n_bytes > first.setdefault(slots.joint.key, n_bytes) and is_recompiling()
@@ -146,7 +146,7 @@ class Applied(Removable):
                 )
 
         partitioner = PlanPartitioner(self.plan.graphs, self.plan.recompute, apart=products_are_apart())
-        partitioner.unknown, partitioner.seen = unknown, seen
+        partitioner.unknown, partitioner.on_compile = unknown, say_larger_inputs
         return partition_by(partitioner, of=next(model.parameters(), model))  # a script's model may be a stand-in
 
     def remove(self) -> None:

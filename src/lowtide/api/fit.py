@@ -89,9 +89,9 @@ class Fitted(Removable, Displayed):
 
     def __str__(self) -> str:
         plan, verdict = self.plan, self.verdict
-        return self._told([f"{_peak(plan, verdict)}{_time(plan, verdict)}", decisions(plan), *lever_lines(plan)])
+        return self._with_proof([f"{_peak(plan, verdict)}{_time(plan, verdict)}", decisions(plan), *lever_lines(plan)])
 
-    def _told(self, lines: list[str]) -> str:
+    def _with_proof(self, lines: list[str]) -> str:
         """Join `lines`, the proof and the notes of rehearsal and levers; a failed proof comes first."""
         proof = [self.verdict.proof]
         notes = [f"note: {note}" for note in self.plan.notes]
@@ -111,7 +111,7 @@ class FittedSizes(Fitted):
         """Buckets, smallest first."""
 
     def __str__(self) -> str:
-        return self._told([_in_a_line(bucket) for bucket in self.buckets])
+        return self._with_proof([_in_a_line(bucket) for bucket in self.buckets])
 
 
 def _in_a_line(bucket: Bucket) -> str:
@@ -488,8 +488,8 @@ def _fit_sizes(
 
 def _differing(verdict: Verdict) -> str:
     differences = (verdict.differences or {}).items()
-    found = {kind: names for kind, names in differences if names and kind not in verdict.nondeterministic}
-    return ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in found.items())
+    differing = {kind: names for kind, names in differences if names and kind not in verdict.nondeterministic}
+    return ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in differing.items())
 
 
 def _compiled_differs(verdict: Verdict) -> str:

@@ -68,5 +68,5 @@ def rehearse(
     changes = observe_changes(model, step, batch)
     with showing(progress):
         profile = rehearsal.rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
-    found = changes()
-    return replace(profile, notes=(*profile.notes, describe_unrestored(found))) if found else profile
+    unrestored = changes()
+    return replace(profile, notes=(*profile.notes, describe_unrestored(unrestored))) if unrestored else profile

@@ -136,49 +136,49 @@ def estimate(
         several = SeveralGpus(gpu, script, strict=strict, snapshot_to=snapshot_to)
         return several.estimate(n_gpus, json_to, fewest=fewest)
     processes = None if n_gpus is None else AbsentProcesses(size=n_gpus, rank=rank or 0)
-    found: dict[int | None, MemoryEstimate] = {}
+    estimates: dict[int | None, MemoryEstimate] = {}
     for size in sizes or (None,):
         with contextlib.redirect_stdout(sys.stderr):
             code, estimate = estimate_script(
-                script, gpu, size, told=lambda: say(_STAND_INS) if not found else None, processes=processes
+                script, gpu, size, on_entered=lambda: say(_STAND_INS) if not estimates else None, processes=processes
             )
         if estimate is None:
             if code != INTERRUPTED:
                 click.echo(_ended(target, code, size), err=True)
             return INTERRUPTED if code == INTERRUPTED else 2
-        found[size] = estimate
+        estimates[size] = estimate
         if snapshot_to is not None:
             estimate.to_snapshot(snapshot_to)
         if json_to != "-" and len(sizes) < 2:
             click.echo(str(estimate))
     if json_to != "-" and len(sizes) > 1:
-        click.echo(sweep(found))
+        click.echo(sweep(estimates))
     if json_to != "-" and budget_bytes is not None:
-        click.echo("\n".join(_against(budget_bytes, found)))
-    text = json.dumps([record(estimate, size, budget_bytes) for size, estimate in found.items()], indent=1)
+        click.echo("\n".join(_against(budget_bytes, estimates)))
+    text = json.dumps([record(estimate, size, budget_bytes) for size, estimate in estimates.items()], indent=1)
     if json_to is not None:
         write(text, json_to)
     if record_to is not None:
         Path(record_to).write_text(text, encoding="utf-8")
     if report_to is not None:
-        write_report(_record(found, target), report_to)
-    return 0 if all(is_within(estimate, budget_bytes, strict=strict) for estimate in found.values()) else 1
+        write_report(_record(estimates, target), report_to)
+    return 0 if all(is_within(estimate, budget_bytes, strict=strict) for estimate in estimates.values()) else 1
 
 
-def _against(budget_bytes: int, found: Mapping[int | None, MemoryEstimate]) -> Iterator[str]:
+def _against(budget_bytes: int, estimates: Mapping[int | None, MemoryEstimate]) -> Iterator[str]:
     """Yield a line for each size: the peak beside the budget."""
-    for size, estimate in found.items():
+    for size, estimate in estimates.items():
         budget, peak = format_apart(budget_bytes, estimate.peak_bytes)
         words = "is within" if estimate.peak_bytes <= budget_bytes else "is above"
         yield f"{'' if size is None else f'batch {size}: '}{peak} {words} the budget of {budget}"
 
 
-def _record(found: Mapping[int | None, MemoryEstimate], target: str) -> RunRecord:
+def _record(estimates: Mapping[int | None, MemoryEstimate], target: str) -> RunRecord:
     """Return the record of all sizes; memory over the step is that of the last one."""
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 
-    shown = found[[*found][-1]].to_record(command_line(), subject=target)
-    needs = (each.on_gpu(size) for size, each in found.items() if isinstance(each, GpuMemoryEstimate))
+    shown = estimates[[*estimates][-1]].to_record(command_line(), subject=target)
+    needs = (each.on_gpu(size) for size, each in estimates.items() if isinstance(each, GpuMemoryEstimate))
     return replace(shown, needs=tuple(needs))
 
 

@@ -117,7 +117,7 @@ def run(
         return _train(script, Applying(Plan.from_json(Path(plan_file)), say, retry=retry))
     assert budget is not None
     importlib.import_module("scipy.optimize")  # load the solver before the script takes all the memory
-    crew = Fitting(
+    monitor = Fitting(
         budget,
         say,
         tuple(map(parse_script_lever, levers)),
@@ -126,37 +126,37 @@ def run(
         retry=retry,
         progress=not no_progress,
     )
-    kept: list[RunRecord] = []
+    records: list[RunRecord] = []
 
     def keep(plan: Plan) -> None:
         if save_to is not None:
             _save(save_to, plan)
-        if report_to is not None and crew.verdict is not None:
-            proof = crew.verdict.to_proof()
-            kept[:] = [record_of(command, profile=crew.profile, plan=plan, proof=proof)]
+        if report_to is not None and monitor.verdict is not None:
+            proof = monitor.verdict.to_proof()
+            records[:] = [record_of(command, profile=monitor.profile, plan=plan, proof=proof)]
 
     command = command_line()
-    crew.when_kept = keep
+    monitor.when_kept = keep
     try:
-        code = _train(script, crew)
+        code = _train(script, monitor)
     except (Infeasible, OverBudget) as why:
-        if report_to is not None and crew.profile is not None:
-            refused = replace(record_of(command, profile=crew.profile), refusal=str(why))
+        if report_to is not None and monitor.profile is not None:
+            refused = replace(record_of(command, profile=monitor.profile), refusal=str(why))
             write_report(with_frontier(refused), report_to)
         raise
-    if report_to is not None and kept:
-        write_report(with_frontier(kept[0]), report_to)
+    if report_to is not None and records:
+        write_report(with_frontier(records[0]), report_to)
     return code
 
 
-def _train(script: Script, crew: PlanMonitor) -> int:
+def _train(script: Script, monitor: PlanMonitor) -> int:
     """Run the script; count its repeated steps at the end."""
     from lowtide.script.repeat_step import told_repeated
     from lowtide.script.run_listened import run_watched
 
-    code = run_watched(script, crew, untrained=say)
-    if crew.n_repeated:
-        say(told_repeated(crew.n_repeated))
+    code = run_watched(script, monitor, untrained=say)
+    if monitor.n_repeated:
+        say(told_repeated(monitor.n_repeated))
     return code
 
 

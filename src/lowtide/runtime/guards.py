@@ -69,10 +69,10 @@ class PlanGuard:
         """Check a training call of the model, or of a part of it."""
         if self._is_over:
             return
-        found = tensors_in_call(args, kwargs)
-        shapes = tuple([tensor.shape for tensor in found if tensor.dim()])
+        tensors = tensors_in_call(args, kwargs)
+        shapes = tuple([tensor.shape for tensor in tensors if tensor.dim()])
         if shapes not in self._fitting and not self._fits(shapes):
-            what = f"was given {in_words(found)}, and the plan is for {' and for '.join(self._plan.input_shapes)}"
+            what = f"was given {in_words(tensors)}, and the plan is for {' and for '.join(self._plan.input_shapes)}"
             if elements(shapes) > self._most and self._is_taken(what):
                 self._stop()
             else:

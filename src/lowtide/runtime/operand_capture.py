@@ -187,8 +187,8 @@ class OperandCapture(TorchFunctionMode):
             if known is None:
                 known = metadata[_NOTED] = {}
             for name, operand in unrecorded:
-                if (found := self._note(operand, out)) is not None:
-                    known[name] = found
+                if (captured := self._note(operand, out)) is not None:
+                    known[name] = captured
         return out
 
     def _note(self, operand: Number | Tensor, out: Tensor) -> CapturedOperand | None:
@@ -228,11 +228,11 @@ def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...]) -> boo
 def noted(node: Node, name: str) -> tuple[CaptureSite, Number | Tensor | Value] | None:
     """Return the captured operand `name` of a node with its place; None if there is none, or its value is gone."""
     known: dict[str, CapturedOperand] | None = node_metadata(node).get(_NOTED)
-    found = None if known is None else known.get(name)
-    if found is None:
+    captured = None if known is None else known.get(name)
+    if captured is None:
         return None
-    what = found.what() if isinstance(found.what, weakref.ref) else found.what
-    return None if what is None else (found.place, what)
+    what = captured.what() if isinstance(captured.what, weakref.ref) else captured.what
+    return None if what is None else (captured.place, what)
 
 
 def _is_worth_it(operand: Tensor, size: int) -> bool:

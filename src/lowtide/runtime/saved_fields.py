@@ -26,6 +26,7 @@ class ValueFields:
     """Fields of a `Value`."""
 
     __slots__ = (
+        "last_backward",
         "leaf",
         "maker",
         "original",
@@ -35,7 +36,6 @@ class ValueFields:
         "places",
         "readers",
         "reads",
-        "seen",
         "tensor",
         "version",
     )  # fmt: skip
@@ -59,20 +59,20 @@ class ValueFields:
         self.readers = 0
         """Number of handles."""
         self.reads = 0
-        """Number of handles that were read in the backward pass `seen`."""
-        self.seen = NEVER
+        """Number of handles that were read in the backward pass `last_backward`."""
+        self.last_backward = NEVER
 
 
 class HandleFields:
     """Fields of a `Handle`, and what autograd calls."""
 
-    __slots__ = ("seen", "value", "view")
+    __slots__ = ("last_backward", "value", "view")
 
     def __init__(self, value: Any, view: Geometry | Tensor | None = None) -> None:
         self.value = value
         self.view = view
         """Geometry within the value; for a kept one also the view itself, which is faster to hold than to take."""
-        self.seen = NEVER
+        self.last_backward = NEVER
         """The backward pass that read it last."""
         value.readers += 1
 
@@ -87,10 +87,10 @@ class HandleFields:
             if tensor is None:
                 tensor = materialize(value)
             number = backward_number()
-            if value.seen != number:
-                value.seen, value.reads = number, 0
-            if self.seen != number:
-                self.seen = number
+            if value.last_backward != number:
+                value.last_backward, value.reads = number, 0
+            if self.last_backward != number:
+                self.last_backward = number
                 value.reads += 1
             if value.reads == value.readers:  # this was the last reader
                 value.tensor = None
@@ -105,7 +105,7 @@ class HandleFields:
     def __del__(self) -> None:
         value = self.value
         value.readers -= 1
-        if self.seen != NEVER and self.seen == value.seen:
+        if self.last_backward != NEVER and self.last_backward == value.last_backward:
             value.reads -= 1
         elif value.reads == value.readers and value.maker is not None:
             value.tensor = None
@@ -126,7 +126,7 @@ def materialize(value: Any) -> Tensor:
         assert maker is not None
         for operand in maker.operands:
             if operand is not None:
-                if operand.seen != NEVER:
+                if operand.last_backward != NEVER:
                     operand.wait()  # so that its recomputed value stays until it is read
                 if operand.value.tensor is None:
                     missing.append(operand.value)

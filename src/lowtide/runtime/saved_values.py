@@ -83,7 +83,7 @@ class Value(ValueFields):
             raise RuntimeError(changed_in_place(tensor, self.version))
         return tensor
 
-    def seen_in(self, needed: set[int], ordinal: int) -> None:
+    def saved_in(self, needed: set[int], ordinal: int) -> None:
         """Remember a call that has saved the value, and its ordinal there."""
         if self.places is None:
             self.places = []
@@ -102,8 +102,8 @@ class Value(ValueFields):
     def arrive(self, tensor: Tensor) -> None:
         """Store the recomputed tensor if an unread handle still needs it."""
         number = backward_number()
-        if self.seen != number:
-            self.seen, self.reads = number, 0
+        if self.last_backward != number:
+            self.last_backward, self.reads = number, 0
         if self.tensor is None and self.readers > self.reads:
             self.tensor = tensor
 
@@ -129,10 +129,10 @@ class Handle(HandleFields):
 
     def wait(self) -> None:
         """Mark the handle as unread, even if the recompute that it is an operand of has run before in the same pass."""
-        if self.seen != NEVER:
-            if self.seen == self.value.seen:
+        if self.last_backward != NEVER:
+            if self.last_backward == self.value.last_backward:
                 self.value.reads -= 1
-            self.seen = NEVER
+            self.last_backward = NEVER
 
 
 KEYS = tuple(("lowtide", output) for output in range(8))
@@ -146,8 +146,8 @@ def register(node: Node, output: int, value: Value) -> None:
 
 def registered(node: Node, output: int) -> Value | None:
     """Return the value of a node's output, if it was registered and a handle still holds it."""
-    found = node_metadata(node).get(KEYS[output] if output < len(KEYS) else ("lowtide", output))
-    return None if found is None else found()
+    reference = node_metadata(node).get(KEYS[output] if output < len(KEYS) else ("lowtide", output))
+    return None if reference is None else reference()
 
 
 @never_compiled
@@ -159,18 +159,18 @@ def unpack_in_python(handle: Handle | KeptTensor) -> Tensor:
         if tensor._version != version:
             raise RuntimeError(changed_in_place(tensor, version))
         return tensor
-    told = probe
-    if told is None:
+    observer = probe
+    if observer is None:
         return handle.get()
-    if not told.has_packed(handle):
+    if not observer.has_packed(handle):
         probe = None  # nor is it told of recomputes for this handle
         try:
             return handle.get()
         finally:
-            probe = told
-    told.reading(handle)
+            probe = observer
+    observer.reading(handle)
     tensor = handle.get()
-    told.given(handle, tensor)
+    observer.given(handle, tensor)
     return tensor
 
 

@@ -184,24 +184,24 @@ def is_overwritten(tensor: Tensor) -> bool:
 
 
 def _updates(optimizer: Optimizer, *_: Any) -> None:
-    if found := _at_work():
+    if plans := _at_work():
         updated = {storage_id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        for relied_on in found:
+        for relied_on in plans:
             relied_on.before_write(updated, f"{type(optimizer).__name__}.step()")
 
 
 def _writes(parameter: Tensor, method: str) -> bool:
     """Copy what a method of `parameter` is about to write to, if a plan reads it again. Return False if none reads."""
-    found = _at_work()
-    for relied_on in found:
+    plans = _at_work()
+    for relied_on in plans:
         relied_on.before_write({storage_id(parameter)}, f"Tensor.{method}")
-    return bool(found) or in_backward()
+    return bool(plans) or in_backward()
 
 
 def _renormalise(
-    told: weakref.ref[ReliedOn], own: Callable[..., Tensor], weight: Tensor, *args: Any, **kwargs: Any
+    reference: weakref.ref[ReliedOn], own: Callable[..., Tensor], weight: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    relied_on = told()
+    relied_on = reference()
     if relied_on is not None and relied_on in _at_work():
         relied_on.before_write({storage_id(weight)}, "an embedding's max_norm", is_habit=True)
     return own(weight, *args, **kwargs)

@@ -88,9 +88,9 @@ class RunVerdict:
             return f"NOT MEASURED: no step of the planned size came; {self.proof}"
         budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
         size = "" if self.is_of_planned_size else " on smaller batches than the planned ones"
-        kept = "within" if self.within_budget else "OVER"
+        relation = "within" if self.within_budget else "OVER"
         peak = "reserved peak" if self.budget_for == "reserved" else "peak"
-        return f"{measured} {peak} measured{size}: {kept} the budget of {budget}; {self.proof}"
+        return f"{measured} {peak} measured{size}: {relation} the budget of {budget}; {self.proof}"
 
 
 class _InForce(Applied):
@@ -144,7 +144,7 @@ class Fitting(PlanMonitor):
         self._rehearsing = Rehearsing(stop=False, levers=levers, in_place=in_place)
         self._over: list[int] = []
         """Measured peaks of plans that were over the budget."""
-        self._told = False
+        self._has_said_sizes = False
         """True once varying sizes have been reported."""
         self._preceding: Counter[str] = Counter()
         """Counts, by name, of models called between steps."""
@@ -213,14 +213,14 @@ class Fitting(PlanMonitor):
 
     def _measure(self, made: Plan, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         assert self._applied is not None
-        found, planned = fingerprint(model, batch).batch, made.fingerprint.batch
-        self._n_others += found != planned
-        if found == planned or (not self._smaller and no_larger(shapes_in(found), shapes_in(planned))):
+        current, planned = fingerprint(model, batch).batch, made.fingerprint.batch
+        self._n_others += current != planned
+        if current == planned or (not self._smaller and no_larger(shapes_in(current), shapes_in(planned))):
             self._n_compiled = n_compiled()
             with contextlib.suppress(Busy):  # the script itself records this step, so a later one is measured
                 self._shows(f"verifying the plan for {self.model_name}", model)
                 self._open = Measured(model, batch, optimizers, self._applied, self._budget_for)
-            self._is_planned = found == planned
+            self._is_planned = current == planned
         elif self._n_others >= PATIENCE:
             self._keep(made)
 
@@ -237,8 +237,8 @@ class Fitting(PlanMonitor):
             return
         if self.plan is None:
             self._rehearsing.ends(model)
-            if self._rehearsing.n_sizes > 1 and not self._told:
-                self._told = True
+            if self._rehearsing.n_sizes > 1 and not self._has_said_sizes:
+                self._has_said_sizes = True
                 self._say(
                     f"batches are of several sizes: the largest of at most {PATIENCE} steps is planned for, which take "
                     "longer than others"
@@ -320,10 +320,10 @@ class Fitting(PlanMonitor):
     def take_off(self) -> None:
         """Restore the model."""
         in_force = None if self._in_force is None else self._in_force()
-        for applied in (self._gone, self._applied, in_force):
+        for applied in (self._to_remove, self._applied, in_force):
             if applied is not None:
                 applied.remove()
-        self._gone = self._applied = self._in_force = None
+        self._to_remove = self._applied = self._in_force = None
 
     def _keep(self, made: Plan) -> None:
         """Keep a plan in force although no batch of its size has come."""
@@ -460,7 +460,8 @@ class Fitting(PlanMonitor):
             raise why
         if self._on_infeasible == "plain" and not self._n_growths:
             self._go_on_plain(why)
-            self._gone, self._applied, self.plan = self._applied, None, None  # until the next step, which changes hooks
+            self._to_remove = self._applied  # until the next step, which changes hooks
+            self._applied = self.plan = None
             return
         self._say(f"{_first_line(why)} Training goes on under the most saving plan of those")
         self._stays(made, why.measured_peak_bytes, is_of_planned_size=self._is_planned)

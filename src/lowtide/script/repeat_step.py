@@ -218,8 +218,8 @@ class StepRepeater(Removable):
         if accelerator_in_use():
             torch.accelerator.memory.empty_cache()
         under = "the most saving plan, which stays in force for batches of this size" if saves_more else "the same plan"
-        found = explain(failed)
-        tried_bytes = None if found is None else found.message.tried_bytes
+        explanation = explain(failed)
+        tried_bytes = None if explanation is None else explanation.message.tried_bytes
         request = "" if tried_bytes is None else f" at a request of {format_bytes(tried_bytes)}"
         self._say(f"{where} ran out of memory{request}: the step is repeated under {under}")
         self._repeated()
@@ -290,13 +290,13 @@ class _Call:
         finally:
             self._listening.stop()
         self.context.learn()
-        found = _with_graph(output)
-        if not found:
+        outputs = _with_graph(output)
+        if not outputs:
             return output
         lead: Any = _Entrance.apply
-        led = [lead(self, place, tensor) for place, tensor in enumerate(found.values())]
+        led = [lead(self, place, tensor) for place, tensor in enumerate(outputs.values())]
         self._outputs = [weakref.ref(tensor) for tensor in led]
-        return replace_tensors(output, dict(zip(found, led, strict=True)))
+        return replace_tensors(output, dict(zip(outputs, led, strict=True)))
 
     def leave(self, *, keeps: bool) -> None:
         """End a backward pass; the arguments are released unless the pass `keeps` the graph."""
@@ -411,11 +411,11 @@ def _changes(own: CodeState | None) -> str | None:
 def _outside(tensors: Iterable[Tensor]) -> Iterator[Any]:
     """Yield the autograd nodes from `tensors` up to and including calls of the model."""
     pending: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     while pending:
         node = pending.pop()
-        if node not in seen:
-            seen.add(node)
+        if node not in visited:
+            visited.add(node)
             yield node
             if _call_of(node) is None:
                 pending += [upstream for upstream, _ in node.next_functions if upstream is not None]
