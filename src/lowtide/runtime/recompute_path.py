@@ -217,13 +217,16 @@ def turn_to(
 ) -> Turn | None:
     """Return the place where the builder has found one operand."""
     slot = getattr(node, attribute, None)
-    is_empty = slot is None or (slot.data is None and slot.unpack_hook is None)
+    data, is_empty = None, True
+    if slot is not None:
+        data = slot.data
+        is_empty = data is None and slot.unpack_hook is None
     if operand is None:
         return Turn(ABSENT, name) if name in recipe.unless else None
     if isinstance(operand, list):
         return None
     if not is_empty:
-        is_other = isinstance(slot.data, Handle) and slot.data.value is not operand.value
+        is_other = isinstance(data, Handle) and data.value is not operand.value
         return None if is_other else Turn(SLOT, name)
     empty = "" if slot is None else attribute
     edge = recipe.edges.get(name)

@@ -82,7 +82,7 @@ class HandleFields:
         A tensor that can be recomputed is freed once its last reader has it.
         """
         value, view = self.value, self.view
-        tensor = value.tensor
+        tensor: Tensor | None = value.tensor
         if value.maker is not None:
             if tensor is None:
                 tensor = materialize(value)
@@ -133,7 +133,8 @@ def materialize(value: Any) -> Tensor:
         if missing:
             pending += missing
         elif top is value:
-            return maker.make(top)
+            tensor: Tensor = maker.make(top)
+            return tensor
         else:
             maker.make(top)
 

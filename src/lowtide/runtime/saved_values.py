@@ -121,6 +121,8 @@ class Handle(HandleFields):
 
     __slots__ = ("__weakref__",)
 
+    value: Value
+
     def become(self, value: Value) -> None:
         """Claim another value. Not for a handle that has been read."""
         self.value.readers -= 1
