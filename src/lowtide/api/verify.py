@@ -149,9 +149,9 @@ class Verdict(Record):
         if self.differing:
             return f"NOT bit-identical to {base}: {listed(self.differing)}"
         if not self.proven:
-            nothing = f"{base} is not deterministic, so that nothing can be compared with it"
+            nothing = f"{base} is not deterministic, so nothing can be compared with it"
             if not self.nondeterministic:
-                nothing = "the step gives nothing that could be compared: no loss, no gradients, no update"
+                nothing = "the step has no result to compare: no loss, no gradients, no update"
             return f"NOT PROVEN: {nothing}; {audited}"
         nondeterministic = (
             f"; it is not deterministic in its {listed(self.nondeterministic)}" if self.nondeterministic else ""

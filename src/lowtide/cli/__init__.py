@@ -48,7 +48,7 @@ COMMANDS = {
     ),
     "estimate": Lazy(
         target="lowtide.cli.estimate:estimate",
-        summary="Predict the memory of a script's training step on GPUs that need not be here.",
+        summary="Predict the memory of a script's training step, also on absent GPUs.",
         needs_torch=False,  # an unknown GPU is rejected without torch
     ),
     "largest-batch": Lazy(

@@ -37,8 +37,8 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
 @click.option(
     "--device",
     metavar="GPU",
-    help='A GPU, which need not be here: "A100-40", "RTX 4090", or its memory, as in "cuda:24GiB"; for a script that '
-    'torchrun starts, several: "8 x H100-80". Without it, the device of this machine that the script uses.',
+    help='A GPU, which this machine need not have: "A100-40", "RTX 4090", or its memory, as in "cuda:24GiB"; for a '
+    'script that torchrun starts, several: "8 x H100-80". Without it, the device of this machine that the script uses.',
 )
 @click.option(
     "--budget",
@@ -46,7 +46,7 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
     help='Without --device: exit code 1 if the peak is above this amount, "8GiB" or "500MB".',
 )
 @click.option(
-    "--rank", type=click.IntRange(0), help="Of several GPUs, estimate this rank; else the first and the last."
+    "--rank", type=click.IntRange(0), help="With several GPUs: estimate this rank instead of the first and the last."
 )
 @click.option("--fewest", is_flag=True, help="Also say how many GPUs of each kind are enough, trying 1, 2, 4 ... 64.")
 @click.option("--strict", is_flag=True, help="Exit code 1 also if some of the memory is not known exactly.")
@@ -60,7 +60,7 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
     help="Write the memory of the two steps to FILE, as a snapshot for pytorch.org/memory_viz.",
 )
 @output_option("--json", "json_to", 'Write the estimate to FILE as JSON; "-": print only that.')
-@click.option("--record", "record_to", hidden=True, help="Write the estimate to FILE as JSON, and say nothing of it.")
+@click.option("--record", "record_to", hidden=True, help="Write the estimate to FILE as JSON, without mentioning it.")
 @report_option
 @script_arguments()
 def estimate(
@@ -80,9 +80,9 @@ def estimate(
 ) -> int:
     """Predict the memory that a training step of SCRIPT needs, without taking the step.
 
-    From the first training forward on, the script runs on tensors without memory. It is ended after two steps; a loop
-    without an optimizer runs to its end. Options of this command come before SCRIPT; everything after it is passed to
-    the script. With --batch the script is run once for each size.
+    From the first training forward on, the script runs on tensors without memory. Lowtide ends it after two steps; a
+    loop without an optimizer runs to its end. Options of this command come before SCRIPT; everything after it is passed
+    to the script. With --batch the script is run once for each size.
 
     Without --device the answer is the peak of the step on this machine, in the bytes that its tensors request. Exit
     code 0: it is within --budget, or there is none; 1: it is above; 2: there is no answer.
@@ -97,7 +97,7 @@ def estimate(
     --rank.
     """
     if is_profile(target, is_module=is_module):
-        raise click.UsageError(f"{target} is a profile, and an estimate is made of a script: give that.")
+        raise click.UsageError(f"{target} is a profile, and estimates need a script: give that.")
     if snapshot_to is not None and len(sizes) > 1:
         raise click.UsageError("--snapshot is of one step, and --batch is given more than once.")
 
@@ -188,6 +188,6 @@ def _ended(target: str, code: int, size: int | None) -> str:
         return ended
     return (
         f"{ended}\n  With --batch {size} all tensors that the model is given, or a variable holds, get that length "
-        "where their first dimension is as long as the batch; what is elsewhere keeps its own.\n"
+        "where their first dimension is as long as the batch; everything else keeps its size.\n"
         "  Give the script that batch size itself."
     )

@@ -24,8 +24,8 @@ from lowtide.errors import LowtideError
 def explain(file: TextIO, alloc_conf: str | None, as_json: bool) -> int:
     """Explain an out-of-memory error. FILE is its message or a whole log; "-" reads stdin.
 
-    Known are the messages of torch 0.4 to 2.13 for CUDA, ROCm, XPU, MPS and CPU, of Ascend NPUs, and of libraries that
-    are used with torch. Needs neither torch nor a device. Exit code 2: FILE has no known message.
+    Lowtide knows the messages of torch 0.4 to 2.13 for CUDA, ROCm, XPU, MPS and CPU, of Ascend NPUs, and of libraries
+    that are used with torch. The command needs neither torch nor a device. Exit code 2: FILE has no known message.
     """
     log = _Log(file)
     settings = [] if alloc_conf is None else [f"PYTORCH_CUDA_ALLOC_CONF={alloc_conf}\n"]
@@ -33,7 +33,7 @@ def explain(file: TextIO, alloc_conf: str | None, as_json: bool) -> int:
     if explanation is None:
         what = "nothing: it is empty" if log.is_empty else f"other text, lines: {log.n_lines}"
         raise LowtideError(
-            "no out-of-memory message that is known.\n"
+            "there is no known out-of-memory message in it.\n"
             f"  Found: {what}.\n"
             "  Give the text of the error, with its traceback if there is one: python train.py 2>&1 | lowtide explain -"
         )

@@ -43,7 +43,10 @@ def _told_apart(ctx: click.Context, parameter: click.Parameter, args: tuple[str,
         source = script.read_text(encoding="utf-8", errors="replace")
         for name in given:
             if name not in source:
-                say(f"{name} stands after {script}, so the script has it. Options of lowtide's own come before it.")
+                say(
+                    f"{name} stands after {script}, so it was passed to the script. Options of lowtide come before the "
+                    "script."
+                )
     return args
 
 

@@ -159,5 +159,5 @@ def table(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> str:
         lines.append(f"{reserved}: {', '.join(row['enough_of']) or '-'}")
     enough = {name for row in rows for name in row["enough_of"]}
     if missing := [name for name in names if name not in enough]:
-        lines.append(f"  {rows[-1]['n_gpus']} are not sure to be enough of: {', '.join(missing)}")
+        lines.append(f"  {rows[-1]['n_gpus']} may not be enough of: {', '.join(missing)}")
     return "\n".join(lines)

@@ -230,7 +230,7 @@ class DelObserver:
 def alive_before_backward(stream: EventStream) -> frozenset[int]:
     """Return the blocks of the recording that are alive when a backward pass begins: what forward has left for it."""
     alive: set[int] = set()
-    found: set[int] = set()
+    blocks: set[int] = set()
     for event in stream:
         if type(event) is Allocate:
             alive.add(event.block)
@@ -241,12 +241,12 @@ def alive_before_backward(stream: EventStream) -> frozenset[int]:
             and isinstance(look := event.data, _Inspection)
             and "before backward" in look.moments
         ):
-            found |= alive
-    return frozenset(found)
+            blocks |= alive
+    return frozenset(blocks)
 
 
 def without_marks(stream: EventStream) -> EventStream:
-    """Return the stream without the marks of looks."""
+    """Return the stream without the marks that this module adds."""
     events = tuple(event for event in stream if not (type(event) is Mark and event.label == _LABEL))
     return stream if len(events) == len(stream) else EventStream(events, stream.device)
 

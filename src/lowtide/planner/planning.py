@@ -125,6 +125,7 @@ def plan(
             sorted((decisions.recompute | larger.recompute) & _find_ambiguous_addresses(profile))
         ),
         draws=profile.draws,
+        implementations=profile.implementations,
         excluded_modules=profile.excluded_modules,
         allows_in_place=profile.allows_in_place,
         graphs=profile.graphs,
@@ -218,7 +219,7 @@ def _bound_ms(
 
 
 def _decided_fields(profile: Profile, decisions: Decisions) -> dict[str, Any]:
-    """Return the fields of a Decided."""
+    """Return the values for the fields of `Decided`."""
     recomputable_nodes = {index: value.node for index, value in enumerate(profile.values) if value.recipe}
     nodes = names_at(((slot.address, slot.value) for slot in profile.slots), recomputable_nodes)
     return {

@@ -322,6 +322,7 @@ class _Traced:
             given=self._trace.inputs,
             written_over=self._audit.written_over if self._is_alike else [],
             allows_in_place=self._audit.allows_in_place,
+            implementations=self._audit.implementations,
         )
         return assemble(
             step,
@@ -373,7 +374,7 @@ class _OwnAudit(Audit):
             raise RehearsalError(
                 f"{self.leaked} writes tensors to something outside of it, such as a dict, and has now done so twice: "
                 "on trial it was run again.\n"
-                "  Have them returned or put in attributes of the module, or use lowtide.fit, which rehearses a step "
+                "  Return them, or store them in attributes of the module, or use lowtide.fit, which rehearses a step "
                 "before training begins."
             )
         return refused

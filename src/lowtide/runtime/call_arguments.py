@@ -114,7 +114,7 @@ class _Cached:
 
 
 class _Apart:
-    """Disassembler of arguments."""
+    """The disassembly of the arguments of a call."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []

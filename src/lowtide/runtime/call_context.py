@@ -56,7 +56,7 @@ class MutableState:
         """True if a tensor that a call had read was written to before backward: no call is run again any more."""
 
     def forget(self) -> None:
-        """Observe the writes of the next call again."""
+        """Forget which buffers are written, so that the next call is observed again."""
         self.written = None
 
 

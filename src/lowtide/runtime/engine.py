@@ -384,7 +384,7 @@ class Engine:
             if self.does_anything and hooks[1] is not unpack:  # not the hooks of a plan on an outer model
                 self.say(
                     f"{seam} was called inside of other saved-tensor hooks (torch.utils.checkpoint or "
-                    "saved_tensors_hooks around it). They win: the plan does nothing there."
+                    "saved_tensors_hooks around it). Those take precedence: the plan does nothing there."
                 )
             with self.now(self._passthrough):
                 return seam.inner(*args, **kwargs)

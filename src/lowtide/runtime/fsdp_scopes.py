@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 APART = (
     "the parameters of {} are sharded over processes and not whole at this place of backward, where the plan would "
-    "make something again that takes them. Rehearse again if the model has changed; if not, please report it."
+    "recompute something from them. Rehearse again if the model has changed; if not, please report it."
 )
 
 

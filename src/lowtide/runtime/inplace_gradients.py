@@ -245,8 +245,8 @@ def check(device: str, nodes: Iterable[str]) -> None:
     missing = sorted(set(nodes) - set(available(device)))
     if missing and device in DEVICES:
         raise LowtideError(
-            f"the plan writes gradients of {', '.join(missing)} in place, which can't be done here: somebody else's "
-            "kernels stand before torch's. Rehearse and plan again, or do without them."
+            f"the plan writes gradients of {', '.join(missing)} in place, which can't be done here: kernels of "
+            "another library replace torch's. Rehearse and plan again, or do without them."
         )
 
 

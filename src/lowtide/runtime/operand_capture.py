@@ -78,8 +78,11 @@ _SIZED_BY_CONTENTS: dict[Callable[..., Any], str] = {
     torch.masked_select: "masked_select",
     torch.Tensor.masked_select: "masked_select",
     torch.Tensor.__getitem__: "indexing with a mask",
+    torch.matrix_exp: "matrix_exp",  # of `parametrizations.orthogonal`: the larger its norm, the more terms
+    torch.linalg.matrix_exp: "matrix_exp",
+    torch.Tensor.matrix_exp: "matrix_exp",
 }
-"""Operators whose output size depends on the contents of their arguments, with a description."""
+"""Operators whose memory depends on the contents of their arguments, with a description."""
 
 _WATCHED = frozenset({*_OPERANDS, *_SIZED_BY_CONTENTS, F.scaled_dot_product_attention})
 
@@ -102,11 +105,11 @@ class CaptureListener(Protocol):
         """Return the place of an operand that autograd does not record, and a value that holds it if it is wanted."""
 
     def sized_by_contents(self, operator: str) -> None:
-        """Report an operator whose output size depends on the contents of its arguments."""
+        """Report an operator whose memory depends on the contents of its arguments."""
 
 
 class CaptureSite(NamedTuple):
-    """Place of a captured operand."""
+    """Call and ordinal at which an operand was captured."""
 
     call: str
     """Address of the module call that contains the operator."""
@@ -218,7 +221,7 @@ class OperandCapture(TorchFunctionMode):
 
 
 def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Return True if the call's output size depends on contents, as `_SIZED_BY_CONTENTS` allows."""
+    """Return True if the call's memory depends on contents, as `_SIZED_BY_CONTENTS` allows."""
     if func is torch.Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else args[1:2]
         return any(isinstance(it, Tensor) and it.dtype in (torch.bool, torch.uint8) for it in index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -13,7 +14,7 @@ from lowtide._torch.tensors import is_plain
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.runtime.operand_capture import NUMBERS
 from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, signed
-from lowtide.runtime.recipes import RECIPES, CannotRecompute
+from lowtide.runtime.recipes import IMPLEMENTATIONS, RECIPES, CannotRecompute, Recipe
 from lowtide.runtime.recompute import Recompute, in_order
 from lowtide.runtime.recompute_path import RecomputePath, describe
 from lowtide.runtime.saved_values import Handle, Value, register, registered
@@ -70,10 +71,12 @@ _RARELY_IN_PLACE = frozenset({"addmm", "baddbmm", "addmv"})
 class Builder:
     """Search for a recipe's inputs: on the node, its input edges, captured operands, or a parameter's module."""
 
-    __slots__ = ("describes", "length", "owners", "paths")
+    __slots__ = ("describes", "implementations", "length", "owners", "paths")
 
     def __init__(self, owners: ParameterOwners) -> None:
         self.owners = owners
+        self.implementations: Mapping[str, str] = {}
+        """Names of the recipes' implementations by node, where it is not the first one."""
         self.length = 0
         """Number of nodes visited."""
         self.describes = False
@@ -98,7 +101,7 @@ class Builder:
         """
         self.length += 1
         kind = node.name()
-        recipe = RECIPES.get(kind)
+        recipe = self.recipe_of(kind)
         if recipe is None:
             raise CannotRecompute(f"no recipe for {kind}")
         if output and not recipe.several:
@@ -111,13 +114,13 @@ class Builder:
             if not is_plain(like):
                 raise CannotRecompute(f"it is a {type(like).__name__} of layout {like.layout}")
             if like._version and makes_anew(kind):
-                raise CannotRecompute("it was written to without autograd after it had been made")
+                raise CannotRecompute("it was written to without autograd after it was computed")
             if like.storage_offset():
                 raise CannotRecompute("it does not begin where its storage does")
         source = OperandLookup(self, node, recipe, output, like, depth)
         for name, wanted in recipe.when.items():
             if source.constant(name) != wanted:
-                raise CannotRecompute(f"{kind} with {name}={source.constant(name)} is not made again")
+                raise CannotRecompute(f"{kind} with {name}={source.constant(name)} is not recomputed")
         constants: dict[str, Any] = {}
         for name, attribute in recipe.recorded:
             constant = getattr(node, attribute, _UNRECORDED)
@@ -151,6 +154,11 @@ class Builder:
             self.paths[value] = describe(self, node, recipe, arguments, constants, places)
         register(node, output, value)
         return value
+
+    def recipe_of(self, kind: str) -> Recipe | None:
+        """Return the recipe of a kind of node, in the implementation that `implementations` names."""
+        name = self.implementations.get(kind) if self.implementations else None
+        return RECIPES.get(kind) if name is None else IMPLEMENTATIONS[kind][name]
 
     def on_edge(self, edge: tuple[Node | None, int], depth: int) -> Value | None:
         """Return the value that flowed along an edge of the graph; None if the edge needs no gradient."""

@@ -271,7 +271,7 @@ class ReplayFrame:
         was = "something" if expected is None else f"{list(expected[0])} {expected[1]}"
         return (
             f"{self.seam} saved {now} when it was run again, where it had saved {was} (tensor {place}). It reads "
-            "something that has changed in between. Let it have that as an argument, a buffer or an attribute."
+            "something that has changed in between. Pass that as an argument, or store it in a buffer or an attribute."
         )
 
 
@@ -308,7 +308,7 @@ class _Reexecution:
             raise _NestedBackward
         raise ReplayMismatch(
             f"{self._frame.seam} gave a tensor to something outside of it, such as a list, when it was run again, and "
-            "backward has come to that. Have it returned or put in attributes of the module.",
+            "backward has reached that tensor. Return it, or store it in an attribute of the module.",
             type(self._frame.seam.module),
         )
 

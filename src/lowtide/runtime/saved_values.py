@@ -239,7 +239,7 @@ class Observer:
         """Observe an operand that autograd does not record."""
 
     def sized_by_contents(self, operator: str) -> None:
-        """Observe an operator whose output size depends on the contents of a tensor."""
+        """Observe an operator whose memory depends on the contents of a tensor."""
 
     def reading(self, handle: Handle) -> None:
         """Observe that backward is about to read a saved tensor."""

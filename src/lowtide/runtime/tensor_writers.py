@@ -46,9 +46,9 @@ class Overwritten(RuntimeError):
         often = "once" if n_writes == 1 else f"{n_writes} times"
         super().__init__(
             f"{changed_in_place(tensor, version)}\n"
-            f"  The plan makes {reader} again from {name}, which was written to {often} between forward and "
-            "backward; no rehearsed step did so. This step ends before its update. From here on what is made of that "
-            "tensor is kept: a loop that catches this error can take the same batch again.\n"
+            f"  The plan recomputes {reader} from {name}, which was written to {often} between forward and "
+            "backward; no rehearsed step did so. This step ends before its update. From here on values computed from "
+            "that tensor are kept: a loop that catches this error can take the same batch again.\n"
             "  Write to it after backward, or fit (rehearse and plan) in a step that writes to it."
         )
         self.module_class = module_class
@@ -101,8 +101,8 @@ class ReliedOn:
 
     def of_leaf(self, leaf: Tensor) -> Value:
         """Return the value of a tensor without history, for a recompute. Raises CannotRecompute if overwritten."""
-        if _overwritten and id(leaf) in _overwritten:
-            raise CannotRecompute("it is made of a tensor that was overwritten before backward")
+        if is_overwritten(leaf):
+            raise CannotRecompute("it is computed from a tensor that was overwritten before backward")
         return self.of(value_without_grad_fn(leaf), leaf)
 
     def watch(self) -> None:

@@ -27,8 +27,9 @@ _PASSED_OVER = (
 )
 
 _NOT_REPEATED = (
-    "a step that runs out of memory will not be repeated: the model is compiled as a whole, and its code has no more "
-    "saving form to be repeated in. Give a smaller budget, or compile repeated blocks instead, each in its place: "
+    "a step that runs out of memory will not be repeated: the model is compiled as a whole, and there is no plan with "
+    "a smaller peak to repeat the step under. Give a smaller budget, or compile repeated blocks instead, each in its "
+    "place: "
     "`block.compile()`"
 )
 

@@ -169,4 +169,4 @@ def _put_on(model: nn.Module, levers: tuple[AppliedLever, ...]) -> LeverStack:
     try:
         return enable(model, levers, None)
     except LeverNotApplicable as why:
-        raise RehearsalError(f"a lever that was asked for can't be put on: {why}. Leave it out.") from why
+        raise RehearsalError(f"a lever that was asked for can't be applied: {why}. Leave it out.") from why

@@ -1,4 +1,4 @@
-"""Repeat a step that ran out of memory, once, under the most saving plan.
+"""Repeat a step that ran out of memory, once, under the plan with the smallest peak.
 
 A script can't be rewound, so the repeated part is the one that runs between the script's own lines: the call of the
 model, or the backward pass.
@@ -68,7 +68,7 @@ class StepRepeater(Removable):
     def __init__(
         self, model: nn.Module, applied: Applied, say: Callable[[str], None], repeated: Callable[[], object]
     ) -> None:
-        """Begin; `repeated` is called for each repeated step."""
+        """Begin to guard the model; `repeated` is called for each repeated step."""
         self._model, self._applied, self._say, self._repeated = model, applied, say, repeated
         self.reach = MutableState(model)
         self._looks_left = LOOKS
@@ -195,7 +195,7 @@ class StepRepeater(Removable):
         entrances = [(call, node.place) for node in outside if (call := _call_of(node)) is not None]
         calls = [call for call, _ in entrances]
         if not all(call.is_entered(place) for call, place in entrances):
-            return "backward had not come to the model yet: the loss outside of it takes the memory"
+            return "backward had not reached the model yet: the loss outside of it takes the memory"
         if any(call.gradients is None for call in calls):
             return (
                 "the gradients of the model's outputs are too large to be held through backward. Compute the loss in "
@@ -212,12 +212,13 @@ class StepRepeater(Removable):
     # ---
 
     def _begin(self, where: str, failed: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Free unused memory, and put the most saving plan in force."""
+        """Free unused memory, and put the plan with the smallest peak in force."""
         saves_more = self._applied.save_most(args, kwargs)
         gc.collect()
         if accelerator_in_use():
             torch.accelerator.memory.empty_cache()
-        under = "the most saving plan, which stays in force for batches of this size" if saves_more else "the same plan"
+        smallest = "the plan with the smallest peak, which stays in force for batches of this size"
+        under = smallest if saves_more else "the same plan"
         explanation = explain(failed)
         tried_bytes = None if explanation is None else explanation.message.tried_bytes
         request = "" if tried_bytes is None else f" at a request of {format_bytes(tried_bytes)}"

@@ -27,7 +27,7 @@ left_over: list[Callable[[], None]] = []
 
 
 def forget_left_over(end: Callable[[], None]) -> None:
-    """Remove `end` from `left_over`."""
+    """Remove the exit function `end` from `left_over`."""
     left_over[:] = [each for each in left_over if each != end]
 
 

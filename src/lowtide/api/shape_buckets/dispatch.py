@@ -66,7 +66,8 @@ class Switching(Engine):
             shapes = [list(shape) for shape in given]
             self.say(
                 f"{seam} is given {shapes}, more than for the largest batch that was rehearsed ({self._largest}): "
-                "larger batches get the most saving plan and may need more than the budget. Fit with the largest."
+                "larger batches run under the plan with the smallest peak and may need more than the budget. Fit with "
+                "the largest."
             )
 
 

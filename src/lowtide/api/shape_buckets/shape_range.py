@@ -50,7 +50,8 @@ class Range:
         self.varying = tuple(_by_itself(self._tensors) if small is None else _between(large, small))
         if not self.varying:
             raise RehearsalError(
-                "no dimension of the batch varies: give the largest batch, and as `shapes` a smaller one of its form."
+                "no dimension of the batch varies: give the largest batch, and as `shapes` a smaller one of the same "
+                "structure."
             )
         self.steps = max(v.large - v.small for v in self.varying)
         """The number of sizes, less one."""
@@ -87,7 +88,9 @@ def _at(share: float, small: int, large: int) -> int:
 def _between(large: Any, small: Any) -> Iterator[Varying]:
     many, few = tensors_in(large), tensors_in(small)
     if tree_structure(large) != tree_structure(small) or len(many) != len(few):
-        raise RehearsalError("the batches hold different things: `shapes` takes a batch like the other, but smaller.")
+        raise RehearsalError(
+            "the two batches differ in structure: give as `shapes` a smaller batch of the same structure."
+        )
     for number, (one, other) in enumerate(zip(many, few, strict=True)):
         if other.dim() != one.dim() or other.dtype != one.dtype:
             raise RehearsalError(f"tensor {number} of the two batches differs in more than its sizes.")

@@ -20,7 +20,7 @@ SHARE = 0.05
     "for transformers",
 )
 class AliveDuringBackward(Rule):
-    """Recorded when a backward pass begins."""
+    """Rule for outputs alive in backward, recorded when a backward pass begins."""
 
 
 @rule(
@@ -35,7 +35,7 @@ class AliveDuringBackward(Rule):
     fix="`del {names}` at the end of the step",
 )
 class AliveAtNextForward(Rule):
-    """A large output without a graph that is no input of the next step."""
+    """Rule for a large output without a graph that is no input of the next step."""
 
     superseded_by = "LT006"
 
