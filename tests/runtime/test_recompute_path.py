@@ -151,3 +151,19 @@ def test_a_structure_that_changes_on_is_searched_for_in_each_step(monkeypatch):
     assert names
     assert all(it.n_paths <= 4 for it in decisions(engine))
     engine.remove()
+
+
+def test_a_plan_that_is_put_in_force_again_keeps_its_paths(monkeypatch):
+    model = Net()
+    engine, names = planned(model, DECIDED), searches(monkeypatch)
+    for _ in range(6):
+        for _ in range(3):
+            model(X).sum().backward()
+        engine.remove()
+        engine.install()
+    model(X).sum().backward()  # sees all, and searches
+    names.clear()
+    for _ in range(2):
+        model(X).sum().backward()
+    assert not names
+    engine.remove()

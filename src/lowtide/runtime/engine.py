@@ -286,7 +286,7 @@ class Engine:
         elif self.builder.length not in decision.lengths:
             self.learns_again = True
             raise _NotLearnt
-        decision.path = path
+        decision.path = path or decision.path
         return value
 
     def hold_what_is_read(self, tensor: Tensor, decision: Decision) -> Handle:
