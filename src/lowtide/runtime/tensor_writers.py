@@ -191,7 +191,7 @@ def _updates(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _writes(parameter: Tensor, method: str) -> bool:
-    """Copy what a method of `parameter` is about to write to, if a plan reads it again. Return False if none reads."""
+    """Copy tensors that a method of `parameter` is about to write to and a plan reads again; False if none reads."""
     plans = _at_work()
     for relied_on in plans:
         relied_on.before_write({storage_id(parameter)}, f"Tensor.{method}")
