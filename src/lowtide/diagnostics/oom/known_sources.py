@@ -271,6 +271,105 @@ SOURCES: dict[str, Source] = {
         evidence="activations of the decoder grow with the pixels, not with the model",
         actions=("the tiled VAE node from the start, with smaller tiles", "smaller images or batches; --lowvram"),
     ),
+    "PaddlePaddle": Source(
+        code="true-need",
+        claim="PaddlePaddle's allocator has no room on the GPU: what it holds and the request are more than there is",
+        evidence="it takes its memory in chunks, and keeps them",
+        actions=(
+            "smaller batches, use_recompute=True, or paddle.amp",
+            "see who else holds the GPU; FLAGS_fraction_of_gpu_memory_to_use bounds what Paddle takes",
+        ),
+    ),
+    "CUDA.jl": Source(
+        code="true-need",
+        claim="Julia's memory pool has no room on the GPU, and collecting garbage freed too little",
+        evidence="CUDA.jl frees arrays only when Julia's garbage collector has seen that they are gone",
+        actions=(
+            "CUDA.unsafe_free!(x) for arrays that are over, or GC.gc(); CUDA.reclaim() gives the pool back",
+            "smaller batches; see who else holds the GPU",
+        ),
+    ),
+    "MindSpore": Source(
+        code="true-need",
+        claim="MindSpore has no room on the device for a kernel's memory",
+        evidence="the limit is max_device_memory of the context, or the device itself",
+        actions=(
+            "smaller batches, or cell.recompute() for repeated cells",
+            'a larger max_device_memory: mindspore.set_context(max_device_memory="30GB")',
+        ),
+    ),
+    "copies of TensorFlow": Source(
+        code="true-need",
+        claim="TensorFlow has no room on the GPU for a tensor that it copies there",
+        evidence="`Dst tensor is not initialized` says so: the copy's memory was refused",
+        actions=(
+            "smaller batches; no whole data set as one constant (tf.data on the CPU instead)",
+            "see who else holds the GPU, and end what an earlier notebook has left there",
+        ),
+    ),
+    "TGI": Source(
+        code="cap",
+        claim="text-generation-inference has no room for a prefill of so many tokens beside the weights",
+        evidence="it tries the largest prefill once at its start",
+        actions=(
+            "a smaller --max-batch-prefill-tokens, and --max-input-tokens within it",
+            "a quantized model (--quantize), or --num-shard over more GPUs",
+        ),
+    ),
+    "Ollama": Source(
+        code="host-memory",
+        claim="the machine has less free RAM than Ollama reckons for the model",
+        evidence="both numbers are in the message; layers that are not on a GPU count as RAM",
+        actions=(
+            "a smaller or further quantized model, or a smaller num_ctx",
+            "more layers on the GPU (num_gpu), or free RAM: other programs, a container's limit",
+        ),
+    ),
+    "Vulkan": Source(
+        code="not-pytorch",
+        claim="memory was requested from the driver by Vulkan, and the GPU had none left",
+        evidence="it is outside of every framework's cache",
+        actions=(
+            "fewer layers or smaller images on the GPU",
+            "see who else holds the GPU: a display, a game, another process",
+        ),
+    ),
+    "YARN": Source(
+        code="host-memory",
+        claim="YARN ended a container of Spark: it used more host memory than its limit",
+        evidence="memory outside of Java's heap counts: Python workers and their tensors are there",
+        actions=(
+            "a larger spark.executor.memoryOverhead, or spark.executor.pyspark.memory",
+            "fewer cores an executor, smaller partitions",
+        ),
+    ),
+    "Java's heap": Source(
+        code="host-memory",
+        claim="Java's heap is full: its limit, not the machine's memory",
+        evidence="Spark's driver and executors run in Java, and collect results there",
+        actions=(
+            "a larger heap: -Xmx, spark.driver.memory or spark.executor.memory",
+            "collect less: no toPandas() or collect() of a whole table",
+        ),
+    ),
+    "Dask's workers": Source(
+        code="host-memory",
+        claim="workers of Dask died while they ran one task, most likely for their memory",
+        evidence="the worker's own log says why it ended",
+        actions=(
+            "look in the workers' logs; a larger memory_limit, or fewer threads a worker",
+            "smaller partitions: the task of one has to fit into a worker",
+        ),
+    ),
+    "libraries on the host": Source(
+        code="host-memory",
+        claim="a library was refused host memory: the machine's is used up, or a limit is reached",
+        evidence="it asked the system directly; the GPU's memory is not concerned",
+        actions=(
+            "look: free -h, ulimit -v, and the container's limit",
+            "less at once: smaller images or tables, fewer processes with a copy each",
+        ),
+    ),
     "MLX": Source(
         code="cap",
         claim="one buffer is larger than Metal allows on this machine",
