@@ -3,9 +3,10 @@
     python bench/mutants.py [--count 200] [--seed N] [--jobs N] [--json FILE] [--again FILE] [--list]
 
 Mutants are drawn by a seed, which is printed: first a place in the code, then one of the operators of cosmic-ray that
-change something there. Each is tried in a copy of the checkout against the tests that `mutants.toml` names for its
-file, until one fails. Survivors are listed. Those that `mutants.toml` shows to be equivalent are not tried.
-The exit code is 1 if less than 90 % of all others are killed.
+change something there. `mutants.toml` names the tests nearest to each file. They run once without a mutant, and the
+functions that each test enters are noted. Each mutant is then tried in a copy of the checkout, against the tests that
+enter its function, the quickest first, until one fails or a minute of them has passed. Survivors are listed. Those that
+`mutants.toml` shows to be equivalent are not tried. The exit code is 1 if less than 90 % of all others are killed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import ast
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import random
@@ -28,8 +30,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import IO, Any
 
+import pytest
 from cosmic_ray import plugins
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
@@ -41,6 +45,9 @@ ENOUGH = 0.9
 
 TEST_SECONDS, RUN_SECONDS, RUN_BYTES = 120, 1200, 8 << 30
 """The most that one test and one mutant may take: what loops or grows without end is killed by that."""
+
+TRIED_SECONDS = 60
+"""Tests of one mutant: as many as took this long without it."""
 
 BESIDE_PYTEST = ("numpy", "scipy.optimize", "torch", "hypothesis")
 """Imported once, before a mutant's process is forked: nothing of Lowtide, nor what imports it."""
@@ -74,13 +81,13 @@ class Mutant:
 
 
 def operators() -> dict[str, Any]:
-    """cosmic-ray's, but for those that leave out a decorator or swap `is` and `==`: most of those change nothing."""
-    identity = {"Eq_Is", "Eq_IsNot", "NotEq_Is", "NotEq_IsNot", "Is_Eq", "IsNot_NotEq"}
+    """cosmic-ray's, but for those that leave out a decorator, or compare by `is` what has no identity of its own."""
     found = {}
     for name in plugins.operator_names():
         kind = plugins.get_operator(name)
-        of_identity = name.partition("ReplaceComparisonOperator_")[2]
-        if not kind.arguments() and "RemoveDecorator" not in name and of_identity not in identity:
+        before, _, after = name.partition("ReplaceComparisonOperator_")[2].partition("_")
+        of_identity = (before in ("Is", "IsNot")) != (after in ("Is", "IsNot"))
+        if not kind.arguments() and "RemoveDecorator" not in name and not of_identity:
             found[name] = kind()
     return found
 
@@ -150,16 +157,84 @@ class _WithoutAnnotations(ast.NodeTransformer):
         node.annotation = ast.Constant(None)
         return self.generic_visit(node)
 
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        for each in node.decorator_list:
+            if isinstance(each, ast.Call):
+                each.keywords = [one for one in each.keywords if one.arg not in ("frozen", "slots", "kw_only")]
+        return self.generic_visit(node)
+
     def visit_If(self, node: ast.If) -> ast.AST:
         return ast.Pass() if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
 
 
 def meaning(code: str) -> str:
-    """The code without what only type checkers read."""
+    """The code without what only type checkers read, and without limits to what one may do with a record."""
     return ast.dump(_WithoutAnnotations().visit(ast.parse(code)))
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
+
+ENTERED = "entered.json"
+
+
+class NotedFunctions:
+    """A plugin of pytest that notes how long each test takes, and the functions of the package that it enters."""
+
+    def __init__(self, package: Path) -> None:
+        self._prefix = f"{package}{os.sep}"
+        self._in_setup: set[CodeType] = set()
+        self._seconds: dict[str, float] = {}
+        self._by_test: dict[str, set[CodeType]] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self) -> Iterator[None]:
+        with self._noted(self._in_setup):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        began = time.monotonic()
+        with self._noted(self._by_test.setdefault(item.nodeid, set())):
+            try:
+                return (yield)
+            finally:
+                self._seconds[item.nodeid] = time.monotonic() - began
+
+    def pytest_sessionfinish(self) -> None:
+        """Write all of it: fixtures may serve several tests, so what they enter counts for each of them."""
+        found = {
+            test: (self._seconds[test], sorted({self._name(code) for code in entered | self._in_setup}))
+            for test, entered in self._by_test.items()
+        }
+        Path(ENTERED).write_text(json.dumps(found))
+
+    def _name(self, code: CodeType) -> str:
+        return f"{code.co_filename.removeprefix(self._prefix)}:{code.co_firstlineno}"
+
+    @contextlib.contextmanager
+    def _noted(self, entered: set[CodeType]) -> Iterator[None]:
+        def note(frame: FrameType, _event: str, _argument: object) -> None:
+            code = frame.f_code
+            if code not in entered and code.co_filename.startswith(self._prefix):
+                entered.add(code)
+
+        sys.settrace(note)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+
+class ChosenTests:
+    """A plugin of pytest that runs some tests alone, in the order in which they are named."""
+
+    def __init__(self, tests: Sequence[str]) -> None:
+        self._order = {test: n for n, test in enumerate(tests)}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = sorted(
+            (item for item in items if item.nodeid in self._order), key=lambda item: self._order[item.nodeid]
+        )
 
 
 @dataclass(slots=True)
@@ -168,6 +243,7 @@ class Run:
 
     copy: Path
     tests: Sequence[str]
+    """Names of tests in the order in which they run; without a mutant, files of tests."""
     mutant: Mutant | None
     began: float = field(default_factory=time.monotonic)
     out: IO[bytes] = field(default_factory=tempfile.TemporaryFile)
@@ -179,7 +255,10 @@ class Run:
         self._put(mutated=True)
         self.pid = os.fork()
         if not self.pid:
-            _run_pytest(self.copy, self.tests, self.out.fileno())
+            plugin = ChosenTests(self.tests) if self.mutant else NotedFunctions(self.copy / TABLE["package"])
+            _run_pytest(
+                self.copy, list(dict.fromkeys(test.partition("::")[0] for test in self.tests)), plugin, self.out
+            )
 
     def has_ended(self) -> bool:
         pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -223,24 +302,22 @@ def runs(copies: Sequence[Path], asked: Sequence[tuple[Sequence[str], Mutant | N
             under_way[-1].start()
         for one in [each for each in under_way if each.has_ended()]:
             under_way.remove(one)
-            free.append(one.copy)
             yield one
+            free.append(one.copy)
         time.sleep(0.02)
 
 
-def _run_pytest(copy: Path, tests: Sequence[str], out: int) -> None:
+def _run_pytest(copy: Path, files: Sequence[str], plugin: object, out: IO[bytes]) -> None:
     """In a process of its own, which ends here."""
     code = 3
     try:
         os.setsid()
-        os.dup2(out, 1), os.dup2(out, 2)
+        os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)
         os.chdir(copy)
         resource.setrlimit(resource.RLIMIT_DATA, (RUN_BYTES, RUN_BYTES))
         folder = TABLE["package"].rpartition("/")[0]
         os.environ |= {"PYTHONPATH": str(copy / folder), "PYTHONDONTWRITEBYTECODE": "1"}
         sys.path.insert(0, str(copy / folder))
-        import pytest
-
         options = ["-x", "-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:xdist"]
         settings = [
             f"--timeout={TEST_SECONDS}",
@@ -249,19 +326,59 @@ def _run_pytest(copy: Path, tests: Sequence[str], out: int) -> None:
             "not slow and not gpu",
             "--tb=line",
         ]
-        code = int(pytest.main([*options, *settings, "-q", f"--rootdir={copy}", *tests]))
+        code = int(pytest.main([*options, *settings, "-q", f"--rootdir={copy}", *files], [plugin]))
     finally:
         sys.stdout.flush()
         os._exit(code)
 
 
-def check_baseline(copies: Sequence[Path], mutants: Sequence[Mutant]) -> None:
-    """Exit if a test fails without any mutant."""
+@dataclass(slots=True)
+class Baseline:
+    """What the tests do without any mutant."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of each test, by its name."""
+    by_function: dict[str, set[str]] = field(default_factory=dict)
+    """The tests that enter a function, by the function's file and first line."""
+
+    def add(self, path: Path) -> None:
+        for test, (seconds, functions) in json.loads(path.read_text()).items():
+            self.seconds[test] = seconds
+            for function in functions:
+                self.by_function.setdefault(function, set()).add(test)
+
+    def chosen(self, mutant: Mutant) -> list[str]:
+        """The tests that enter the mutant's function, else all nearest ones; the quickest first, a minute in all."""
+        files = nearest(mutant.source)
+        near = [test for test in self.seconds if test.partition("::")[0] in files]
+        entering = self.by_function.get(f"{mutant.source}:{function_at(mutant.source, mutant.line)}", set())
+        quickest = sorted([test for test in near if test in entering] or near, key=self.seconds.__getitem__)
+        sums = itertools.accumulate(self.seconds[test] for test in quickest)
+        return [
+            test for test, total in zip(quickest, sums, strict=True) if total <= TRIED_SECONDS or test == quickest[0]
+        ]
+
+
+def function_at(source: str, line: int) -> int:
+    """The first line of the innermost function around a line, 0 outside of all."""
+    tree = ast.parse((ROOT / TABLE["package"] / source).read_text())
+    found = 0
+    for node in ast.walk(tree):  # outer ones come first
+        if isinstance(node, ast.FunctionDef) and node.body[0].lineno <= line <= (node.end_lineno or 0):
+            found = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    return found
+
+
+def run_baseline(copies: Sequence[Path], mutants: Sequence[Mutant]) -> Baseline:
+    """Run the nearest tests of all mutants; exit if one fails without any mutant."""
     files = sorted({test for mutant in mutants for test in nearest(mutant.source)})
+    baseline = Baseline()
     for one in runs(copies, [([test], None) for test in files]):
         print(f"{one.seconds:6.1f} s  {one.tests[0]}", flush=True)
         if one.code:
             sys.exit(f"{one.said}\n{one.tests[0]} fails without any mutant, so nothing can be said of mutants")
+        baseline.add(one.copy / ENTERED)
+    return baseline
 
 
 def try_all(mutants: Sequence[Mutant], jobs: int) -> list[Mutant]:
@@ -270,12 +387,16 @@ def try_all(mutants: Sequence[Mutant], jobs: int) -> list[Mutant]:
     ignored = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis")
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copies = [Path(shutil.copytree(ROOT, Path(folder) / str(n), ignore=ignored)) for n in range(jobs)]
-        check_baseline(copies, mutants)
-        for n, one in enumerate(runs(copies, [(nearest(mutant.source), mutant) for mutant in mutants]), 1):
+        baseline = run_baseline(copies, mutants)
+        for n, one in enumerate(runs(copies, [(baseline.chosen(mutant), mutant) for mutant in mutants]), 1):
             assert one.mutant is not None
+            assert one.code != pytest.ExitCode.NO_TESTS_COLLECTED, one.said
             by = next((line for line in one.said.splitlines() if line.startswith("FAILED")), "")
             end = "killed" if one.code else "SURVIVED"
-            print(f"[{n}/{len(mutants)}] {end}, {one.seconds:.0f} s  {by}\n{one.mutant}", flush=True)
+            print(
+                f"[{n}/{len(mutants)}] {end}, {one.seconds:.0f} s of {len(one.tests)} tests  {by}\n{one.mutant}",
+                flush=True,
+            )
             if not one.code:
                 survivors.append(one.mutant)
     return survivors
@@ -284,9 +405,7 @@ def try_all(mutants: Sequence[Mutant], jobs: int) -> list[Mutant]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--count", type=int, default=200, help="mutants to draw")
-    parser.add_argument(
-        "--seed", type=int, default=random.SystemRandom().randrange(10**6), help="by which they are drawn"
-    )
+    parser.add_argument("--seed", type=int, help="by which they are drawn")
     parser.add_argument("--only", default="", help="of files with this in their name")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants that are tried at once")
     parser.add_argument("--json", type=Path, help="where the survivors are written")
@@ -298,6 +417,7 @@ def main() -> int:
     else:
         seed = random.SystemRandom().randrange(10**6) if asked.seed is None else asked.seed
         mutants = draw(asked.count, seed, asked.only)
+        mutants.sort(key=lambda mutant: mutant.source)
         print(f"{len(mutants)} mutants by --seed {seed}", flush=True)
     if asked.list:
         print(*mutants, sep="\n")

@@ -281,7 +281,7 @@ def test_where_nothing_fits_the_most_saving_plan_is_in_force_if_asked(capsys: py
     assert not run.verdict.within_budget
     assert run.plan.predicted.peak_bytes < run.plan.plain.peak_bytes
     assert "OVER the budget of 977 KiB" in str(run)
-    assert "The most saving plan is in force, as asked" in capsys.readouterr().err
+    assert "As asked, the plan with the smallest peak is in force" in capsys.readouterr().err
 
 
 def test_where_nothing_fits_training_goes_on_without_a_plan_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -445,7 +445,7 @@ def test_larger_batches_that_do_not_fit_go_on_under_the_most_saving_plan(capsys:
 
     _, run = under(loop, "85%")
     assert run.plan is not None
-    assert "The most saving plan is in force for these batches" in capsys.readouterr().err
+    assert "The plan with the smallest peak is in force for these batches" in capsys.readouterr().err
 
 
 def test_one_batch_alone_that_is_larger_is_only_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,9 +120,9 @@ def test_what_scripts_for_cuda_ask_of_torch_works_before_the_first_forward_and_a
     [
         ("torch.cuda.CUDAGraph()", "torch.cuda.CUDAGraph: a CUDA graph records kernels"),
         ("torch.cuda.graph(None)", "torch.cuda.graph: a CUDA graph records kernels"),
-        ("torch.cuda.MemPool()", "torch.cuda.MemPool: what is allocated past torch's own allocator"),
-        ("torch.cuda.FloatStorage(3)", "torch.cuda.FloatStorage: storages of old"),
-        ("torch.cuda.comm.broadcast(torch.ones(3), [0])", "torch.cuda.comm.broadcast: a rehearsal is for one GPU"),
+        ("torch.cuda.MemPool()", "torch.cuda.MemPool: memory allocated outside torch's own allocator"),
+        ("torch.cuda.FloatStorage(3)", "torch.cuda.FloatStorage: legacy storages"),
+        ("torch.cuda.comm.broadcast(torch.ones(3), [0])", "torch.cuda.comm.broadcast: an estimate is for one GPU"),
     ],
 )
 def test_what_a_gpu_that_is_not_there_can_not_do_is_refused_by_name(estimate: Estimate, asked: str, said: str) -> None:

@@ -517,7 +517,7 @@ def test_of_batches_of_many_sizes_the_largest_is_planned_for(
     train, rows = script(TRAIN), ("--steps", "9", "--rows", "200", "256", "224", "200", "256")
     done = run_python("-m", "lowtide", "run", "--budget", "90%", train, *rows)
     assert (done.returncode, done.stdout) == (0, run_python(train, *rows).stdout)
-    assert done.stderr.count("batches are of several sizes: the largest of at most 20 steps is planned for") == 1
+    assert done.stderr.count("batches are of several sizes: up to 20 steps are rehearsed") == 1
     assert done.stderr.count("within the budget") == 1
     assert "was given" not in done.stderr
 
@@ -1384,7 +1384,9 @@ def test_steps_that_a_profiler_of_the_script_records_are_left_to_it(
     assert (done.code, done.out) == (0, plain), done.err
     assert plain.endswith("True\n")
     assert "within the budget" in done.err
-    assert done.err.count("the script records by itself, as with a profiler: steps after that are rehearsed") == 1
+    assert (
+        done.err.count("the script runs a recorder of its own, such as a profiler: steps after it are rehearsed") == 1
+    )
     ended = run("run", "--budget", "80%", train, "--steps", "4")
     assert ended.code == 2
     assert "several sizes; the script itself recorded 3 of them, as with a profiler" in ended.err

@@ -248,5 +248,5 @@ def test_each_gpu_is_listed_at_the_smallest_number_that_is_enough() -> None:
         "   2      8 GiB reserved on each: large",
         "   4      4 GiB reserved on each: -",
         "   8      2 GiB reserved on each: middle",
-        "  8 are not sure to be enough of: small",
+        "  8 may not be enough of: small",
     ]

@@ -99,7 +99,7 @@ PASSING = [negated, asserted, compared, over_lines, told, each, otherwise, of_di
 @pytest.mark.parametrize("device", [None, "T4"])
 @pytest.mark.parametrize("ask", PASSING, ids=lambda ask: ask.__name__)
 def test_a_check_passes_and_its_line_is_noted(model, ask, device):
-    notes = [note for note in estimated(model, ask, device=device).assumed if "a check is taken to pass" in note]
+    notes = [note for note in estimated(model, ask, device=device).assumed if "a check is assumed to pass" in note]
     first = ask.__code__.co_firstlineno
     n_lines = max(line for *_, line in ask.__code__.co_lines() if line) - first
     assert notes
@@ -270,17 +270,17 @@ def saves(q, n):
     assert copied["q"] is not q
 
 
-GOES_ON, SAME = "training is taken to go on", "either way needs the same memory"
+GOES_ON, SAME = "training is assumed to continue", "either way needs the same memory"
 MORE = "the way that saves or copies something is taken, as the one that needs more memory"
 
 
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (is_nan, [GOES_ON, GOES_ON, "a check is taken to pass"]),
+        (is_nan, [GOES_ON, GOES_ON, "a check is assumed to pass"]),
         (leaves, [GOES_ON] * 3),
         (counts, [SAME, SAME]),
-        (prints, ["either way is only told"]),
+        (prints, ["both ways only print or count"]),
         (saves, [MORE, MORE]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

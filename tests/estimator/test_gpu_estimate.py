@@ -221,7 +221,7 @@ def test_gradients_of_what_a_script_made_on_the_cpu(make: Callable[[], torch.Ten
         ((slope.norm(dim=1) - 1).square().mean() + critic(batch).mean()).backward()
 
     estimated = lowtide.estimate(critic, step, torch.ones(4, 8), device="L4")
-    assert any("a tensor on the CPU is taken to be on the GPU" in line for line in estimated.assumed)
+    assert any("a tensor on the CPU is assumed to be on the GPU" in line for line in estimated.assumed)
 
 
 def test_what_backward_runs_forward_again_is_on_the_gpu_as_well() -> None:

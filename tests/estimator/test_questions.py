@@ -315,8 +315,8 @@ def test_an_accuracy_is_a_number_that_nobody_knows_and_nothing_is_said_of_it(mod
                 break
 
     rows, goes_on = of_lines(lowtide.estimate(model, step, BATCH, device=device).assumed)
-    assert rows.endswith("what is chosen here by its largest value is taken to be chosen evenly")
-    assert goes_on.endswith("training is taken to go on")
+    assert rows.endswith("choices made here by the largest value are assumed to be spread evenly")
+    assert goes_on.endswith("training is assumed to continue")
 
 
 def test_gradient_scaling_and_schedules_work_and_come_back(model):

@@ -184,7 +184,7 @@ def test_gpus_are_named_with_their_number() -> None:
     gpu, n = parse_gpus("8 x h100-80")
     assert (gpu.name, n) == ("H100-80", 8)
     assert parse_gpus("RTX 4090")[1] is None
-    with pytest.raises(lowtide.LowtideError, match="no GPU at all"):
+    with pytest.raises(lowtide.LowtideError, match="less than one GPU"):
         parse_gpus("0 x h100-80")
 
 

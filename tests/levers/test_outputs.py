@@ -124,7 +124,7 @@ def test_fit_pulls_it_without_a_word_where_it_saves() -> None:
         assert not fitted.plan.replay
         assert fitted.verdict.measured_peak_bytes <= budget
         assert fitted.verdict.identical
-        assert "lever outputs: of the model's outputs only the loss is handed out" in str(fitted)
+        assert "lever outputs: of the model's outputs only the loss is returned" in str(fitted)
         assert lowtide.Plan.from_json(fitted.plan.to_json()) == fitted.plan
         assert lowtide.Profile.from_json(fitted.profile.to_json()) == fitted.profile
         with pytest.raises(lowtide.LowtideError, match="let go of"):

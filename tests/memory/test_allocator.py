@@ -216,6 +216,21 @@ def test_garbage_is_collected_above_the_threshold_the_longest_idle_first() -> No
     assert allocator.reserved == 136 * MIB
 
 
+def test_garbage_is_as_old_as_the_mean_or_older() -> None:
+    config = settings("garbage_collection_threshold:0.5,per_process_memory_fraction:0.9")
+    allocator = CachingAllocator(config, capacity=400 * MIB)  # 360 allowed, garbage from 180
+    allocator.malloc(2 * MIB)  # in a segment of 20, whose rest serves the searches
+    idle = [allocator.malloc(size * MIB) for size in (40, 44, 48)]
+    for block in idle:  # ages in the end: some 30, 20, 10 searches
+        allocator.free(block)
+        for _ in range(10):
+            allocator.free(allocator.malloc(2 * MIB))
+    allocator.malloc(60 * MIB)  # 152 were reserved: below the threshold
+    assert allocator.reserved == 212 * MIB
+    allocator.malloc(60 * MIB)  # 32 too many: both that are older than the mean go, though one would do
+    assert allocator.reserved == (212 - 40 - 44 + 60) * MIB
+
+
 def test_freeing_twice_is_a_mistake_of_the_caller() -> None:
     allocator = CachingAllocator()
     block: Block = allocator.malloc(1)

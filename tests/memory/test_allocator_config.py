@@ -155,3 +155,8 @@ def configs(draw: st.DrawFn) -> AllocatorConfig:
 @given(configs())
 def test_text_and_back(config: AllocatorConfig) -> None:
     assert AllocatorConfig.parse(str(config)) == config
+
+
+def test_more_than_an_address_can_count_is_as_much_as_it_can() -> None:
+    assert UNLIMITED == 2**64 - 1
+    assert AllocatorConfig.parse(f"max_split_size_mb:{2**50}").max_split_size == 2**64 - MIB

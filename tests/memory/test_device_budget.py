@@ -157,7 +157,7 @@ def test_budgets_of_the_gpu_that_is_there() -> None:
     found = on_device("auto", device, said.append)
     assert isinstance(found, int)
     assert 0 < found < total
-    assert "for the allocator's pieces" in said[0]
+    assert "for fragmentation" in said[0]
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from lowtide.errors import LowtideError
 from lowtide.planner import plan, predict, smallest_peak
 from lowtide.planner.budget_frontier import Frontier, frontier, read_points
 from lowtide.planner.records import Decisions, Profile
+from lowtide.units import format_bytes
 from planner.profiles import chain, profiles
 
 
@@ -42,6 +43,12 @@ def test_a_point_is_what_a_plan_for_that_peak_costs() -> None:
         predicted = plan(profile, point.peak_bytes).predicted
         assert predicted.extra_ms == point.extra_ms
         assert point.share == point.peak_bytes / found.plain_bytes
+
+
+def test_it_is_told_in_one_line() -> None:
+    found = frontier(chain(3), n_budgets=4)
+    smallest = format_bytes(found.points[0].peak_bytes)
+    assert f"{len(found.points)} points, {smallest} to {format_bytes(found.plain_bytes)}" in repr(found)
 
 
 def test_it_survives_json() -> None:

@@ -21,6 +21,12 @@ def usage(profile: Profile, recompute: list[str] | None = None, replay: list[str
     return [int(level) for level in simulator.sweep(simulator.choice(decisions)).usage]
 
 
+def reference_ms(profile: Profile, decisions: Decisions) -> float:
+    step = reference.ReferenceStep(profile, decisions)
+    step.usage()
+    return step.extra_ms
+
+
 def inner(*blocks: int) -> frozenset[str]:
     """Addresses of what the blocks of `chain(inner=1)` make inside."""
     return frozenset(f"blocks.{block}#0:1" for block in blocks)
@@ -460,6 +466,9 @@ def test_a_decision_holds_for_every_call_of_the_model() -> None:
         lambda p: replace(p, calls=(replace(p.calls[0], parent=0), *p.calls[1:])),
         lambda p: replace(p, calls=(replace(p.calls[0], exit=99), *p.calls[1:])),
         lambda p: replace(p, storages=(replace(p.storages[0], allocated_at=-1), *p.storages[1:])),
+        lambda p: replace(p, slots=(replace(p.slots[0], call=-1), *p.slots[1:])),
+        lambda p: replace(p, phases={"backward": 99}),
+        lambda p: replace(p, measured_plain_peak_bytes=0),
     ],
 )
 def test_a_profile_that_contradicts_itself_is_refused(broken: object) -> None:
@@ -554,6 +563,40 @@ def test_the_simulator_sees_what_a_walk_through_the_step_sees(profile: Profile, 
     assert prediction.extra_flops == step.extra_flops
     assert sum(prediction.parts.values()) == prediction.peak_bytes
     assert simulator.decisions(simulator.choice(decisions)) == decisions
+
+
+def test_what_only_replays_hold_is_made_once_for_all_that_need_it() -> None:
+    """x, made from w, is the input of b; y and z are made from it outside."""
+    tape = Tape()
+    with tape.call("model#0"):
+        w = tape.op(10)
+        x = tape.op(20, w, saves=[w], recipe="tanh")
+        with tape.call("b#0", x):
+            inside = tape.op(40, x)
+            tape.op(1, inside, saves=[inside])
+        y, z = tape.op(30, x, recipe="gelu"), tape.op(30, x, recipe="gelu")
+        tape.op(1, y, z, saves=[y, z])
+    profile = tape.profile()
+    for replay in (frozenset[str](), frozenset({"b#0"})):
+        decisions = Decisions(recompute=frozenset({"model#0:1", "model#0:2"}), replay=replay)
+        simulator = Simulator(profile)
+        assert simulator.sweep(simulator.choice(decisions)).usage.tolist() == (
+            reference.ReferenceStep(profile, decisions).usage()
+        )
+        assert simulator.predict(decisions).extra_ms == pytest.approx(reference_ms(profile, decisions))
+
+
+def test_a_replayed_call_holds_its_input_until_it_ends() -> None:
+    """A tensor of 100 bytes is read by the first operator of b, and backward reads nothing of b."""
+    tape = Tape()
+    with tape.call("model#0"):
+        x = tape.op(100)
+        with tape.call("b#0", x):
+            y = tape.op(10, x)
+            z = tape.op(50, y, saves=[y], unread=True)
+        tape.op(1, z)
+    assert usage(tape.profile())[:4] == [100, 110, 60, 61]
+    assert usage(tape.profile(), replay=["b#0"])[2] == 160
 
 
 @given(profiles())

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from lowtide.errors import BudgetError, Infeasible
 from lowtide.planner import plan, predict, smallest_peak
+from lowtide.planner.planning import simulator_of, with_free_recomputes
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.solve.ladder import BudgetLadder
 from lowtide.units import format_bytes
 from planner import bruteforce
-from planner.profiles import chain, profiles, random_profile, transformer
+from planner.profiles import Tape, chain, profiles, random_profile, transformer
 
 TRANSFORMER = transformer(4)
 
@@ -187,6 +188,21 @@ def test_what_was_planned_before_changes_nothing() -> None:
     asked = [plan(TRANSFORMER, f"{share}%") for share in (90, 50, 65, 51)]
     for made in asked:
         assert plan(Profile.from_json(TRANSFORMER.to_json()), made.budget_bytes) == made
+
+
+def test_a_simulator_is_made_once_for_each_question() -> None:
+    assert simulator_of(TRANSFORMER, "cheap") is simulator_of(TRANSFORMER, "cheap")
+    assert simulator_of(TRANSFORMER, "cheap") is not simulator_of(TRANSFORMER, "all")
+
+
+def test_free_recomputes_are_added_and_others_are_not() -> None:
+    tape = Tape()
+    with tape.call("model#0"):
+        free = tape.op(10, recipe="shape", ms=0.0)
+        costly = tape.op(20, free, saves=[free], operands=[], recipe="zeros", ms=1.0)
+        tape.op(1, costly, saves=[costly])
+    added = with_free_recomputes(Simulator(tape.profile()), Decisions())
+    assert added.recompute == {"model#0:0"}
 
 
 def test_where_rows_are_no_guide_at_a_small_budget_they_may_be_one_at_a_larger_one(

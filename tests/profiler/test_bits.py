@@ -34,6 +34,8 @@ def test_the_number_tells_orders_apart(content_hash: Number, dtype: torch.dtype)
     changed[0, 0], changed[40, 7] = tensor[tensor != tensor[0, 0]][0], tensor[0, 0]
     assert content_hash(tensor) == content_hash(tensor.clone()) == content_hash(tensor.t().contiguous().t())
     assert content_hash(tensor) == content_hash(torch.cat([tensor[0, :1], tensor.view(-1)])[1:].view(64, 48))
+    expanded = tensor[:1, :1].expand(64, 48)
+    assert content_hash(expanded) == content_hash(expanded.contiguous())
     others = [tensor.roll(2, 0), tensor.roll(8, 1), changed, tensor.reshape(-1).roll(1).view(64, 48)]
     numbers = [content_hash(other) for other in (tensor, *others)]
     assert len({*numbers}) == len(numbers)

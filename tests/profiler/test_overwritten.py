@@ -95,5 +95,5 @@ def test_a_table_that_is_normalized_again_before_backward() -> None:
     profile, _, verdict = within(model, step_of(model), torch.randint(0, 100, (2, 8, 64)), 30)
     assert verdict.identical
     assert {value.refused for value in profile.values if value.node == "EmbeddingBackward0"} >= {
-        "it is made of a tensor that is overwritten before backward"
+        "it is computed from a tensor that is overwritten before backward"
     }

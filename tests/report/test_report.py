@@ -51,13 +51,13 @@ def test_a_step_that_is_never_the_same_has_no_proof() -> None:
     kinds = ("loss", "gradients", "random numbers")
     verdict = verdict_on(dict.fromkeys(kinds, ("0",)), kinds)
     assert not verdict.proven
-    assert verdict.proof.startswith("NOT PROVEN: the plain step is not deterministic, so that nothing can be compared")
+    assert verdict.proof.startswith("NOT PROVEN: the plain step is not deterministic, so nothing can be compared")
 
 
 def test_random_numbers_alone_prove_nothing() -> None:
     verdict = verdict_on({"random numbers": ()})
     assert not verdict.proven
-    assert verdict.proof.startswith("NOT PROVEN: the step gives nothing that could be compared: no loss, no gradients")
+    assert verdict.proof.startswith("NOT PROVEN: the step has no result to compare: no loss, no gradients")
     drawn = verdict_on({"loss": ("0",), "random numbers": ()}, ("loss",))
     assert not drawn.proven
     assert drawn.proof.startswith("NOT PROVEN: the plain step is not deterministic")

@@ -465,7 +465,7 @@ def test_nothing_is_planned_of_what_only_a_replay_would_hold():
     model, x = Written().train(), torch.randn(16, 24, WIDTH)
     profile = lowtide.rehearse(model, lambda x: model(x).sum().backward(), x)
     refused = {slot.address: profile.values[slot.value].refused for slot in profile.slots}
-    assert refused["then.0.linear#0:0"] == "it is made of an argument of a call that nothing else holds"
+    assert refused["then.0.linear#0:0"] == "it is computed from an argument of a call that nothing else holds"
     plain = outcome(model, lambda: model(x).sum().backward())
     engine = Engine(model, actions_for(*PLANS["all recipes"](profile)))
     engine.install()

@@ -47,7 +47,7 @@ def given() -> Tensor:
 
 @pytest.fixture(scope="module")
 def plan(given: Tensor) -> Plan:
-    """The most saving plan: it runs blocks again."""
+    """The plan with the smallest peak: it runs blocks again."""
     model = made()
     profile = lowtide.rehearse(model, lambda x: taken(model, x), given)
     found = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)

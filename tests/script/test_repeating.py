@@ -128,7 +128,8 @@ def test_a_step_is_repeated_to_the_same_bits(where: list[None], n: int, capsys: 
     assert is_as_in_a_run_with_room(made, n=n)
     assert ran.n_repeated == 1
     place = "the model's forward" if where is in_forward else "backward"
-    said = f"{place} ran out of memory at a request of 4 PiB: the step is repeated under the most saving plan"
+    said = f"{place} ran out of memory at a request of 4 PiB: the step is repeated under the plan with the smallest "
+    said += "peak"
     assert said in capsys.readouterr().err
     assert "1 step was repeated after running out of memory" in str(ran)
     assert not any("_compiled_call_impl" in module.__dict__ for module in made.model.modules())
@@ -351,7 +352,7 @@ def test_a_script_goes_on_after_memory_ran_out(
         assert done.stdout == with_room.stdout
         assert said in done.stderr
         assert "1 step was repeated after running out of memory" in done.stderr
-    else:  # not even the most saving plan has room
+    else:  # not even the plan with the smallest peak has room
         assert done.returncode == 1
         assert "ran out of memory again" in done.stderr
         assert "what to do, best first:" in done.stderr

@@ -25,7 +25,7 @@ Log = list[str]
 
 
 class Notes(StepListener):
-    """A crew that writes down what it is told."""
+    """A listener that writes down what it is told."""
 
     awaits = "was written down"
 
@@ -68,14 +68,14 @@ AS_A_SCRIPT: dict[str, Any] = {"__name__": Script.__module__}
 exec("def call(loop): loop()", AS_A_SCRIPT)  # what is looked for in variables of callers is not looked for further up
 
 
-def watched(loop: Callable[[], object], crew: Notes | None = None) -> Notes:
-    crew = crew or Notes()
+def watched(loop: Callable[[], object], listener: Notes | None = None) -> Notes:
+    listener = listener or Notes()
     before = nn.Module.__call__
-    with Steps(crew):
+    with Steps(listener):
         AS_A_SCRIPT["call"](loop)
     assert nn.Module.__call__ is before
-    assert crew.log.pop() == "leaves"
-    return crew
+    assert listener.log.pop() == "leaves"
+    return listener
 
 
 def test_an_ordinary_loop() -> None:
@@ -92,9 +92,9 @@ def test_an_ordinary_loop() -> None:
                 model(X)
             model.train()
 
-    crew = watched(loop)
-    assert crew.log == ["begins 0", "ends", "begins 1", "ends"]
-    assert crew.models == [model, model]
+    listener = watched(loop)
+    assert listener.log == ["begins 0", "ends", "begins 1", "ends"]
+    assert listener.models == [model, model]
 
 
 def test_gradients_of_several_calls_belong_to_one_step() -> None:
@@ -139,17 +139,17 @@ def test_a_step_with_updates_inside_of_backward_is_over_when_a_module_is_called_
     for parameter in optimizers:
         parameter.register_post_accumulate_grad_hook(update)  # type: ignore[arg-type]
 
-    crew = Notes()
+    listener = Notes()
 
     def loop() -> None:
         for _ in range(2):
             model(X).sum().backward()
-            assert crew.log[-1].startswith("begins")
+            assert listener.log[-1].startswith("begins")
         model.eval()
         model(X)
-        assert crew.log[-1] == "ends"
+        assert listener.log[-1] == "ends"
 
-    assert watched(loop, crew).log == ["begins 0", "ends", "begins 4", "ends"]
+    assert watched(loop, listener).log == ["begins 0", "ends", "begins 4", "ends"]
 
 
 def test_a_step_is_over_when_every_optimizer_of_the_model_has_stepped() -> None:
@@ -189,9 +189,9 @@ def test_a_module_that_is_only_asked_is_not_the_model() -> None:
             (student(X) - target).square().sum().backward()
             optimizer.step()
 
-    crew = watched(loop)
-    assert crew.log == ["begins 0", "gives up", "begins 1", "ends"]
-    assert crew.models[-1] is student
+    listener = watched(loop)
+    assert listener.log == ["begins 0", "gives up", "begins 1", "ends"]
+    assert listener.models[-1] is student
 
 
 def test_a_larger_module_takes_the_place_of_a_small_one_that_was_tried_first() -> None:
@@ -204,9 +204,9 @@ def test_a_larger_module_takes_the_place_of_a_small_one_that_was_tried_first() -
             model(X).sum().backward()
             optimizer.step()
 
-    crew = watched(loop)
-    assert crew.log == ["begins 0", "gives up", "begins 0", "ends", "begins 1", "ends"]
-    assert crew.models == [small, model, model]
+    listener = watched(loop)
+    assert listener.log == ["begins 0", "gives up", "begins 0", "ends", "begins 1", "ends"]
+    assert listener.models == [small, model, model]
 
 
 def test_modules_that_are_trained_together_are_parts_of_one() -> None:
@@ -219,9 +219,9 @@ def test_modules_that_are_trained_together_are_parts_of_one() -> None:
             (decoder(code) + probe(code)).sum().backward()
             optimizer.step()
 
-    crew = watched(loop)
-    assert crew.log == ["begins 0", "gives up", "begins 1", "ends"]
-    parts = crew.models[-1]
+    listener = watched(loop)
+    assert listener.log == ["begins 0", "gives up", "begins 1", "ends"]
+    parts = listener.models[-1]
     assert isinstance(parts, CompositeModel)
     assert list(parts.children()) == [encoder, decoder, probe]
     assert [name for name, _ in parts.named_children()] == ["Sequential", "Sequential2", "Linear"]
@@ -241,9 +241,9 @@ def test_parameters_of_no_module_are_parts_of_one_with_the_frozen_model_that_the
             optimizer.step()
             optimizer.zero_grad()
 
-    crew = watched(loop)
-    assert crew.log == ["begins 1", "ends", "begins 1", "ends"]
-    (parts,) = {*crew.models}
+    listener = watched(loop)
+    assert listener.log == ["begins 1", "ends", "begins 1", "ends"]
+    (parts,) = {*listener.models}
     assert isinstance(parts, CompositeModel)
     assert [*parts.children()] == [model]
     assert [name for name, p in parts.named_parameters() if p is prompt] == ["alone0"]
@@ -261,9 +261,9 @@ def test_a_model_behind_a_frozen_one_is_the_model() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    crew = watched(loop)
-    assert crew.log == ["begins 0", "ends", "begins 1", "ends"]
-    assert {*crew.models} == {model}
+    listener = watched(loop)
+    assert listener.log == ["begins 0", "ends", "begins 1", "ends"]
+    assert {*listener.models} == {model}
 
 
 def test_a_model_in_evaluation_mode_is_not_taken_for_parameters_of_no_module() -> None:
@@ -287,9 +287,9 @@ def test_parts_of_a_model_that_is_called_as_a_whole_are_not_apart_from_it() -> N
             (model[0](X).sum() + model(X).sum()).backward()
             optimizer.step()
 
-    crew = watched(loop)
-    assert crew.log == ["begins 0", "gives up", "begins 0", "ends", "begins 1", "ends"]
-    assert crew.models[-1] is model
+    listener = watched(loop)
+    assert listener.log == ["begins 0", "gives up", "begins 0", "ends", "begins 1", "ends"]
+    assert listener.models[-1] is model
 
 
 @pytest.mark.parametrize("n_critic", [1, 2])
@@ -299,8 +299,8 @@ def test_two_models_that_take_turns_are_parts_of_one(n_critic: int, is_late: boo
     maker, critic = net(), net()
     of_maker, of_critic = sgd(maker), sgd(critic)
     log: Log = []
-    crew = Notes()
-    crew.log = log
+    listener = Notes()
+    listener.log = log
 
     def loop() -> None:
         for step in range(8 * n_critic):
@@ -316,11 +316,11 @@ def test_two_models_that_take_turns_are_parts_of_one(n_critic: int, is_late: boo
                 log.append("maker")
                 of_maker.step()
 
-    watched(loop, crew)
-    both = crew.models[-1]
+    watched(loop, listener)
+    both = listener.models[-1]
     assert isinstance(both, CompositeModel)
     assert set(both.children()) == {maker, critic}
-    assert [model is both for model in crew.models] == sorted(model is both for model in crew.models)
+    assert [model is both for model in listener.models] == sorted(model is both for model in listener.models)
     steps = " ".join(log).rpartition("gives up")[2].split(" begins 2 ")[1:]
     whole = [*["critic"] * n_critic, "maker", "ends"]
     assert len(steps) >= 5
@@ -339,9 +339,9 @@ def test_two_models_that_are_trained_one_after_the_other_in_each_step_are_parts_
                 model(X).sum().backward()
                 optimizer.step()
 
-    crew = watched(loop)
-    assert crew.log[-7:] == [*["begins 2", "ends"] * 3, "begins 2"]
-    assert list(crew.models[-1].children()) == list(models)
+    listener = watched(loop)
+    assert listener.log[-7:] == [*["begins 2", "ends"] * 3, "begins 2"]
+    assert list(listener.models[-1].children()) == list(models)
 
 
 @pytest.mark.parametrize("n_first", [1, 2])
@@ -358,9 +358,13 @@ def test_a_model_that_takes_the_place_of_another_is_the_one_from_its_third_step_
         train(first, n_first)
         train(model, 4)
 
-    crew = watched(loop)
-    assert crew.log == [*["begins 0", "ends", "begins 1", "ends"][: 2 * n_first], "gives up", *["begins 1", "ends"] * 2]
-    assert crew.models == [*[first] * n_first, model, model]
+    listener = watched(loop)
+    assert listener.log == [
+        *["begins 0", "ends", "begins 1", "ends"][: 2 * n_first],
+        "gives up",
+        *["begins 1", "ends"] * 2,
+    ]
+    assert listener.models == [*[first] * n_first, model, model]
 
 
 def test_modules_that_take_the_place_of_a_model_are_parts_of_one() -> None:
@@ -375,9 +379,9 @@ def test_modules_that_take_the_place_of_a_model_are_parts_of_one() -> None:
             optimizers[1].step()
             optimizers[2].step()
 
-    crew = watched(loop)
-    assert crew.log == ["begins 0", "ends", "gives up", "begins 2", "ends", "begins 2", "ends"]
-    assert list(crew.models[-1].children()) == [encoder, decoder]
+    listener = watched(loop)
+    assert listener.log == ["begins 0", "ends", "gives up", "begins 2", "ends", "begins 2", "ends"]
+    assert list(listener.models[-1].children()) == [encoder, decoder]
 
 
 def test_models_that_are_trained_for_two_steps_each_in_turn_are_not_taken_in_turn() -> None:
@@ -391,9 +395,9 @@ def test_models_that_are_trained_for_two_steps_each_in_turn_are_not_taken_in_tur
             optimizers[turn].step()
             optimizers[turn].zero_grad()
 
-    crew = watched(loop)
-    assert crew.log.count("gives up") <= 1
-    assert crew.log.count("ends") >= 6
+    listener = watched(loop)
+    assert listener.log.count("gives up") <= 1
+    assert listener.log.count("ends") >= 6
 
 
 @pytest.mark.parametrize("how", ["eval", "no_grad", "frozen", "nothing to train"])
@@ -489,8 +493,8 @@ def test_a_critic_may_be_ahead_of_its_generator_when_the_crew_is_done() -> None:
                 of_maker.step()
                 of_maker.zero_grad()
 
-    crew = watched(loop, Once())
-    assert crew.log == ["begins 0", "ends", "gives up", "begins 2", "ends"]
+    listener = watched(loop, Once())
+    assert listener.log == ["begins 0", "ends", "gives up", "begins 2", "ends"]
 
 
 def test_who_may_take_turns_is_waited_for_some_steps() -> None:

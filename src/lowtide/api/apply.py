@@ -101,11 +101,11 @@ class Applied(Removable):
         return frozenset(self._engine.drifted) | self._unknown
 
     def checked(self) -> AbstractContextManager[None]:
-        """Return a block for one step, which raises ReplayMismatch if backward reads other bits than were saved."""
+        """Return a context manager for one step: ReplayMismatch is raised if backward reads other bits than saved."""
         return Checked(self._engine).running()
 
     def save_most(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Run calls of the size of these arguments, and larger ones, under the most saving plan from now on.
+        """Run calls of the size of these arguments, and larger ones, under the plan with the smallest peak from now on.
 
         Returns False if they do already.
         """
@@ -124,9 +124,9 @@ class Applied(Removable):
         def unknown(key: str) -> None:
             if not keys:
                 say(
-                    "a graph was compiled that the plan is not for, of another model or for another form of batch: it "
-                    "saves for backward what torch says, and the peak may be above the budget. If it is of this "
-                    "model, fit again with the batch as it is now."
+                    "the plan does not cover a graph that was compiled, of another model or for another form of "
+                    "batch: torch decides what it saves for backward, and the peak may be above the budget. If the "
+                    "graph is of this model, fit again with the current batch."
                 )
             keys.add(key)
 
@@ -134,7 +134,7 @@ class Applied(Removable):
         """Bytes of inputs that each graph was compiled for first."""
         is_guarded, is_said = is_compiled(model), False
 
-        def seen(slots: JointSlots) -> None:
+        def say_larger_inputs(slots: JointSlots) -> None:
             nonlocal is_said
             n_bytes = sum(node.bytes for node in slots.joint.nodes if node.is_given)
             is_larger = n_bytes > first.setdefault(slots.joint.key, n_bytes) and is_recompiling()
@@ -146,7 +146,7 @@ class Applied(Removable):
                 )
 
         partitioner = PlanPartitioner(self.plan.graphs, self.plan.recompute, apart=products_are_apart())
-        partitioner.unknown, partitioner.seen = unknown, seen
+        partitioner.unknown, partitioner.on_compile = unknown, say_larger_inputs
         return partition_by(partitioner, of=next(model.parameters(), model))  # a script's model may be a stand-in
 
     def remove(self) -> None:
@@ -163,7 +163,7 @@ def warn(what: str) -> None:
 def apply(model: nn.Module, plan: Plan, *, optimizer: Optimizers = None, say: Callable[[str], None] = warn) -> Applied:
     """Put a plan in force on `model`, until `.remove()` or the end of a `with` block.
 
-    Batches that are larger than the plan's get its most saving fallback.
+    Batches that are larger than the plan's run under its fallback, the plan with the smallest peak.
 
     Args:
         model: The model that the plan was made for, or an equal one.

@@ -89,9 +89,9 @@ class Fitted(Removable, Displayed):
 
     def __str__(self) -> str:
         plan, verdict = self.plan, self.verdict
-        return self._told([f"{_peak(plan, verdict)}{_time(plan, verdict)}", decisions(plan), *lever_lines(plan)])
+        return self._with_proof([f"{_peak(plan, verdict)}{_time(plan, verdict)}", decisions(plan), *lever_lines(plan)])
 
-    def _told(self, lines: list[str]) -> str:
+    def _with_proof(self, lines: list[str]) -> str:
         """Join `lines`, the proof and the notes of rehearsal and levers; a failed proof comes first."""
         proof = [self.verdict.proof]
         notes = [f"note: {note}" for note in self.plan.notes]
@@ -111,7 +111,7 @@ class FittedSizes(Fitted):
         """Buckets, smallest first."""
 
     def __str__(self) -> str:
-        return self._told([_in_a_line(bucket) for bucket in self.buckets])
+        return self._with_proof([_in_a_line(bucket) for bucket in self.buckets])
 
 
 def _in_a_line(bucket: Bucket) -> str:
@@ -165,8 +165,8 @@ def fit(
     tensors that its joint graphs save for backward; so is a compiled function of `step` that calls `model`. All code
     that torch has compiled in the process is dropped for that.
 
-    A batch that is larger than `batch` gets the most saving plan, and a warning that it may need more than the budget.
-    After an error nothing is applied.
+    A batch that is larger than `batch` runs under the plan with the smallest peak, with a warning that it may need more
+    than the budget. After an error nothing is applied.
 
     Args:
         model: The model, on its device.
@@ -253,7 +253,7 @@ def _fit(
     if isinstance(shapes, str) and shapes != "auto":
         raise LowtideError(f'shapes is {shapes!r}; it takes "auto" or a batch that is smaller than the other.')
     if shapes is not None and (set(levers) - set(DEFAULT) or offload):
-        raise LowtideError("shapes goes with neither levers nor offload: leave out the one or the other.")
+        raise LowtideError("shapes can't be combined with levers or offload: leave one of them out.")
     if offload and device_of(model) == "cpu":
         raise LowtideError("offload=True copies tensors from the device to the host, and this model is on the CPU.")
     if profile is None:
@@ -265,8 +265,9 @@ def _fit(
         levers = [name for name in levers if name not in DEFAULT]
         if set(levers) - {ProductsApart.name} or offload or shapes is not None:
             raise LowtideError(
-                f"{type(model).__name__} is compiled as a whole, which goes with the lever {ProductsApart.name!r}, and "
-                "with neither other levers, offload nor shapes: leave them out, or compile its repeated blocks "
+                f"{type(model).__name__} is compiled as a whole, which can be combined with the lever "
+                f"{ProductsApart.name!r} only, not with other levers, offload or shapes: leave them out, or compile "
+                "its repeated blocks "
                 "instead (block.compile())."
             )
     if shapes is not None:
@@ -403,7 +404,7 @@ def _noticed(site: StepContext, profile: Profile) -> dict[str, str]:
     verdict = compare_with_plain(site.model, site.step, site.batch, plan(profile, "100%"), site.optimizer)
     if verdict.identical:
         return {}
-    why = f"there are other bits in the {listed(verdict.differing)} with it"
+    why = f"with it, bits of the {listed(verdict.differing)} differ"
     return {name: f"lever {name!r} is not used: {why}" for name in exact}
 
 
@@ -419,12 +420,13 @@ def over_budget(
     notes = made.notes if any(OTHER_WORK in note for note in made.notes) else (*made.notes, OTHER_WORK)
     plain_bytes = made.plain.peak_bytes if isinstance(made, Plan) else plain_peak_bytes(made)
     if budget_for == "reserved":
-        notes = ("measured are reserved bytes, with the pieces between blocks that the allocator can't use", *notes)
+        notes = ("these are reserved bytes, with fragments that the allocator can't use", *notes)
     elif min(measured) > plain_bytes:
         notes = (
-            f"that is more than the plain step's {format_bytes(plain_bytes)}: this batch needs more than the rehearsed "
-            "ones, as with lengths or rows that are in it, or something else was in memory, as the graph of a batch "
-            "that was skipped before its backward (`lowtide watch` says what a script leaves there, and who holds it)",
+            f"that is more than the plain step's {format_bytes(plain_bytes)}: this batch needs more than the "
+            "rehearsed ones because of its contents, such as lengths, or something else was in memory, such as the "
+            "graph of a batch that was skipped before its backward (`lowtide watch` names what a script leaves there, "
+            "and its holder)",
             *notes,
         )
     return OverBudget(budget_bytes=budget_bytes, measured_peak_bytes=min(measured), nearest=nearest, notes=notes)
@@ -460,8 +462,8 @@ def _proof(site: StepContext, made: Plan) -> Verdict:
     def no_room(said: str) -> RehearsalError:
         return RehearsalError(
             f"a step under a plan for {format_bytes(made.budget_bytes)} ran out of memory: {said}\n"
-            "  A device has to hold more than the step: a CUDA context, the pieces between blocks of memory, and "
-            "whatever else is on it. Give a smaller budget."
+            "  A device has to hold more than the step: a CUDA context, fragments between blocks, and other "
+            "processes' memory. Give a smaller budget."
         )
 
     return unless_out_of_memory(
@@ -488,14 +490,14 @@ def _fit_sizes(
 
 def _differing(verdict: Verdict) -> str:
     differences = (verdict.differences or {}).items()
-    found = {kind: names for kind, names in differences if names and kind not in verdict.nondeterministic}
-    return ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in found.items())
+    differing = {kind: names for kind, names in differences if names and kind not in verdict.nondeterministic}
+    return ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in differing.items())
 
 
 def _compiled_differs(verdict: Verdict) -> str:
     return (
-        f"under the plan compiled code gave other bits than without it: {_differing(verdict)}. Where it computes again "
-        "what it saved, inductor fuses other kernels, and these may round or add up in another order, as with "
+        f"under the plan the results of compiled code differ in bits: {_differing(verdict)}. Where saved tensors are "
+        "recomputed, inductor fuses other kernels, which may round or add in another order, as with "
         "autocast: no plan is put in force.\n  Give a larger budget, or compile the repeated blocks instead, each in "
         "its place: `for block in model.layers: block.compile()`."
     )
@@ -503,7 +505,7 @@ def _compiled_differs(verdict: Verdict) -> str:
 
 def _not_identical(verdict: Verdict) -> str:
     return (
-        f"under the plan the step gave other bits than without it: {_differing(verdict)}. Plain steps from the same "
-        "state did not differ there. If the step draws on something that a rehearsal can't put back (a clock, a file, "
-        "numbers of its own), leave that out of it; if not, please report it."
+        f"under the plan the results of the step differ in bits: {_differing(verdict)}. Plain steps from the same "
+        "state agree there. If the step reads something that a rehearsal can't restore (a clock, a file, its own "
+        "random numbers), leave that out; if not, please report it."
     )

@@ -33,8 +33,8 @@ def rehearse(
     The step is run five times, for real, on the model's device. Afterwards, also after an error, parameters, gradients,
     buffers, optimizer state, batch and random number generators are restored; so are other modules, tensors, schedulers
     and gradient scalers that its code refers to, and its own numbers, strings and containers. The profile notes how far
-    iterators, files and data sets have advanced. A step that runs out of memory is tried again under the most saving
-    plan, and the peak of the plain step is then a prediction.
+    iterators, files and data sets have advanced. A step that runs out of memory is tried again under the plan
+    with the smallest peak, and the peak of the plain step is then a prediction.
 
     Args:
         model: The model, on its device.
@@ -68,5 +68,5 @@ def rehearse(
     changes = observe_changes(model, step, batch)
     with showing(progress):
         profile = rehearsal.rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
-    found = changes()
-    return replace(profile, notes=(*profile.notes, describe_unrestored(found))) if found else profile
+    unrestored = changes()
+    return replace(profile, notes=(*profile.notes, describe_unrestored(unrestored))) if unrestored else profile

@@ -236,12 +236,12 @@ def _let_go(tensor: Tensor, *, must: bool = True) -> bool:
 
 
 def _tensors_in(thing: Any) -> Iterator[Tensor]:
-    pending, seen = [thing], {}
+    pending, visited = [thing], {}
     while pending:
         thing = pending.pop()
-        if id(thing) in seen:
+        if id(thing) in visited:
             continue
-        seen[id(thing)] = thing
+        visited[id(thing)] = thing
         if isinstance(thing, Tensor):
             yield thing
         elif isinstance(thing, nn.Module):
@@ -260,5 +260,5 @@ def _is_reached(node: Node) -> bool:
 
 def _leaves_behind(node: Node) -> list[Tensor]:
     """Return the leaves that accumulate gradients in this graph."""
-    found = (getattr(behind, "variable", None) for behind in nodes_from([node]))
-    return [leaf for leaf in found if isinstance(leaf, Tensor)]
+    variables = (getattr(behind, "variable", None) for behind in nodes_from([node]))
+    return [leaf for leaf in variables if isinstance(leaf, Tensor)]

@@ -103,8 +103,8 @@ class Verdict(Record):
     @property
     def differing(self) -> tuple[str, ...]:
         """Kinds that contradict `identical`."""
-        found = self.differences or {}
-        return tuple(kind for kind, names in found.items() if names and kind not in self.nondeterministic)
+        differences = self.differences or {}
+        return tuple(kind for kind, names in differences.items() if names and kind not in self.nondeterministic)
 
     @property
     def proven(self) -> bool:
@@ -140,8 +140,8 @@ class Verdict(Record):
         base, apart = "the plain step", ""
         if self.levers:
             base = f"the step with {'that lever' if len(self.levers) == 1 else 'those levers'} alone"
-            found = (self.relative_differences or {}).items()
-            apart = ", ".join(f"{kind} {difference:.1e}" for kind, difference in found)
+            relative = (self.relative_differences or {}).items()
+            apart = ", ".join(f"{kind} {difference:.1e}" for kind, difference in relative)
             apart = f"; relative differences from the plain step: {apart}" if apart else ""
         audited = "every recipe and replay was compared with the true tensors, bit by bit"
         if self.differences is None:
@@ -149,9 +149,9 @@ class Verdict(Record):
         if self.differing:
             return f"NOT bit-identical to {base}: {listed(self.differing)}"
         if not self.proven:
-            nothing = f"{base} is not deterministic, so that nothing can be compared with it"
+            nothing = f"{base} is not deterministic, so nothing can be compared with it"
             if not self.nondeterministic:
-                nothing = "the step gives nothing that could be compared: no loss, no gradients, no update"
+                nothing = "the step has no result to compare: no loss, no gradients, no update"
             return f"NOT PROVEN: {nothing}; {audited}"
         nondeterministic = (
             f"; it is not deterministic in its {listed(self.nondeterministic)}" if self.nondeterministic else ""
@@ -160,12 +160,16 @@ class Verdict(Record):
 
     def __str__(self) -> str:
         budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
-        kept = "within" if self.within_budget else "OVER"
+        relation = "within" if self.within_budget else "OVER"
         peak = "reserved peak" if self.budget_for == "reserved" else "peak"
-        lines = [f"{measured} {peak} measured: {kept} the budget of {budget}"]
+        lines = [f"{measured} {peak} measured: {relation} the budget of {budget}"]
         if self.predicted_extra is not None:
-            found = self.measured_extra
-            beside = f"{format_time(self.planned_ms)} a step" if found is None else format_ratio(found, signed=True)
+            measured_extra = self.measured_extra
+            beside = (
+                f"{format_time(self.planned_ms)} a step"
+                if measured_extra is None
+                else format_ratio(measured_extra, signed=True)
+            )
             lines.append(f"extra time: {format_ratio(self.predicted_extra, signed=True)} predicted, {beside} measured")
         return "\n".join([*lines, self.proof])
 
@@ -269,11 +273,13 @@ def compare_with_plain(
             unchanged.restore()
             with enable(model, inexact, optimizer):
                 compare_with, _ = _plain(model, step, batch, unchanged)
-        found = None
+        differences = None
         if compare_with is not None:
             made = {*planned.made(untouched), *compare_with.made(untouched), DRAWN}
             hidden = {kind for lever in plan.levers for kind in lever_named(lever.name).unavailable_results}
-            found = {kind: names for kind, names in compare_with.differences(planned).items() if kind in made - hidden}
+            differences = {
+                kind: names for kind, names in compare_with.differences(planned).items() if kind in made - hidden
+            }
 
         def once_more() -> Outcome:
             unchanged.restore()
@@ -281,7 +287,7 @@ def compare_with_plain(
                 return outcome(step, batch)
 
         advance()
-        nondeterministic = _nondeterministic(found or {}, compare_with, once_more)
+        nondeterministic = _nondeterministic(differences or {}, compare_with, once_more)
         stage.result = f"verified the plan for {name}: {format_bytes(max(peaks))} peak measured"
     return Verdict(
         budget_bytes=plan.budget_bytes,
@@ -291,7 +297,7 @@ def compare_with_plain(
         planned_ms=planned_ms,
         plain_ms=plain_ms,
         predicted_extra=plan.predicted.extra_ms / plan.step_ms if plan.step_ms else None,
-        differences=found,
+        differences=differences,
         levers=tuple(lever.name for lever in inexact),
         relative_differences=plain.relative_differences(planned) if inexact and plain is not None else None,
         nondeterministic=nondeterministic,
@@ -301,19 +307,19 @@ def compare_with_plain(
 
 
 def _nondeterministic(
-    found: dict[str, tuple[str, ...]], plain: Outcome | None, once_more: Callable[[], Outcome]
+    differences: dict[str, tuple[str, ...]], plain: Outcome | None, once_more: Callable[[], Outcome]
 ) -> tuple[str, ...]:
     """Return kinds that differ between `plain` and a result of `once_more`, and those computed from them.
 
-    Runs nothing for kinds that are not `found` to differ under the plan.
+    Runs nothing for kinds that `differences` does not name under the plan.
     """
     nondeterministic: set[str] = set()
     for _ in range(REPEATED):
-        if plain is None or not any(names for kind, names in found.items() if kind not in nondeterministic):
+        if plain is None or not any(names for kind, names in differences.items() if kind not in nondeterministic):
             break
         differing = {kind for kind, names in plain.differences(once_more()).items() if names}
         nondeterministic |= differing.union(*(_FOLLOWING.get(kind, ()) for kind in differing))
-    return tuple(kind for kind in found if kind in nondeterministic)
+    return tuple(kind for kind in differences if kind in nondeterministic)
 
 
 def _timed(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> float:

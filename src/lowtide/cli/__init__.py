@@ -48,7 +48,7 @@ COMMANDS = {
     ),
     "estimate": Lazy(
         target="lowtide.cli.estimate:estimate",
-        summary="Predict the memory of a script's training step on GPUs that need not be here.",
+        summary="Predict the memory of a script's training step, also on absent GPUs.",
         needs_torch=False,  # an unknown GPU is rejected without torch
     ),
     "largest-batch": Lazy(
@@ -120,8 +120,8 @@ def lowtide() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: the return value of the command, or its argument of `ctx.exit`."""
     try:
-        told = tuple(sys.argv[1:] if argv is None else argv)
-        code = lowtide.main(args=argv, prog_name="lowtide", standalone_mode=False, obj=told)
+        arguments = tuple(sys.argv[1:] if argv is None else argv)
+        code = lowtide.main(args=argv, prog_name="lowtide", standalone_mode=False, obj=arguments)
     except LowtideError as error:
         from lowtide.utils.messages import beside_bars, speaker
 

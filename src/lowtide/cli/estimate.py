@@ -37,8 +37,8 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
 @click.option(
     "--device",
     metavar="GPU",
-    help='A GPU, which need not be here: "A100-40", "RTX 4090", or its memory, as in "cuda:24GiB"; for a script that '
-    'torchrun starts, several: "8 x H100-80". Without it, the device of this machine that the script uses.',
+    help='A GPU, which this machine need not have: "A100-40", "RTX 4090", or its memory, as in "cuda:24GiB"; for a '
+    'script that torchrun starts, several: "8 x H100-80". Without it, the device of this machine that the script uses.',
 )
 @click.option(
     "--budget",
@@ -46,7 +46,7 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
     help='Without --device: exit code 1 if the peak is above this amount, "8GiB" or "500MB".',
 )
 @click.option(
-    "--rank", type=click.IntRange(0), help="Of several GPUs, estimate this rank; else the first and the last."
+    "--rank", type=click.IntRange(0), help="With several GPUs: estimate this rank instead of the first and the last."
 )
 @click.option("--fewest", is_flag=True, help="Also say how many GPUs of each kind are enough, trying 1, 2, 4 ... 64.")
 @click.option("--strict", is_flag=True, help="Exit code 1 also if some of the memory is not known exactly.")
@@ -60,7 +60,7 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
     help="Write the memory of the two steps to FILE, as a snapshot for pytorch.org/memory_viz.",
 )
 @output_option("--json", "json_to", 'Write the estimate to FILE as JSON; "-": print only that.')
-@click.option("--record", "record_to", hidden=True, help="Write the estimate to FILE as JSON, and say nothing of it.")
+@click.option("--record", "record_to", hidden=True, help="Write the estimate to FILE as JSON, without mentioning it.")
 @report_option
 @script_arguments()
 def estimate(
@@ -80,9 +80,9 @@ def estimate(
 ) -> int:
     """Predict the memory that a training step of SCRIPT needs, without taking the step.
 
-    From the first training forward on, the script runs on tensors without memory. It is ended after two steps; a loop
-    without an optimizer runs to its end. Options of this command come before SCRIPT; everything after it is passed to
-    the script. With --batch the script is run once for each size.
+    From the first training forward on, the script runs on tensors without memory. Lowtide ends it after two steps; a
+    loop without an optimizer runs to its end. Options of this command come before SCRIPT; everything after it is passed
+    to the script. With --batch the script is run once for each size.
 
     Without --device the answer is the peak of the step on this machine, in the bytes that its tensors request. Exit
     code 0: it is within --budget, or there is none; 1: it is above; 2: there is no answer.
@@ -97,7 +97,7 @@ def estimate(
     --rank.
     """
     if is_profile(target, is_module=is_module):
-        raise click.UsageError(f"{target} is a profile, and an estimate is made of a script: give that.")
+        raise click.UsageError(f"{target} is a profile, and estimates need a script: give that.")
     if snapshot_to is not None and len(sizes) > 1:
         raise click.UsageError("--snapshot is of one step, and --batch is given more than once.")
 
@@ -136,49 +136,49 @@ def estimate(
         several = SeveralGpus(gpu, script, strict=strict, snapshot_to=snapshot_to)
         return several.estimate(n_gpus, json_to, fewest=fewest)
     processes = None if n_gpus is None else AbsentProcesses(size=n_gpus, rank=rank or 0)
-    found: dict[int | None, MemoryEstimate] = {}
+    estimates: dict[int | None, MemoryEstimate] = {}
     for size in sizes or (None,):
         with contextlib.redirect_stdout(sys.stderr):
             code, estimate = estimate_script(
-                script, gpu, size, told=lambda: say(_STAND_INS) if not found else None, processes=processes
+                script, gpu, size, on_entered=lambda: say(_STAND_INS) if not estimates else None, processes=processes
             )
         if estimate is None:
             if code != INTERRUPTED:
                 click.echo(_ended(target, code, size), err=True)
             return INTERRUPTED if code == INTERRUPTED else 2
-        found[size] = estimate
+        estimates[size] = estimate
         if snapshot_to is not None:
             estimate.to_snapshot(snapshot_to)
         if json_to != "-" and len(sizes) < 2:
             click.echo(str(estimate))
     if json_to != "-" and len(sizes) > 1:
-        click.echo(sweep(found))
+        click.echo(sweep(estimates))
     if json_to != "-" and budget_bytes is not None:
-        click.echo("\n".join(_against(budget_bytes, found)))
-    text = json.dumps([record(estimate, size, budget_bytes) for size, estimate in found.items()], indent=1)
+        click.echo("\n".join(_against(budget_bytes, estimates)))
+    text = json.dumps([record(estimate, size, budget_bytes) for size, estimate in estimates.items()], indent=1)
     if json_to is not None:
         write(text, json_to)
     if record_to is not None:
         Path(record_to).write_text(text, encoding="utf-8")
     if report_to is not None:
-        write_report(_record(found, target), report_to)
-    return 0 if all(is_within(estimate, budget_bytes, strict=strict) for estimate in found.values()) else 1
+        write_report(_record(estimates, target), report_to)
+    return 0 if all(is_within(estimate, budget_bytes, strict=strict) for estimate in estimates.values()) else 1
 
 
-def _against(budget_bytes: int, found: Mapping[int | None, MemoryEstimate]) -> Iterator[str]:
+def _against(budget_bytes: int, estimates: Mapping[int | None, MemoryEstimate]) -> Iterator[str]:
     """Yield a line for each size: the peak beside the budget."""
-    for size, estimate in found.items():
+    for size, estimate in estimates.items():
         budget, peak = format_apart(budget_bytes, estimate.peak_bytes)
         words = "is within" if estimate.peak_bytes <= budget_bytes else "is above"
         yield f"{'' if size is None else f'batch {size}: '}{peak} {words} the budget of {budget}"
 
 
-def _record(found: Mapping[int | None, MemoryEstimate], target: str) -> RunRecord:
+def _record(estimates: Mapping[int | None, MemoryEstimate], target: str) -> RunRecord:
     """Return the record of all sizes; memory over the step is that of the last one."""
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 
-    shown = found[[*found][-1]].to_record(command_line(), subject=target)
-    needs = (each.on_gpu(size) for size, each in found.items() if isinstance(each, GpuMemoryEstimate))
+    shown = estimates[[*estimates][-1]].to_record(command_line(), subject=target)
+    needs = (each.on_gpu(size) for size, each in estimates.items() if isinstance(each, GpuMemoryEstimate))
     return replace(shown, needs=tuple(needs))
 
 
@@ -188,6 +188,6 @@ def _ended(target: str, code: int, size: int | None) -> str:
         return ended
     return (
         f"{ended}\n  With --batch {size} all tensors that the model is given, or a variable holds, get that length "
-        "where their first dimension is as long as the batch; what is elsewhere keeps its own.\n"
+        "where their first dimension is as long as the batch; everything else keeps its size.\n"
         "  Give the script that batch size itself."
     )

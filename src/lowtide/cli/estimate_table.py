@@ -11,12 +11,12 @@ from lowtide.units import format_bytes
 from lowtide.utils.tables import Table
 
 
-def sweep(found: Mapping[int | None, MemoryEstimate]) -> str:
+def sweep(estimates: Mapping[int | None, MemoryEstimate]) -> str:
     """Format one line for each size of the batch."""
     rows: list[tuple[str, ...]] = []
     title: list[str] = []
     headings: tuple[str, ...] = ("batch", "peak")
-    for size, estimate in found.items():
+    for size, estimate in estimates.items():
         if not isinstance(estimate, GpuMemoryEstimate):
             rows.append((str(size), format_bytes(estimate.peak_bytes)))
             continue

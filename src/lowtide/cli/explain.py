@@ -24,24 +24,24 @@ from lowtide.errors import LowtideError
 def explain(file: TextIO, alloc_conf: str | None, as_json: bool) -> int:
     """Explain an out-of-memory error. FILE is its message or a whole log; "-" reads stdin.
 
-    Known are the messages of torch 0.4 to 2.13 for CUDA, ROCm, XPU, MPS and CPU, of Ascend NPUs, and of libraries that
-    are used with torch. Needs neither torch nor a device. Exit code 2: FILE has no known message.
+    Lowtide knows the messages of torch 0.4 to 2.13 for CUDA, ROCm, XPU, MPS and CPU, of Ascend NPUs, and of libraries
+    that are used with torch. The command needs neither torch nor a device. Exit code 2: FILE has no known message.
     """
-    seen = _Seen(file)
-    told = [] if alloc_conf is None else [f"PYTORCH_CUDA_ALLOC_CONF={alloc_conf}\n"]
-    found = explain_text(chain(told, seen.pieces()))
-    if found is None:
-        what = "nothing: it is empty" if seen.is_empty else f"other text, lines: {seen.n_lines}"
+    log = _Log(file)
+    settings = [] if alloc_conf is None else [f"PYTORCH_CUDA_ALLOC_CONF={alloc_conf}\n"]
+    explanation = explain_text(chain(settings, log.pieces()))
+    if explanation is None:
+        what = "nothing: it is empty" if log.is_empty else f"other text, lines: {log.n_lines}"
         raise LowtideError(
-            "no out-of-memory message that is known.\n"
+            "there is no known out-of-memory message in it.\n"
             f"  Found: {what}.\n"
             "  Give the text of the error, with its traceback if there is one: python train.py 2>&1 | lowtide explain -"
         )
-    click.echo(found.to_json() if as_json else str(found))
+    click.echo(explanation.to_json() if as_json else str(explanation))
     return 0
 
 
-class _Seen:
+class _Log:
     """A file that is read piece by piece, with counts for the error if nothing was found."""
 
     def __init__(self, file: TextIO) -> None:

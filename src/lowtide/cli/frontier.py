@@ -55,15 +55,15 @@ def frontier(
     others = () if beside is None else read_points(Path(beside))
     quiet = json_to == "-"
     profile = profile_of(target, args, is_module=is_module, plain=True, quiet=quiet, no_in_place=no_in_place)
-    found = frontier_of(profile, n_budgets=n)
+    curve = frontier_of(profile, n_budgets=n)
     if not quiet:
-        click.echo(show(found, others))
+        click.echo(show(curve, others))
     if json_to is not None:
-        write(found.to_json(), json_to)
+        write(curve.to_json(), json_to)
     if picture_to is not None:
         from lowtide.report.plot import draw, save
 
-        save(draw(found, others), picture_to)
+        save(draw(curve, others), picture_to)
         say(f"written: {picture_to}")
 
 

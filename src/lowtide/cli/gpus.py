@@ -17,8 +17,8 @@ from lowtide.utils.tables import Table
 def gpus(json_to: str | None) -> int:
     """List the GPUs that `--device` knows by name, the smallest first.
 
-    The memory is torch's total_memory, which is less than the nominal size; where reports differ, it is the smallest
-    one. For any other GPU, give its memory: --device "cuda:24GiB".
+    The memory is torch's total_memory, which is less than the nominal size; where reports differ, the smallest
+    value is listed. For any other GPU, give its memory: --device "cuda:24GiB".
     """
     if json_to is not None:
         write(json.dumps([_record(gpu) for gpu in GPUS], indent=1), json_to)

@@ -54,8 +54,8 @@ def largest_batch(
     what checkpointing does; the table states its extra FLOPs. Plans of `lowtide run` and `lowtide.fit` cost less time
     where less has to be saved, but need a rehearsal.
 
-    Exit code 0: at least one row fits on some GPU; 1: on none; 2: there is no answer. For one GPU and a script,
-    `lowtide estimate --device GPU --batch N` estimates each size by itself.
+    Exit code 0: at least one row fits on some GPU; 1: no row fits on any; 2: there is no answer. For one GPU and a
+    script, `lowtide estimate --device GPU --batch N` estimates each size by itself.
     """
     if (architecture is None) == (target is None):
         raise click.UsageError("give either a SCRIPT or --hf MODEL.")

@@ -81,16 +81,17 @@ def _compare(
     from lowtide.report.exports import github_annotations
     from lowtide.report.run_comparison import RunComparison
 
-    found = RunComparison(first, second, names)
+    comparison = RunComparison(first, second, names)
     if github:
-        click.echo(github_annotations(second, found.new_findings), nl=bool(found.new_findings))
+        click.echo(github_annotations(second, comparison.new_findings), nl=bool(comparison.new_findings))
     else:
-        click.echo(str(found))
+        click.echo(str(comparison))
     if to not in (None, "-"):
         if Path(str(to)).suffix.lower() not in PAGES:
             raise click.UsageError(f"{to} does not end in .html: two runs are compared as a page.")
-        write(found.to_html(), str(to))
-    return 1 if fail_above is not None and found.peak_change is not None and found.peak_change > fail_above else 0
+        write(comparison.to_html(), str(to))
+    change = comparison.peak_change
+    return 1 if fail_above is not None and change is not None and change > fail_above else 0
 
 
 def _exporter(to: str) -> Callable[[RunRecord], str]:

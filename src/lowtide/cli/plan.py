@@ -85,6 +85,6 @@ def diff(first: str, second: str, as_json: bool) -> int:
     from lowtide.report.plan_text import compare, show_diff
 
     one, other = Plan.from_json(Path(first)), Plan.from_json(Path(second))
-    found = compare(one, other)
-    click.echo(found.to_json() if as_json else show_diff(one, other))
-    return 0 if found.same else 1
+    difference = compare(one, other)
+    click.echo(difference.to_json() if as_json else show_diff(one, other))
+    return 0 if difference.same else 1

@@ -41,5 +41,5 @@ def write_report(run: RunRecord, to: str) -> None:
 
 
 def command_line() -> str:
-    """Return the command that is running, as a shell takes it."""
+    """Return the running command, quoted for a shell."""
     return shlex.join(["lowtide", *(click.get_current_context().find_root().obj or ())])

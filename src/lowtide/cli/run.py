@@ -50,7 +50,9 @@ if TYPE_CHECKING:
 @lever_option
 @in_place_option
 @click.option("--no-progress", is_flag=True, help="Show no bars during rehearsal and planning; lines remain.")
-@click.option("--retry", is_flag=True, help="If a step runs out of memory, repeat it once under the most saving plan.")
+@click.option(
+    "--retry", is_flag=True, help="If a step runs out of memory, repeat it once under the plan with the smallest peak."
+)
 @script_arguments()
 def run(
     budget: str | None,
@@ -69,18 +71,18 @@ def run(
     """Train with SCRIPT within a memory budget, or under a plan.
 
     With --budget the first two steps of training are rehearsed; the third is the first under the plan, and its peak is
-    measured. All of them train the model as without Lowtide, bit for bit, unless --lever changes the step. With --plan
+    measured. Each step trains the model as without Lowtide, bit for bit, unless --lever changes the step. With --plan
     the plan is in force from the first step on, and the peak of the second step is measured.
 
     The budget does not bind rehearsed steps. Their peak is about that of checkpointing every block; if batches are of
     several sizes, or the model is compiled as a whole, a step may need as much memory as the plain one.
 
     If batches are of several sizes, up to 20 steps are observed, until the largest size has come twice. A larger batch
-    later on runs under the most saving plan, the one with the smallest peak, and a line says so. The next batch of that
-    size is rehearsed, and has its own plan from then on.
+    later on runs under the plan with the smallest peak, and a line says so. The next batch of that size is rehearsed,
+    and has its own plan from then on.
 
-    With --retry, a step that runs out of memory under the plan is repeated once under the most saving plan, to the same
-    bits; if it can't be, the error says why.
+    With --retry, a step that runs out of memory is repeated once under the plan with the smallest peak, and trains the
+    model to the same bits; if it can't be repeated, the error says why.
 
     Options of this command come before SCRIPT; everything after it is passed to the script. The exit code is the
     script's; 1 also if no plan fits the budget or the measured peak is above it, and 2 also if no plan can be made for
@@ -90,9 +92,11 @@ def run(
     processes (torchrun), tried with two on a CPU.
     """
     if (budget is None) == (plan_file is None):
-        raise click.UsageError("give either --budget or --plan, before the script: what follows it is its own.")
+        raise click.UsageError(
+            "give either --budget or --plan, before the script: everything after it is passed to the script."
+        )
     if report_to is not None and budget is None:
-        raise click.UsageError("--report goes with --budget: the plan of --plan was made of another run's rehearsal.")
+        raise click.UsageError("--report goes with --budget: the plan of --plan comes from another run's rehearsal.")
     if save_to is not None and budget is None:
         raise click.UsageError("--save goes with --budget: the plan of --plan is in a file already.")
     if levers and budget is None:
@@ -117,7 +121,7 @@ def run(
         return _train(script, Applying(Plan.from_json(Path(plan_file)), say, retry=retry))
     assert budget is not None
     importlib.import_module("scipy.optimize")  # load the solver before the script takes all the memory
-    crew = Fitting(
+    monitor = Fitting(
         budget,
         say,
         tuple(map(parse_script_lever, levers)),
@@ -126,37 +130,37 @@ def run(
         retry=retry,
         progress=not no_progress,
     )
-    kept: list[RunRecord] = []
+    records: list[RunRecord] = []
 
     def keep(plan: Plan) -> None:
         if save_to is not None:
             _save(save_to, plan)
-        if report_to is not None and crew.verdict is not None:
-            proof = crew.verdict.to_proof()
-            kept[:] = [record_of(command, profile=crew.profile, plan=plan, proof=proof)]
+        if report_to is not None and monitor.verdict is not None:
+            proof = monitor.verdict.to_proof()
+            records[:] = [record_of(command, profile=monitor.profile, plan=plan, proof=proof)]
 
     command = command_line()
-    crew.when_kept = keep
+    monitor.when_kept = keep
     try:
-        code = _train(script, crew)
+        code = _train(script, monitor)
     except (Infeasible, OverBudget) as why:
-        if report_to is not None and crew.profile is not None:
-            refused = replace(record_of(command, profile=crew.profile), refusal=str(why))
+        if report_to is not None and monitor.profile is not None:
+            refused = replace(record_of(command, profile=monitor.profile), refusal=str(why))
             write_report(with_frontier(refused), report_to)
         raise
-    if report_to is not None and kept:
-        write_report(with_frontier(kept[0]), report_to)
+    if report_to is not None and records:
+        write_report(with_frontier(records[0]), report_to)
     return code
 
 
-def _train(script: Script, crew: PlanMonitor) -> int:
+def _train(script: Script, monitor: PlanMonitor) -> int:
     """Run the script; count its repeated steps at the end."""
     from lowtide.script.repeat_step import told_repeated
     from lowtide.script.run_listened import run_watched
 
-    code = run_watched(script, crew, untrained=say)
-    if crew.n_repeated:
-        say(told_repeated(crew.n_repeated))
+    code = run_watched(script, monitor, untrained=say)
+    if monitor.n_repeated:
+        say(told_repeated(monitor.n_repeated))
     return code
 
 

@@ -43,7 +43,10 @@ def _told_apart(ctx: click.Context, parameter: click.Parameter, args: tuple[str,
         source = script.read_text(encoding="utf-8", errors="replace")
         for name in given:
             if name not in source:
-                say(f"{name} stands after {script}, so the script has it. Options of lowtide's own come before it.")
+                say(
+                    f"{name} stands after {script}, so it was passed to the script. Options of lowtide come before the "
+                    "script."
+                )
     return args
 
 
@@ -134,8 +137,8 @@ def profile_of(
             raise click.UsageError(f"{target} is a profile, made without --lever: give the script to rehearse it with.")
         from lowtide.planner.inplace_savings import without_in_place
 
-        found = Record.from_json(Path(target))
-        return without_in_place(found) if no_in_place else found
+        profile = Record.from_json(Path(target))
+        return without_in_place(profile) if no_in_place else profile
     from lowtide.utils.optional_deps import require_torch
 
     require_torch(f"lowtide, to rehearse {target},")
@@ -144,13 +147,13 @@ def profile_of(
     from lowtide.script.run_listened import run_watched
     from lowtide.script.runner import INTERRUPTED, Script
 
-    crew = Rehearsing(plain=plain, levers=tuple(map(parse_script_lever, levers)), in_place=not no_in_place)
+    listener = Rehearsing(plain=plain, levers=tuple(map(parse_script_lever, levers)), in_place=not no_in_place)
     script = Script(target=target, args=args, is_module=is_module)
     with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
-        code = run_watched(script, crew)
+        code = run_watched(script, listener)
     if code == INTERRUPTED:
         click.get_current_context().exit(code)
-    if code or crew.profile is None:
+    if code or listener.profile is None:
         say(f"{target} ended with exit code {code}, before a step of it was rehearsed.")
         click.get_current_context().exit(2)
-    return crew.profile
+    return listener.profile

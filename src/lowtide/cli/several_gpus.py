@@ -134,8 +134,8 @@ def _compared(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
 
 def _row(n_gpus: int, record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the needs of one process of `n_gpus`, and the smallest GPU that has enough memory."""
-    kept = ("peak_requested_bytes", "peak_reserved_bytes", "smallest_gpu")
-    return {"n_gpus": n_gpus, **{name: record[name] for name in kept}}
+    columns = ("peak_requested_bytes", "peak_reserved_bytes", "smallest_gpu")
+    return {"n_gpus": n_gpus, **{name: record[name] for name in columns}}
 
 
 def with_gpus(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -143,12 +143,12 @@ def with_gpus(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[d
 
     A GPU that is larger than one with enough memory has enough, too.
     """
-    found, left = [], list(names)
+    completed, remaining = [], list(names)
     for row in rows:
-        n_small = left.index(row["smallest_gpu"]) if row["smallest_gpu"] in left else len(left)
-        found.append({**row, "enough_of": left[n_small:]})
-        del left[n_small:]
-    return found
+        n_small = remaining.index(row["smallest_gpu"]) if row["smallest_gpu"] in remaining else len(remaining)
+        completed.append({**row, "enough_of": remaining[n_small:]})
+        del remaining[n_small:]
+    return completed
 
 
 def table(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> str:
@@ -157,7 +157,7 @@ def table(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> str:
     for row in rows:
         reserved = f"{row['n_gpus']:>4}  {format_bytes(row['peak_reserved_bytes']):>9} reserved on each"
         lines.append(f"{reserved}: {', '.join(row['enough_of']) or '-'}")
-    found = {name for row in rows for name in row["enough_of"]}
-    if left := [name for name in names if name not in found]:
-        lines.append(f"  {rows[-1]['n_gpus']} are not sure to be enough of: {', '.join(left)}")
+    enough = {name for row in rows for name in row["enough_of"]}
+    if missing := [name for name in names if name not in enough]:
+        lines.append(f"  {rows[-1]['n_gpus']} may not be enough of: {', '.join(missing)}")
     return "\n".join(lines)

@@ -46,28 +46,29 @@ def snapshot(file: Path, device: int | None, top: int, settings: tuple[str, ...]
     from lowtide.memory.snapshots.read import Snapshot
 
     others = [AllocatorConfig.parse(text) for text in settings]
-    found = summarize(Snapshot.read(file), device, others)
+    summary = summarize(Snapshot.read(file), device, others)
     if as_json:
-        click.echo(found.to_json())
+        click.echo(summary.to_json())
     else:
-        click.echo("\n".join(_report(found, top)))
+        click.echo("\n".join(_report(summary, top)))
 
 
-def _report(found: Summary, top: int) -> Iterator[str]:
-    during = f", in {in_one_line(found.peak_during)}" if found.peak_during else ""
-    yield f"device {found.device}: peak {format_bytes(found.peak_bytes)} requested{during}"
+def _report(summary: Summary, top: int) -> Iterator[str]:
+    during = f", in {in_one_line(summary.peak_during)}" if summary.peak_during else ""
+    yield f"device {summary.device}: peak {format_bytes(summary.peak_bytes)} requested{during}"
+    settings = summary.settings or ("settings default" if summary.settings == "" else "settings unknown")
     yield from _columns(
-        f"held from the device, {found.settings or 'settings ' + ('default' if found.settings == '' else 'unknown')}:",
+        f"held from the device, {settings}:",
         [
-            ("at the peak", found.reserved_at_peak_bytes, ""),
-            ("at most", found.peak_reserved_bytes, ""),
-            *((f"at most, if {text or 'default'}", n_bytes, "(simulated)") for text, n_bytes in found.under.items()),
+            ("at the peak", summary.reserved_at_peak_bytes, ""),
+            ("at most", summary.peak_reserved_bytes, ""),
+            *((f"at most, if {text or 'default'}", n_bytes, "(simulated)") for text, n_bytes in summary.under.items()),
         ],
     )
-    if found.categories:
-        yield from _columns("alive at the peak:", _rows(found.categories))
-    yield from _columns("where it was asked for:", _rows(found.origins[:top], found.origins[top:]))
-    end = found.at_end
+    if summary.categories:
+        yield from _columns("alive at the peak:", _rows(summary.categories))
+    yield from _columns("where it was asked for:", _rows(summary.origins[:top], summary.origins[top:]))
+    end = summary.at_end
     rows = [
         ("in use", end.requested_bytes, ""),
         ("lost to rounding", end.rounding_bytes, ""),

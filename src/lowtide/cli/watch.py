@@ -10,7 +10,7 @@ from lowtide.utils.messages import speaker
 
 
 @click.command("watch", context_settings=OWN_OPTIONS_FIRST)
-@output_option("--json", "json_to", 'Write the findings to FILE; "-": to stdout, after the script\'s output.')
+@output_option("--json", "json_to", 'Write the findings to FILE as JSON; "-": to stdout, after the script\'s output.')
 @report_option
 @script_arguments()
 def watch(json_to: str | None, report_to: str | None, target: str, args: tuple[str, ...], is_module: bool) -> int:

@@ -460,7 +460,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         return number
 
     def _share(self, tensor: Tensor, new: Tensor) -> None:
-        """Let `new` share the memory of `tensor`."""
+        """Record that `new` shares the memory of `tensor`."""
         block = self._living[_storage(tensor)].block
         self._n_sharing[block] += 1
         self._inherit(block, new.untyped_storage())

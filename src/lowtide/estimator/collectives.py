@@ -40,14 +40,14 @@ class Done:
     """Handle of a finished collective operation."""
 
     def wait(self, *args: Any) -> bool:
-        """Return True."""
+        """Return True at once: nothing was sent."""
         return True
 
     is_completed = is_success = wait
 
 
 def stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """Return the replacements in torch: (owner, name, function)."""
+    """Return the stand-ins for torch's collectives, as (owner, name, function)."""
     senders.clear()
     for owner in (torch.distributed, torch.distributed.distributed_c10d):
         yield from ((owner, name, unsent(getattr(owner, name))) for name in SENDING if hasattr(owner, name))

@@ -151,7 +151,7 @@ class _Reducer:
                     place += parameter.numel()
 
     def _came(self, number: int, parameter: Tensor) -> None:
-        """Handle a complete gradient."""
+        """Handle the arrival of a complete gradient."""
         if self._expects:
             after_backward(self._is_over)
             self._order[number] = None

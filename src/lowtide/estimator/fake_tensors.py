@@ -124,6 +124,6 @@ def swap(tensor: Tensor, fake: Tensor) -> None:
         exchange(tensor, fake)
     except (RuntimeError, TypeError) as error:
         raise RehearsalError(
-            f"a {type(tensor).__name__} of shape {list(tensor.shape)} on the meta device can't be rehearsed: {error}.\n"
-            "  Make the model on a real device; rehearsing takes no memory beyond its parameters."
+            f"a {type(tensor).__name__} of shape {list(tensor.shape)} on the meta device can't be estimated: {error}.\n"
+            "  Make the model on a real device; an estimate takes no memory beyond its parameters."
         ) from error

@@ -150,9 +150,9 @@ def like(sparse: Tensor, indices: Tensor, values: Tensor, coalesced: bool | None
 def assumed(func: Any, args: Any) -> str | None:
     """Return the assumption made, where it affects the size of a sparse tensor."""
     if func is aten.add_.Tensor and all(map(is_sparse, args[:2])):
-        return "a sparse tensor that another one is added to is taken to stay as large as it was"
+        return "a sparse tensor is assumed to stay as large as it was when another one is added"
     if func is bags.BACKWARD and args[9] and bags.has_padding(args):
-        return "no index of a bag is taken to be padding, of which a sparse gradient has nothing"
+        return "no index of a bag is assumed to be padding, which a sparse gradient leaves out"
     return None
 
 

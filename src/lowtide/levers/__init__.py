@@ -77,7 +77,7 @@ def enable_plan_levers(plan: Plan | None, model: nn.Module, optimizer: Optimizer
     try:
         return enable(model, () if plan is None else plan.levers, optimizer)
     except LeverNotApplicable as why:
-        raise LowtideError(f"a lever of this plan can't be put on: {why}.") from why
+        raise LowtideError(f"a lever of this plan can't be applied: {why}.") from why
 
 
 def parse_script_lever(text: str) -> AppliedLever:

@@ -32,7 +32,7 @@ class Outputs(Lever):
     """The lever `outputs`: model outputs with the loss alone."""
 
     name: ClassVar[str] = "outputs"
-    what: ClassVar[str] = "of the model's outputs only the loss is handed out"
+    what: ClassVar[str] = "of the model's outputs only the loss is returned"
     exact: ClassVar[bool] = True
     unavailable_results: ClassVar[frozenset[str]] = frozenset()
     wants_optimizer: ClassVar[bool] = False
@@ -115,7 +115,7 @@ def _check_use(site: StepContext) -> None:
         if any(map(is_model_output, tree_leaves(result, is_leaf=is_model_output))):
             raise LeverNotApplicable("the step returns the model's outputs, of which its loop may read anything")
     if not any(held):
-        raise LeverNotApplicable("nobody holds the model's outputs while backward runs")
+        raise LeverNotApplicable("nothing holds the model's outputs while backward runs")
 
 
 def is_model_output(output: Any) -> bool:

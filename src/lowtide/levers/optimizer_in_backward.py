@@ -54,7 +54,7 @@ class StepInBackward(Lever):
     """The lever `step in backward`: updates while backward runs."""
 
     name: ClassVar[str] = "step in backward"
-    what: ClassVar[str] = "parameters are updated and gradients let go of while backward runs"
+    what: ClassVar[str] = "parameters are updated and gradients freed while backward runs"
     exact: ClassVar[bool] = True
     unavailable_results: ClassVar[frozenset[str]] = frozenset({"gradients"})
     wants_optimizer: ClassVar[bool] = True

@@ -44,7 +44,7 @@ class ProductsApart(Lever):
         return parts.get("temporaries", 0) if is_planned_by_its_compiler(site.model, site.step) else 0
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _Active:
-        """Recompile compiled code with products apart."""
+        """Recompile compiled code with separate matrix products."""
         from lowtide.runtime.compiled_plan import PlanPartitioner  # imports inductor, which takes seconds
 
         return _Active(partition_by(PlanPartitioner(apart=True, is_lever=True)))

@@ -46,7 +46,7 @@ def _class_without(kind: Any, released: tuple[str, ...], lever: str) -> type:
         return key in released or OrderedDict.__contains__(self, key)
 
     def shown(self: Any) -> str:
-        return f"{kind.__name__}(loss={self.loss}; {', '.join(released)} let go of by lowtide's lever {lever!r})"
+        return f"{kind.__name__}(loss={self.loss}; {', '.join(released)} freed by lowtide's lever {lever!r})"
 
     members: dict[str, Any] = {name: property(functools.partial(_refused, name, lever)) for name in released}
     members |= dict.fromkeys(("__iter__", "__len__", "keys", "values", "items", "to_tuple", "get", "copy"), refuse)
@@ -61,7 +61,7 @@ def _refused(name: str, lever: str, self: Any) -> NoReturn:
 
 def _refused_read(field: str, lever: str) -> Refused:
     return Refused(
-        f"{field} of the model's outputs was let go of to save memory: the lever {lever!r} is on, since the rehearsed "
+        f"{field} of the model's outputs was freed to save memory: the lever {lever!r} is on, since the rehearsed "
         f"steps read nothing but the loss. To read it, fit again with levers=() or others without {lever!r}, or remove "
         "the plan for this call."
     )

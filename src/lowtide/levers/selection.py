@@ -182,7 +182,7 @@ def rehearse_with_levers(site: StepContext, levers: tuple[AppliedLever, ...]) ->
             profile = rehearse(site.model, site.step, site.batch, optimizer=site.optimizer, in_place=site.in_place)
         except Refused as error:
             raise LeverNotApplicable(
-                f"the step reads more than the loss: {str(error).partition(' was let go')[0]}"
+                f"the step reads more than the loss: {str(error).partition(' was freed')[0]}"
             ) from error
         except LowtideError as error:
             raise LeverNotApplicable(str(error).removesuffix(".")) from error

@@ -50,7 +50,7 @@ ORDERS = ("model", "optimizer")
 
 
 def ordered_parameters(model: nn.Module, optimizer: Optimizer, order: int) -> list[Tensor]:
-    """Return the optimizer's trained parameters, in one of `ORDERS`."""
+    """Return the optimizer's trained parameters in one of the orders of `ORDERS`."""
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if ORDERS[order] == "optimizer":
         return trained

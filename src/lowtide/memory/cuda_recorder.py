@@ -88,8 +88,8 @@ class CudaRecorder(Recorder):
         torch.cuda.init()  # type: ignore[no-untyped-call]  # CUDA may be unused so far
         if UNCACHED in os.environ:
             raise RehearsalError(
-                f"CUDA memory cannot be recorded: {UNCACHED} is set, with which torch's allocator keeps no account of "
-                "what it gives. Unset it."
+                f"CUDA memory cannot be recorded: {UNCACHED} is set, with which torch's allocator keeps no record of "
+                "its allocations. Unset it."
             )
         if _of_the_allocator(history_is_on):
             raise Busy(

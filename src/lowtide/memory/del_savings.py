@@ -246,7 +246,7 @@ def alive_before_backward(stream: EventStream) -> frozenset[int]:
 
 
 def without_marks(stream: EventStream) -> EventStream:
-    """Return the stream without the marks of looks."""
+    """Return the stream without the marks that this module adds."""
     events = tuple(event for event in stream if not (type(event) is Mark and event.label == _LABEL))
     return stream if len(events) == len(stream) else EventStream(events, stream.device)
 

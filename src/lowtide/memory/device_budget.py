@@ -72,6 +72,5 @@ def automatic_budget(free_bytes: int, total_bytes: int, reserved_bytes: int) -> 
     others = total_bytes - ours
     return ours - margin, (
         f"budget auto: {format_bytes(ours - margin)} = {format_bytes(total_bytes)} of the GPU, less "
-        f"{format_bytes(others)} in CUDA contexts and other processes, less {format_bytes(margin)} for the allocator's "
-        "pieces"
+        f"{format_bytes(others)} in CUDA contexts and other processes, less {format_bytes(margin)} for fragmentation"
     )

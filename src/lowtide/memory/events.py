@@ -132,7 +132,7 @@ class EventStream:
 
 
 class Busy(RehearsalError):
-    """Error for a recording that only one program part can make at a time, while another makes it."""
+    """Error for a recording that can't begin while another one is running."""
 
 
 class Recorder(ABC):

@@ -102,7 +102,7 @@ def parse_gpus(text: str | GpuSpec) -> tuple[GpuSpec, int | None]:
         return parse_gpu(text), None
     n = int(several[1])
     if not n:
-        raise LowtideError(f'{text!r} is no GPU at all. Give a number of them from 1 on, as in "8 x H100-80".')
+        raise LowtideError(f'{text!r} is less than one GPU. Give a number of them from 1 on, as in "8 x H100-80".')
     return parse_gpu(several[2]), n
 
 

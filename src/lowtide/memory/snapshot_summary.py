@@ -50,7 +50,7 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One device of a snapshot. `peak_bytes` is of the bytes requested, while the history was recorded.
+    """One device of a snapshot. `peak_bytes` is the peak of the requested bytes while the history was recorded.
 
     `categories` is empty if the blocks have no labels. `under` holds the peak of reserved bytes of the same requests
     under other settings, if some were given, one request after the other on one stream.

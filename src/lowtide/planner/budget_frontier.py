@@ -49,7 +49,7 @@ class Frontier(Record):
     def __str__(self) -> str:
         return text_of(self)
 
-    def _told(self) -> str:
+    def _summary(self) -> str:
         smallest = format_bytes(self.points[0].peak_bytes) if self.points else "nothing"
         return f"{self.fingerprint.model}: {len(self.points)} points, {smallest} to {format_bytes(self.plain_bytes)}"
 

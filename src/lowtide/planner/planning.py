@@ -218,7 +218,7 @@ def _bound_ms(
 
 
 def _decided_fields(profile: Profile, decisions: Decisions) -> dict[str, Any]:
-    """Return the fields of a Decided."""
+    """Return the values for the fields of `Decided`."""
     recomputable_nodes = {index: value.node for index, value in enumerate(profile.values) if value.recipe}
     nodes = names_at(((slot.address, slot.value) for slot in profile.slots), recomputable_nodes)
     return {

@@ -22,7 +22,7 @@ def check(profile: Profile) -> None:
             raise contradiction(f"{phase} begins at {at} of {end} positions")
     for each in profile.in_place:
         if len(each.saved_bytes) != end:
-            raise contradiction(f"gradients in place are told for {len(each.saved_bytes)} of {end} positions")
+            raise contradiction(f"gradients in place are given for {len(each.saved_bytes)} of {end} positions")
     for index, storage in enumerate(profile.storages):
         if storage.allocated_at < 0 or storage.bytes < 0:
             raise contradiction(f"storage {index} has {storage.bytes} bytes and is born at {storage.allocated_at}")

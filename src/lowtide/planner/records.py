@@ -231,7 +231,7 @@ class Profile(Record):
     def __str__(self) -> str:
         return text_of(self)
 
-    def _told(self) -> str:
+    def _summary(self) -> str:
         measured = self.measured_plain_peak_bytes
         peak = "not measured" if measured is None else f"{format_bytes(measured)} peak"
         return f"{self.fingerprint.model}: {peak}, {len(self.slots)} saved tensors, {len(self.calls)} calls"
@@ -361,7 +361,7 @@ class Plan(Decided):
     def __str__(self) -> str:
         return text_of(self)
 
-    def _told(self) -> str:
+    def _summary(self) -> str:
         change = format_change(self.plain.peak_bytes, self.predicted.peak_bytes)
         return (
             f"{self.fingerprint.model}: {change} peak predicted, budget {format_bytes(self.budget_bytes)}, "

@@ -26,9 +26,9 @@ class Record(Displayed):
             cls.__repr__ = Record.__repr__  # type: ignore[method-assign]  # else dataclass writes one of any length
 
     def __repr__(self) -> str:
-        return short_repr(type(self).__name__, self._told())
+        return short_repr(type(self).__name__, self._summary())
 
-    def _told(self) -> str:
+    def _summary(self) -> str:
         """Return the text between the parentheses of the `repr`: numbers and short texts, and sizes of the rest."""
         return ", ".join(f"{field.name}={_brief(getattr(self, field.name))}" for field in fields(self))
 

@@ -279,7 +279,7 @@ class RecomputeAudit(Engine):
             draft.refused = NOTED_ELSEWHERE
             return
         if self._frugal and needs_a_replay(maker):
-            draft.refused = "what it is made of is inside a block that is replayed to save memory"
+            draft.refused = "its operands are inside a block that is replayed to save memory"
             return
         try:
             with self._flops:
@@ -297,7 +297,7 @@ class RecomputeAudit(Engine):
             (draft.overwrites,) = draft.operands  # the result is a view and shares that operand's memory
         draft.cost_ms, draft.flops, draft.spent = spent.cost_ms, spent.flops, spent.spent
         if any(map(self.only_given, draft.operands)):
-            draft.recipe, draft.refused = None, "it is made of an argument of a call that nothing else holds"
+            draft.recipe, draft.refused = None, "it is computed from an argument of a call that nothing else holds"
         elif identical(made, base):
             draft.recipe = maker.recipe.node
             if places:

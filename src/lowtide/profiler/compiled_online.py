@@ -118,7 +118,7 @@ class OnlineCompiledProfiler:
     def _put_on(self) -> None:
         check_compiled(self.model)
         partitioner = PlanPartitioner(apart=products_are_apart())
-        partitioner.seen = self._graphs.append
+        partitioner.on_compile = self._graphs.append
         with contextlib.ExitStack() as stack:
             stack.callback(partition_by(partitioner))
             stack.enter_context(always_partitioned())

@@ -52,7 +52,7 @@ def rehearse_compiled(
     check_compiled(model, step)
     graphs: list[JointSlots] = []
     partitioner = PlanPartitioner(apart=products_are_apart())
-    partitioner.seen = graphs.append
+    partitioner.on_compile = graphs.append
     with (
         StepSnapshot(model, batch, optimizer, step) as unchanged,
         Updates(unchanged, model, optimizer) as updates,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-OVERWRITTEN = "it is made of a tensor that is overwritten before backward"
+OVERWRITTEN = "it is computed from a tensor that is overwritten before backward"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -83,7 +83,7 @@ class ExternalReferences:
                 pending += [operand for operand in value.maker.operands if operand is not None]
 
     def _count(self, holder: Value | Handle, tensor: Tensor) -> None:
-        """Count `tensor` as the rehearsal's for as long as `holder` lives."""
+        """Count references to `tensor` as the rehearsal's own while `holder` lives."""
         key = id(holder)
         if key in self._counted or not storage_id(tensor):
             return

@@ -41,7 +41,7 @@ def reject_unavailable(values: list[ValueDraft], slots: list[SlotDraft], seen: T
 
     for index in saved:
         if values[index].recipe is not None and not all(can_be_made(index, seen.packed[n]) for n in saved[index]):
-            values[index].recipe, values[index].refused = None, "what it is made of is gone when it is saved"
+            values[index].recipe, values[index].refused = None, "its operands are freed before it is saved"
 
 
 def _claims(values: list[ValueDraft], saved: dict[int, list[int]]) -> dict[int, set[int]]:

@@ -373,7 +373,7 @@ class _OwnAudit(Audit):
             raise RehearsalError(
                 f"{self.leaked} writes tensors to something outside of it, such as a dict, and has now done so twice: "
                 "on trial it was run again.\n"
-                "  Have them returned or put in attributes of the module, or use lowtide.fit, which rehearses a step "
+                "  Return them, or store them in attributes of the module, or use lowtide.fit, which rehearses a step "
                 "before training begins."
             )
         return refused

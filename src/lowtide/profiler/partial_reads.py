@@ -61,7 +61,7 @@ def _refuse(values: list[ValueDraft], lost: list[int], held: Collection[int]) ->
     for index in lost:  # grows while it runs
         for place, draft in enumerate(values):
             if index in draft.operands and draft.recipe is not None:
-                draft.recipe, draft.refused = None, "what it is made of is not held"
+                draft.recipe, draft.refused = None, "its operands are not held"
                 if place not in held:
                     lost.append(place)
 

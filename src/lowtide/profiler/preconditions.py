@@ -103,7 +103,7 @@ def check_one_device(model: torch.nn.Module) -> None:
     if len(places) > 1:
         raise RehearsalError(
             f"parameters of {type(model).__name__} are on {' and '.join(places)}: memory is planned for one. Put "
-            "the whole model on one device, or fit the part of it that is on the device in need."
+            "the whole model on one device, or fit only the part on the device that is short of memory."
         )
 
 
@@ -120,13 +120,13 @@ def nondeterminism_notes(model: torch.nn.Module, place: torch.device) -> tuple[s
 
 
 def by_contents(audit: Audit) -> tuple[str, ...]:
-    """Return a note for the profile of a step whose tensor sizes depend on the batch's contents, if they do."""
+    """Return a note for the profile of a step whose memory depends on the contents of tensors, if it does."""
     if not audit.by_contents:
         return ()
     where = ", ".join(f"{operator} in {path or 'the model'}" for operator, path in audit.by_contents.items())
     return (
-        f"some tensors are as large as what is in the batch makes them ({where}): another batch of the same size may "
-        "need more than this one, and a plan for it may go above its budget",
+        f"some memory depends on the contents of tensors ({where}): another step with a batch of the same size may "
+        "need more than this one, and go above the budget",
     )
 
 

@@ -62,8 +62,8 @@ class Witness:
         who = str(maker.seam) if isinstance(maker, ReplayFrame) else "what is recomputed of a block that was run again"
         raise ReplayMismatch(
             f"{who} gives other bits in backward than in forward: {list(tensor.shape)} {tensor.dtype}. It reads "
-            "something that has changed in between, and this step ends before its update. Let it have that as an "
-            "argument, a buffer or an attribute.",
+            "something that has changed in between, and this step ends before its update. Pass that as an argument, "
+            "or store it in a buffer or an attribute.",
             type(maker.seam.module) if isinstance(maker, ReplayFrame) else None,
         )
 

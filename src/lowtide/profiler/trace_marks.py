@@ -72,7 +72,7 @@ class Released(NamedTuple):
 
 
 class RecomputeStarted(NamedTuple):
-    """The begin of a recompute or replay."""
+    """The beginning of a recompute or replay."""
 
 
 class RecomputeEnded(NamedTuple):

@@ -80,5 +80,5 @@ def blocks_of(values: list[ValueDraft], seen: TraceIndex) -> dict[int, int]:
             if index in other.operands:
                 other.operands = tuple(need for need in other.operands if need != index)
                 if not is_seen:
-                    other.recipe, other.refused = None, "what it is made of was not seen again"
+                    other.recipe, other.refused = None, "its operands were not found again"
     return found

@@ -18,7 +18,7 @@ SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def tracks_of(run: RunRecord) -> list[tuple[str, StepMemory]]:
-    """Return the steps of a run by name. Raises LowtideError for a run without any."""
+    """Return the recorded steps of a run, by name. Raises LowtideError for a run without any."""
     found = [(name, memory) for name, memory in (("before", run.before), ("after", run.after)) if memory is not None]
     if not found:
         raise LowtideError("this run has no memory of a step: it was watched, and not rehearsed.")

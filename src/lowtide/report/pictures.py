@@ -50,7 +50,7 @@ class Axes:
         return round(HEIGHT * (1 - (level - self.low) / (self.high - self.low)), 1)
 
     def top(self, level: float) -> str:
-        """Return a level as a CSS position."""
+        """Return the distance of a level from the top of the picture, in CSS."""
         return f"{100 * self.y(level) / HEIGHT:.2f}%"
 
     def left(self, place: float) -> str:

@@ -50,7 +50,7 @@ class Advance:
         tensor = result_of(self._frame.forward_again(self.operands))
         if tensor is None:
             raise ReplayMismatch(
-                f"{self._frame.seam} did not return one tensor when it was run again, as it had done.",
+                f"{self._frame.seam} did not return one tensor when it was run again, as it did before.",
                 type(self._frame.seam.module),
             )
         return tensor.detach() if self._view is None else tensor.detach().as_strided(*self._view)
@@ -58,8 +58,8 @@ class Advance:
 
 def result_of(returned: Any) -> Tensor | None:
     """Return the only returned tensor that needs a gradient; None if there is none or more than one."""
-    found = [tensor for tensor in tensors_in_call((returned,), {}) if tensor.grad_fn is not None]
-    return found[0] if len(found) == 1 else None
+    results = [tensor for tensor in tensors_in_call((returned,), {}) if tensor.grad_fn is not None]
+    return results[0] if len(results) == 1 else None
 
 
 def result_node(frame: ReplayFrame, returned: Any) -> tuple[Tensor, Tensor, Node, int] | None:
@@ -73,8 +73,8 @@ def result_node(frame: ReplayFrame, returned: Any) -> tuple[Tensor, Tensor, Node
     base, node, output, _ = producer(tensor)
     if node is None:
         return None
-    found = registered(node, output)
-    if found is not None and any(handle.value is found for handle in frame.operands):
+    value = registered(node, output)
+    if value is not None and any(handle.value is value for handle in frame.operands):
         return None
     return tensor, base, node, output
 
@@ -86,10 +86,10 @@ def left_to_advance(frame: ReplayFrame, returned: Any, *, replayed: bool) -> Val
     value until the readers of the result have handles. `replayed`: the operands of `frame` are claimed for its replay
     already.
     """
-    found = result_node(frame, returned)
-    if found is None:
+    result = result_node(frame, returned)
+    if result is None:
         return None
-    tensor, base, node, output = found
+    tensor, base, node, output = result
     value = registered(node, output)
     if value is None:
         value = Value(output=output)

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors in a batch or a step's result: in nested lists, tuples, mappings and objects' attributes."""
-    found: list[Tensor] = []
-    seen: dict[int, Any] = {}
+    tensors: list[Tensor] = []
+    visited: dict[int, Any] = {}
     pending = tree_leaves(tree)[::-1]
     while pending:  # a recursive closure would hold its results until garbage is collected
         leaf = pending.pop()
         if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif id(leaf) not in seen and not isinstance(leaf, _NO_BATCH):
-            seen[id(leaf)] = leaf
+            tensors.append(leaf)
+        elif id(leaf) not in visited and not isinstance(leaf, _NO_BATCH):
+            visited[id(leaf)] = leaf
             inside = list(leaf.values()) if isinstance(leaf, Mapping) else [*getattr(leaf, "__dict__", {}).values()]
             pending += tree_leaves(inside)[::-1]
-    return found
+    return tensors
 
 
 _NO_BATCH = (str, bytes, int, float, type(None), type, ModuleType, FunctionType, MethodType, torch.nn.Module)

@@ -114,14 +114,14 @@ class _Cached:
 
 
 class _Apart:
-    """Disassembler of arguments."""
+    """The disassembly of the arguments of a call."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.cached: list[_Cached] = []
         self.generators: list[torch.Generator] = []
         self._places: dict[int, int] = {}
-        self._seen: dict[int, Any] = {}
+        self._visited: dict[int, Any] = {}
         self._encounters = 0
         self._depth = 0
         self._in_cache = False
@@ -135,7 +135,7 @@ class _Apart:
             return _AsItIs(thing)
         if isinstance(thing, torch.Tensor):
             return self._tensor(thing, now)
-        if key in self._seen:
+        if key in self._visited:
             return lambda given: given.made[key]
         if kind is tuple:
             parts = [self.part(item) for item in thing]
@@ -144,11 +144,11 @@ class _Apart:
             parts = [self.part(item) for item in thing]
             return lambda given: _tuple(kind, [part(given) for part in parts])
         if kind is list:
-            self._seen[key] = thing
+            self._visited[key] = thing
             parts = [self.part(item, partial(getitem, thing, n)) for n, item in enumerate(thing)]
             return lambda given: given.filled(key, [], lambda new: new.extend([part(given) for part in parts]))
         if kind is dict:
-            self._seen[key] = thing
+            self._visited[key] = thing
             named = {name: self.part(item, partial(getitem, thing, name)) for name, item in thing.items()}
             return lambda given: given.filled(key, {}, lambda new: new.update({n: p(given) for n, p in named.items()}))
         if kind in SUPPORTED_NODES:
@@ -156,7 +156,7 @@ class _Apart:
             parts = [self.part(item) for item in children]
             return lambda given: SUPPORTED_NODES[kind].unflatten_fn([part(given) for part in parts], context)
         if kind is set:
-            self._seen[key] = thing
+            self._visited[key] = thing
             parts = [self.part(item) for item in thing]
             return lambda given: given.filled(key, set(), lambda new: new.update([part(given) for part in parts]))
         if isinstance(thing, torch.Generator):
@@ -183,8 +183,8 @@ class _Apart:
         """Return a part that rebuilds an object from its attributes and, for a subclass of list or dict, its items."""
         key, kind, attributes = id(thing), type(thing), _attributes(thing)
         outside, before, cache = self._in_cache, self._encounters, self._in_cache or _is_cache(thing)
-        seen = len(self._seen)
-        self._seen[key] = thing
+        n_visited = len(self._visited)
+        self._visited[key] = thing
         self._depth, self._in_cache = self._depth + 1, cache
         named = {n: self.part(item, partial(getattr, thing, n)) for n, item in attributes.items()}
         base, items = _items(thing)
@@ -192,8 +192,8 @@ class _Apart:
         self._depth, self._in_cache = self._depth - 1, outside
         holds_tensors = self._encounters > before or cache
         if not holds_tensors and not _can_be_made(kind, base):
-            for inside in list(self._seen)[seen:]:
-                del self._seen[inside]
+            for inside in list(self._visited)[n_visited:]:
+                del self._visited[inside]
             return _AsItIs(thing)
 
         def build(given: _Given) -> Any:
@@ -245,15 +245,15 @@ def _unless_changed(thing: Any, attributes: dict[str, Any], build: Part) -> Part
 
 def _attributes(thing: Any) -> dict[str, Any]:
     """Return the attributes of an object, from `__dict__` and from the slots of its classes."""
-    found = dict(vars(thing)) if hasattr(thing, "__dict__") else {}
+    attributes = dict(vars(thing)) if hasattr(thing, "__dict__") else {}
     for kind in type(thing).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             private = name.startswith("__") and not name.endswith("__")
             full = f"_{kind.__name__.lstrip('_')}{name}" if private else name
             if full not in ("__dict__", "__weakref__") and hasattr(thing, full):
-                found[full] = getattr(thing, full)
-    return found
+                attributes[full] = getattr(thing, full)
+    return attributes
 
 
 _HEAP_TYPE = 1 << 9

@@ -46,8 +46,8 @@ class MutableState:
         self.units = tuple(units(self.modules))
         """Modules whose parameters are different tensors while they run."""
         self.gpus = gpus(tensor.device for tensor in (*module.parameters(), *module.buffers()))
-        found = (item for part in self.modules for item in vars(part).values())
-        self.generators = tuple(item for item in found if isinstance(item, torch.Generator))
+        attributes = (item for part in self.modules for item in vars(part).values())
+        self.generators = tuple(item for item in attributes if isinstance(item, torch.Generator))
         self.written: frozenset[tuple[nn.Module, str]] | None = None
         """Large buffers that a call writes to; None until one call has been observed."""
         self.holds = False
@@ -56,7 +56,7 @@ class MutableState:
         """True if a tensor that a call had read was written to before backward: no call is run again any more."""
 
     def forget(self) -> None:
-        """Observe the writes of the next call again."""
+        """Forget which buffers are written, so that the next call is observed again."""
         self.written = None
 
 
@@ -85,14 +85,14 @@ class CallContext:
     ) -> None:
         """Capture the state at the start of a call; `devices` and `generators` are those of its arguments."""
         self.reach = reach
-        found = reach.gpus | gpus(devices)
+        in_use = reach.gpus | gpus(devices)
         self.rng = torch.default_generator.get_state()
-        self.gpus = [(gpu, torch.get_device_module(gpu).get_rng_state(gpu)) for gpu in found] if found else []
+        self.gpus = [(gpu, torch.get_device_module(gpu).get_rng_state(gpu)) for gpu in in_use] if in_use else []
         drawn = {*reach.generators, *generators} if reach.generators or generators else ()
         self.generators = [(g, g.get_state()) for g in drawn] if drawn else []
         self.python: tuple[Any, ...] | None = python_state()
         self.numpy = numpy_state()
-        kinds = {"cpu", *[gpu.type for gpu in found]}
+        kinds = {"cpu", *[gpu.type for gpu in in_use]}
         self.autocast = [(kind, _autocast(kind)) for kind in kinds]
         self.kernels = [enabled() for enabled, _ in ATTENTION_KERNELS]
         self.training = [module.training for module in reach.modules]
@@ -134,16 +134,16 @@ class CallContext:
 
     def copy(self, storages: set[int], copy_of: Callable[[Tensor], Tensor]) -> bool:
         """Copy the parameters in this memory, which is about to be written to; return True if there are any."""
-        kept = []
+        uncopied = []
         for held, before in zip(self.held, self.sums, strict=True):
             table, name, tensor, version = held
             is_parameter = isinstance(tensor, torch.nn.Parameter) and tensor._version == version
             if is_parameter and storage_id(tensor) in storages:
                 self.copied.append((table, name, tensor, copy_of(tensor)))
             else:
-                kept.append((held, before))
-        has_copied = len(kept) < len(self.held)
-        self.held, self.sums = [held for held, _ in kept], [before for _, before in kept]
+                uncopied.append((held, before))
+        has_copied = len(uncopied) < len(self.held)
+        self.held, self.sums = [held for held, _ in uncopied], [before for _, before in uncopied]
         return has_copied
 
     @property
@@ -284,12 +284,12 @@ Bindings = list[tuple[dict[str, Any], dict[str, Any]]]
 
 def _bindings(modules: tuple[nn.Module, ...]) -> Bindings:
     """Return what the modules' attributes, buffers and parameters are bound to."""
-    found: Bindings = []
+    bindings: Bindings = []
     for module in modules:
         for table in (vars(module), module._buffers, module._parameters):
             if table and isinstance(table, dict):  # a scripted module's tables are no dicts and can't be rebound
-                found.append((table, dict(table)))
-    return found
+                bindings.append((table, dict(table)))
+    return bindings
 
 
 def _rebind(bindings: Bindings) -> None:

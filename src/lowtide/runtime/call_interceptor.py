@@ -182,15 +182,15 @@ def owners(module: nn.Module) -> Iterator[object]:
         front = front.before
 
 
-def _remove_from_chain(gone: CallInterceptor | OuterInterceptor) -> None:
+def _remove_from_chain(interceptor: CallInterceptor | OuterInterceptor) -> None:
     """Remove one interceptor from the chain in front of its module."""
-    front = gone.module.__dict__.get(CALL)
-    if front is gone:
-        if gone.before is None:
-            del gone.module.__dict__[CALL]
+    front = interceptor.module.__dict__.get(CALL)
+    if front is interceptor:
+        if interceptor.before is None:
+            del interceptor.module.__dict__[CALL]
         else:
-            gone.module.__dict__[CALL] = gone.before
+            interceptor.module.__dict__[CALL] = interceptor.before
     while isinstance(front, CallInterceptor | OuterInterceptor):
-        if front.before is gone:
-            front.before, front.inner = gone.before, gone.inner
+        if front.before is interceptor:
+            front.before, front.inner = interceptor.before, interceptor.inner
         front = front.before

@@ -32,13 +32,13 @@ def class_of_call(module: nn.Module) -> type | None:
 
 def classes_of_calls() -> set[type]:
     """Return the module classes that exist so far whose `__call__` runs them instead of torch's."""
-    found: set[type] = set()
+    classes: set[type] = set()
     pending: list[type] = [nn.Module]
     while pending:
         kinds: list[type] = pending.pop().__subclasses__()
         pending += kinds
-        found.update(kind for kind in kinds if not _is_torchs(kind) and _runs_by_itself(kind))
-    return found
+        classes.update(kind for kind in kinds if not _is_torchs(kind) and _runs_by_itself(kind))
+    return classes
 
 
 def _is_torchs(kind: type) -> bool:

@@ -36,7 +36,7 @@ class PlanPartitioner(CustomPartitionerFn):
         self.graphs, self.recompute, self.apart = frozenset(graphs), frozenset(recompute), apart
         self.is_lever = is_lever
         """True if a plan's partitioner may replace this one for a while."""
-        self.seen: Callable[[JointSlots], None] = lambda slots: None
+        self.on_compile: Callable[[JointSlots], None] = lambda slots: None
         """Function called with each joint graph that is compiled."""
         self.unknown: Callable[[str], None] = lambda key: None
         """Function called with the hash of each graph that the plan does not cover."""
@@ -53,7 +53,7 @@ class PlanPartitioner(CustomPartitionerFn):
     def __call__(self, gm: Any, joint_inputs: Any, **settings: Any) -> Any:
         def choose(joint: JointGraph, plain: frozenset[int]) -> frozenset[int]:
             slots = JointSlots(joint, plain)
-            self.seen(slots)
+            self.on_compile(slots)
             if not self.graphs:
                 return plain
             if joint.key not in self.graphs:

@@ -150,10 +150,10 @@ class Engine:
 
         The tensor is the last one saved in the call of `scope`, or an argument of that call.
         """
-        if decision is None and frame is None and (kept := self.keep(tensor)) is not None:
+        if decision is None and frame is None and (handle := self.keep(tensor)) is not None:
             if scope.learnt is not None:
-                kept.value.seen_in(scope.learnt, scope.ordinal - 1)
-            return kept
+                handle.value.saved_in(scope.learnt, scope.ordinal - 1)
+            return handle
         if scope.learnt is not None:
             scope.learnt.add(scope.ordinal - 1)
         if base_of(tensor) is None:  # as `whole` does
@@ -174,23 +174,23 @@ class Engine:
         if node is None:
             value = without_history(tensor, base, frame)
             return Handle(value if leaves is None else self.offload(value, base, leaves), view)
-        found = registered(node, output)
-        if found is not None and shared(found, base, frame) and (decision is None or certain(found)):
-            if found.places is not None:
-                found.need()
-            passing, found.passing = found.passing, False
-            if decision is None and not (found.kept or isinstance(found.maker, Advance)):
+        held = registered(node, output)
+        if held is not None and shared(held, base, frame) and (decision is None or certain(held)):
+            if held.places is not None:
+                held.need()
+            passing, held.passing = held.passing, False
+            if decision is None and not (held.kept or isinstance(held.maker, Advance)):
                 if frame is not None:
-                    frame.adopt(found, tensor, base, passing=passing)
+                    frame.adopt(held, tensor, base, passing=passing)
                 elif leaves is None:
-                    found.keep(base.detach())
-                elif isinstance(found.maker, ReplayFrame):
-                    self.offload(found, base, leaves)
-            return Handle(found, view)
+                    held.keep(base.detach())
+                elif isinstance(held.maker, ReplayFrame):
+                    self.offload(held, base, leaves)
+            return Handle(held, view)
         if decision is not None:
             try:
                 if node.name() == decision.node:
-                    return Handle(self.recomputed(node, output, base, found, decision, scope), view)
+                    return Handle(self.recomputed(node, output, base, held, decision, scope), view)
             except _NotLearnt:
                 value = Value(base.detach())
                 value.output = output
@@ -219,9 +219,9 @@ class Engine:
         return Handle(value, None if base is tensor else tensor.detach())
 
     def recomputed(
-        self, node: Node, output: int, base: Tensor, found: Value | None, decision: Decision, scope: CallScope
+        self, node: Node, output: int, base: Tensor, earlier: Value | None, decision: Decision, scope: CallScope
     ) -> Value:
-        """Return a value that recomputes `base`: `found`, if only passed through so far, now with its strides."""
+        """Return a value that recomputes `base`: `earlier`, if only passed through so far, now with its strides."""
         if self.versions.setdefault(decision.address, base._version) != base._version:
             raise CannotRecompute("it is written to without autograd, and was not before")
         self.builder.length = 0
@@ -235,9 +235,9 @@ class Engine:
         elif self.builder.length not in decision.lengths:
             self.learns_again = True
             raise _NotLearnt
-        if found is not None and found.passing:
-            found.maker, found.passing, value = value.maker, False, found
-            register(node, output, found)
+        if earlier is not None and earlier.passing:
+            earlier.maker, earlier.passing, value = value.maker, False, earlier
+            register(node, output, earlier)
         value.version = base._version
         return value
 
@@ -283,9 +283,9 @@ class Engine:
         self.drifted.add(decision.address)
         if len(self.drifted) == 1:
             name = decision.node if node is None else node.name()
-            found = "" if name == decision.node else f": {name}, where the plan has {decision.node}"
+            difference = "" if name == decision.node else f": {name}, where the plan has {decision.node}"
             self.say(
-                f"this step does not save what the rehearsed one did (first at {decision.address}{found}): such "
+                f"this step does not save what the rehearsed one did (first at {decision.address}{difference}): such "
                 "tensors are kept, so its peak may be above the budget. Rehearse and plan again if the model or its "
                 "input has changed."
             )
@@ -336,7 +336,7 @@ class Engine:
             if self.does_anything and hooks[1] is not unpack:  # not the hooks of a plan on an outer model
                 self.say(
                     f"{seam} was called inside of other saved-tensor hooks (torch.utils.checkpoint or "
-                    "saved_tensors_hooks around it). They win: the plan does nothing there."
+                    "saved_tensors_hooks around it). Those take precedence: the plan does nothing there."
                 )
             with self.now(self._passthrough):
                 return seam.inner(*args, **kwargs)
@@ -485,15 +485,15 @@ def without_history(tensor: Tensor, base: Tensor, frame: ReplayFrame | None) -> 
     return value_without_grad_fn(base)
 
 
-def shared(found: Value, base: Tensor, frame: ReplayFrame | None) -> bool:
+def shared(value: Value, base: Tensor, frame: ReplayFrame | None) -> bool:
     """Return True if a slot of `base` in `frame` can read the value that an earlier slot found for the same output.
 
     False if the tensor was changed in between without autograd noticing. False too if it is left to the replay of a
     finished call unrelated to `frame`, as with a cast of a weight that autocast caches from there: that replay would
     run too early. `frame` sees such a tensor itself.
     """
-    if found.version not in (base._version, -1):
+    if value.version not in (base._version, -1):
         return False
-    if frame is None or not isinstance(found.maker, ReplayFrame):
+    if frame is None or not isinstance(value.maker, ReplayFrame):
         return True
-    return found.maker.encloses(frame) or frame.encloses(found.maker)
+    return value.maker.encloses(frame) or frame.encloses(value.maker)

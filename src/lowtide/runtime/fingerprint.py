@@ -38,9 +38,9 @@ def check_made_for(
 
     `device` is the device type to compare with, if not the model's own.
     """
-    found = fingerprint(model, batch)
-    found = replace(found, batch=made.batch if batch is ANY else found.batch, device=device or found.device)
-    if differences := made.differences(found):
+    current = fingerprint(model, batch)
+    current = replace(current, batch=made.batch if batch is ANY else current.batch, device=device or current.device)
+    if differences := made.differences(current):
         name = type(model).__name__ if batch is ANY else f"{type(model).__name__} and batch"
         again = "rehearse again" if what == "profile" else "rehearse and plan again"
         raise StalePlan(f"this {what} is not for this {name}: {again}.", differences=differences)

@@ -244,7 +244,7 @@ class ForwardPass:
         return place, value
 
     def sized_by_contents(self, operator: str) -> None:
-        """Report an operator whose output size depends on the contents of a tensor."""
+        """Report an operator whose memory depends on the contents of a tensor."""
         if (probe := values.observer_of(self.engine)) is not None:
             probe.sized_by_contents(operator)
 
@@ -303,8 +303,9 @@ class ForwardPass:
         if hooks is not None and hooks[1] is unpack:
             return True
         self.engine.say(
-            f"the plan replays {seam}, whose saved tensors are in the hands of other hooks: torch.utils.checkpoint, "
-            "gradient_checkpointing_enable() or saved_tensors_hooks in the model. They win. Rehearse again with them."
+            f"the plan replays {seam}, whose saved tensors are packed by other hooks: torch.utils.checkpoint, "
+            "gradient_checkpointing_enable() or saved_tensors_hooks in the model. Those take precedence. Rehearse "
+            "again with them."
         )
         return False
 

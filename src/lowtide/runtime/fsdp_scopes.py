@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 APART = (
     "the parameters of {} are sharded over processes and not whole at this place of backward, where the plan would "
-    "make something again that takes them. Rehearse again if the model has changed; if not, please report it."
+    "recompute something from them. Rehearse again if the model has changed; if not, please report it."
 )
 
 
@@ -35,10 +35,10 @@ def check_is_whole(parameter: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def run_again(found: Iterable[nn.Module]) -> Iterator[None]:
+def run_again(units: Iterable[nn.Module]) -> Iterator[None]:
     """Run units inside the block as in backward, with their present parameters. Raises RuntimeError if one has none."""
     with contextlib.ExitStack() as stack:
-        for unit in found:
+        for unit in units:
             if not all(group.is_whole for group in shard_groups(unit)):
                 raise RuntimeError(APART.format(type(unit).__name__))
             stack.enter_context(as_in_backward(unit))

@@ -69,10 +69,10 @@ class PlanGuard:
         """Check a training call of the model, or of a part of it."""
         if self._is_over:
             return
-        found = tensors_in_call(args, kwargs)
-        shapes = tuple([tensor.shape for tensor in found if tensor.dim()])
+        tensors = tensors_in_call(args, kwargs)
+        shapes = tuple([tensor.shape for tensor in tensors if tensor.dim()])
         if shapes not in self._fitting and not self._fits(shapes):
-            what = f"was given {in_words(found)}, and the plan is for {' and for '.join(self._plan.input_shapes)}"
+            what = f"was given {in_words(tensors)}, and the plan is for {' and for '.join(self._plan.input_shapes)}"
             if elements(shapes) > self._most and self._is_taken(what):
                 self._stop()
             else:
@@ -89,7 +89,7 @@ class PlanGuard:
         self._front.remove()
 
     def _stop(self) -> None:
-        """Stop checking."""
+        """Stop checking calls of the model."""
         self._is_over, self._front.around = True, pass_on
 
     def _around(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -125,7 +125,9 @@ class PlanGuard:
 
     def _outgrown(self, what: str) -> None:
         self._stop()
-        saving = "" if self._plan.fallback is None else ", though larger batches get the most saving plan"
+        saving = (
+            "" if self._plan.fallback is None else ", though larger batches run under the plan with the smallest peak"
+        )
         self._say(
             f"{type(self._model).__name__} {what}: the peak may be above the budget{saving}. Plan for the largest "
             "batch (in a script, let it come first), and for the model as it is trained."
@@ -198,11 +200,11 @@ def watch_bypass(engine: Engine, say: Callable[[str], None]) -> RemovableHandle:
             return
         looks = 0
         if lost is None and engine.n_runs_in_eval_mode:
-            say(f"{model} is trained in eval mode, where a plan does nothing: call model.train() before.")
+            say(f"{model} is trained in eval mode, where a plan does nothing: call model.train() first.")
         else:
             say(
-                f"{lost or model} is trained past the plan that is in force on it: compiled code (torch.compile) or a "
-                "copy runs in its place, which decides by itself what it keeps. The peak may be above the budget. "
+                f"{lost or model} is trained outside the plan that is in force on it: compiled code (torch.compile) "
+                "or a copy runs in its place, and saves what torch decides. The peak may be above the budget. "
                 "Compile blocks in their place before they are planned for (block.compile())."
             )
 

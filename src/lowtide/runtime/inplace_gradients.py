@@ -68,17 +68,17 @@ class InPlace(Removable):
     It is in force until `remove`, or until it is garbage collected.
     """
 
-    def __init__(self, device: str, told: Callable[[str, int], None] | None = None, *, alone: bool = False) -> None:
+    def __init__(self, device: str, on_write: Callable[[str, int], None] | None = None, *, alone: bool = False) -> None:
         """Put the permission in force on the device type `device`.
 
-        `told` is called with the node and the bytes before each such write. With `alone`, permissions that were put in
-        force earlier are ignored.
+        `on_write` is called with the node and the bytes before each such write. With `alone`, permissions that were
+        put in force earlier are ignored.
         """
         self.device = device
         self.alone = alone
         self.least: Mapping[str, int] = {}
         """For each node, the fewest bytes of a gradient to write over; other nodes never do."""
-        self._told = told
+        self._on_write = on_write
         self._is_for_all = False
         self._n_running = 0
         self._graphs: list[weakref.ref[_Graph]] = []
@@ -140,8 +140,8 @@ class InPlace(Removable):
     def run(self, operator: Operator, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Return the operator's result, written over its first argument. `own` is torch's kernel."""
         self._has_written = True
-        if self._told is not None:
-            self._told(operator.node, args[0].numel() * args[0].element_size())
+        if self._on_write is not None:
+            self._on_write(operator.node, args[0].numel() * args[0].element_size())
         return operator.write(own, *args, **kwargs)
 
     def remove(self) -> None:
@@ -165,8 +165,8 @@ def _register_wanted(tried: Iterable[str] = ()) -> None:
     Torch finds a kernel in an awaited backward pass, and nowhere else. There each call of one takes some 10 us.
     """
     with _LOCK:
-        in_force = [found for reference in _IN_FORCE if (found := reference()) is not None]
-        asked = {OPERATORS[node].name for found in in_force for node in found.least if node in OPERATORS}
+        in_force = [ruling for reference in _IN_FORCE if (ruling := reference()) is not None]
+        asked = {OPERATORS[node].name for ruling in in_force for node in ruling.least if node in OPERATORS}
         wanted = asked.union(tried)
         for name in wanted - _kernels.keys():
             _kernels[name] = put_aside({name: _kernel(name)})
@@ -215,12 +215,12 @@ def _awaiting() -> list[InPlace]:
     global _stop_attending
     if in_backward():
         return []
-    found = [ruling for reference in _IN_FORCE if (ruling := reference()) is not None and ruling.is_awaiting]
+    rulings = [ruling for reference in _IN_FORCE if (ruling := reference()) is not None and ruling.is_awaiting]
     with _LOCK:
-        if not found and _stop_attending is not None:
+        if not rulings and _stop_attending is not None:
             _stop_attending()
             _stop_attending = None
-    return found
+    return rulings
 
 
 @never_compiled
@@ -245,17 +245,17 @@ def check(device: str, nodes: Iterable[str]) -> None:
     missing = sorted(set(nodes) - set(available(device)))
     if missing and device in DEVICES:
         raise LowtideError(
-            f"the plan writes gradients of {', '.join(missing)} in place, which can't be done here: somebody else's "
-            "kernels stand before torch's. Rehearse and plan again, or do without them."
+            f"the plan writes gradients of {', '.join(missing)} in place, which can't be done here: kernels of "
+            "another library replace torch's. Rehearse and plan again, or do without them."
         )
 
 
 def wanting(node: str, n_bytes: int) -> InPlace | None:
     """Return the latest permission in force that has such a gradient written over; None if there is none."""
     for reference in _IN_FORCE[::-1] if n_bytes >= MIN_BYTES else ():
-        if (found := reference()) is not None and found.wants(node, n_bytes):
-            return found
-        if found is not None and found.alone:
+        if (ruling := reference()) is not None and ruling.wants(node, n_bytes):
+            return ruling
+        if ruling is not None and ruling.alone:
             break
     return None
 
@@ -275,9 +275,9 @@ def _kernel(name: str) -> Callable[..., Any]:
         # The last argument is for `references`, and none of the arguments may be bound to a variable.
         trial = _trial
         if trial is not None and running_node() is trial.node:
-            trial.found.append(references(args))
-        elif args[0].numel() * args[0].element_size() >= MIN_BYTES and (found := _ruling(name, args)) is not None:
-            ruling, operator = found
+            trial.counts.append(references(args))
+        elif args[0].numel() * args[0].element_size() >= MIN_BYTES and (permission := _ruling(name, args)) is not None:
+            ruling, operator = permission
             with below_autograd():
                 return ruling.run(operator, past, args[:-1], kwargs)
         return on(*args[:-1], **kwargs)
@@ -292,13 +292,13 @@ def _ruling(name: str, args: tuple[Any, ...]) -> tuple[InPlace, Operator] | None
     node = running_node_name()
     if node not in OPERATORS or OPERATORS[node].name != name:
         return None
-    found, operator = wanting(node, args[0].numel() * args[0].element_size()), OPERATORS[node]
+    ruling, operator = wanting(node, args[0].numel() * args[0].element_size()), OPERATORS[node]
     device = args[0].device.type
-    if found is None or not is_dispatched_plainly(args[0]) or not is_plain(args[0]):
+    if ruling is None or not is_dispatched_plainly(args[0]) or not is_plain(args[0]):
         return None  # tensors of transforms, and sparse ones, have no memory to inspect
     if references(args) != _COUNTS.get(device, {}).get(node) or is_replaced(name, device.upper()):
         return None
-    return (found, operator) if _writable(operator, args[:-1]) else None
+    return (ruling, operator) if _writable(operator, args[:-1]) else None
 
 
 def _writable(operator: Operator, args: Sequence[Any]) -> bool:
@@ -348,7 +348,7 @@ class _Trial:
     """A trial node, and the reference counts that its operator received."""
 
     node: Node
-    found: list[tuple[int, ...]] = field(default_factory=list)
+    counts: list[tuple[int, ...]] = field(default_factory=list)
 
 
 _trial: _Trial | None = None
@@ -364,7 +364,7 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
         return {}
     with _LOCK:
         if device not in _COUNTS:
-            found = {}
+            counts = {}
             _register_wanted(tried=[operator.name for operator in OPERATORS.values()])
             with (
                 without_modes(),
@@ -377,8 +377,8 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
                         continue
                     alone, shared = (_tried(operator, device, shared=shared) for shared in (False, True))
                     if alone is not None and shared is not None and alone != shared:
-                        found[operator.node] = alone
-            _COUNTS[device] = found
+                        counts[operator.node] = alone
+            _COUNTS[device] = counts
             _register_wanted()
         return _COUNTS[device]
 
@@ -395,4 +395,4 @@ def _tried(operator: Operator, device: str, *, shared: bool) -> tuple[int, ...] 
         torch.autograd.grad((y * 2).sum(), [x, y] if shared else [x])
     finally:
         _trial = None
-    return trial.found[0] if len(trial.found) == 1 else None
+    return trial.counts[0] if len(trial.counts) == 1 else None

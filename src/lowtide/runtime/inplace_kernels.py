@@ -138,8 +138,8 @@ def _form(tensor: Tensor) -> torch.memory_format | None:
 
 
 def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:
-    found = [part for part in parts if part is not None]
-    return torch.cat(found) if found else None
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None
 
 
 def _normed(x: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class JointSlots:
 
     def _upstream(self, root: int, held: Collection[int]) -> int:
         """Return the value of the same size, or smaller, from which fused arithmetic alone computes this one."""
-        nodes, found = self.joint.nodes, root
+        nodes, source = self.joint.nodes, root
         while nodes[root].kind == "pointwise" and nodes[root].bytes > self._small:
             large = {nodes[arg].root for arg in nodes[root].args if nodes[nodes[arg].root].bytes > self._small}
             large = {arg for arg in large if nodes[arg].kind != "input"}
@@ -124,8 +124,8 @@ class JointSlots:
                 break
             root = operand
             if not self._is_mixed or self._is_written(root):
-                found = root
-        return found
+                source = root
+        return source
 
     def _is_written(self, root: int) -> bool:
         """Return True if torch's own forward writes the value to memory."""
@@ -143,8 +143,8 @@ class JointSlots:
 
 def _addresses(joint: JointGraph) -> list[str]:
     count: Counter[str] = Counter()
-    found = []
+    addresses = []
     for node in joint.nodes:
-        found.append(f"{node.module}#0:{count[node.module]}")
+        addresses.append(f"{node.module}#0:{count[node.module]}")
         count[node.module] += not node.is_backward and node.kind != "input"
-    return found
+    return addresses

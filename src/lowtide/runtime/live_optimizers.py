@@ -31,11 +31,11 @@ def listed(optimizers: Optimizers) -> list[Optimizer]:
 def optimizers_of(model: nn.Module, named: Optimizers = None) -> list[Optimizer]:
     """Return live optimizers with parameters of `model`; of a wrapper and its inner one, the one with the state."""
     gc.collect()  # an unused optimizer may be in a cycle with its scheduler
-    found: dict[int, Optimizer] = {}
+    optimizers: dict[int, Optimizer] = {}
     for optimizer in [*listed(named), *live_objects(Optimizer)]:
-        if is_of(model, optimizer) and (id(optimizer.state) not in found or "state" in vars(optimizer)):
-            found[id(optimizer.state)] = optimizer
-    return list(found.values())
+        if is_of(model, optimizer) and (id(optimizer.state) not in optimizers or "state" in vars(optimizer)):
+            optimizers[id(optimizer.state)] = optimizer
+    return list(optimizers.values())
 
 
 def is_of(model: nn.Module, optimizer: Optimizer) -> bool:

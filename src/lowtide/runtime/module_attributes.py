@@ -45,42 +45,42 @@ class Attributes:
         """Ids of attributes with tensors, and these with their versions, not held while the call runs."""
         self._tensors: list[tuple[Table, str, Any, Any, list[tuple[Tensor, int]]]] = []
         for table in map(vars, modules):
-            for name, found in table.items():
+            for name, value in table.items():
                 if name in _TORCHS:
                     continue
-                if type(found) in ATOMS:
-                    self._plain.append((table, name, found, found))
-                elif isinstance(found, _TAKEN):
-                    self._take(table, name, found)
+                if type(value) in ATOMS:
+                    self._plain.append((table, name, value, value))
+                elif isinstance(value, _TAKEN):
+                    self._take(table, name, value)
 
-    def _take(self, table: Table, name: str, found: Any) -> None:
+    def _take(self, table: Table, name: str, value: Any) -> None:
         tensors: list[Tensor] = []
-        if isinstance(found, list | dict) and len(found) > LARGEST:
-            self._long.append((table, name, found, len(found)))
-        elif not _is_known(found, tensors):
+        if isinstance(value, list | dict) and len(value) > LARGEST:
+            self._long.append((table, name, value, len(value)))
+        elif not _is_known(value, tensors):
             return
         elif not tensors:
-            self._plain.append((table, name, found, _copy(found)))
+            self._plain.append((table, name, value, _copy(value)))
         elif not any(tensor.is_inference() for tensor in tensors):  # inference tensors count no versions
             known = [(weakref.ref(tensor), tensor._version) for tensor in tensors]
-            self._there.append((table, name, id(found), known))
+            self._there.append((table, name, id(value), known))
 
     def learn(self) -> None:
         """End the call. A tensor that it rebound, or wrote to, is its result: holding that would leak memory."""
         for table, name, key, known in self._there:
-            found = table.get(name)
+            value = table.get(name)
             tensors: list[Tensor] = []
-            if id(found) != key or not _is_known(found, tensors):
+            if id(value) != key or not _is_known(value, tensors):
                 continue
             if [(id(t), t._version) for t in tensors] == [(id(then()), version) for then, version in known]:
                 versions = [(tensor, tensor._version) for tensor in tensors]
-                self._tensors.append((table, name, found, _copy(found), versions))
+                self._tensors.append((table, name, value, _copy(value), versions))
         self._there.clear()
 
     @property
     def put_back_ids(self) -> set[int]:
         """Return the ids of containers that `put_back` replaces by copies or truncated copies."""
-        return {id(found) for _, _, found, _ in (*self._plain, *self._long) if type(found) not in ATOMS}
+        return {id(value) for _, _, value, _ in (*self._plain, *self._long) if type(value) not in ATOMS}
 
     @property
     def tensors(self) -> Iterator[tuple[Tensor, int]]:
@@ -90,16 +90,16 @@ class Attributes:
     def put_back(self) -> None:
         """Restore the attributes on the modules."""
         copies: dict[int, Any] = {}  # a container shared by two modules stays shared
-        for table, name, found, content in self._plain:
-            if table.get(name) is not found:
-                table[name] = found
-            if found is not content and found != content:
-                table[name] = copies.setdefault(id(found), _copy(content))
-        for table, name, found, length in self._long:
-            cut = found if len(found) == length else copies.setdefault(id(found), _shortened(found, length))
+        for table, name, value, content in self._plain:
+            if table.get(name) is not value:
+                table[name] = value
+            if value is not content and value != content:
+                table[name] = copies.setdefault(id(value), _copy(content))
+        for table, name, value, length in self._long:
+            cut = value if len(value) == length else copies.setdefault(id(value), _shortened(value, length))
             table[name] = cut
-        for table, name, found, content, _ in self._tensors:
-            table[name] = found if isinstance(found, Tensor) else copies.setdefault(id(found), _copy(content))
+        for table, name, value, content, _ in self._tensors:
+            table[name] = value if isinstance(value, Tensor) else copies.setdefault(id(value), _copy(content))
 
 
 _CONTAINERS: Final = (list, tuple, set, frozenset, dict, deque)
@@ -108,38 +108,38 @@ _KINDS: Final = frozenset({*_CONTAINERS, OrderedDict, defaultdict, Counter})
 """Types whose copies equal them."""
 
 
-def _is_known(found: Any, tensors: list[Tensor], depth: int = 0) -> bool:
+def _is_known(value: Any, tensors: list[Tensor], depth: int = 0) -> bool:
     """Return True for plain data, tensors, and containers of these; append the tensors to `tensors`."""
-    if type(found) in ATOMS or isinstance(found, Enum):
+    if type(value) in ATOMS or isinstance(value, Enum):
         return True
-    if isinstance(found, Tensor):
-        tensors.append(found)
+    if isinstance(value, Tensor):
+        tensors.append(value)
         return True
-    if type(found) not in _KINDS or len(found) > LARGEST >> 3 * depth:
+    if type(value) not in _KINDS or len(value) > LARGEST >> 3 * depth:
         return False
-    inside = found.values() if isinstance(found, dict) else found
-    names_are_plain = not isinstance(found, dict) or all(type(name) in ATOMS for name in found)
+    inside = value.values() if isinstance(value, dict) else value
+    names_are_plain = not isinstance(value, dict) or all(type(name) in ATOMS for name in value)
     return names_are_plain and all(_is_known(item, tensors, depth + 1) for item in inside)
 
 
-def _copy(found: Any) -> Any:
+def _copy(value: Any) -> Any:
     """Return a copy of the containers, with the same tensors and plain data in them."""
-    kind = type(found)
+    kind = type(value)
     if kind not in _KINDS:
-        return found
-    if isinstance(found, dict):
-        made = copy.copy(found)
-        for name, item in found.items():
+        return value
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        for name, item in value.items():
             made[name] = _copy(item)
         return made
-    items = [_copy(item) for item in found]
-    return deque(items, found.maxlen) if kind is deque else kind(items)
+    items = [_copy(item) for item in value]
+    return deque(items, value.maxlen) if kind is deque else kind(items)
 
 
-def _shortened(found: Any, length: int) -> Any:
-    if isinstance(found, list):
-        return found[:length]
-    made = copy.copy(found)
-    for name in list(itertools.islice(found, length, None)):
+def _shortened(value: Any, length: int) -> Any:
+    if isinstance(value, list):
+        return value[:length]
+    made = copy.copy(value)
+    for name in list(itertools.islice(value, length, None)):
         del made[name]
     return made

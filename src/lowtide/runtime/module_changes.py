@@ -85,8 +85,8 @@ def _in_words(was: _Look, now: _Look) -> str | None:
         return f"has another forward, of {_name(now.kind if now.forward is None else now.forward)}"
     if others := [name for name, child in now.children.items() if was.children.get(name) is not child]:
         return f"has another module at {others[0]} ({type(now.children[others[0]]).__name__})"
-    if gone := was.children.keys() - now.children.keys():
-        return f"has no module at {min(gone)} any longer"
+    if removed := was.children.keys() - now.children.keys():
+        return f"has no module at {min(removed)} any longer"
     if now.names != was.names:
         return f"has {_names(now.names - was.names)} and had {_names(was.names - now.names)}"
     return None

@@ -99,7 +99,7 @@ class InTests:
 _gpus: dict[torch.device, CudaCopier] = {}
 _one_at_a_time = threading.RLock()
 """Lock, because backward may run in several threads."""
-_Seen = tuple[torch.dtype, "Geometry"]
+_Layout = tuple[torch.dtype, "Geometry"]
 
 
 def copying_for(device: torch.device) -> Copying | None:
@@ -138,7 +138,7 @@ class OffloadedStorage:
         self._leaving = base.detach()
         self._before = before
         """The storage that left before this one."""
-        self.travellers: list[tuple[weakref.ref[Value], _Seen]] = []
+        self.travellers: list[tuple[weakref.ref[Value], _Layout]] = []
         """Values in this storage, each with its dtype and geometry."""
 
     def settle(self) -> None:
@@ -166,9 +166,9 @@ class OffloadedStorage:
         assert self._back is not None
         (data, token), self._back = self._back, None
         self._copying.wait(token, data)
-        for reference, seen in self.travellers:
+        for reference, layout in self.travellers:
             if (there := reference()) is not None:
-                there.arrive(seen_in(data, seen))
+                there.arrive(view_in(data, layout))
         before = None if self._before is None else self._before()
         if before is not None and before.awaited():
             before.fetch()
@@ -178,7 +178,7 @@ class OffloadedStorage:
         """Return True if a handle has still to read from this storage in this backward pass."""
         there = (value for reference, _ in self.travellers if (value := reference()) is not None)
         number = backward_number()
-        return any(v.tensor is None and (v.seen != number or v.reads < v.readers) for v in there)
+        return any(v.tensor is None and (v.last_backward != number or v.reads < v.readers) for v in there)
 
     def __del__(self) -> None:
         if self._back is not None:  # it was never read
@@ -191,12 +191,12 @@ class OffloadedStorage:
 class Offloaded:
     """Maker that fetches one tensor in an offloaded storage."""
 
-    __slots__ = ("_seen", "_trip")
+    __slots__ = ("_layout", "_trip")
 
     operands: tuple[Handle, ...] = ()
 
-    def __init__(self, trip: OffloadedStorage, seen: _Seen) -> None:
-        self._trip, self._seen = trip, seen
+    def __init__(self, trip: OffloadedStorage, layout: _Layout) -> None:
+        self._trip, self._layout = trip, layout
 
     def make(self, value: Value) -> Tensor:
         """Return the tensor, when its copy is back. Raises RuntimeError if it was changed in place while it left."""
@@ -206,7 +206,7 @@ class Offloaded:
             if values.probe is not None:
                 values.probe.making(self)
             data = self._trip.arrive()
-            tensor = seen_in(data, self._seen)
+            tensor = view_in(data, self._layout)
             if values.probe is not None:
                 values.probe.made(self, (tensor,))
             return tensor
@@ -217,9 +217,9 @@ def bytes_of(base: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=base.device).set_(base.untyped_storage())
 
 
-def seen_in(data: Tensor, seen: _Seen) -> Tensor:
+def view_in(data: Tensor, layout: _Layout) -> Tensor:
     """Return a tensor as a view of the bytes of its storage."""
-    dtype, (size, stride, offset) = seen
+    dtype, (size, stride, offset) = layout
     return torch.empty(0, dtype=dtype, device=data.device).set_(data.untyped_storage(), offset, size, stride)
 
 
@@ -242,9 +242,9 @@ class OffloadQueue:
             trip = self._leaving = OffloadedStorage(base, copying, self._before)
             self._before = weakref.ref(trip)
             self._known[storage_id(base)] = StorageWeakRef(base.untyped_storage()), self._before  # type: ignore[no-untyped-call]
-        seen = base.dtype, (base.size(), base.stride(), int(base.storage_offset()))
-        trip.travellers.append((weakref.ref(value), seen))
-        value.tensor, value.version, value.maker = None, base._version, Offloaded(trip, seen)
+        layout = base.dtype, (base.size(), base.stride(), int(base.storage_offset()))
+        trip.travellers.append((weakref.ref(value), layout))
+        value.tensor, value.version, value.maker = None, base._version, Offloaded(trip, layout)
         return True
 
     def _trip_of(self, base: Tensor) -> OffloadedStorage | None:

@@ -78,8 +78,11 @@ _SIZED_BY_CONTENTS: dict[Callable[..., Any], str] = {
     torch.masked_select: "masked_select",
     torch.Tensor.masked_select: "masked_select",
     torch.Tensor.__getitem__: "indexing with a mask",
+    torch.matrix_exp: "matrix_exp",  # of `parametrizations.orthogonal`: the larger its norm, the more terms
+    torch.linalg.matrix_exp: "matrix_exp",
+    torch.Tensor.matrix_exp: "matrix_exp",
 }
-"""Operators whose output size depends on the contents of their arguments, with a description."""
+"""Operators whose memory depends on the contents of their arguments, with a description."""
 
 _WATCHED = frozenset({*_OPERANDS, *_SIZED_BY_CONTENTS, F.scaled_dot_product_attention})
 
@@ -102,11 +105,11 @@ class CaptureListener(Protocol):
         """Return the place of an operand that autograd does not record, and a value that holds it if it is wanted."""
 
     def sized_by_contents(self, operator: str) -> None:
-        """Report an operator whose output size depends on the contents of its arguments."""
+        """Report an operator whose memory depends on the contents of its arguments."""
 
 
 class CaptureSite(NamedTuple):
-    """Place of a captured operand."""
+    """Call and ordinal at which an operand was captured."""
 
     call: str
     """Address of the module call that contains the operator."""
@@ -187,8 +190,8 @@ class OperandCapture(TorchFunctionMode):
             if known is None:
                 known = metadata[_NOTED] = {}
             for name, operand in unrecorded:
-                if (found := self._note(operand, out)) is not None:
-                    known[name] = found
+                if (captured := self._note(operand, out)) is not None:
+                    known[name] = captured
         return out
 
     def _note(self, operand: Number | Tensor, out: Tensor) -> CapturedOperand | None:
@@ -218,7 +221,7 @@ class OperandCapture(TorchFunctionMode):
 
 
 def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Return True if the call's output size depends on contents, as `_SIZED_BY_CONTENTS` allows."""
+    """Return True if the call's memory depends on contents, as `_SIZED_BY_CONTENTS` allows."""
     if func is torch.Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else args[1:2]
         return any(isinstance(it, Tensor) and it.dtype in (torch.bool, torch.uint8) for it in index)
@@ -228,11 +231,11 @@ def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...]) -> boo
 def noted(node: Node, name: str) -> tuple[CaptureSite, Number | Tensor | Value] | None:
     """Return the captured operand `name` of a node with its place; None if there is none, or its value is gone."""
     known: dict[str, CapturedOperand] | None = node_metadata(node).get(_NOTED)
-    found = None if known is None else known.get(name)
-    if found is None:
+    captured = None if known is None else known.get(name)
+    if captured is None:
         return None
-    what = found.what() if isinstance(found.what, weakref.ref) else found.what
-    return None if what is None else (found.place, what)
+    what = captured.what() if isinstance(captured.what, weakref.ref) else captured.what
+    return None if what is None else (captured.place, what)
 
 
 def _is_worth_it(operand: Tensor, size: int) -> bool:

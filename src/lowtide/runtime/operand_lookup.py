@@ -63,9 +63,9 @@ class OperandLookup:
             value = self.builder.on_edge(self._edges[edge], self.depth)
             if value is not None:
                 return Handle(value)
-        found = noted(self.node, name) or added_to_scores(self.node, name)
-        if found is not None:
-            place, what = found
+        captured = noted(self.node, name) or added_to_scores(self.node, name)
+        if captured is not None:
+            place, what = captured
             self.noted |= {place}
             return what if isinstance(what, NUMBERS) else Handle(what if isinstance(what, Value) else Value(what))
         owned = self.owned(name)
@@ -113,10 +113,10 @@ class OperandLookup:
         slot = getattr(self.node, RAW_SAVED + name, None)
         if slot is None:
             return None
-        found = tuple(map(ours, slot)) if isinstance(slot, tuple) else ours(slot)
-        if found is _AUTOGRAD_S or (isinstance(found, tuple) and any(item is _AUTOGRAD_S for item in found)):
+        content = tuple(map(ours, slot)) if isinstance(slot, tuple) else ours(slot)
+        if content is _AUTOGRAD_S or (isinstance(content, tuple) and any(item is _AUTOGRAD_S for item in content)):
             return self.autograd_s(name)
-        return found
+        return content
 
     def autograd_s(self, name: str) -> Any:
         """Return a tensor that no hook saw, as backward will read it. Raises CannotRecompute if it has been changed."""
@@ -140,8 +140,8 @@ class OperandLookup:
         if self.recipe.owner is None:
             return None
         modules = self.builder.owners.of(self.parameter(self.recipe.owner))
-        found = [attribute for module in modules if (attribute := getattr(module, name, None)) is not None]
-        return found[0] if found and all(same(other, found[0]) for other in found) else None
+        attributes = [attribute for module in modules if (attribute := getattr(module, name, None)) is not None]
+        return attributes[0] if attributes and all(same(other, attributes[0]) for other in attributes) else None
 
     def parameter(self, name: str) -> int:
         """Return the `id` of the parameter that is the operand `name`; 0 if the operand is no parameter."""
@@ -151,11 +151,11 @@ class OperandLookup:
             node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
         if node is not None:
             return id(node.variable)
-        found = self.saved(name)  # a frozen parameter, if Lowtide's hook has seen it
-        if not isinstance(found, Handle):
+        handle = self.saved(name)  # a frozen parameter, if Lowtide's hook has seen it
+        if not isinstance(handle, Handle):
             return 0
-        found.value.need()
-        return found.value.leaf
+        handle.value.need()
+        return handle.value.leaf
 
 
 AS_RECORDED: Final = frozenset({bool, float, type(None)})

@@ -44,14 +44,14 @@ class Actions:
 
     def moved(self, path: str, to: str) -> Actions:
         """Return the same decisions for a module at another path."""
-        found = Actions()
+        actions = Actions()
         for name in Actions.__slots__:
-            setattr(found, name, getattr(self, name))
+            setattr(actions, name, getattr(self, name))
         for name in ("recompute", "inputs"):
             decisions: dict[int, Decision] = getattr(self, name)
             moved = {n: Decision(d.node, to + d.address.removeprefix(path)) for n, d in decisions.items()}
-            setattr(found, name, moved)
-        return found
+            setattr(actions, name, moved)
+        return actions
 
 
 NO_ACTIONS = Actions()
@@ -72,9 +72,9 @@ class NeededSlots:
         self.idle: frozenset[CallInterceptor] = frozenset()
         """Modules without needed or decided tensors in any call."""
 
-    def learn(self, plan: int, found: Mapping[CallInterceptor, Mapping[int, set[int]]]) -> None:
+    def learn(self, plan: int, needed: Mapping[CallInterceptor, Mapping[int, set[int]]]) -> None:
         """Add the needed slots of one run."""
-        for seam, calls in found.items():
+        for seam, calls in needed.items():
             known = self.by_call.setdefault(seam, {})
             for number, ordinals in calls.items():
                 decided = seam.actions[plan].get(number, NO_ACTIONS).recompute  # also those that other hooks packed
@@ -97,9 +97,9 @@ def actions_for(
         return table.setdefault(path, {}).setdefault(int(number), Actions())
 
     for address, node in {**dict.fromkeys(offload, OFFLOAD), **recompute}.items():
-        call, mark, place = split_address(address)
+        call, kind, place = split_address(address)
         name, notes, ordinals = node.partition(NOTED)
-        (of(call).inputs if mark == "@" else of(call).recompute)[int(place)] = Decision(name, address)
+        (of(call).inputs if kind == "@" else of(call).recompute)[int(place)] = Decision(name, address)
         of(call).notes |= bool(notes)
         of(call).noted.update(map(int, filter(None, ordinals.strip().split(","))))
         of(call).shape |= node == SHAPE
@@ -115,7 +115,7 @@ def with_like_blocks(model: nn.Module, table: Mapping[str, dict[int, Actions]]) 
 
     For plans of work that is drawn at random, where rehearsals may not have seen every block.
     """
-    found = dict(table)
+    completed = dict(table)
     for path, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
@@ -128,5 +128,5 @@ def with_like_blocks(model: nn.Module, table: Mapping[str, dict[int, Actions]]) 
             like = max((o for o in inside if inside[o][0] is kind), key=lambda o: len(inside[o][1]))
             for key in inside[like][1] if not keys else ():
                 to = block + key.removeprefix(like)
-                found[to] = {call: actions.moved(key, to) for call, actions in table[key].items()}
-    return found
+                completed[to] = {call: actions.moved(key, to) for call, actions in table[key].items()}
+    return completed

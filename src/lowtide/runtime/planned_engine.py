@@ -63,7 +63,7 @@ class Planned(Engine):
         return 0
 
     def save_most(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Choose the most saving plan from now on for calls of this size and larger; return False if that is so now."""
+        """Use the plan with the smallest peak from now on for calls of this size and more; False if it is used now."""
         n_elements = elements(shapes_of(args, kwargs))
         if len(self.tables) == 1 or n_elements >= self._saves_most_from or n_elements > self._most[-1]:
             return False

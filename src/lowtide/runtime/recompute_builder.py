@@ -37,22 +37,22 @@ class ParameterOwners:
         self.relied_on = relied_on
         self.sharded = bool(units(model.modules()))
         """True if parameters may be different tensors while a module runs."""
-        self._found: dict[int, tuple[torch.nn.Module, ...]] = {}
+        self._owners: dict[int, tuple[torch.nn.Module, ...]] = {}
         self._look()
 
     def of(self, parameter: int) -> tuple[torch.nn.Module, ...]:
         """Return the modules that own the parameter of this `id`; none if there is no such parameter."""
-        if self.sharded and parameter and parameter not in self._found:
+        if self.sharded and parameter and parameter not in self._owners:
             self._look()
-        return self._found.get(parameter, ())
+        return self._owners.get(parameter, ())
 
     def _look(self) -> None:
-        found: dict[int, tuple[torch.nn.Module, ...]] = {}
+        owners: dict[int, tuple[torch.nn.Module, ...]] = {}
         for module in self._model.modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    found[id(parameter)] = (*found.get(id(parameter), ()), module)
-        self._found |= found
+                    owners[id(parameter)] = (*owners.get(id(parameter), ()), module)
+        self._owners |= owners
 
 
 @functools.cache
@@ -84,12 +84,12 @@ class Builder:
         """
         self.length += 1
         kind = node.name()
-        found = RECIPES.get(kind)
-        if found is None:
+        recipe = RECIPES.get(kind)
+        if recipe is None:
             raise CannotRecompute(f"no recipe for {kind}")
-        if output and not found.several:
+        if output and not recipe.several:
             raise CannotRecompute(f"no recipe for output {output} of {kind}")
-        if found.device is not None and found.device != (device := output_metadata(node, output).device.type):
+        if recipe.device is not None and recipe.device != (device := output_metadata(node, output).device.type):
             raise CannotRecompute(f"no recipe for {kind} on {device}")
         if depth > MAX_CHAIN:
             raise CannotRecompute(f"more than {MAX_CHAIN} nodes in a row hold nothing")
@@ -97,37 +97,37 @@ class Builder:
             if not is_plain(like):
                 raise CannotRecompute(f"it is a {type(like).__name__} of layout {like.layout}")
             if like._version and makes_anew(kind):
-                raise CannotRecompute("it was written to without autograd after it had been made")
+                raise CannotRecompute("it was written to without autograd after it was computed")
             if like.storage_offset():
                 raise CannotRecompute("it does not begin where its storage does")
-        source = OperandLookup(self, node, found, output, like, depth)
-        for name, wanted in found.when.items():
+        source = OperandLookup(self, node, recipe, output, like, depth)
+        for name, wanted in recipe.when.items():
             if source.constant(name) != wanted:
-                raise CannotRecompute(f"{kind} with {name}={source.constant(name)} is not made again")
+                raise CannotRecompute(f"{kind} with {name}={source.constant(name)} is not recomputed")
         constants: dict[str, Any] = {}
-        for name, attribute in found.recorded:
+        for name, attribute in recipe.recorded:
             constant = getattr(node, attribute, _UNRECORDED)
             if type(constant) not in AS_RECORDED:
                 constant = source.constant(name) if constant is _UNRECORDED else signed(constant)
             constants[name] = constant
-        for name in found.computed:
+        for name in recipe.computed:
             constants[name] = source.constant(name)
         arguments: dict[str, Handle | list[Handle | None] | None] = {}
-        for name, attribute in found.saved:
-            if name in found.unless and constants[found.unless[name]]:
+        for name, attribute in recipe.saved:
+            if name in recipe.unless and constants[recipe.unless[name]]:
                 arguments[name] = None
                 continue
             data = getattr(getattr(node, attribute, None), "data", None)
             if type(data) is Handle and not data.value.partial:
                 arguments[name] = Handle(data.value, data.view)
                 continue
-            operand = source.operands(name) if name in found.lists else source.operand(name)
+            operand = source.operands(name) if name in recipe.lists else source.operand(name)
             if isinstance(operand, NUMBERS):
                 constants[name] = operand
             else:
                 arguments[name] = operand
         stride = None if like is None else like.stride()
-        recompute = Recompute(found, arguments, constants, stride, source.noted)
+        recompute = Recompute(recipe, arguments, constants, stride, source.noted)
         if self.owners.sharded:
             recompute.sharded = tuple(h for h in recompute.operands if h is not None and h.value.leaf)
         value = Value(maker=recompute, output=output)

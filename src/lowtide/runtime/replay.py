@@ -179,10 +179,10 @@ class ReplayFrame:
                 return value.tensor
             if values.probe is not None:
                 values.probe.making(self)
-            found = self.catch()
+            tensors = self.catch()
             if values.probe is not None:
-                values.probe.made(self, tuple(found.values()))
-            for place, tensor in found.items():
+                values.probe.made(self, tuple(tensors.values()))
+            for place, tensor in tensors.items():
                 there = self.values[place]()
                 if there is value:
                     result = tensor
@@ -195,9 +195,9 @@ class ReplayFrame:
 
         Raises the errors of `look`.
         """
-        found: dict[int, Tensor] = {}
-        self.look(found.__setitem__)
-        return found
+        tensors: dict[int, Tensor] = {}
+        self.look(tensors.__setitem__)
+        return tensors
 
     def look(self, at: Callable[[int, Tensor], object]) -> None:
         """Run the call again and pass each tensor of `catch` to `at`, when the operator that saves it is over.
@@ -221,7 +221,7 @@ class ReplayFrame:
         with in_place, contextlib.suppress(_StopReplay):
             self._run(rerun, self.operands)
         rerun.hand_over()
-        return wanted - rerun.found
+        return wanted - rerun.handed_over
 
     def forward_again(self, operands: tuple[Handle, ...] | None = None) -> Any:
         """Return the result of a second run, with arguments through `operands`, or through the frame's own handles."""
@@ -265,12 +265,12 @@ class ReplayFrame:
             raise ReplayMismatch(self._mismatch(place, f"{list(tensor.shape)} {tensor.dtype}"), type(self.seam.module))
         return tensor.detach() if layout is None else tensor.detach().as_strided(*layout)
 
-    def _mismatch(self, place: int, found: str) -> str:
+    def _mismatch(self, place: int, now: str) -> str:
         expected = self._expected.get(place)
         was = "something" if expected is None else f"{list(expected[0])} {expected[1]}"
         return (
-            f"{self.seam} saved {found} when it was run again, where it had saved {was} (tensor {place}). It reads "
-            "something that has changed in between. Let it have that as an argument, a buffer or an attribute."
+            f"{self.seam} saved {now} when it was run again, where it had saved {was} (tensor {place}). It reads "
+            "something that has changed in between. Pass that as an argument, or store it in a buffer or an attribute."
         )
 
 
@@ -307,7 +307,7 @@ class _Reexecution:
             raise _NestedBackward
         raise ReplayMismatch(
             f"{self._frame.seam} gave a tensor to something outside of it, such as a list, when it was run again, and "
-            "backward has come to that. Have it returned or put in attributes of the module.",
+            "backward has reached that tensor. Return it, or store it in an attribute of the module.",
             type(self._frame.seam.module),
         )
 
@@ -317,7 +317,7 @@ class _ReplayRun(_Reexecution):
 
     def __init__(self, frame: ReplayFrame, wanted: set[int], at: Callable[[int, Tensor], object]) -> None:
         super().__init__(frame)
-        self.found: set[int] = set()
+        self.handed_over: set[int] = set()
         self._fresh: dict[int, Tensor] = {}
         """Tensors saved by the operator in progress, which may yet write to them."""
         self._wanted, self._at = wanted, at
@@ -351,7 +351,7 @@ class _ReplayRun(_Reexecution):
 
     def hand_over_one(self, place: int) -> None:
         """Pass on the tensor of one place."""
-        self.found.add(place)
+        self.handed_over.add(place)
         self._at(place, self._fresh.pop(place))
 
     @never_compiled
@@ -398,16 +398,16 @@ class _AdvanceRun(_Reexecution):
 
 def _in_place(seams: set[CallInterceptor]) -> contextlib.AbstractContextManager[None]:
     """Keep a plan's interceptors installed in the block, even if the plan was removed between forward and backward."""
-    gone = [seam for seam in seams if not seam.installed]
-    return _installed(gone) if gone else contextlib.nullcontext()
+    removed = [seam for seam in seams if not seam.installed]
+    return _installed(removed) if removed else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _installed(gone: list[CallInterceptor]) -> Iterator[None]:
-    for seam in gone:
+def _installed(removed: list[CallInterceptor]) -> Iterator[None]:
+    for seam in removed:
         seam.install()
     try:
         yield
     finally:
-        for seam in gone:
+        for seam in removed:
             seam.remove()

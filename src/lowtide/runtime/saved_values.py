@@ -62,6 +62,7 @@ class Value:
 
     __slots__ = (
         "__weakref__",
+        "last_backward",
         "leaf",
         "maker",
         "original",
@@ -71,7 +72,6 @@ class Value:
         "places",
         "readers",
         "reads",
-        "seen",
         "tensor",
         "version",
     )  # fmt: skip
@@ -95,8 +95,8 @@ class Value:
         self.readers = 0
         """Number of handles."""
         self.reads = 0
-        """Number of handles that were read in the backward pass `seen`."""
-        self.seen = _NEVER
+        """Number of handles that were read in the backward pass `last_backward`."""
+        self.last_backward = _NEVER
 
     @property
     def kept(self) -> bool:
@@ -116,7 +116,7 @@ class Value:
             raise RuntimeError(changed_in_place(tensor, self.version))
         return tensor
 
-    def seen_in(self, needed: set[int], ordinal: int) -> None:
+    def saved_in(self, needed: set[int], ordinal: int) -> None:
         """Remember a call that has saved the value, and its ordinal there."""
         if self.places is None:
             self.places = []
@@ -135,8 +135,8 @@ class Value:
     def arrive(self, tensor: Tensor) -> None:
         """Store the recomputed tensor if an unread handle still needs it."""
         number = backward_number()
-        if self.seen != number:
-            self.seen, self.reads = number, 0
+        if self.last_backward != number:
+            self.last_backward, self.reads = number, 0
         if self.tensor is None and self.readers > self.reads:
             self.tensor = tensor
 
@@ -152,13 +152,13 @@ def value_without_grad_fn(tensor: Tensor) -> Value:
 class Handle:
     """One reader's claim on a value, seen through the reader's view of it."""
 
-    __slots__ = ("__weakref__", "seen", "value", "view")
+    __slots__ = ("__weakref__", "last_backward", "value", "view")
 
     def __init__(self, value: Value, view: Geometry | Tensor | None = None) -> None:
         self.value = value
         self.view = view
         """Geometry within the value; for a kept one also the view itself, which is faster to hold than to take."""
-        self.seen = _NEVER
+        self.last_backward = _NEVER
         """The backward pass that read it last."""
         value.readers += 1
 
@@ -173,10 +173,10 @@ class Handle:
             if tensor is None:
                 tensor = materialize(value)
             number = backward_number()
-            if value.seen != number:
-                value.seen, value.reads = number, 0
-            if self.seen != number:
-                self.seen = number
+            if value.last_backward != number:
+                value.last_backward, value.reads = number, 0
+            if self.last_backward != number:
+                self.last_backward = number
                 value.reads += 1
             if value.reads == value.readers:  # this was the last reader
                 value.tensor = None
@@ -196,15 +196,15 @@ class Handle:
 
     def wait(self) -> None:
         """Mark the handle as unread, even if the recompute that it is an operand of has run before in the same pass."""
-        if self.seen != _NEVER:
-            if self.seen == self.value.seen:
+        if self.last_backward != _NEVER:
+            if self.last_backward == self.value.last_backward:
                 self.value.reads -= 1
-            self.seen = _NEVER
+            self.last_backward = _NEVER
 
     def __del__(self) -> None:
         value = self.value
         value.readers -= 1
-        if self.seen != _NEVER and self.seen == value.seen:
+        if self.last_backward != _NEVER and self.last_backward == value.last_backward:
             value.reads -= 1
         elif value.reads == value.readers and value.maker is not None:
             value.tensor = None
@@ -225,7 +225,7 @@ def materialize(value: Value) -> Tensor:
         assert maker is not None
         for operand in maker.operands:
             if operand is not None:
-                if operand.seen != _NEVER:
+                if operand.last_backward != _NEVER:
                     operand.wait()  # so that its recomputed value stays until it is read
                 if operand.value.tensor is None:
                     missing.append(operand.value)
@@ -257,8 +257,8 @@ def register(node: Node, output: int, value: Value) -> None:
 
 def registered(node: Node, output: int) -> Value | None:
     """Return the value of a node's output, if it was registered and a handle still holds it."""
-    found = node_metadata(node).get(_KEYS[output] if output < len(_KEYS) else ("lowtide", output))
-    return None if found is None else found()
+    reference = node_metadata(node).get(_KEYS[output] if output < len(_KEYS) else ("lowtide", output))
+    return None if reference is None else reference()
 
 
 @never_compiled
@@ -270,18 +270,18 @@ def unpack(handle: Handle | KeptTensor) -> Tensor:
         if tensor._version != version:
             raise RuntimeError(changed_in_place(tensor, version))
         return tensor
-    told = probe
-    if told is None:
+    observer = probe
+    if observer is None:
         return handle.get()
-    if not told.has_packed(handle):
+    if not observer.has_packed(handle):
         probe = None  # nor is it told of recomputes for this handle
         try:
             return handle.get()
         finally:
-            probe = told
-    told.reading(handle)
+            probe = observer
+    observer.reading(handle)
     tensor = handle.get()
-    told.given(handle, tensor)
+    observer.given(handle, tensor)
     return tensor
 
 
@@ -333,7 +333,7 @@ class Observer:
         """Observe an operand that autograd does not record."""
 
     def sized_by_contents(self, operator: str) -> None:
-        """Observe an operator whose output size depends on the contents of a tensor."""
+        """Observe an operator whose memory depends on the contents of a tensor."""
 
     def reading(self, handle: Handle) -> None:
         """Observe that backward is about to read a saved tensor."""

@@ -35,7 +35,7 @@ def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) 
     wrappers = live_objects(DistributedDataParallel) if in_group else []
     updated = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     trained = [*model.parameters(), *updated]
-    seen: set[int] = set()
+    addresses: set[int] = set()
 
     def add(tensors: Iterable[Tensor | None]) -> int:
         total = 0
@@ -44,8 +44,8 @@ def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) 
                 continue
             for part in parts_of(tensor):
                 storage = part.untyped_storage()
-                if storage.data_ptr() not in seen:
-                    seen.add(storage.data_ptr())
+                if storage.data_ptr() not in addresses:
+                    addresses.add(storage.data_ptr())
                     total += storage.nbytes() if part.device == there else 0
         return total
 
@@ -59,7 +59,7 @@ def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) 
     growing = [o for o in optimizers if isinstance(o, torch.optim.LBFGS)]
     state += sum(add(histories.tensors_of(o)) + histories.missing_history_bytes(o) for o in growing)
     static = Static(parameters=parameters, gradients=gradients, optimizer=state, buffers=buffers, inputs=inputs)
-    return static, frozenset(seen - {0})
+    return static, frozenset(addresses - {0})
 
 
 def _bucket_bytes(wrapper: DistributedDataParallel) -> int:

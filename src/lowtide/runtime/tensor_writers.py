@@ -45,9 +45,9 @@ class Overwritten(RuntimeError):
         often = "once" if n_writes == 1 else f"{n_writes} times"
         super().__init__(
             f"{changed_in_place(tensor, version)}\n"
-            f"  The plan makes {reader} again from {name}, which was written to {often} between forward and "
-            "backward; no rehearsed step did so. This step ends before its update. From here on what is made of that "
-            "tensor is kept: a loop that catches this error can take the same batch again.\n"
+            f"  The plan recomputes {reader} from {name}, which was written to {often} between forward and "
+            "backward; no rehearsed step did so. This step ends before its update. From here on values computed from "
+            "that tensor are kept: a loop that catches this error can take the same batch again.\n"
             "  Write to it after backward, or fit (rehearse and plan) in a step that writes to it."
         )
         self.module_class = module_class
@@ -101,7 +101,7 @@ class ReliedOn:
     def of_leaf(self, leaf: Tensor) -> Value:
         """Return the value of a tensor without history, for a recompute. Raises CannotRecompute if overwritten."""
         if is_overwritten(leaf):
-            raise CannotRecompute("it is made of a tensor that was overwritten before backward")
+            raise CannotRecompute("it is computed from a tensor that was overwritten before backward")
         return self.of(value_without_grad_fn(leaf), leaf)
 
     def watch(self) -> None:
@@ -183,24 +183,24 @@ def is_overwritten(tensor: Tensor) -> bool:
 
 
 def _updates(optimizer: Optimizer, *_: Any) -> None:
-    if found := _at_work():
+    if plans := _at_work():
         updated = {storage_id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        for relied_on in found:
+        for relied_on in plans:
             relied_on.before_write(updated, f"{type(optimizer).__name__}.step()")
 
 
 def _writes(parameter: Tensor, method: str) -> bool:
     """Copy what a method of `parameter` is about to write to, if a plan reads it again. Return False if none reads."""
-    found = _at_work()
-    for relied_on in found:
+    plans = _at_work()
+    for relied_on in plans:
         relied_on.before_write({storage_id(parameter)}, f"Tensor.{method}")
-    return bool(found) or in_backward()
+    return bool(plans) or in_backward()
 
 
 def _renormalise(
-    told: weakref.ref[ReliedOn], own: Callable[..., Tensor], weight: Tensor, *args: Any, **kwargs: Any
+    reference: weakref.ref[ReliedOn], own: Callable[..., Tensor], weight: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    relied_on = told()
+    relied_on = reference()
     if relied_on is not None and relied_on in _at_work():
         relied_on.before_write({storage_id(weight)}, "an embedding's max_norm", is_habit=True)
     return own(weight, *args, **kwargs)

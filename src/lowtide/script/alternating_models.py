@@ -30,8 +30,8 @@ class AlternatingModels:
 
     def others_updated(self, parameters: set[int]) -> None:
         """Note an update of parameters, given by their ids, that are not the model's."""
-        found = [m for m in self._called.values() if any(id(p) in parameters for p in m.parameters())]
-        self._updated.update({id(module): module for module in found})
+        models = [m for m in self._called.values() if any(id(p) in parameters for p in m.parameters())]
+        self._updated.update({id(module): module for module in models})
 
     def model_updated(self) -> list[nn.Module]:
         """Return the other models that were updated since the model was updated last."""

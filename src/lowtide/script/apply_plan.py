@@ -46,16 +46,16 @@ class Applying(PlanMonitor):
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Put the plan in force if `model` is the plan's; measure the step if its batch is no larger than planned."""
-        planned, found = self._plan.fingerprint, fingerprint(model, batch)
+        planned, current = self._plan.fingerprint, fingerprint(model, batch)
         super().begins(model, batch, optimizers)
         if self._applied is None:
-            self._put_in_force(model, found)
+            self._put_in_force(model, current)
         if self._applied is None:
             return
         is_own = model is self._model
-        self._is_planned = is_own and found.batch == planned.batch
+        self._is_planned = is_own and current.batch == planned.batch
         self._n_others += not self._is_planned
-        if is_own and no_larger(shapes_in(found.batch), shapes_in(planned.batch)):
+        if is_own and no_larger(shapes_in(current.batch), shapes_in(planned.batch)):
             try:
                 self._open = Measured(model, batch, optimizers, self._applied, self._plan.budget_for)
             except RehearsalError as why:
@@ -102,11 +102,11 @@ class Applying(PlanMonitor):
         super().gives_up(model)
         self._model, self._peaks = None, []
 
-    def _put_in_force(self, model: nn.Module, found: Fingerprint) -> None:
+    def _put_in_force(self, model: nn.Module, current: Fingerprint) -> None:
         planned = self._plan.fingerprint
-        if no_larger(shapes_in(found.batch), shapes_in(planned.batch)):
-            found = replace(found, batch=planned.batch)
-        self._differences = planned.differences(found)
+        if no_larger(shapes_in(current.batch), shapes_in(planned.batch)):
+            current = replace(current, batch=planned.batch)
+        self._differences = planned.differences(current)
         if not self._differences:
             check_on_device(self._plan.budget_bytes, place_of(model), self._plan.budget_for)
             self._model, self._applied = model, apply(model, self._plan, say=self._say)

@@ -19,7 +19,7 @@ class CandidateModels:
     def __init__(self) -> None:
         self._called: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._n_updates: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._left: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._replaced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Models that were replaced by such modules, and are not considered again: models may take turns."""
 
     def called(self, module: nn.Module) -> None:
@@ -37,11 +37,11 @@ class CandidateModels:
         optimizers = [optimizer for optimizer, n in self._n_updates.items() if n > 1]
         updated = {p for optimizer in optimizers for p in held_by(optimizer)}
         modules = [module for module in self._called.values() if updated & ids(module.parameters())]
-        return ([], []) if any(module in self._left for module in modules) else (modules, optimizers)
+        return ([], []) if any(module in self._replaced for module in modules) else (modules, optimizers)
 
     def leave(self, model: nn.Module) -> None:
         """Note that `model` is replaced by other modules."""
-        self._left.update(model.modules())
+        self._replaced.update(model.modules())
         self.forget()
 
     def forget(self) -> None:

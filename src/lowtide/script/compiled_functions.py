@@ -36,11 +36,11 @@ def watch_compiled_functions(detector: _Detector) -> Callable[[], None]:
             return made  # a decorator calls torch.compile anew
 
         @functools.wraps(made)
-        def told(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
             watching = None if is_compiling_here() or reference is None else reference()
             return made(*args, **kwargs) if watching is None else watching.calls_compiled(made, model, args, kwargs)
 
-        return told
+        return watched
 
     unwatch = replace_function(torch, "compile", functools.partial(functools.partial, compiles))
 

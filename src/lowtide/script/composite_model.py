@@ -37,9 +37,9 @@ def name_of(model: nn.Module) -> str:
     return type(getattr(model, "_orig_mod", model)).__name__  # as torch.compile names the model that it wraps
 
 
-def is_of_parts(found: Fingerprint) -> bool:
+def is_of_parts(fingerprint: Fingerprint) -> bool:
     """Return True if the fingerprint is of a `CompositeModel`."""
-    return found.model.startswith(f"{CompositeModel.__name__} ")
+    return fingerprint.model.startswith(f"{CompositeModel.__name__} ")
 
 
 def whole(modules: Sequence[nn.Module]) -> nn.Module:

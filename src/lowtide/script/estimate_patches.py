@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def nothing_saved(crew: Estimating) -> Iterator[None]:
+def nothing_saved(listener: Estimating) -> Iterator[None]:
     """Skip `torch.save` from the first forward on, so that checkpoints of a real run are not overwritten."""
     save = torch.save
 
     def saves(*args: Any, **kwargs: Any) -> None:
-        if crew.answers is None:
+        if listener.answers is None:
             save(*args, **kwargs)
         else:
-            crew.answers.note("torch.save is left out")
+            listener.answers.note("torch.save is left out")
 
     with patch.object(torch, "save", saves):
         yield
 
 
 @contextlib.contextmanager
-def steps_of_a_script(crew: Estimating) -> Iterator[None]:
-    """Tell `crew` of backward passes and checkpoints. Compilation is skipped: the operators themselves run."""
+def steps_of_a_script(listener: Estimating) -> Iterator[None]:
+    """Tell `listener` of backward passes and checkpoints. Compilation is skipped: the operators themselves run."""
 
     def compiles(model: Any = None, **options: Any) -> Any:
-        crew.compiles = True
+        listener.compiles = True
         if model is None:
             return functools.partial(compiles, **options)
         compile_as_written(model)
@@ -58,11 +58,11 @@ def steps_of_a_script(crew: Estimating) -> Iterator[None]:
 
     def runs_back(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         done = run(*args, **kwargs)
-        crew.goes_back()
+        listener.goes_back()
         return done
 
     def checkpoints(function: Any, *args: Any, **kwargs: Any) -> Any:
-        crew.checkpoints(function, args)
+        listener.checkpoints(function, args)
         return checkpoint(function, *args, **kwargs)
 
     checkpoint = torch.utils.checkpoint.checkpoint
@@ -75,7 +75,7 @@ def steps_of_a_script(crew: Estimating) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cuda_for_a_script(gpu: GpuSpec, crew: Estimating, processes: AbsentProcesses | None) -> Iterator[None]:
+def cuda_for_a_script(gpu: GpuSpec, listener: Estimating, processes: AbsentProcesses | None) -> Iterator[None]:
     """Report CUDA as available to a script before its first forward, which stays on the CPU.
 
     The script is one of `processes`, if given.
@@ -85,29 +85,29 @@ def cuda_for_a_script(gpu: GpuSpec, crew: Estimating, processes: AbsentProcesses
         if processes is not None:
             stack.enter_context(processes.around())
             stack.enter_context(meshes_on("cpu", "cuda"))
-            stack.enter_context(patch.object(nn.Module, "to_empty", _on_meta(nn.Module.to_empty, crew)))
+            stack.enter_context(patch.object(nn.Module, "to_empty", _on_meta(nn.Module.to_empty, listener)))
         for owner, name, function in groups.stand_ins(processes):
             stack.enter_context(patch.object(owner, name, function))
         if not torch.cuda.is_available():
-            usage = Usage(crew.asked, AllocatorConfig.from_environment())
-            stack.enter_context(cuda_is_there(gpu, crew.asked, usage))
+            usage = Usage(listener.asked, AllocatorConfig.from_environment())
+            stack.enter_context(cuda_is_there(gpu, listener.asked, usage))
             stack.enter_context(function_modes_in_backward())
         yield
 
 
-def _on_meta(to_empty: Callable[..., Any], crew: Estimating) -> Callable[..., Any]:
+def _on_meta(to_empty: Callable[..., Any], listener: Estimating) -> Callable[..., Any]:
     """Wrap `Module.to_empty` so that CUDA parameters stay on the meta device, and no part of a model takes memory."""
 
     @functools.wraps(to_empty)
     def made(module: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
-        if crew.answers is not None or device is None or torch.device(device).type == "cpu":
+        if listener.answers is not None or device is None or torch.device(device).type == "cpu":
             return to_empty(module, device=device, recurse=recurse)  # type: ignore[no-any-return]
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             return torch.empty_like(tensor, device="meta" if isinstance(tensor, nn.Parameter) else device)
 
         apply_to_tensors(module, moved, recurse=recurse)
-        crew.asked.put(module.parameters(recurse))
+        listener.asked.put(module.parameters(recurse))
         return module
 
     return made

@@ -68,14 +68,14 @@ class Estimating(StepListener):
         self,
         gpu: GpuSpec | None,
         size: int | None,
-        told: Callable[[], None],
+        on_entered: Callable[[], None],
         processes: AbsentProcesses | None = None,
         *,
         replayed: bool = False,
     ) -> None:
         self.done = False
         self.estimate: MemoryEstimate | None = None
-        self._gpu, self._size, self._told, self._processes = gpu, size, told, processes
+        self._gpu, self._size, self._on_entered, self._processes = gpu, size, on_entered, processes
         self._replayed = replayed
         self._rehearsal: TwoStepRun | None = None
         self._model: nn.Module | None = None
@@ -228,10 +228,10 @@ class Estimating(StepListener):
         """Put the model and reachable tensors on the GPU; `resizing` tensors follow later, in another size."""
         for unit in units(model.modules()):
             unit.reshard()  # type: ignore[operator]  # whole after an evaluation, and gathered again by the next forward
-        found = ReachableState(*at_hand())
+        state = ReachableState(*at_hand())
         later = (*resizing, *sizes_in(batch))
         batch = [tensor for tensor in tensors_in(batch) if not _is_in(later, tensor)]
-        reached = (self._optimizers, found.modules)
+        reached = (self._optimizers, state.modules)
         if self._gpu is None:
             rehearsal = TwoStepRun(model, batch, reached)
         else:
@@ -247,10 +247,10 @@ class Estimating(StepListener):
             )
         rehearsal.__enter__()
         self._rehearsal, self.answers = rehearsal, rehearsal.answers
-        self._told()
+        self._on_entered()
         # Parameters outside of modules, and sums whose device a loop compares, as transformers' Trainer does.
-        there = [t for t in found.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
-        there += (t for t in found.visited if isinstance(t, torch.Tensor) and not t.is_leaf and is_given(t))
+        there = [t for t in state.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
+        there += (t for t in state.visited if isinstance(t, torch.Tensor) and not t.is_leaf and is_given(t))
         rehearsal.put([tensor for tensor in there if not _is_in(resizing, tensor)], lambda tensor: tensor)
 
     def ends(self, model: nn.Module) -> None:
@@ -316,7 +316,7 @@ def estimate_script(
     gpu: GpuSpec,
     size: int | None = None,
     *,
-    told: Callable[[], None] = ...,
+    on_entered: Callable[[], None] = ...,
     processes: AbsentProcesses | None = None,
     replayed: bool = False,
 ) -> tuple[int, GpuMemoryEstimate | None]: ...
@@ -328,7 +328,7 @@ def estimate_script(
     gpu: GpuSpec | None,
     size: int | None = None,
     *,
-    told: Callable[[], None] = ...,
+    on_entered: Callable[[], None] = ...,
     processes: AbsentProcesses | None = None,
     replayed: bool = False,
 ) -> tuple[int, MemoryEstimate | None]: ...
@@ -339,29 +339,29 @@ def estimate_script(
     gpu: GpuSpec | None,
     size: int | None = None,
     *,
-    told: Callable[[], None] = lambda: None,
+    on_entered: Callable[[], None] = lambda: None,
     processes: AbsentProcesses | None = None,
     replayed: bool = False,
 ) -> tuple[int, MemoryEstimate | None]:
     """Run `script` up to two steps without memory; return its exit code and the estimate.
 
-    With `gpu` the script runs on that GPU, as one of `processes`. `told` is called when the script's tensors are real
-    for the last time. With `replayed`, each repeated block of the model is replayed in backward.
+    With `gpu` the script runs on that GPU, as one of `processes`. `on_entered` is called when the script's tensors are
+    real for the last time. With `replayed`, each repeated block of the model is replayed in backward.
 
     Raises the errors of a rehearsal, with the line of the script that caused them.
     """
-    crew = Estimating(gpu, size, told, processes, replayed=replayed)
+    listener = Estimating(gpu, size, on_entered, processes, replayed=replayed)
     with contextlib.ExitStack() as stack:
         if gpu is not None:
-            stack.enter_context(cuda_for_a_script(gpu, crew, processes))
-        stack.enter_context(steps_of_a_script(crew))
-        stack.enter_context(nothing_saved(crew))
+            stack.enter_context(cuda_for_a_script(gpu, listener, processes))
+        stack.enter_context(steps_of_a_script(listener))
+        stack.enter_context(nothing_saved(listener))
         try:
-            code = run_watched(script, crew)
+            code = run_watched(script, listener)
         except LowtideError as error:
-            first = None if crew.answers is None else crew.answers.refused
+            first = None if listener.answers is None else listener.answers.refused
             raise first or error  # noqa: B904  the last one came of cleaning up after the first
-    return code, crew.estimate
+    return code, listener.estimate
 
 
 def _is_in(tensors: Iterable[Tensor], tensor: Tensor) -> bool:
@@ -371,5 +371,5 @@ def _is_in(tensors: Iterable[Tensor], tensor: Tensor) -> bool:
 def _data_at_hand() -> Iterator[Tensor]:
     """Yield tensors in variables of functions that call the model: the batch, and labels that the loss will read."""
     for value in at_hand():
-        found = tensors_in(value) if isinstance(value, torch.Tensor | tuple | list | dict) else []
-        yield from (tensor for tensor in found if not tensor.requires_grad)
+        tensors = tensors_in(value) if isinstance(value, torch.Tensor | tuple | list | dict) else []
+        yield from (tensor for tensor in tensors if not tensor.requires_grad)

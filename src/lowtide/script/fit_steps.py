@@ -1,8 +1,9 @@
 """Fit the steps of a loop into a budget.
 
 The first two steps are rehearsed, and a plan is made. It is in force from the third step on, which is measured: if its
-peak is over the budget, another plan is made. A batch that is larger than the rehearsed ones runs under the most saving
-plan; the next batch of that size is rehearsed, and from then on has its own plan, next to the one for smaller batches.
+peak is over the budget, another plan is made. A batch that is larger than the rehearsed ones runs under the plan
+with the smallest peak; the next batch of that size is rehearsed, and from then on has its own plan, next to the one for
+smaller batches.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from lowtide.state.step_outcome import Outcome
 
 OnInfeasible = Literal["raise", "smallest", "plain"]
-"""Reactions of a training loop if no plan fits: raise, continue under the most saving plan, or without a plan."""
+"""Reactions if no plan fits: raise, continue under the plan with the smallest peak, or continue without a plan."""
 
 GROWTHS: Final = 12
 """Most plans made for larger batches, one after the other: enough for ten thousand random sizes."""
@@ -88,9 +89,9 @@ class RunVerdict:
             return f"NOT MEASURED: no step of the planned size came; {self.proof}"
         budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
         size = "" if self.is_of_planned_size else " on smaller batches than the planned ones"
-        kept = "within" if self.within_budget else "OVER"
+        relation = "within" if self.within_budget else "OVER"
         peak = "reserved peak" if self.budget_for == "reserved" else "peak"
-        return f"{measured} {peak} measured{size}: {kept} the budget of {budget}; {self.proof}"
+        return f"{measured} {peak} measured{size}: {relation} the budget of {budget}; {self.proof}"
 
 
 class _InForce(Applied):
@@ -144,7 +145,7 @@ class Fitting(PlanMonitor):
         self._rehearsing = Rehearsing(stop=False, levers=levers, in_place=in_place)
         self._over: list[int] = []
         """Measured peaks of plans that were over the budget."""
-        self._told = False
+        self._has_said_sizes = False
         """True once varying sizes have been reported."""
         self._preceding: Counter[str] = Counter()
         """Counts, by name, of models called between steps."""
@@ -177,7 +178,7 @@ class Fitting(PlanMonitor):
 
     @property
     def profile(self) -> Profile | None:
-        """The rehearsed step, until its plan is final."""
+        """The profile of the rehearsed step; None once its plan is final."""
         return self._rehearsing.profile
 
     @property
@@ -203,7 +204,7 @@ class Fitting(PlanMonitor):
             self._shows(f"rehearsing {self.model_name}, step {self._rehearsing.n_steps + 1}", model)
             self._rehearsing.begins(model, batch, optimizers)
             if self._rehearsing.n_hidden == 1 > hidden:
-                self._say("the script records by itself, as with a profiler: steps after that are rehearsed")
+                self._say("the script runs a recorder of its own, such as a profiler: steps after it are rehearsed")
         elif self._n_looked is not None:
             self._looks_for_larger(self.plan, model, batch, optimizers)
         else:
@@ -213,14 +214,14 @@ class Fitting(PlanMonitor):
 
     def _measure(self, made: Plan, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         assert self._applied is not None
-        found, planned = fingerprint(model, batch).batch, made.fingerprint.batch
-        self._n_others += found != planned
-        if found == planned or (not self._smaller and no_larger(shapes_in(found), shapes_in(planned))):
+        current, planned = fingerprint(model, batch).batch, made.fingerprint.batch
+        self._n_others += current != planned
+        if current == planned or (not self._smaller and no_larger(shapes_in(current), shapes_in(planned))):
             self._n_compiled = n_compiled()
             with contextlib.suppress(Busy):  # the script itself records this step, so a later one is measured
                 self._shows(f"verifying the plan for {self.model_name}", model)
                 self._open = Measured(model, batch, optimizers, self._applied, self._budget_for)
-            self._is_planned = found == planned
+            self._is_planned = current == planned
         elif self._n_others >= PATIENCE:
             self._keep(made)
 
@@ -237,11 +238,11 @@ class Fitting(PlanMonitor):
             return
         if self.plan is None:
             self._rehearsing.ends(model)
-            if self._rehearsing.n_sizes > 1 and not self._told:
-                self._told = True
+            if self._rehearsing.n_sizes > 1 and not self._has_said_sizes:
+                self._has_said_sizes = True
                 self._say(
-                    f"batches are of several sizes: the largest of at most {PATIENCE} steps is planned for, which take "
-                    "longer than others"
+                    f"batches are of several sizes: up to {PATIENCE} steps are rehearsed, which take longer, and the "
+                    "plan is for the largest of them"
                 )
             if self._rehearsing.profile is not None and not self._awaits_others(model):
                 self._make_plan(self._rehearsing.profile)
@@ -271,7 +272,7 @@ class Fitting(PlanMonitor):
                 self._go_on_plain(why)
                 return
             self.plan = replace(smallest_plan(profile), budget_bytes=why.budget_bytes)
-            self._say(f"{_first_line(why)} The most saving plan is in force, as asked, and is over the budget")
+            self._say(f"{_first_line(why)} As asked, the plan with the smallest peak is in force, above the budget")
         self.plan = replace(self.plan, budget_for=self._budget_for)
         self._announce(self.plan)
 
@@ -320,10 +321,10 @@ class Fitting(PlanMonitor):
     def take_off(self) -> None:
         """Restore the model."""
         in_force = None if self._in_force is None else self._in_force()
-        for applied in (self._gone, self._applied, in_force):
+        for applied in (self._to_remove, self._applied, in_force):
             if applied is not None:
                 applied.remove()
-        self._gone = self._applied = self._in_force = None
+        self._to_remove = self._applied = self._in_force = None
 
     def _keep(self, made: Plan) -> None:
         """Keep a plan in force although no batch of its size has come."""
@@ -376,9 +377,9 @@ class Fitting(PlanMonitor):
             return
         kind, names = next(iter(kinds.items()))
         why = RehearsalError(
-            f"under the plan compiled code gives other bits than without it: {kind} ({len(names)}, first {names[0]}). "
-            "Where it computes again what it saved, inductor fuses other kernels, and these may round or add up in "
-            "another order.\n  Give a larger budget, or compile the repeated blocks instead, each in its place: `for "
+            f"under the plan the results of compiled code differ in bits: {kind} ({len(names)}, first {names[0]}). "
+            "Where saved tensors are recomputed, inductor fuses other kernels, which may round or add in another "
+            "order.\n  Give a larger budget, or compile the repeated blocks instead, each in its place: `for "
             "block in model.layers: block.compile()`."
         )
         assert self._applied is not None
@@ -403,8 +404,8 @@ class Fitting(PlanMonitor):
             return
         for name in [name for name, n in self._preceding.items() if n > 1]:
             self._say(
-                f"note: {name} is called before the model in each step, and what it takes until then is not counted: "
-                "lowtide.fit counts it"
+                f"note: {name} is called before the model in each step, and memory that it takes until then is not "
+                "counted: lowtide.fit counts it"
             )
         for note in plan.notes:
             if note != NOT_RUN:
@@ -460,9 +461,10 @@ class Fitting(PlanMonitor):
             raise why
         if self._on_infeasible == "plain" and not self._n_growths:
             self._go_on_plain(why)
-            self._gone, self._applied, self.plan = self._applied, None, None  # until the next step, which changes hooks
+            self._to_remove = self._applied  # until the next step, which changes hooks
+            self._applied = self.plan = None
             return
-        self._say(f"{_first_line(why)} Training goes on under the most saving plan of those")
+        self._say(f"{_first_line(why)} Training goes on under the one of these plans with the smallest peak")
         self._stays(made, why.measured_peak_bytes, is_of_planned_size=self._is_planned)
 
     # --- larger batches, later
@@ -485,8 +487,8 @@ class Fitting(PlanMonitor):
         if not is_one_size or several_processes() or self._n_growths >= GROWTHS:
             return False
         self._say(
-            f"{self.model_name} {what}: the peak may be above the budget, though larger batches get the most saving "
-            "plan. The next one is rehearsed, for a plan of its own"
+            f"{self.model_name} {what}: the peak may be above the budget, though larger batches run under the plan "
+            "with the smallest peak. The next one is rehearsed, for a plan of its own"
         )
         self._is_outgrown = True
         return True
@@ -523,7 +525,7 @@ class Fitting(PlanMonitor):
             larger = plan(profile, made.budget_bytes)
         except Infeasible as why:
             larger = replace(smallest_plan(profile), budget_bytes=made.budget_bytes)
-            self._say(f"{_first_line(why)} The most saving plan is in force for these batches")
+            self._say(f"{_first_line(why)} The plan with the smallest peak is in force for these batches")
         if len(larger.input_shapes) == 1 and most_elements(larger) > most_elements(made):
             if not larger.graphs:  # compiled code has one partition for all sizes
                 self._smaller.append(made)
@@ -532,7 +534,7 @@ class Fitting(PlanMonitor):
             self._announce(larger)
 
     def _leave_growth(self, why: RehearsalError) -> None:
-        """Leave larger batches under the most saving plan."""
+        """Leave larger batches under the plan with the smallest peak."""
         self._say(f"larger batches are not planned for: {why}")
         self._n_growths = GROWTHS
         self._n_looked = None

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Search:
-    """An optimizer whose update is in progress."""
+    """The update of an optimizer, while it is in progress."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

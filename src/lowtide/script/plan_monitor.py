@@ -27,8 +27,9 @@ _PASSED_OVER = (
 )
 
 _NOT_REPEATED = (
-    "a step that runs out of memory will not be repeated: the model is compiled as a whole, and its code has no more "
-    "saving form to be repeated in. Give a smaller budget, or compile repeated blocks instead, each in its place: "
+    "a step that runs out of memory will not be repeated: the model is compiled as a whole, and there is no plan with "
+    "a smaller peak to repeat the step under. Give a smaller budget, or compile repeated blocks instead, each in its "
+    "place: "
     "`block.compile()`"
 )
 
@@ -43,7 +44,7 @@ class PlanMonitor(StepListener):
         """Steps that ran out of memory and were repeated."""
         self._say, self._retry = say, retry
         self._applied: Applied | None = None
-        self._gone: Applied | None = None
+        self._to_remove: Applied | None = None
         """The plan in force on a model that was given up."""
         self._open: Measured | None = None
         self._is_planned = False
@@ -55,15 +56,15 @@ class PlanMonitor(StepListener):
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Remove the plan from a model that was given up."""
-        if self._gone is not None:
-            self._gone.remove()
-            self._gone = None
+        if self._to_remove is not None:
+            self._to_remove.remove()
+            self._to_remove = None
 
     def gives_up(self, model: nn.Module) -> None:
         """Forget `model`, which is not the trained one, and its measurements."""
         PlanMonitor.leaves(self)  # changes no hooks
         if self._applied is not None:
-            self._gone, self._applied = self._applied, None  # until the next step: here no hooks may be removed
+            self._to_remove, self._applied = self._applied, None  # until the next step: here no hooks may be removed
         self.done, self._n_others, self._most = False, 0, 0
 
     def passes_over(self) -> None:
@@ -94,9 +95,9 @@ class PlanMonitor(StepListener):
 
     def _say_smaller_only(self) -> None:
         """Report that no batch of the plan's size came."""
-        found = f"the largest measured peak is {format_bytes(self._most)}" if self._most else "no peak was measured"
+        largest = f"the largest measured peak is {format_bytes(self._most)}" if self._most else "no peak was measured"
         steps = "1 step" if self._n_others == 1 else f"{self._n_others} steps"
-        self._say(f"in {steps} under the plan no batch was of the size it is for: {found}")
+        self._say(f"in {steps} under the plan no batch was of the size it is for: {largest}")
 
 
 class Measured:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class PostPlanMonitor:
     """A monitor that tells the listener once if another model is trained; it holds only weak references."""
 
-    def __init__(self, crew: StepListener, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        self._crew = crew
+    def __init__(self, listener: StepListener, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        self._listener = listener
         self.model = weakref.ref(model)
         self._modules = [weakref.ref(module) for module in model.modules()]
         mine = ids(model.parameters())
@@ -44,4 +44,4 @@ class PostPlanMonitor:
             self._known[id(optimizer)] = weakref.ref(optimizer)
         else:
             self._modules.clear()
-            self._crew.passes_over()
+            self._listener.passes_over()

@@ -63,12 +63,12 @@ class Rehearsing(StepListener):
         self._observed: OnlineProfiler | OnlineCompiledProfiler | None = None
         self._n_runs = 0
         """Steps in which TorchScript in the model ran; it compiles itself in the first ones."""
-        self._gone: list[OnlineProfiler | OnlineCompiledProfiler] = []
+        self._given_up: list[OnlineProfiler | OnlineCompiledProfiler] = []
         """Profilers still in force on models that were given up."""
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Observe this step. Raises RehearsalError for a model that can't be planned."""
-        if self._gone:
+        if self._given_up:
             self.leaves()
         check_not_scripted(model)
         self._is_hidden = has_torchscript(model) and self._n_runs < TORCHSCRIPT_RUNS
@@ -119,7 +119,7 @@ class Rehearsing(StepListener):
         """Forget `model`, which is not the trained one, and its recordings."""
         if self._observed is not None:
             self._observed.give_up()
-            self._gone.append(self._observed)  # until the next step: here no hooks may be removed
+            self._given_up.append(self._observed)  # until the next step: here no hooks may be removed
         self.done, self.profile, self._observed = False, None, None
 
     def begin_anew(self) -> None:
@@ -142,9 +142,9 @@ class Rehearsing(StepListener):
 
     def leaves(self) -> None:
         """Remove all hooks."""
-        for observed in (*self._gone, *([] if self._observed is None else [self._observed])):
+        for observed in (*self._given_up, *([] if self._observed is None else [self._observed])):
             observed.leave()
-        self._gone.clear()
+        self._given_up.clear()
         if self._on is not None:
             self._on.remove()
             self._on = None
@@ -169,4 +169,4 @@ def _put_on(model: nn.Module, levers: tuple[AppliedLever, ...]) -> LeverStack:
     try:
         return enable(model, levers, None)
     except LeverNotApplicable as why:
-        raise RehearsalError(f"a lever that was asked for can't be put on: {why}. Leave it out.") from why
+        raise RehearsalError(f"a lever that was asked for can't be applied: {why}. Leave it out.") from why

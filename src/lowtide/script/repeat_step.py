@@ -1,4 +1,4 @@
-"""Repeat a step that ran out of memory, once, under the most saving plan.
+"""Repeat a step that ran out of memory, once, under the plan with the smallest peak.
 
 A script can't be rewound, so the repeated part is the one that runs between the script's own lines: the call of the
 model, or the backward pass.
@@ -68,7 +68,7 @@ class StepRepeater(Removable):
     def __init__(
         self, model: nn.Module, applied: Applied, say: Callable[[str], None], repeated: Callable[[], object]
     ) -> None:
-        """Begin; `repeated` is called for each repeated step."""
+        """Begin to guard the model; `repeated` is called for each repeated step."""
         self._model, self._applied, self._say, self._repeated = model, applied, say, repeated
         self.reach = MutableState(model)
         self._looks_left = LOOKS
@@ -195,7 +195,7 @@ class StepRepeater(Removable):
         entrances = [(call, node.place) for node in outside if (call := _call_of(node)) is not None]
         calls = [call for call, _ in entrances]
         if not all(call.is_entered(place) for call, place in entrances):
-            return "backward had not come to the model yet: the loss outside of it takes the memory"
+            return "backward had not reached the model yet: the loss outside of it takes the memory"
         if any(call.gradients is None for call in calls):
             return (
                 "the gradients of the model's outputs are too large to be held through backward. Compute the loss in "
@@ -212,14 +212,15 @@ class StepRepeater(Removable):
     # ---
 
     def _begin(self, where: str, failed: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Free unused memory, and put the most saving plan in force."""
+        """Free unused memory, and put the plan with the smallest peak in force."""
         saves_more = self._applied.save_most(args, kwargs)
         gc.collect()
         if accelerator_in_use():
             torch.accelerator.memory.empty_cache()
-        under = "the most saving plan, which stays in force for batches of this size" if saves_more else "the same plan"
-        found = explain(failed)
-        tried_bytes = None if found is None else found.message.tried_bytes
+        smallest = "the plan with the smallest peak, which stays in force for batches of this size"
+        under = smallest if saves_more else "the same plan"
+        explanation = explain(failed)
+        tried_bytes = None if explanation is None else explanation.message.tried_bytes
         request = "" if tried_bytes is None else f" at a request of {format_bytes(tried_bytes)}"
         self._say(f"{where} ran out of memory{request}: the step is repeated under {under}")
         self._repeated()
@@ -290,13 +291,13 @@ class _Call:
         finally:
             self._listening.stop()
         self.context.learn()
-        found = _with_graph(output)
-        if not found:
+        outputs = _with_graph(output)
+        if not outputs:
             return output
         lead: Any = _Entrance.apply
-        led = [lead(self, place, tensor) for place, tensor in enumerate(found.values())]
+        led = [lead(self, place, tensor) for place, tensor in enumerate(outputs.values())]
         self._outputs = [weakref.ref(tensor) for tensor in led]
-        return replace_tensors(output, dict(zip(found, led, strict=True)))
+        return replace_tensors(output, dict(zip(outputs, led, strict=True)))
 
     def leave(self, *, keeps: bool) -> None:
         """End a backward pass; the arguments are released unless the pass `keeps` the graph."""
@@ -411,11 +412,11 @@ def _changes(own: CodeState | None) -> str | None:
 def _outside(tensors: Iterable[Tensor]) -> Iterator[Any]:
     """Yield the autograd nodes from `tensors` up to and including calls of the model."""
     pending: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     while pending:
         node = pending.pop()
-        if node not in seen:
-            seen.add(node)
+        if node not in visited:
+            visited.add(node)
             yield node
             if _call_of(node) is None:
                 pending += [upstream for upstream, _ in node.next_functions if upstream is not None]

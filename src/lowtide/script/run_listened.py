@@ -27,15 +27,15 @@ left_over: list[Callable[[], None]] = []
 
 
 def forget_left_over(end: Callable[[], None]) -> None:
-    """Remove `end` from `left_over`."""
+    """Remove the exit function `end` from `left_over`."""
     left_over[:] = [each for each in left_over if each != end]
 
 
 @contextlib.contextmanager
 def watched(
-    crew: StepListener, model: nn.Module | None = None, *, when_failed: Callable[[], object] | None = None
+    listener: StepListener, model: nn.Module | None = None, *, when_failed: Callable[[], object] | None = None
 ) -> Iterator[Steps]:
-    """Call `crew` for the steps that run within this block; see `Steps`.
+    """Call `listener` for the steps that run within this block; see `Steps`.
 
     Raises LowtideError inside another such block, or while one is active in another thread.
     """
@@ -48,30 +48,30 @@ def watched(
             "one of the two out, or let the first block end before."
         )
     try:
-        with interrupts_delayed(), Steps(crew, model, when_failed=when_failed) as steps:
+        with interrupts_delayed(), Steps(listener, model, when_failed=when_failed) as steps:
             yield steps
     finally:
         _alone.release()
 
 
 @interrupts_delayed()
-def run_watched(script: Script, crew: StepListener, *, untrained: Callable[[str], None] | None = None) -> int:
-    """Run `script` with `crew` on its steps; return its exit code.
+def run_watched(script: Script, listener: StepListener, *, untrained: Callable[[str], None] | None = None) -> int:
+    """Run `script` with `listener` on its steps; return its exit code.
 
     Raises the listener's error, and RehearsalError if the script ended without an error before the listener was done.
     If it trained nothing, for example with `--help`, `untrained` is called with a message instead, if given.
     """
     code = 0
-    with watched(crew) as steps, contextlib.suppress(Enough):
+    with watched(listener) as steps, contextlib.suppress(Enough):
         code = script.run()
         if code == 0 and steps.failed is None:
             steps.ended()
-            crew.finish()
+            listener.finish()
     if isinstance(steps.failed, LowtideError):
         raise steps.failed
-    if code == 0 and not crew.done:
+    if code == 0 and not listener.done:
         if untrained is None or not is_untrained(steps):
-            raise RehearsalError(why_not(script.target, steps, crew))
+            raise RehearsalError(why_not(script.target, steps, listener))
         untrained(f"{script.target} ended, and {_UNTRAINED}.")
     return code
 
@@ -85,7 +85,7 @@ def is_untrained(steps: Steps) -> bool:
 _UNTRAINED = "no model was trained: no module with trainable parameters was called in training mode with gradients on"
 
 
-def why_not(program: str, steps: Steps, crew: StepListener) -> str:
+def why_not(program: str, steps: Steps, listener: StepListener) -> str:
     """Explain why the listener could not finish its work in `program`, which has ended."""
     ended = f"{program} ended"
     if steps.model is None and steps.in_other_thread:
@@ -129,6 +129,5 @@ def why_not(program: str, steps: Steps, crew: StepListener) -> str:
             f"{ended}, and no optimizer stepped: {name} was called in training mode, but no torch.optim.Optimizer "
             "updated it.\n  Run at least one step of the training loop to its end."
         )
-    return (
-        f"{ended} after {steps.n_updates} optimizer steps, before {name} {crew.awaits}.\n  Train that model for longer."
-    )
+    n_steps = steps.n_updates
+    return f"{ended} after {n_steps} optimizer steps, before {name} {listener.awaits}.\n  Train that model for longer."

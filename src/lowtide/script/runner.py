@@ -114,7 +114,7 @@ class _Program:
             self._folder = os.getcwd()
 
     def comes_back(self) -> None:
-        """Restore the state."""
+        """Restore the state of the process that the script had changed."""
         sys.modules["__main__"], sys.argv, sys.path[:] = self._main, self._argv, self._path
         with contextlib.suppress(OSError):
             if self._folder is not None:

@@ -63,9 +63,9 @@ class Steps:
     """
 
     def __init__(
-        self, crew: StepListener, model: nn.Module | None = None, *, when_failed: Callable[[], object] | None = None
+        self, listener: StepListener, model: nn.Module | None = None, *, when_failed: Callable[[], object] | None = None
     ) -> None:
-        self.crew = crew
+        self.listener = listener
         self._is_given, self._when_failed = model is not None, when_failed
         self.n_updates = 0
         """Updates by optimizers so far."""
@@ -122,31 +122,31 @@ class Steps:
     def _watch(self) -> None:
         """Patch the calls of all modules, including classes with their own `__call__`."""
         self._unwatch.callback(register_optimizer_step_pre_hook(self._begins_update).remove)
-        told = functools.partial(functools.partial, self._call)
-        self._unwatch.callback(replace_function(nn.Module, "__call__", told))
+        patch_call = functools.partial(functools.partial, self._call)
+        self._unwatch.callback(replace_function(nn.Module, "__call__", patch_call))
         self._unwatch.callback(
-            replace_function(nn.Module, "__init__", functools.partial(functools.partial, self._made, told))
+            replace_function(nn.Module, "__init__", functools.partial(functools.partial, self._made, patch_call))
         )
         started = functools.partial(functools.partial, self._starts_process)
         self._unwatch.callback(replace_function(BaseProcess, "start", started))
-        if self.crew.plans_compiled:
+        if self.listener.plans_compiled:
             self._unwatch.callback(watch_compiled_functions(self))
         for kind in classes_of_calls():
-            self._watch_class(kind, told)
+            self._watch_class(kind, patch_call)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
         self._hook.remove()
-        self.crew.leaves()
+        self.listener.leaves()
 
     def stop(self) -> None:
         """Remove all patches and references. Repeated calls do nothing."""
         self._unwatch.close()
         self._own_calls.clear()
-        if self.model is not None and (self.crew.done or self.failed is not None):
-            self._afterwards = PostPlanMonitor(self.crew, self.model, self._optimizers.values())
+        if self.model is not None and (self.listener.done or self.failed is not None):
+            self._afterwards = PostPlanMonitor(self.listener, self.model, self._optimizers.values())
             self.model = None
             self._called.clear()
             self._optimizers.clear()
@@ -172,16 +172,18 @@ class Steps:
         self.started_processes = True
         plain(process)
 
-    def _made(self, told: Make, plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    def _made(
+        self, patch_call: Make, plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Patch the class of a new module if its calls bypass torch's `__call__`."""
         if (kind := class_of_call(module)) is not None:
-            self._watch_class(kind, told)
+            self._watch_class(kind, patch_call)
         return plain(module, *args, **kwargs)
 
-    def _watch_class(self, kind: type, told: Make) -> None:
+    def _watch_class(self, kind: type, patch_call: Make) -> None:
         if kind not in self._own_calls:
             self._own_calls.add(kind)
-            self._unwatch.callback(replace_function(kind, "__call__", told))
+            self._unwatch.callback(replace_function(kind, "__call__", patch_call))
 
     @not_compiled_alone
     def _call(self, plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +200,7 @@ class Steps:
         try:
             if begins:
                 is_around = self._is_given and module is not self.model and is_compiled(module)
-                self.crew.compiled = module if is_around else None
+                self.listener.compiled = module if is_around else None
                 with self._noting():
                     self._called_by_nobody(module, (args, kwargs))
             return plain(module, *args, **kwargs)
@@ -210,7 +212,7 @@ class Steps:
         self, function: Callable[..., Any], of: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a function compiled from `of`; a step may begin with it."""
-        if self._depth or not self.crew.plans_compiled:
+        if self._depth or not self.listener.plans_compiled:
             return function(*args, **kwargs)
         if self._is_late and self._is_here() and not in_backward():
             self._close_late()
@@ -221,7 +223,7 @@ class Steps:
                     with self._noting():
                         check_updates_outside(of)
                     if not self._is_open:
-                        self.crew.compiled = function
+                        self.listener.compiled = function
                     with self._noting():
                         self._called_by_nobody(module, (args, kwargs))
             return function(*args, **kwargs)
@@ -286,17 +288,17 @@ class Steps:
         mine = set() if self.model is None else ids(self.model.parameters())
         self._stepped = {key: o for key, o in self._stepped.items() if mine & held_by(o)}  # the others' steps are over
         self._turns.called(module)
-        if self.crew.done:
+        if self.listener.done:
             if self._waits_until and self.n_updates >= self._waits_until:
                 self._waits_until = 0
-                self.crew.lets_go()
+                self.listener.lets_go()
             if not self._waits_until:
                 self.stop()
             return
         if self.model is None:
             self.model = module
             self._prompted.forget()
-        elif not (self._is_given or self._is_ours(module)) and self.crew.is_left_by(self.model, module):
+        elif not (self._is_given or self._is_ours(module)) and self.listener.is_left_by(self.model, module):
             for held in (self._called, self._optimizers, self._stepped):  # their memory may be freed
                 held.clear()
             self._replace(module)
@@ -307,17 +309,17 @@ class Steps:
         if not self._is_open and not self._is_ours(module):
             self._called_aside(module)
         if self._is_open:
-            self.crew.goes_on(batch)
+            self.listener.goes_on(batch)
         elif self._is_ours(module):
             self._aside.forget()
             before = None if self._before is None else self._before()
             if before is not None and not self._is_ours(before) and any(True for _ in before.parameters()):
-                self.crew.precedes(before)
+                self.listener.precedes(before)
             if (search := self._search()) is not None:
                 self._optimizers[id(search.optimizer)] = search.optimizer
             self._is_beginning = True
             try:
-                self.crew.begins(self.model, batch, tuple(self._optimizers.values()))
+                self.listener.begins(self.model, batch, tuple(self._optimizers.values()))
             finally:
                 self._is_beginning = False
             self._is_open = True
@@ -336,14 +338,14 @@ class Steps:
 
     def _is_updated_by_hand(self) -> bool:
         """Return True if the model's parameters were updated without an optimizer of torch."""
-        return not self.n_updates and self.model is not None and self.crew.is_updated(self.model)
+        return not self.n_updates and self.model is not None and self.listener.is_updated(self.model)
 
     def _look_for_updates_by_hand(self, model: nn.Module) -> None:
         """Reject a model that updates itself: its first step would never end, and be recorded all the time."""
         try:
             self.by_hand.called(model)
         except RehearsalError as why:
-            self.crew.loses_track(why)
+            self.listener.loses_track(why)
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
         """Return True if the optimizer steps in a thread that is not observed, and updates nothing of the model."""
@@ -368,17 +370,17 @@ class Steps:
         self.n_updates += 1
         self._updating.pop(id(optimizer), None)
         self._optimizers[id(optimizer)] = optimizer
-        if self.model is None and (found := self._prompted.updated(optimizer)) is not None:
-            self.model = found
+        if self.model is None and (model := self._prompted.updated(optimizer)) is not None:
+            self.model = model
             self._prompted.forget()
             with self._noting():
-                self.crew.finds(found, (optimizer,))
+                self.listener.finds(model, (optimizer,))
         held = held_by(optimizer)
         if self.model is not None and not held & ids(self.model.parameters()):
             self._turns.others_updated(held)
-        elif not self._is_given and self.crew.done and (others := self._turns.model_updated()):
+        elif not self._is_given and self.listener.done and (others := self._turns.model_updated()):
             self._takes_turns(others)
-        if self.crew.done:
+        if self.listener.done:
             return
         if not self._is_open:
             self._aside.updated(optimizer)
@@ -398,7 +400,7 @@ class Steps:
                 return
             monitor.updated(optimizer)
         self.n_updates += 1
-        if self.crew.wants_more() and (model := monitor.model()) is not None:
+        if self.listener.wants_more() and (model := monitor.model()) is not None:
             self._resume(model, monitor.optimizers())
 
     @contextlib.contextmanager
@@ -443,12 +445,12 @@ class Steps:
         elif not self._is_given and (others := self._turns.model_updated()):
             self._takes_turns(others)
         else:
-            self.crew.ends(self.model)
-            if self.crew.done:
+            self.listener.ends(self.model)
+            if self.listener.done:
                 if not self._is_given and others_at_hand(self.model):
                     self._waits_until = self.n_updates + PATIENCE
                 else:
-                    self.crew.lets_go()
+                    self.listener.lets_go()
 
     def _takes_turns(self, others: Sequence[nn.Module]) -> None:
         """Make one model of the model and `others`, which take turns."""
@@ -461,7 +463,7 @@ class Steps:
         given_up, self.model = self.model, other
         self._turns.begin()
         self._waits_until = 0
-        self.crew.gives_up(given_up)
+        self.listener.gives_up(given_up)
 
     def _replace(self, other: nn.Module) -> None:
         """Give up the model for one with which a step begins now."""

@@ -161,8 +161,9 @@ def within(
 
     The loop stays unchanged, in any form: a plain one, a Trainer, a function in its own thread. The first two steps are
     rehearsed, which takes some seconds; the third is the first under a plan, and measured. If batch sizes vary, up to
-    20 steps are observed. A batch that is larger than all of these gets the most saving plan; the next batch of that
-    size gets its own plan. At the end of the block, however it ends, the model is restored.
+    20 steps are observed. A batch that is larger than all of these runs under the plan with the smallest
+    peak; the next batch of that size gets its own plan. At the end of the block, however it ends, the model is
+    restored.
 
     Args:
         budget: Bytes, "8GiB", "500MB" or "60%" of the plain step's peak, for all memory of the step: parameters,
@@ -170,12 +171,13 @@ def within(
             also "90% of gpu", or "auto": the memory that is free there, less a margin for fragmentation.
         budget_for: The bytes that the budget bounds: the "requested" ones, or on a GPU "reserved" ones, as for `fit`.
         model: The model to plan for, which the loop may call through a wrapper. By default the one that is trained.
-        on_infeasible: If no plan fits, "raise" ends training with the error, "smallest" goes on under the most saving
-            plan, and "plain" goes on without any. The updates so far stand, and are those of the plain loop.
+        on_infeasible: If no plan fits, "raise" ends training with the error, "smallest" goes on under the plan
+            with the smallest peak, and "plain" goes on without a plan. The updates so far stand, and are those of the
+            plain loop.
         levers: Changes to the step, as `lowtide run --lever` takes them: "outputs", "loss head", "micro-batches=4".
         in_place: If False, no gradient is written over the one that it is computed from.
-        retry: True repeats a step that runs out of memory under its plan once, under the most saving one, to the same
-            bits. If memory runs out again, the error has the explanation of `lowtide explain`.
+        retry: If True, a step that runs out of memory is repeated once, under the plan with the smallest peak, to the
+            same bits. If memory runs out again, the error has the explanation of `lowtide explain`.
         progress: If False, neither lines nor bars are written to stderr; the log named "lowtide" has all lines.
 
     Returns:

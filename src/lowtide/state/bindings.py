@@ -224,7 +224,7 @@ class Items(Bindings):
 
 
 def contents_of(container: Any, *, weakly: bool = False) -> Entries | Items:
-    """Return the places of a container."""
+    """Return the items of a dict or of another container as restorable places."""
     kind = Entries if issubclass(kind_of(container), dict) else Items
     return kind(container, weakly=weakly)
 

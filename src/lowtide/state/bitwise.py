@@ -48,7 +48,7 @@ def _digest(array: Any) -> int:
     hasher = hashlib.sha1(usedforsecurity=False)
     for piece in [array.reshape(-1)] if array.flags.c_contiguous else _pieces(array):
         if piece.size:
-            hasher.update(piece)
+            hasher.update(piece if piece.flags.c_contiguous else piece.copy())  # expanded: a view with strides of 0
     return int.from_bytes(hasher.digest()[:8], "little")
 
 

@@ -74,7 +74,7 @@ def check_at_rest(groups: Iterable[ShardGroup]) -> None:
             names = " and ".join(type(module).__name__ for module in group.modules)
             raise RehearsalError(
                 f"the parameters of {names} are whole now, as after a forward without backward. Call its reshard() in "
-                "all processes before."
+                "all processes first."
             )
 
 
@@ -130,7 +130,7 @@ class NoSync:
             forget_step(unit)
 
     def end(self) -> None:
-        """Allow communication again."""
+        """Allow gradients to be sent to other processes again."""
         self._undo.close()
 
 

@@ -96,7 +96,7 @@ def _comparable(obj: Any) -> Any:
 
 
 class _ByIdentity:
-    """Objects that are compared by identity."""
+    """A list of objects that are compared by identity."""
 
     __slots__ = ("objects",)
 

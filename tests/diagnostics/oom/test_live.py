@@ -71,7 +71,7 @@ def test_a_step_is_rehearsed_and_the_plan_that_fits_is_said() -> None:
     assert done.returncode == 0, done.stderr
     assert "a rehearsal says: " in done.stdout
     assert 'lowtide.fit(model, step, batch, budget="' in done.stdout
-    assert "fits in the least that a plan reaches" in done.stdout
+    assert "fits in the smallest peak of any plan" in done.stdout
 
 
 @linux_only
@@ -124,7 +124,7 @@ def test_blocks_of_a_model_that_is_a_sequence_are_one_line() -> None:
 def test_words_that_are_not_known_are_said_to_be_so() -> None:
     with pytest.raises(torch.OutOfMemoryError) as raised, lowtide.explain_oom():
         raise torch.OutOfMemoryError("no room")
-    assert raised.value.__notes__ == ["\nlowtide: out of memory, in words that are not known. Please report them."]
+    assert raised.value.__notes__ == ["\nlowtide: out of memory, in a message that is not known. Please report it."]
 
 
 def test_a_failure_to_explain_does_not_replace_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

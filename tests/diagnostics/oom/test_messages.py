@@ -63,7 +63,7 @@ def test_what_is_unknown_is_said_to_be(text: str) -> None:
     assert explain(text) is None
     done = CliRunner().invoke(command, ["-"], input=text, standalone_mode=False)
     assert type(done.exception).__name__ == "LowtideError"
-    assert "no out-of-memory message that is known" in str(done.exception)
+    assert "there is no known out-of-memory message in it" in str(done.exception)
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------

@@ -44,29 +44,30 @@ class Switching(Engine):
         """Choose a plan by the shapes of the outermost call's arguments: a few comparisons."""
         chosen = len(self._shapes) - 1
         if seam.path in self._telling:
-            found, last = shapes_of(args, kwargs), self._shapes[-1]
+            given, last = shapes_of(args, kwargs), self._shapes[-1]
             for number, shapes in enumerate(self._shapes):
-                if seam.path in shapes and within(found, shapes[seam.path]):
+                if seam.path in shapes and within(given, shapes[seam.path]):
                     chosen = number
                     break
             else:
                 most = last.get(seam.path)
-                chosen += int(most is None or elements(found) > elements(most))
-                if most is None or not no_larger(found, most):
-                    self.larger(seam, found)
+                chosen += int(most is None or elements(given) > elements(most))
+                if most is None or not no_larger(given, most):
+                    self.larger(seam, given)
         return chosen
 
     def keeps_all(self, plan: int) -> bool:
         return not self.tables[plan]
 
-    def larger(self, seam: CallInterceptor, found: Shapes) -> None:
+    def larger(self, seam: CallInterceptor, given: Shapes) -> None:
         """Say, once, that a batch is larger than any bucket."""
         if not self._was_larger:
             self._was_larger = True
-            shapes = [list(shape) for shape in found]
+            shapes = [list(shape) for shape in given]
             self.say(
                 f"{seam} is given {shapes}, more than for the largest batch that was rehearsed ({self._largest}): "
-                "larger batches get the most saving plan and may need more than the budget. Fit with the largest."
+                "larger batches run under the plan with the smallest peak and may need more than the budget. Fit with "
+                "the largest."
             )
 
 

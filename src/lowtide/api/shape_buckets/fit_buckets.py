@@ -73,7 +73,7 @@ def buckets_for(
     budget_bytes = parse_budget(budget, of=plain_peak_bytes(large))
     few, many = (_calls(model, step, sizes.batch(share), optimizer) for share in (0.0, 1.0))
     same_work = alike(small, large)
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
     for end in reversed(_ends(sizes, small, large, budget_bytes)):  # largest first: its errors rule out the others
         share = sizes.share(end)
         batch = sizes.batch(share)
@@ -92,8 +92,8 @@ def buckets_for(
             profile = rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
             plan, verdict = fit_one(batch, budget_bytes, profile)
         shapes = shapes_between(few, many, share)
-        found.append(Bucket(size=sizes.say(share), shapes=shapes, profile=profile, plan=plan, verdict=verdict))
-    return found[::-1]
+        buckets.append(Bucket(size=sizes.say(share), shapes=shapes, profile=profile, plan=plan, verdict=verdict))
+    return buckets[::-1]
 
 
 def _small(

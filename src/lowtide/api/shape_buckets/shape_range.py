@@ -50,7 +50,8 @@ class Range:
         self.varying = tuple(_by_itself(self._tensors) if small is None else _between(large, small))
         if not self.varying:
             raise RehearsalError(
-                "no dimension of the batch varies: give the largest batch, and as `shapes` a smaller one of its form."
+                "no dimension of the batch varies: give the largest batch, and as `shapes` a smaller one of the same "
+                "structure."
             )
         self.steps = max(v.large - v.small for v in self.varying)
         """The number of sizes, less one."""
@@ -87,7 +88,9 @@ def _at(share: float, small: int, large: int) -> int:
 def _between(large: Any, small: Any) -> Iterator[Varying]:
     many, few = tensors_in(large), tensors_in(small)
     if tree_structure(large) != tree_structure(small) or len(many) != len(few):
-        raise RehearsalError("the batches hold different things: `shapes` takes a batch like the other, but smaller.")
+        raise RehearsalError(
+            "the two batches differ in structure: give as `shapes` a smaller batch of the same structure."
+        )
     for number, (one, other) in enumerate(zip(many, few, strict=True)):
         if other.dim() != one.dim() or other.dtype != one.dtype:
             raise RehearsalError(f"tensor {number} of the two batches differs in more than its sizes.")
@@ -101,12 +104,12 @@ def _between(large: Any, small: Any) -> Iterator[Varying]:
                 yield Varying(number, dim, least, most)
 
 
-def _by_itself(found: list[Tensor]) -> Iterator[Varying]:
+def _by_itself(given: list[Tensor]) -> Iterator[Varying]:
     """Yield the second dimension of tokens and of equally long tensors; without tokens the first dimension of all.
 
     Integer tables are tokens unless another tensor beside them, such as images, has another length.
     """
-    tensors = {n: tensor for n, tensor in enumerate(found) if tensor.dim()}
+    tensors = {n: tensor for n, tensor in enumerate(given) if tensor.dim()}
     tokens = max((t.shape[1] for t in tensors.values() if t.dim() == 2 and not t.is_floating_point()), default=0)
     others = (t for t in tensors.values() if t.dim() > 2 or (t.dim() == 2 and t.is_floating_point()))
     dim = int(tokens > 0 and all(other.shape[1] == tokens for other in others))
@@ -119,13 +122,13 @@ def _by_itself(found: list[Tensor]) -> Iterator[Varying]:
 
 def shapes_between(small: dict[str, Shapes], large: dict[str, Shapes], share: float) -> dict[str, Shapes]:
     """Interpolate the shapes of calls that both sizes make; calls of different forms are left out."""
-    found = {}
+    shapes = {}
     for path in small.keys() & large.keys():
         one, other = small[path], large[path]
         if have_one_form(one, other):
             pairs = zip(one, other, strict=True)
-            found[path] = tuple(tuple(_at(share, m, n) for m, n in zip(a, b, strict=True)) for a, b in pairs)
-    return found
+            shapes[path] = tuple(tuple(_at(share, m, n) for m, n in zip(a, b, strict=True)) for a, b in pairs)
+    return shapes
 
 
 class Calls(Engine):
@@ -137,8 +140,8 @@ class Calls(Engine):
         """Shapes of the largest call, by the module's path."""
 
     def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        found = shapes_of(args, kwargs)
+        shapes = shapes_of(args, kwargs)
         known = self.shapes.get(seam.path)
-        if known is None or within(known, found):
-            self.shapes[seam.path] = found
+        if known is None or within(known, shapes):
+            self.shapes[seam.path] = shapes
         return 0

@@ -67,11 +67,11 @@ def demo(
             work, plain = (workload(model, layers=layers, batch_size=batch_size, length=length) for _ in range(2))
         except ValueError as error:  # a size that this model or its data does not have
             raise click.UsageError(f"{error}.") from error
-        found = compare(work, plain, budgets or BUDGETS, steps=steps, watch=watch)
-    _report(found, json_to)
+        comparison = compare(work, plain, budgets or BUDGETS, steps=steps, watch=watch)
+    _report(comparison, json_to)
     if report_to is not None:
-        write_report(found.to_record(command_line()), report_to)
-    return 1 if found.wrong or (budgets and found.unreached) else 0
+        write_report(comparison.to_record(command_line()), report_to)
+    return 1 if comparison.wrong or (budgets and comparison.unreached) else 0
 
 
 def _progress(*, quiet: bool) -> Progress:
@@ -92,14 +92,14 @@ def _progress(*, quiet: bool) -> Progress:
     )
 
 
-def _report(found: Comparison, json_to: str | None) -> None:
+def _report(comparison: Comparison, json_to: str | None) -> None:
     if json_to == "-":
-        write(found.to_json(), json_to)
+        write(comparison.to_json(), json_to)
         return
     from rich.console import Console
 
     from lowtide.cli.demo.results_table import show
 
-    show(found, Console())
+    show(comparison, Console())
     if json_to is not None:
-        write(found.to_json(), json_to)
+        write(comparison.to_json(), json_to)

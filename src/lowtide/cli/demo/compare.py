@@ -114,7 +114,7 @@ def _within(budget: str, name: str, duel: "_Duel", profile: Profile) -> Run:
 def _refused(name: str, error: Infeasible | OverBudget) -> Run:
     if isinstance(error, OverBudget):
         measured = format_bytes(error.measured_peak_bytes, round_up=True)
-        why, smallest = f"no plan kept to it; the best was measured at {measured}", None
+        why, smallest = f"no plan stayed within it; the smallest measured peak was {measured}", None
     else:
         smallest = error.smallest_peak_bytes
         why = f"no plan fits; the smallest peak of any is {format_bytes(smallest, round_up=True)}"

@@ -30,8 +30,8 @@ def need_folder(package: str, folder: str) -> Path:
     """Return a folder of data files inside an installed package, which is not imported."""
     spec = find_spec(package)
     for root in (spec.submodule_search_locations if spec else None) or ():
-        if (found := Path(root) / folder).is_dir():
-            return found
+        if (path := Path(root) / folder).is_dir():
+            return path
     raise _missing(package.replace("_", "-"), "it is not installed" if spec is None else f"it has no folder {folder}")
 
 

@@ -93,12 +93,12 @@ class Comparison(Record):
         shown = min(planned, key=lambda run: run.measured_peak_bytes or 0, default=None)
         proof = None
         if shown is not None:
-            kept = "" if shown.identical else "NOT "
+            negation = "" if shown.identical else "NOT "
             proof = Proof(
                 measured_peak_bytes=shown.measured_peak_bytes,
                 is_within_budget=shown.within_budget,
                 text="losses, gradients, parameters, buffers, optimizer state and random numbers of "
-                f"{self.steps} steps are {kept}the plain loop's, bit by bit",
+                f"{self.steps} steps are {negation}the plain loop's, bit by bit",
                 is_proven=shown.identical,
                 planned_ms=None if shown.time_ratio is None else min(shown.step_ms),
                 plain_ms=min(shown.plain_step_ms, default=None),

@@ -14,23 +14,25 @@ from lowtide.units import format_bytes, format_ratio
 _BAR_CELLS = 40
 
 
-def show(found: Comparison, console: Console) -> None:
+def show(comparison: Comparison, console: Console) -> None:
     """Print the whole comparison; 80 columns are enough."""
     blocks = console.encoding.lower().startswith("utf")
-    about = f"{found.optimizer}, {found.items_per_step:,} {found.items} a step, {_steps(found)} a run"
-    console.print(Text(f"{found.description}; {about}."), "", sep="\n")
-    console.print(_table(found), "", _bars(found, "▓█▏" if blocks else "#=|"), "", sep="\n")
-    for line in [*_made_again(found), "", *_proof(found), *_remarks(found)]:
+    about = (
+        f"{comparison.optimizer}, {comparison.items_per_step:,} {comparison.items} a step, {_steps(comparison)} a run"
+    )
+    console.print(Text(f"{comparison.description}; {about}."), "", sep="\n")
+    console.print(_table(comparison), "", _bars(comparison, "▓█▏" if blocks else "#=|"), "", sep="\n")
+    for line in [*_made_again(comparison), "", *_proof(comparison), *_remarks(comparison)]:
         console.print(Text(line))
 
 
-def _table(found: Comparison) -> Table:
+def _table(comparison: Comparison) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("", no_wrap=True)
     for heading in ("budget", "predicted", "measured", "time", "recompute", "replay"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("bits", no_wrap=True)
-    for run in found.runs:
+    for run in comparison.runs:
         table.add_row(run.name, *_cells(run))
     return table
 
@@ -50,30 +52,30 @@ def _cells(run: Run) -> Iterator[str | Text]:
     yield Text("equal", style="green") if run.identical else Text("DIFFER", style="bold red")
 
 
-def _bars(found: Comparison, cells: str) -> Table:
+def _bars(comparison: Comparison, cells: str) -> Table:
     """Draw the measured peaks to scale, each with its budget marked."""
-    static_cell, other_cell, mark = tuple(cells)
-    plain = found.plain.measured_peak_bytes or 1
-    largest = max(run.measured_peak_bytes or 0 for run in found.runs)
-    static = round(_BAR_CELLS * found.static.total / largest)
+    static_cell, other_cell, budget_cell = tuple(cells)
+    plain = comparison.plain.measured_peak_bytes or 1
+    largest = max(run.measured_peak_bytes or 0 for run in comparison.runs)
+    static = round(_BAR_CELLS * comparison.static.total / largest)
     bars = Table.grid(padding=(0, 2))
-    for run in found.runs:
+    for run in comparison.runs:
         if run.measured_peak_bytes is None:
             continue
         peak = max(static, round(_BAR_CELLS * run.measured_peak_bytes / largest))
         bar = Text(static_cell * static, style="blue").append(other_cell * (peak - static), style="cyan")
         if run.budget_bytes is not None and run.budget_bytes <= largest:
             at = max(peak, round(_BAR_CELLS * run.budget_bytes / largest))
-            bar.append(" " * (at - peak) + mark, style="yellow")
+            bar.append(" " * (at - peak) + budget_cell, style="yellow")
         share = format_ratio(run.measured_peak_bytes / plain)
         bars.add_row(run.name, bar, Text(share, justify="right"))
-    legend = f"{static_cell} there before the step  {other_cell} added by it  {mark} budget"
+    legend = f"{static_cell} there before the step  {other_cell} added by it  {budget_cell} budget"
     bars.add_row("", Text(legend, style="dim"))
     return bars
 
 
-def _made_again(found: Comparison) -> Iterator[str]:
-    for run in found.runs:
+def _made_again(comparison: Comparison) -> Iterator[str]:
+    for run in comparison.runs:
         if run.plan is not None:
             yield f"{run.name}: {decisions(run.plan)}."
         elif run.refusal is not None:
@@ -82,9 +84,9 @@ def _made_again(found: Comparison) -> Iterator[str]:
             yield f"{run.name}: every block runs twice, by transformers' own switch."
 
 
-def _proof(found: Comparison) -> Iterator[str]:
-    judged = [run for run in found.runs if run.same is not None]
-    for run in found.wrong:
+def _proof(comparison: Comparison) -> Iterator[str]:
+    judged = [run for run in comparison.runs if run.same is not None]
+    for run in comparison.wrong:
         if not run.identical:
             yield f"{run.name}: NOT the plain loop's bits: {'; '.join(run.differences[:3])}."
         if not run.within_budget:
@@ -95,19 +97,19 @@ def _proof(found: Comparison) -> Iterator[str]:
     same = [run.name for run in judged if run.identical]
     if same:
         yield (
-            f"Proven here for {', '.join(same)}: over {_steps(found)} every loss and every gradient is the plain "
+            f"Proven here for {', '.join(same)}: over {_steps(comparison)} every loss and every gradient is the plain "
             "loop's, bit by bit, and so are parameters, buffers, optimizer state and random numbers after the last. "
             "Peaks are exact, from the allocator's own events, and count what is there before the step."
         )
 
 
-def _remarks(found: Comparison) -> Iterator[str]:
+def _remarks(comparison: Comparison) -> Iterator[str]:
     yield "Time: the fastest step beside the fastest plain one; the two loops took turns, step by step."
-    yield from (f"Note: {note}." for note in found.notes)
+    yield from (f"Note: {note}." for note in comparison.notes)
 
 
-def _steps(found: Comparison) -> str:
-    return "1 step" if found.steps == 1 else f"{found.steps} steps"
+def _steps(comparison: Comparison) -> str:
+    return "1 step" if comparison.steps == 1 else f"{comparison.steps} steps"
 
 
 def _bytes(n_bytes: int | None) -> str:

@@ -36,17 +36,19 @@ class Training:
 
         Empty if losses, gradients and state are equal.
         """
-        found = []
+        differences = []
         if len(self.losses) != len(other.losses):
-            found.append(f"{len(self.losses)} steps, not {len(other.losses)}")
+            differences.append(f"{len(self.losses)} steps, not {len(other.losses)}")
         runs = zip(self.losses, other.losses, self.gradients, other.gradients, strict=False)
         for step, (loss, other_loss, gradients, other_gradients) in enumerate(runs, start=1):
             if loss.hex() != other_loss.hex():  # as text, so that a NaN equals itself
-                found.append(f"step {step}: loss {loss}, not {other_loss}")
+                differences.append(f"step {step}: loss {loss}, not {other_loss}")
             if gradients != other_gradients:
-                found.append(f"step {step}: gradients")
-        found += [f"after the last step: {what}" for what in self.state if self.state[what] != other.state.get(what)]
-        return tuple(found)
+                differences.append(f"step {step}: gradients")
+        differences += [
+            f"after the last step: {what}" for what in self.state if self.state[what] != other.state.get(what)
+        ]
+        return tuple(differences)
 
 
 class Loop:

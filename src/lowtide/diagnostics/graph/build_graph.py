@@ -42,7 +42,7 @@ class GraphBuilder:
         self._values: dict[Key, Value] = {}
 
     def graph(self) -> Graph:
-        """Return the records."""
+        """Return the records of the graph."""
         for function in self._in_order():
             self._nodes[function] = self._record(function)
         roots = tuple(self._value_of(root) for root in self._roots)

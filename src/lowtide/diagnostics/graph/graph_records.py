@@ -120,7 +120,7 @@ class Node:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes kept that are in memory anyway."""
+        """Bytes of parameters and buffers that the node keeps, which are in memory anyway."""
         return unique_bytes(kept for kept in self.kept if kept.parameter)
 
     def __repr__(self) -> str:

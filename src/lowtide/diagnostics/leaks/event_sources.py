@@ -33,7 +33,7 @@ class EventSources:
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        """Subscribe. Raises LowtideError while another watch runs."""
+        """Subscribe to the events of torch. Raises LowtideError while another watch runs."""
         global _watching
         if _watching is not None:
             raise LowtideError("a watch is running already: there is room for one. End it first.")

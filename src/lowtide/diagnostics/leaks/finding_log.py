@@ -20,7 +20,7 @@ _HISTORY = 8
 
 @dataclass(slots=True)
 class Entry:
-    """Everything known about one holder."""
+    """Observations about one holder."""
 
     rule: Rule | None = None
     held_bytes: int = 0

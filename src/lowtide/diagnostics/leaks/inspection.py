@@ -244,7 +244,7 @@ def module_names(model: nn.Module | None, modules: Iterable[nn.Module]) -> dict[
 
 
 def roots_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules that no other module contains."""
+    """Return the modules that no other of these modules contains."""
     inside = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inside]
 

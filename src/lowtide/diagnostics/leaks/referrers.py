@@ -93,7 +93,7 @@ class _ReferencePath:
 
     @property
     def all_entries(self) -> int | None:
-        """Entries including those of `obj`."""
+        """Entries of this path, including those of `obj` itself."""
         is_queue = isinstance(self.obj, deque) and self.obj.maxlen is not None  # bounded
         if is_queue or not isinstance(self.obj, list | deque | set | dict):
             return self.entries

@@ -365,7 +365,7 @@ class Watch(Displayed):
             handler()
         except Exception as error:
             self._failure = error.with_traceback(None)
-            _log.exception("the watch has a fault and goes on no further; the training does")
+            _log.exception("the watch has failed and ends here; training goes on")
 
 
 def watch(model: nn.Module | None = None, batches: Iterable[Any] | None = None) -> Watch:

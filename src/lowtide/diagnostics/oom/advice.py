@@ -118,7 +118,7 @@ def _not_pytorch(m: Message, f: Facts) -> Actions:
         yield Action(text="run one collective before the model's first step, so that the buffers are there early")
         yield Action(text="smaller buffers: NCCL_BUFFSIZE=2097152, fewer channels (NCCL_MAX_NCHANNELS=8), fewer groups")
     else:
-        yield Action(text=f"look with {vendor.monitor} who holds the device: other processes may have taken it")
+        yield Action(text=f"look with {vendor.monitor} which processes hold the device: others may have taken it")
     if vendor.fraction:
         yield Action(text=f"leave room for what is outside PyTorch: {vendor.fraction}(0.9) before the first step")
     yield Action(text="make handles and communicators early, before PyTorch's cache has taken the device")
@@ -161,7 +161,7 @@ def _driver(m: Message, _: Facts) -> Actions:
         yield Action(text="on real hardware: a newer macOS and torch; torch.mps.is_available() is no proof")
         return
     yield Action(
-        text=f"look who limits it: {vendor.monitor}, the container's devices and limits, ulimit -v", bytes=m.free_bytes
+        text=f"find the limit: {vendor.monitor}, the container's devices and limits, ulimit -v", bytes=m.free_bytes
     )
     yield Action(text="try again: another process may have freed it just now")
     yield Action(text="a newer driver" + (", and a newer torch for ROCm" if m.kind == "hip" else ""))
@@ -284,10 +284,10 @@ def _fit(m: Message, f: Facts) -> Actions:
         yield pieces
     elif room is not None and room < least:
         yield pieces
-        yield Action(text=f"no plan fits {format_bytes(room)}: the one that saves most needs this", bytes=least)
+        yield Action(text=f"no plan fits {format_bytes(room)}: the one with the smallest peak needs this", bytes=least)
     else:
         budget = _typed(least, round_up=True) if room is None else _typed(room)
-        rest = " in the least that a plan reaches" if room is None else ""
+        rest = " in the smallest peak of any plan" if room is None else ""
         text = f'lowtide.fit(model, step, batch, budget="{budget}") fits{rest}'
         yield Action(text=text, bytes=least if room is None else room)
         yield pieces

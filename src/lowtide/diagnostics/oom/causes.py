@@ -50,7 +50,7 @@ class Cause(Record):
 
 
 def find_cause(message: Message, facts: Facts) -> Cause:
-    """Return the first cause that holds."""
+    """Return the first cause whose conditions hold."""
     causes = (cause(message, facts) for cause in CAUSES)
     return next((cause for cause in causes if cause is not None), None) or _true_need(message, facts)
 

@@ -83,7 +83,7 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
         text = f"{type(error).__name__}: {error}"
         explanation = explain(text, facts_now(error, self._model, self._optimizer))
         if explanation is None:
-            return "out of memory, in words that are not known. Please report them."
+            return "out of memory, in a message that is not known. Please report it."
         if self._step is None:
             return str(explanation)
         clear_frames(error.__traceback__)
@@ -99,7 +99,7 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
             if not (isinstance(failure, LowtideError) or is_out_of_memory(failure)):
                 raise
             why = str(failure).partition("\n")[0]
-            notes = (f"no plan could be looked for: {why}",)
+            notes = (f"no plan could be searched for: {why}",)
             return replace(explanation, facts=replace(explanation.facts, notes=notes))
         _, least = smallest_peak(profile)
         plain = simulator_of(profile).predict(Decisions())
@@ -111,7 +111,7 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
             static_bytes=profile.static.total,
             notes=(
                 f"a rehearsal says: {format_bytes(plain.peak_bytes)} as it is, "
-                f"{format_bytes(least.peak_bytes, round_up=True)} under the most saving plan{extra}; "
+                f"{format_bytes(least.peak_bytes, round_up=True)} under the plan with the smallest peak{extra}; "
                 f"{format_bytes(profile.static.total)} are there before the step begins",
             ),
         )

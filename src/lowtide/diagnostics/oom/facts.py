@@ -310,7 +310,7 @@ class FactReader:
         self._expandable: bool | None = None
 
     def read(self, piece: str, *, is_last: bool) -> None:
-        """Read the facts that end with `piece`."""
+        """Read the next `piece` of the text, and record the facts that are complete with it."""
         self._window += piece
         matches = [
             (match.start(), kind, match)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Meaning of all messages of one program."""
+    """The cause that all messages of one program have."""
 
     code: str
     claim: str

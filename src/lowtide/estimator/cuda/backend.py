@@ -39,7 +39,7 @@ class Stream(NullStream):
         self.number = next(self._numbers)
 
     def record_event(self, event: object = None) -> NullStream:
-        """Return an event."""
+        """Return a new event: nothing runs asynchronously."""
         return NullStream()
 
 
@@ -90,7 +90,7 @@ class _Hook(DeviceHook):
 def gpu_in_use(gpu: GpuSpec) -> Iterator[None]:
     """Make `NAME` a device like `gpu` in this block, which one thread enters at a time, after `take_place`."""
     if in_use:
-        raise RehearsalError("one rehearsal of a GPU runs inside of another. Let the first one end.")
+        raise RehearsalError("one estimate for a GPU runs inside another. Let the first one end.")
     in_use.append(gpu)
     unbounded.clear()
     measured.clear()
@@ -113,16 +113,16 @@ def take_place(*, alone: bool = False) -> None:
     """
     if torch.cuda.is_available() and not alone:
         raise RehearsalError(
-            "this process has a GPU, whose streams torch would no longer look after once there is a device for "
-            "rehearsals.\n  Rehearse with `lowtide estimate --device`, or in a process with CUDA_VISIBLE_DEVICES=''."
+            "this process has a GPU, whose streams torch would no longer manage once there is a device for "
+            "estimates.\n  Use `lowtide estimate --device`, or estimate in a process with CUDA_VISIBLE_DEVICES=''."
         )
     taken = device_place()
     if taken == NAME:
         return
     if taken is not None:
         raise RehearsalError(
-            f"the device {taken!r} has torch's one place for devices of other makers, which a rehearsal for a GPU "
-            "needs.\n  Rehearse in a process that does not import it."
+            f"the device {taken!r} has torch's one place for devices of other makers, which an estimate for a GPU "
+            "needs.\n  Estimate in a process that does not import it."
         )
     take_device_place(NAME, _Module(), _Hook())
     register()

@@ -148,7 +148,7 @@ class GpuAllocationTracker(AllocationTracker):
             return leaf
         found = self._moved.get(leaf)  # type: ignore[no-untyped-call]
         if found is None:
-            self._answers.note("a tensor on the CPU is taken to be on the GPU")
+            self._answers.note("a tensor on the CPU is assumed to be on the GPU")
             with without_modes(), self._fakes:
                 found = sparse.with_parts(leaf, self._empty) if sparse.is_sparse(leaf) else self._empty(leaf)
             self._moved[leaf] = found

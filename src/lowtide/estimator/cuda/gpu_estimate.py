@@ -168,7 +168,7 @@ class GpuMemoryEstimate(MemoryEstimate):
 _IN_WORDS: dict[Verdict, str] = {
     "fits": "it fits",
     "does not fit": "it does not fit",
-    "unknown": "it fits or not by what is not known",
+    "unknown": "whether it fits depends on what is not known",
 }
 
 
@@ -281,7 +281,7 @@ def _workspaces(stream: EventStream, n_bytes: int) -> dict[int, int]:
 
 
 def _resized(stream: EventStream, sizes: Mapping[int, int]) -> EventStream:
-    """Return the stream with some blocks resized."""
+    """Return the stream with other sizes for some blocks."""
     if not sizes:
         return stream
 

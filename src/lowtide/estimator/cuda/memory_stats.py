@@ -65,7 +65,7 @@ class Usage:
         return found
 
     def level(self, name: str) -> int:
-        """Return one statistic."""
+        """Return one statistic of the simulated allocator."""
         return self.stats()[name]
 
     def mark(self, what: str) -> None:

@@ -22,7 +22,7 @@ _BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_obj
 
 
 def stand_ins(processes: AbsentProcesses | None = None) -> Iterator[tuple[Any, str, Any]]:
-    """Return the replacements in torch: (owner, name, function)."""
+    """Return the stand-ins for functions on process groups, as (owner, name, function)."""
     yield DistributedDataParallel, "__init__", _anywhere(DistributedDataParallel.__init__)
     if not torch.distributed.is_available():
         return

@@ -171,7 +171,7 @@ def _autocast_on_gpu(answers: ValueOracle) -> Iterator[None]:
         if is_off and (asked[-1:] == ["cuda"] or sys._getframe(1).f_globals.get("__name__") == CHECKPOINT):
             return enter(self)  # type: ignore[no-untyped-call]
         if self.device == "cpu" and self._enabled:
-            answers.note("autocast for the CPU is taken to be for the GPU")
+            answers.note("autocast for the CPU is assumed to be for the GPU")
         if self.device in ("cuda", "cpu", NAME):
             asked.append(self.device)
             self.device = NAME

@@ -86,7 +86,7 @@ def type_name(name: str) -> str:
 
 
 def stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """Return the replacements in torch: (owner, name, object)."""
+    """Return the stand-ins for tensor types, as (owner, name, object)."""
     for owner, kinds in ((torch.cuda, DENSE), (torch.cuda.sparse, SPARSE)):
         yield from ((owner, name, kind) for name, kind in kinds.items() if hasattr(owner, name))
     yield torch, "set_default_tensor_type", _by_default(torch.set_default_tensor_type)

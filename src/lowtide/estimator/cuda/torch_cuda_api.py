@@ -103,7 +103,7 @@ def answers(gpu: GpuSpec, usage: Usage) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _asked(gpu: GpuSpec, usage: Usage) -> dict[str, Any]:
-    """Return the replacements of queries about a GPU."""
+    """Return the stand-ins for torch's queries about a GPU."""
     known = properties(gpu)
     capability = known.major, known.minor
     state = torch.zeros(16, dtype=torch.uint8, device="cpu")  # seed and offset
@@ -147,15 +147,15 @@ class _Runtime:
 
 
 class _UsersStream(NullStream):
-    """A stream that the script makes."""
+    """A CUDA stream that the script makes."""
 
 
 def _on_stream(stream: NullStream | None) -> NullStream:
     if isinstance(stream, _UsersStream) and len(gpus_per_node) > 1:
         raise RehearsalError(
-            "the script allocates on a CUDA stream of its own (torch.cuda.stream), of which its memory depends besides "
-            "those of FSDP2, and which is not estimated.\n  Estimate without it: blocks of one stream are not given to "
-            "another, so more is reserved with it."
+            "the script allocates on a CUDA stream of its own (torch.cuda.stream), which is not estimated; only "
+            "FSDP2's streams are.\n  Estimate without it: blocks of one stream are not reused by another, so more is "
+            "reserved with it."
         )
     return stream or NullStream()
 

@@ -12,16 +12,16 @@ from lowtide._torch.privateuse1 import JIT_KERNELS
 from lowtide.errors import RehearsalError
 
 _GRAPHS = (
-    "a CUDA graph records kernels, and a GPU that is not there runs none.\n  Rehearse the step without it; a graph "
-    "keeps what it needs in a pool of its own, besides what the step needs."
+    "a CUDA graph records kernels, and an absent GPU runs none.\n  Estimate the step without it; a graph's own pool "
+    "comes on top of that."
 )
 _POOLS = (
-    "what is allocated past torch's own allocator can't be estimated.\n  Rehearse without it: the answer is for "
-    "torch's allocator, set as PYTORCH_CUDA_ALLOC_CONF says."
+    "memory allocated outside torch's own allocator can't be estimated.\n  Estimate without it: the answer is for "
+    "torch's allocator with the settings of PYTORCH_CUDA_ALLOC_CONF."
 )
-_KERNELS = "kernels that are compiled for a GPU can't run where none is.\n  Rehearse with an operator of torch instead."
-_GPUS = "a rehearsal is for one GPU.\n  Rehearse what one of several GPUs does, without moving tensors between them."
-_STORAGES = "storages of old can't be on a GPU that is not there.\n  Make a tensor, and take its untyped_storage()."
+_KERNELS = "kernels that are compiled for a GPU can't run without one.\n  Estimate with an operator of torch instead."
+_GPUS = "an estimate is for one GPU.\n  Estimate the work of one of several GPUs, without moving tensors between them."
+_STORAGES = "legacy storages can't be on an absent GPU.\n  Make a tensor, and take its untyped_storage()."
 
 _GRAPH_NAMES = ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle")
 _POOL_NAMES = ("MemPool", "use_mem_pool", "CUDAPluggableAllocator", "change_current_allocator")
@@ -40,7 +40,7 @@ _REFUSED: tuple[tuple[tuple[Any, ...], tuple[str, ...], str], ...] = (
 
 
 def stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """Return the replacements in torch: (owner, name, function or class)."""
+    """Return the stand-ins for unsupported functions of torch, as (owner, name, function or class)."""
     for owners, names, why in _REFUSED:
         for owner in owners:
             for name in names:

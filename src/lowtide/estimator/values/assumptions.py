@@ -71,10 +71,11 @@ _AS_NUMBER = (aten._local_scalar_dense.default, aten.item.default)
 
 HEALTH = "no NaN or infinity"
 DRAWN = "random numbers are as they were drawn"
-EVENLY = "what is chosen here by its largest value is taken to be chosen evenly"
+EVENLY = "choices made here by the largest value are assumed to be spread evenly"
 
 SEARCHING = (
-    "LBFGS is taken to find a better point in each iteration; later steps keep more, up to two vectors as large as all "
+    "LBFGS is assumed to find a better point in each iteration; later steps keep more, up to two vectors as large as "
+    "all "
     "parameters for each of history_size iterations"
 )
 
@@ -175,7 +176,7 @@ class ValueOracle:
             return contents.value(tensor)
 
     def learn(self, tensor: Tensor, value: Tensor, assumed: str = "") -> None:
-        """Set a fake tensor's contents."""
+        """Set the known contents of a fake tensor."""
         with on_real_tensors():
             contents.learn(tensor, value, assumed)
 
@@ -449,8 +450,8 @@ class ValueOracle:
             names = ", ".join(contents.senders)
             received = f"\n  Nor can it know what other processes send ({names}), which do not exist."
         error = DataDependentStepError(
-            f"{where()}: {why}, which a rehearsal without memory can't know.{received}\n"
-            "  Measure this step instead (lowtide.timeline), or decide there by something that the batch tells."
+            f"{where()}: {why}, which a step without memory can't know.{received}\n"
+            "  Measure this step instead (lowtide.timeline), or decide there by something known from the batch."
         )
         self.refused = self.refused or error
         return error

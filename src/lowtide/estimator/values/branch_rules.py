@@ -33,11 +33,11 @@ _COPYING = frozenset({"deepcopy", "copy", "clone", "state_dict", "detach", "cpu"
 _NUMBERS = frozenset({"item", "float", "int", "bool", "abs", "round", "min", "max", "str", "format", "len"})
 _ENDING = frozenset({"exit", "quit", "_exit", "abort"})
 
-_CHECK = "a check is taken to pass"
-_GOES_ON = "training is taken to go on"
+_CHECK = "a check is assumed to pass"
+_GOES_ON = "training is assumed to continue"
 _SAME = "either way needs the same memory"
 _MORE = "the way that saves or copies something is taken, as the one that needs more memory"
-_TOLD = "either way is only told"
+_TOLD = "both ways only print or count"
 
 
 class Taken(NamedTuple):

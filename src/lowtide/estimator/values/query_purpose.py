@@ -34,7 +34,7 @@ _CHOOSING = ("max", "min")
 
 _ROUNDING = ("int", "ceil", "floor")
 
-_PASSES = Taken(True, "a check is taken to pass")
+_PASSES = Taken(True, "a check is assumed to pass")
 
 _BETWEEN = ("lowtide.", "torch._tensor", "torch.overrides", "torch.functional")
 
@@ -50,7 +50,7 @@ class _Check(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Places found in a source."""
+    """Places in a source, by kind: checks, asserts, text, divisions, choices."""
 
     checks: list[_Check]
     asserts: set[_Span]
@@ -103,7 +103,7 @@ def is_counted() -> bool:
 
 
 def is_scoring() -> bool:
-    """Return True if scikit-learn asks, to rate predictions."""
+    """Return True if the query comes from scikit-learn, to rate predictions."""
     frame = _asking()
     while frame is not None and not frame.f_globals.get("__name__", "").startswith(_SCORES):
         frame = frame.f_back
@@ -111,7 +111,7 @@ def is_scoring() -> bool:
 
 
 def in_optimizer() -> bool:
-    """Return True if an optimizer asks."""
+    """Return True if the query comes from an optimizer."""
     frame = _asking()
     return frame is not None and frame.f_globals.get("__name__", "").startswith(_OPTIMIZERS)
 
@@ -130,7 +130,7 @@ def choosing() -> str:
 
 
 def _in_module() -> bool:
-    """Return True if a module's forward asks."""
+    """Return True if the query comes from a module's forward."""
     frame = _asking()
     while frame is not None and frame.f_code is not CALL_CODE:
         frame = frame.f_back

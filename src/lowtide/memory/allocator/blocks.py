@@ -35,7 +35,7 @@ class Block:
         return self.previous is not None or self.next is not None
 
     def insert_before(self, other: Block) -> None:
-        """Become the neighbour in front of `other`."""
+        """Insert this block before `other` in their segment."""
         before = self.previous = other.previous
         self.next = other
         other.previous = self

@@ -120,7 +120,7 @@ class _Builder:
         self.places: dict[int, str] = {}
         self._alive: dict[int, Allocate] = {}
         self._n_blocks = 0
-        self._told: dict[int, tuple[str, str]] = {}
+        self._origins: dict[int, tuple[str, str]] = {}
         """Operator and place of each stack, which many blocks may share."""
         self._is_ours = is_ours
         grown = sum(GROWTH[action["action"]] * action["size"] for action in actions if action["action"] in GROWTH)
@@ -148,9 +148,9 @@ class _Builder:
         self.add(block)
 
     def _says(self, frames: Frames) -> tuple[str, str]:
-        if id(frames) not in self._told:
-            self._told[id(frames)] = operator(frames), place(frames)
-        return self._told[id(frames)]
+        if id(frames) not in self._origins:
+            self._origins[id(frames)] = operator(frames), place(frames)
+        return self._origins[id(frames)]
 
     def free(self, address: int) -> None:
         block = self._alive.pop(address)

@@ -65,7 +65,7 @@ class Demands:
         """For each call the storages that its replay restores, and until when each is wanted."""
 
     def add(self, visit: SegmentResult) -> None:
-        """Add the demands of `visit`."""
+        """Add the recomputes that a visit to a segment needs."""
         for node, wanted in visit.demands:
             self.by_node[node] = combine_demands(self.by_node[node], wanted)
         for call, wanted_back in visit.restores:

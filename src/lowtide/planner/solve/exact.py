@@ -129,7 +129,7 @@ class BranchAndBound:
         return candidate.extra_ms + self.tie * candidate.extra_flops
 
     def choice(self, variables: Floats) -> DecisionVector:
-        """Return the decisions that the variables stand for."""
+        """Return the decisions that the values of the variables mean."""
         choice = self.simulator.keep_everything()
         for group, of_storages in zip(self.moves.groups, self._recompute_variables, strict=True):
             if variables[of_storages].max() > 0.5:

@@ -133,7 +133,7 @@ class CoveringProblem:
         self._at: dict[int, Rows] = {}
 
     def _memory(self) -> None:
-        """Compute each storage's lifetime and bytes: in any case, if it is kept, and if it is recomputed."""
+        """Compute the lifetime and bytes of each storage for three cases: always alive, kept, and recomputed."""
         index, n = self.index, self.n_storages
         until = np.zeros(n, np.int64)
         start, end = np.zeros((2, n), np.int64)

@@ -25,7 +25,7 @@ class Candidate:
 
     @property
     def cost(self) -> tuple[float, int]:
-        """Return the key of comparisons: time, then FLOPs."""
+        """Return the pair by which candidates are ordered: time, then FLOPs."""
         return self.extra_ms, self.extra_flops
 
 

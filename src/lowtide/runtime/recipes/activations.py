@@ -19,7 +19,7 @@ def relu(self: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 @recipe("EluBackward0", "EluBackward1", edges={"self": 0})
 def elu(self: Tensor, *, alpha: float, scale: float, input_scale: float) -> Tensor:
-    """Also SELU; `EluBackward1` is the in-place form."""
+    """Recompute ELU and SELU; `EluBackward1` is the in-place form."""
     return aten.elu(self, alpha, scale, input_scale)
 
 
@@ -63,7 +63,7 @@ def hardsigmoid(self: Tensor) -> Tensor:
 
 @recipe("HardtanhBackward0", edges={"self": 0})
 def hardtanh(self: Tensor, *, min_val: float, max_val: float) -> Tensor:
-    """Also ReLU6."""
+    """Recompute hardtanh, also as ReLU6."""
     return F.hardtanh(self, min_val, max_val)
 
 

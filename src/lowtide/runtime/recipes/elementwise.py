@@ -76,13 +76,13 @@ def sub(self: Tensor, other: Tensor, *, alpha: float, out: Tensor | None = None)
 
 @recipe("RsubBackward0", edges={"self": 0, "other": 1})
 def rsub(self: Tensor, other: Tensor, *, alpha: float) -> Tensor:
-    """For two tensors that need gradients."""
+    """Recompute the difference of two tensors that need gradients."""
     return torch.rsub(self, other, alpha=alpha)
 
 
 @recipe("RsubBackward1", edges={"self": 0})
 def rsub_scalar(self: Tensor, other: Tensor, *, alpha: float) -> Tensor:
-    """A number less a tensor."""
+    """Recompute a number less a tensor."""
     return torch.rsub(self, other, alpha=alpha)
 
 
@@ -94,19 +94,19 @@ def mul(self: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 @recipe("MulBackward1", edges={"self": 0})
 def mul_scalar(self: Tensor, *, other: float, out: Tensor | None = None) -> Tensor:
-    """By a number, inside of torch."""
+    """Recompute a product with a number, as torch's own code takes it."""
     return torch.mul(self, other, out=out)
 
 
 @recipe("DivBackward0", edges={"self": 0, "other": 1})
 def div(self: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Also by a Python number."""
+    """Recompute a quotient, also by a Python number."""
     return torch.div(self, other, out=out)
 
 
 @recipe("DivBackward1", edges={"self": 0})
 def div_scalar(self: Tensor, *, other: float, out: Tensor | None = None) -> Tensor:
-    """By a number, inside of torch."""
+    """Recompute a quotient by a number, as torch's own code takes it."""
     return torch.div(self, other, out=out)
 
 

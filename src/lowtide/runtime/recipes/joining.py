@@ -16,7 +16,7 @@ def cat(tensors: list[Tensor], *, dim: int) -> Tensor:
 
 @recipe("StackBackward0", edges={"tensors": EVERY})
 def stack(tensors: list[Tensor], *, dim: int) -> Tensor:
-    """For tensors that all need gradients."""
+    """Recompute `stack` of tensors that all need gradients."""
     return torch.stack(tensors, dim)
 
 

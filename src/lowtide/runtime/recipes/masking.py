@@ -67,6 +67,6 @@ def native_dropout(input: Tensor, result1: Tensor, *, p: float, out_device: torc
 
 
 def single(number: float) -> float:
-    """Rounded to single precision."""
+    """Round to single precision."""
     rounded: float = struct.unpack("f", struct.pack("f", number))[0]
     return rounded

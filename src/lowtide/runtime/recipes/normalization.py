@@ -120,7 +120,7 @@ def cudnn_batch_norm(input: Tensor, weight: Tensor, bias: Tensor | None, *, epsi
     device="cuda",
 )
 def miopen_batch_norm(input: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float) -> Tensor:
-    """In training, on ROCm."""
+    """Recompute batch norm in training, on ROCm."""
     return aten.miopen_batch_norm(input, weight, bias, None, None, True, 0.0, epsilon)[0]
 
 

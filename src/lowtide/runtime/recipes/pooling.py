@@ -12,7 +12,7 @@ from lowtide.runtime.recipes.registry import aten, recipe
     "AdaptiveMaxPool2DBackward0", "FractionalMaxPool2DBackward0", "MaxPool2DWithIndicesBackward0", edges={"self": 0}
 )
 def max_pool2d(self: Tensor, result1: Tensor) -> Tensor:
-    """Also in one dimension."""
+    """Recompute max pooling in one or two dimensions."""
     return self.flatten(-2).gather(-1, result1.flatten(-2)).view(result1.shape)
 
 
@@ -34,7 +34,7 @@ def avg_pool2d(
     count_include_pad: bool,
     divisor_override: int | None,
 ) -> Tensor:
-    """Also in one dimension."""
+    """Recompute average pooling in one or two dimensions."""
     return aten.avg_pool2d(self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
 
 

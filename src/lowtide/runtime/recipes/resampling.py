@@ -128,7 +128,7 @@ def im2col(
     padding: tuple[int, ...],
     stride: tuple[int, ...],
 ) -> Tensor:
-    """`torch.nn.functional.unfold`."""
+    """Recompute `torch.nn.functional.unfold`."""
     return aten.im2col(self, kernel_size, dilation, padding, stride)
 
 
@@ -142,5 +142,5 @@ def col2im(
     stride: tuple[int, ...],
     out_shape: torch.Size,
 ) -> Tensor:
-    """`torch.nn.functional.fold`."""
+    """Recompute `torch.nn.functional.fold`."""
     return aten.col2im(self, out_shape[-2:], kernel_size, dilation, padding, stride)

@@ -68,7 +68,7 @@ def slice(self: Tensor, *, dim: int, start: int | None, end: int | None, step: i
 
 @recipe("SplitBackward0", edges={"self": 0}, alias=True)
 def split(self: Tensor, *, split_size: int, dim: int) -> tuple[Tensor, ...]:
-    """Also `chunk`."""
+    """Recompute `split` and `chunk`."""
     return torch.split(self, split_size, dim)
 
 

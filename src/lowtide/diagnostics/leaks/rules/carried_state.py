@@ -16,7 +16,7 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     fix="`{name} = {name}.detach()` before the next forward, and no `retain_graph` at {backward}",
 )
 class CarriedState(Rule):
-    """The model's input has a graph that a backward pass went through."""
+    """Rule for a model input with a graph that a backward pass went through."""
 
     claims_graph = True
     fix_of_part = (

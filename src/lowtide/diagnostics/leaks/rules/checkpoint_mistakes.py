@@ -15,7 +15,7 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     "`checkpoint(f, x, block)`",
 )
 class OtherBlock(Rule):
-    """Recorded when the modules called in backward differ from those of forward."""
+    """Rule for another block in backward, recorded when the modules called there differ from those of forward."""
 
 
 @rule(
@@ -31,7 +31,7 @@ class OtherBlock(Rule):
     "Recomputation by `lowtide.fit` restores the statistics",
 )
 class CountedTwice(Rule):
-    """Recorded when backward updates buffers again that forward has updated."""
+    """Rule for buffers that forward has updated, recorded when backward updates them again."""
 
 
 @rule(
@@ -46,4 +46,4 @@ class CountedTwice(Rule):
     "`model.enable_input_require_grads()`",
 )
 class LostGradients(Rule):
-    """Recorded when the block is called."""
+    """Rule for checkpoints without gradients, recorded when the block is called."""

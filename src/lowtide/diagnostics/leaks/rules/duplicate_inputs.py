@@ -14,4 +14,4 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     fix="give the copy the same name, or `del {name}`",
 )
 class BatchTwice(Rule):
-    """Recorded when the model is called."""
+    """Rule for a second copy of the batch, recorded when the model is called."""

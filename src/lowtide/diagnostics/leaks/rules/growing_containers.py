@@ -75,7 +75,7 @@ class RunningSumOfGraphs(Rule):
     fix="put less in `{name}`: a metric, an index, or a copy on the host",
 )
 class GrowingList(Rule):
-    """Bytes and entries of one container grow over several inspections in a row."""
+    """Rule for a container whose bytes and entries grow over several inspections in a row."""
 
     ends_without_growth = True
 
@@ -100,7 +100,7 @@ LEAST_HOST_BYTES = 100 * 1024
     fix="add values without a graph to `{name}`: `loss.detach()`, or `loss.item()`",
 )
 class RunningTotalOfEmptyGraphs(Rule):
-    """Nodes of at least three steps, with next to nothing saved."""
+    """Rule for nodes of at least three steps, with next to nothing saved."""
 
     subject = "nodes"
     unit = "of host memory a step"
@@ -129,7 +129,7 @@ LEAST_GATHERED_BYTES = 2**20
     "preprocess_logits_for_metrics, eval_accumulation_steps)",
 )
 class GatheredOutputs(Rule):
-    """Memory of one holder grows over several inspections during an evaluation."""
+    """Rule for a holder whose memory grows over several inspections during an evaluation."""
 
     subject = "evaluation"
 
@@ -150,7 +150,7 @@ class GatheredOutputs(Rule):
     fix="store a copy of its own in `{name}` (`.detach().clone()`, or `.cpu()`), or set it to None after the step",
 )
 class KeptOnObjects(Rule):
-    """Parts of objects hold outputs of several steps, and more at each inspection, without more entries."""
+    """Rule for objects that hold outputs of several steps, more at each inspection, without more entries."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_part = item.holder is not None and item.holder.is_part and not item.has_graph

@@ -17,7 +17,7 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     fix="leave the `except` block before trying again, and do not keep the exception",
 )
 class KeptException(Rule):
-    """The holder is an exception."""
+    """Rule for tensors that an exception holds."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return item.is_held_as("exception")
@@ -34,7 +34,7 @@ class KeptException(Rule):
     fix="end the cell with `;` or an assignment, and clear the history with `%reset -f out`",
 )
 class NotebookHistory(Rule):
-    """The holder is the history of a notebook or prompt."""
+    """Rule for tensors that the history of a notebook or prompt holds."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return item.is_held_as("notebook")

@@ -19,7 +19,7 @@ SHARE = 0.05
     fix="compute all that reads `{name}` before backward, then `del {name}`{remedy}",
 )
 class AliveDuringBackward(Rule):
-    """Recorded when a backward pass begins."""
+    """Rule for outputs alive in backward, recorded when a backward pass begins."""
 
 
 @rule(
@@ -34,7 +34,7 @@ class AliveDuringBackward(Rule):
     fix="`del {names}` at the end of the step",
 )
 class AliveAtNextForward(Rule):
-    """A large output without a graph that is no input of the next step."""
+    """Rule for a large output without a graph that is no input of the next step."""
 
     superseded_by = "LT006"
 

@@ -18,7 +18,7 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     fix="`del {names}` after the last backward pass; if that is the one at {backward}, remove `retain_graph=True`",
 )
 class RetainGraph(Rule):
-    """A backward pass was told to retain the graph."""
+    """Rule for a graph that a backward pass was told to retain."""
 
     fix_of_part = (
         "`.detach()` what is kept in `{name}`, and remove `retain_graph=True` at {backward} if no backward pass follows"
@@ -41,7 +41,7 @@ class RetainGraph(Rule):
     fix="use `torch.autograd.grad(..., create_graph=True)` at {backward}, or set the `.grad` to None after the step",
 )
 class GraphInGradients(Rule):
-    """Gradients of parameters end in the graph."""
+    """Rule for gradients of parameters that hold a graph."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return item.is_of_gradients
@@ -58,7 +58,7 @@ class GraphInGradients(Rule):
     fix="`del {names}` after the backward pass at {backward}, or run what needs no gradients under `torch.no_grad()`",
 )
 class PartialBackward(Rule):
-    """A backward pass went through the graph and left some of it."""
+    """Rule for a graph of which a backward pass left a part."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return item.has_graph and bool(item.backwards)

@@ -66,7 +66,7 @@ class Rule:
         return self.fix
 
     def reported_bytes(self, history: History) -> int:
-        """Return the bytes to report."""
+        """Return the bytes that a finding of this rule reports."""
         return history.held_bytes[-1]
 
     def refined(self, stats: SiteStats) -> Rule:

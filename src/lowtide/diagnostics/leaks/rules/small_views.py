@@ -16,7 +16,7 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     fix="copy what is kept in `{name}`: `.detach().clone()`",
 )
 class PinningView(Rule):
-    """Views of an output show less than half of its storage."""
+    """Rule for views that show less than half of an output's storage."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return not item.has_graph and item.is_view and not item.is_input and item.is_output

@@ -14,7 +14,7 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     fix="call `zero_grad()` before the forward, or right after `optimizer.step()`",
 )
 class ZeroGradLate(Rule):
-    """Recorded by `zero_grad`."""
+    """Rule for late `zero_grad` calls, recorded by `zero_grad`."""
 
 
 @rule(
@@ -29,7 +29,7 @@ class ZeroGradLate(Rule):
     fix="{remedy}, and `{name}.zero_grad()` once to free the gradients",
 )
 class UnreadGradients(Rule):
-    """Recorded when a step begins, after several updates that left the gradients where they were."""
+    """Rule for gradients without an optimizer, recorded when a step begins after several updates left them there."""
 
 
 @rule(
@@ -42,4 +42,4 @@ class UnreadGradients(Rule):
     fix="leave `set_to_none` at its default, True",
 )
 class SetToZero(Rule):
-    """Recorded by `zero_grad`."""
+    """Rule for gradients set to zero, recorded by `zero_grad`."""

@@ -17,7 +17,7 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     fix="`ctx.save_for_backward({name})` instead of `ctx.{name} = ...`",
 )
 class ContextAttribute(Rule):
-    """Most of the memory is held by attributes of a ctx."""
+    """Rule for memory that is mostly held by attributes of a ctx."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return item.is_held_as("context") and 2 * item.context_bytes >= item.unfreed_bytes
@@ -34,7 +34,7 @@ class ContextAttribute(Rule):
     fix="store something small, clear it each step, or remove the hook: `handle.remove()`",
 )
 class HookStore(Rule):
-    """The holder is the hook of a module."""
+    """Rule for tensors that the hook of a module holds."""
 
     is_refuted_by_backward = True
 
@@ -53,7 +53,7 @@ class HookStore(Rule):
     fix="do not keep `self.{name}`, or set it to None after its use",
 )
 class ModuleAttribute(Rule):
-    """The holder is an attribute of a module, and not a buffer."""
+    """Rule for tensors that an attribute of a module holds, buffers excluded."""
 
     fix_of_container = (
         "put less in `self.{name}` (a number, a `.detach().clone()` of a small part), or clear it each step"
@@ -77,7 +77,7 @@ class ModuleAttribute(Rule):
     fix="detach what is written to the buffer `{name}`",
 )
 class BufferWithGraph(Rule):
-    """A buffer has a graph."""
+    """Rule for a buffer that has a graph."""
 
     is_refuted_by_backward = True
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     fix="drop what holds the graph before going on: `del {names}`",
 )
 class BackwardSkipped(Rule):
-    """No backward pass has reached the graph."""
+    """Rule for a graph that no backward pass has reached."""
 
     is_refuted_by_backward = True
     explains_missing_backward = True
@@ -48,7 +48,7 @@ class BackwardSkipped(Rule):
     "total, `loss.detach()` is enough",
 )
 class OneBackwardForSeveralLosses(Rule):
-    """Recorded when backward begins at a sum of losses with separate graphs."""
+    """Rule for a sum of losses with separate graphs, recorded when backward begins at it."""
 
 
 @rule(
@@ -63,4 +63,4 @@ class OneBackwardForSeveralLosses(Rule):
     fix="put the forward at {made} under `torch.no_grad()`",
 )
 class NoGradMissing(Rule):
-    """Recorded when the watch ends, from the counts of all calls of a line."""
+    """Rule for forwards that never need a graph, recorded when the watch ends, from counts of calls by line."""

@@ -39,7 +39,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Inputs of the choice of a kernel."""
+    """A call of attention, as far as the choice of a kernel depends on it."""
 
     query: Tensor
     key: Tensor

@@ -77,7 +77,7 @@ def _bounds_of_splits(blocks: int, parts: int) -> tuple[int, int]:
 
 @cuda_op(aten._scaled_dot_product_flash_attention.default, of=_FORWARD)
 def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Return for each split of the keys one number a row, and its result."""
+    """Return scratch blocks for each split of the keys: one number a row, and a partial result."""
     query, key = args[:2]
     if len(args) > 3 and args[3] > 0:
         return []

@@ -61,7 +61,7 @@ _MEASURED = "cuDNN's reserve and workspaces, counted as measured on one GPU, an 
 
 
 def reserve_bytes(kind: str, rows: int, settings: dict[str, Any], itemsize: int) -> int:
-    """Return the bytes of the reserve that backward reads; `rows` are the steps of all sequences."""
+    """Return the bytes of cuDNN's reserve, which backward reads; `rows` counts the steps of all sequences."""
     layers, directions, out = settings["layers"], settings["directions"], settings["directions"] * settings["out"]
     units = _KEPT_A_STEP[kind] * layers * directions * settings["hidden"] + (layers - 1) * out
     masks = (layers - 1) * directions * rows * out // 8 if settings["dropout"] else 0
