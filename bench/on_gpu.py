@@ -1,17 +1,24 @@
 """Real training steps on a GPU: plain, with torch's checkpointing, and under Lowtide's plans.
 
-    python bench/on_gpu.py                     every model below, bf16 autocast, AdamW
+    python bench/on_gpu.py                      every model below, bf16 autocast, AdamW
     python bench/on_gpu.py gpt2 --steps 10
-    python bench/on_gpu.py --out FOLDER        also as JSON
-    python bench/on_gpu.py --estimate h200      what such steps need on a GPU, without one
+    python bench/on_gpu.py --record docs/cuda.json   also into the file from which docs/cuda.md has its rows
+    python bench/on_gpu.py --breakdown gpt2 resnet   where the time goes, in about six minutes; part by part
+    python bench/on_gpu.py --page                    renew those rows of docs/cuda.md
+    python bench/on_gpu.py --tiny --device cpu       try the program without a GPU
+    python bench/on_gpu.py --estimate h200           what such steps need on a GPU, without one
 
 Each model runs in a process of its own. `peak` is what `torch.cuda.max_memory_allocated` says of whole steps; times are
-medians, of steps that take turns. Budgets are for what is asked of the allocator: the peak of checkpointing every
-block, and the plain peak less half and less three quarters of what it may save. Needs a GPU, but to estimate.
+medians, of steps that take turns. Beside them stand the times of host, device and kernels, and the numbers of kernels
+and Python calls (`step_clocks.py`), also for a plan that keeps everything. Budgets are for what is asked of the
+allocator: the peak of checkpointing every block, and the plain peak less half and less three quarters of what it may
+save. Where flash attention or Liger kernels are installed, GPT-2 and Llama also run with them.
 """
 
 import argparse
+import datetime
 import gc
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -19,17 +26,29 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from gpu_parts import PARTS
+from step_clocks import step_times, synchronize
 
 import lowtide
 from lowtide.memory.gpu_specs import GpuSpec
+from lowtide.memory.measure import recorder_for
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner import smallest_peak
+from lowtide.runtime.engine import Engine
 
 BEGAN = time.perf_counter()
+LIMIT_S = 360.0
+"""Seconds after which a breakdown begins no other part."""
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, RECORDS = DOCS / "cuda.md", DOCS / "cuda.json"
+MARKS = "<!-- Rows of docs/cuda.json: made by `python bench/on_gpu.py --page`. -->", "<!-- End of these rows. -->"
 
 Step = Callable[[Any], torch.Tensor]
 Entry = tuple[torch.nn.Module, dict[str, torch.Tensor]]
@@ -63,8 +82,10 @@ def _llama() -> Entry:
 
 
 def _vit() -> Entry:
-    config = transformers.ViTConfig(num_labels=1000)
-    batch = {"pixel_values": torch.randn(128, 3, 224, 224), "labels": torch.randint(1000, (128,))}
+    config = transformers.ViTConfig(  # ViT-L
+        num_labels=1000, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    )
+    batch = {"pixel_values": torch.randn(64, 3, 224, 224), "labels": torch.randint(1000, (64,))}
     return transformers.ViTForImageClassification(config), batch
 
 
@@ -83,16 +104,79 @@ MODELS: dict[str, Callable[[], Entry]] = {
 }
 
 
-def built(name: str, device: str = "cuda") -> tuple[torch.nn.Module, Any, Step]:
+def _with_flash_attention(make: Callable[[], Entry]) -> Entry:
+    model, batch = make()
+    model.set_attn_implementation("flash_attention_2")  # type: ignore[operator]
+    return model, batch
+
+
+def _with_liger(make: Callable[[], Entry]) -> Entry:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found]
+
+    apply_liger_kernel_to_llama()  # this model has a process of its own
+    return make()
+
+
+if importlib.util.find_spec("flash_attn"):
+    MODELS["gpt2 with flash attention"] = partial(_with_flash_attention, _gpt2)
+    MODELS["llama with flash attention"] = partial(_with_flash_attention, _llama)
+if importlib.util.find_spec("liger_kernel"):
+    MODELS["llama with Liger kernels"] = partial(_with_liger, _llama)
+
+
+def _tiny_transformer(kind: str, config: str, batch: Any, **sizes: int) -> Entry:
+    return getattr(transformers, kind)(getattr(transformers, config)(**sizes)), batch
+
+
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+def _pictures() -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(10, (4,))}
+
+
+TINY: dict[str, Callable[[], Entry]] = {
+    "gpt2": lambda: _tiny_transformer(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        _tokens(2, 32, 128),
+        n_layer=2,
+        n_embd=32,
+        n_head=4,
+        vocab_size=128,
+        n_positions=32,
+        use_cache=False,
+    ),
+    "bert": lambda: _tiny_transformer("BertForMaskedLM", "BertConfig", _tokens(2, 32, 128), vocab_size=128, **_SMALL),
+    "llama": lambda: _tiny_transformer(
+        "LlamaForCausalLM", "LlamaConfig", _tokens(2, 32, 128), vocab_size=128, use_cache=False, **_SMALL
+    ),
+    "vit": lambda: _tiny_transformer(
+        "ViTForImageClassification", "ViTConfig", _pictures(), image_size=32, patch_size=8, num_labels=10, **_SMALL
+    ),
+    "resnet": lambda: _tiny_transformer(
+        "ResNetForImageClassification",
+        "ResNetConfig",
+        _pictures(),
+        num_labels=10,
+        embedding_size=8,
+        hidden_sizes=[16, 16],
+        depths=[1, 1],
+    ),
+}
+"""The same architectures in sizes that a CPU runs in moments, to try the program."""
+
+
+def built(name: str, device: str = "cuda", *, tiny: bool = False) -> tuple[torch.nn.Module, Any, Step]:
     """The model there, with random weights, its batch and its step with AdamW on a GPU."""
     torch.manual_seed(0)
     with torch.device(device):
-        model, batch = MODELS[name]()
+        model, batch = (TINY if tiny else MODELS)[name]()
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(batch: Any) -> torch.Tensor:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.autocast("cpu" if tiny and device == "cpu" else "cuda", dtype=torch.bfloat16):
             loss = model(**batch).loss
         loss.backward()
         optimizer.step()
@@ -102,9 +186,13 @@ def built(name: str, device: str = "cuda") -> tuple[torch.nn.Module, Any, Step]:
     return model, batch, step
 
 
-def peaks(step: Step, batch: Any) -> dict[str, int]:
-    """Of a whole step that is not the first."""
+def peaks(step: Step, batch: Any, device: torch.device) -> dict[str, int]:
+    """Of a whole step that is not the first; on a CPU without what was there before."""
     step(batch)
+    if device.type == "cpu":
+        with recorder_for(device) as recorder:
+            step(batch)
+        return dict.fromkeys(("requested", "allocated"), Timeline(recorder.stream).peak_bytes)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     step(batch)
@@ -116,7 +204,9 @@ def peaks(step: Step, batch: Any) -> dict[str, int]:
     }
 
 
-def times(ways: dict[str, Callable[[], Any]], run: Step, batch: Any, steps: int) -> dict[str, float]:
+def times(
+    ways: dict[str, Callable[[], Any]], run: Step, batch: Any, steps: int, device: torch.device
+) -> dict[str, float]:
     """Median milliseconds of steps that take turns; each way gives back what ends it."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(2):
@@ -124,10 +214,10 @@ def times(ways: dict[str, Callable[[], Any]], run: Step, batch: Any, steps: int)
             end = begin()
             run(batch)
             for _ in range(steps):
-                torch.cuda.synchronize()
+                synchronize(device)
                 began = time.perf_counter()
                 run(batch)
-                torch.cuda.synchronize()
+                synchronize(device)
                 if turn:  # the first is to warm up
                     found[name].append((time.perf_counter() - began) * 1e3)
             end()
@@ -148,16 +238,25 @@ def checkpointed(model: Any) -> Callable[[], Any]:
     return model.gradient_checkpointing_disable  # type: ignore[no-any-return]
 
 
-def work(name: str, steps: int) -> dict[str, Any]:
+def all_kept(model: torch.nn.Module) -> Callable[[], Any]:
+    """Have a plan in force that keeps everything and sees every saved tensor."""
+    engine = Engine(model, {})
+    engine.install()
+    return engine.remove
+
+
+def work(name: str, steps: int, device_name: str = "cuda", *, tiny: bool = False) -> dict[str, Any]:
     """All ways of one model."""
-    model, batch, step = built(name)
-    rows: dict[str, dict[str, Any]] = {"plain": peaks(step, batch)}
-    ways: dict[str, Callable[[], Any]] = {"plain": lambda: lambda: None}
+    device = torch.device(device_name)
+    model, batch, step = built(name, device_name, tiny=tiny)
+    rows: dict[str, dict[str, Any]] = {"plain": peaks(step, batch, device)}
+    ways: dict[str, Callable[[], Any]] = {"plain": lambda: lambda: None, "all kept": lambda: all_kept(model)}
     if can_checkpoint(model):
-        end = checkpointed(model)
-        rows["checkpointing"] = peaks(step, batch)
-        end()
         ways["checkpointing"] = lambda: checkpointed(model)
+    for label in [label for label in ways if label != "plain"]:
+        end = ways[label]()
+        rows[label] = peaks(step, batch, device)
+        end()
     said(f"{name}: plain {rows['plain']['allocated']:,}")
     began = time.perf_counter()
     profile = lowtide.rehearse(model, step, batch)
@@ -182,7 +281,7 @@ def work(name: str, steps: int) -> dict[str, Any]:
         said(f"verified: {verdict.proof}")
         applied = lowtide.apply(model, plan)
         rows[label] = {
-            **peaks(step, batch),
+            **peaks(step, batch, device),
             "budget": budget,
             "predicted": plan.predicted.peak_bytes,
             "measured": verdict.measured_peak_bytes,
@@ -194,8 +293,13 @@ def work(name: str, steps: int) -> dict[str, Any]:
         }
         applied.remove()
         ways[label] = lambda plan=plan: lowtide.apply(model, plan).remove  # type: ignore[misc]
-    for label, ms in times(ways, step, batch, steps).items():
+    for label, ms in times(ways, step, batch, steps, device).items():
         rows[label]["ms"] = ms
+    for label, begin in ways.items():
+        end = begin()
+        rows[label] |= asdict(step_times(lambda: step(batch), device, runs=steps))
+        end()
+        said(f"clocks of {label}")
     return {"model": name, "rehearsal_s": rehearsed, "plain_counted": plain, "least": least, "rows": rows}
 
 
@@ -232,35 +336,178 @@ def show(found: dict[str, Any]) -> None:
             error = row["predicted"] / row["measured"] - 1
             kept = "within" if row["measured"] <= row["budget"] else "OVER"
             said += f"  {kept}, predicted {error:+.2%}, {row['planning_s']:.1f} s to plan; {row['proof']}"
+            said += f"; time predicted {row['predicted_ms']:+.1f} ms, measured {row['ms'] - plain['ms']:+.1f}"
         print(said, flush=True)
+        print(f"  {'':20} {clocks_in_words(row)}", flush=True)
+
+
+def clocks_in_words(row: dict[str, Any]) -> str:
+    """`host 41.0 ms, pipelined 55.1, device 54.0, 2,104 kernels of 50.2 ms, 12,950 Python calls`."""
+    said = f"host {row['host_ms']:.1f} ms, pipelined {row['pipelined_ms']:.1f}"
+    if row["device_ms"] is not None:
+        said += f", device {row['device_ms']:.1f}, {row['n_kernels']:,} kernels of {row['kernel_ms']:.1f} ms"
+    return f"{said}, {row['n_calls']:,} Python calls"
+
+
+def record(path: Path, about: dict[str, str], results: list[dict[str, Any]]) -> None:
+    """Add a run to the file of raw numbers."""
+    runs = json.loads(path.read_text()) if path.exists() else []
+    path.write_text(json.dumps([*runs, {**about, "models": results}], indent=1) + "\n")
+
+
+def renewed(page: str, runs: list[dict[str, Any]]) -> str:
+    """The page with the rows that the file of raw numbers has, between the two marks."""
+    above, begin, rest = page.partition(MARKS[0])
+    _, end, below = rest.partition(MARKS[1])
+    if not (begin and end):
+        raise ValueError(f"no lines {MARKS[0]} and {MARKS[1]}")
+    return f"{above}{begin}\n\n{rows_of_page(runs)}\n{end}{below}"
+
+
+def rows_of_page(runs: list[dict[str, Any]]) -> str:
+    """A table for each run."""
+    if not runs:
+        return "No run of this program has been recorded yet.\n"
+    return "\n".join(_table(run) for run in runs)
+
+
+def _table(run: dict[str, Any]) -> str:
+    lines = [
+        f"{run['date']}, {run['gpu']}, driver {run['driver']}, torch {run['torch']}:",
+        "",
+        "| | peak | | step | | predicted | host | device | kernels | | Python calls |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for found in run["models"]:
+        lines.append(f"| **{found['model']}** " + "| " * 10 + "|")
+        plain = found["rows"]["plain"]
+        for label, row in found["rows"].items():
+            if "refused" in row:
+                continue
+            cells = [
+                label,
+                f"{row['allocated']:,}",
+                f"{row['allocated'] / plain['allocated']:.0%}",
+                f"{row['ms']:.1f} ms",
+                f"{row['ms'] / plain['ms'] - 1:+.1%}" if row is not plain else "",
+                f"{row['predicted_ms'] / plain['ms']:+.1%}" if "predicted_ms" in row else "",
+                f"{row['host_ms']:.1f} ms",
+                *(
+                    ("", "", "")
+                    if row["device_ms"] is None
+                    else (f"{row['device_ms']:.1f} ms", f"{row['n_kernels']:,}", f"{row['kernel_ms']:.1f} ms")
+                ),
+                f"{row['n_calls']:,}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def break_down(names: list[str], device_name: str, *, tiny: bool, limit_s: float, steps: int) -> dict[str, Any]:
+    """Print where the time goes, part by part: a part that fails is named, and none begins after `limit_s`."""
+    device, found = torch.device(device_name), dict[str, Any]()
+
+    def models() -> Any:
+        for name in names:
+            if time.perf_counter() - BEGAN > limit_s:
+                return
+            result = work(name, steps, device_name, tiny=tiny)
+            show(result)
+            yield name, result
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    for label, part in {
+        **{name: partial(each, device, tiny) for name, each in PARTS.items()},
+        "models": models,
+    }.items():
+        if time.perf_counter() - BEGAN > limit_s:
+            said(f"no time left for {label}")
+            continue
+        found[label] = {}
+        try:
+            for what, numbers in part():
+                found[label][what] = numbers
+                if label != "models":
+                    print(f"{label}: {what}: {_in_words(numbers)}", flush=True)
+        except Exception as error:  # what the other parts found is not lost
+            found[label]["failed"] = f"{type(error).__name__}: {error}"
+            print(f"{label}: failed: {found[label]['failed']}", flush=True)
+    return found
+
+
+def _in_words(numbers: dict[str, Any]) -> str:
+    parts = []
+    for name, number in numbers.items():
+        if isinstance(number, dict):
+            parts.append(f"{name} ({_in_words(number)})")
+        else:
+            parts.append(f"{name} {number:.3g}" if isinstance(number, float) else f"{name} {number}")
+    return ", ".join(parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=list(MODELS))
+    parser.add_argument("names", nargs="*")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="a folder for a JSON file of each model")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="add the run to this JSON file")
+    parser.add_argument("--page", action="store_true", help="renew the rows of docs/cuda.md from docs/cuda.json")
+    parser.add_argument("--breakdown", action="store_true", help="where the time goes, part by part, in this process")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds after which no other part begins")
+    parser.add_argument("--tiny", action="store_true", help="tiny models of the same architectures")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only with --tiny")
     parser.add_argument("--estimate", metavar="GPU")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
+    names = options.names or list(TINY if options.tiny else MODELS)
+    if unknown := [name for name in names if name not in (TINY if options.tiny else MODELS)]:
+        parser.error(f"no model {', '.join(unknown)}: there are {', '.join(TINY if options.tiny else MODELS)}")
+    if options.page:
+        runs = json.loads(RECORDS.read_text()) if RECORDS.exists() else []
+        PAGE.write_text(renewed(PAGE.read_text(), runs))
+        return
     if options.estimate:
         print(f"{options.estimate}, torch {torch.__version__}: requested, allocated and reserved at the peak")
-        for name in options.names:
+        for name in names:
             show_estimated(name, options.estimate)
         return
-    if not torch.cuda.is_available():
-        sys.exit("no GPU here: run this where torch.cuda.is_available(), or with --estimate.")
+    if options.device == "cpu" and not options.tiny:
+        parser.error("--device cpu takes --tiny: the other models are for a GPU")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no GPU here: run this where torch.cuda.is_available(), with --estimate, or with --tiny --device cpu.")
     if options.worker:
         gc.collect()
-        print(json.dumps(work(options.names[0], options.steps)))
+        print(json.dumps(work(names[0], options.steps, options.device, tiny=options.tiny)))
         return
-    properties, driver = torch.cuda.get_device_properties(0), _driver()
-    print(f"{properties.name}, driver {driver}, torch {torch.__version__}, transformers {transformers.__version__}")
-    for name in options.names:
+    gpu = torch.cuda.get_device_properties(0).name if options.device == "cuda" else "a CPU"
+    driver = _driver() if options.device == "cuda" else "none"
+    print(f"{gpu}, driver {driver}, torch {torch.__version__}, transformers {transformers.__version__}")
+    about = {"date": datetime.date.today().isoformat(), "gpu": gpu, "driver": driver, "torch": torch.__version__}
+    if options.breakdown:
+        found = break_down(names, options.device, tiny=options.tiny, limit_s=options.limit, steps=options.steps)
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+            (options.out / "breakdown.json").write_text(json.dumps({**about, **found}, indent=1))
+        return
+    results = []
+    for name in names:
+        tiny = ["--tiny"] * options.tiny
         done = subprocess.run(
-            [sys.executable, __file__, name, "--worker", "--steps", str(options.steps)],
+            [
+                sys.executable,
+                __file__,
+                name,
+                "--worker",
+                "--steps",
+                str(options.steps),
+                "--device",
+                options.device,
+                *tiny,
+            ],
             stdout=subprocess.PIPE,
             text=True,
             check=False,
@@ -270,10 +517,12 @@ def main() -> None:
             continue
         found = json.loads(done.stdout.splitlines()[-1])
         show(found)
+        results.append(found)
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
-            about = {"gpu": properties.name, "driver": driver, "torch": torch.__version__}
             (options.out / f"{name}.json").write_text(json.dumps({**about, **found}, indent=1))
+    if options.record is not None and results:
+        record(options.record, about, results)
 
 
 def _driver() -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from lowtide.runtime.recipes.registry import EVERY, FILLED, RECIPES, Recipe
+from lowtide.runtime.recipes.registry import EVERY, FILLED, IMPLEMENTATIONS, RECIPES, Recipe
 
 MARK = "<!-- From here on made by `python tools/recipes_page.py docs/recipes.md`. -->\n"
 
@@ -38,6 +38,7 @@ def row(recipe: Recipe) -> str:
     notes = [" ".join((recipe.function.__doc__ or "").split())]
     if recipe.device is not None:
         notes.append({"cuda": "Only on CUDA.", "cpu": "Only on a CPU."}[recipe.device])
+    notes += [f"Another implementation: from {name}." for name in IMPLEMENTATIONS.get(recipe.node, ())]
     notes += [f"Only with `{name}={value}`." for name, value in recipe.when.items()]
     cells = (
         f"`{recipe.node}`",

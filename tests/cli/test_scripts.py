@@ -1268,7 +1268,7 @@ def test_a_module_is_run_by_its_name(
         (("run", "--budget", "8GiB", "-m", "no_such.module"), "there is no module no_such.module to run"),
         (("run", "--budget", "8GiB", "--plan", __file__, "train.py"), "either --budget or --plan"),
         (("run", "--plan", __file__, "--save", "x.json", "train.py"), "--save goes with --budget"),
-        (("run", "--plan", __file__, __file__), "not a Plan of format 2"),
+        (("run", "--plan", __file__, __file__), "not a Plan of format 3"),
         (("rehearse", "--json", "no/such/folder/x.json", "train.py"), "is not a folder to write to"),
         (("plan", "make", "train.py"), "Missing option '--budget'"),
         (("plan", "make", "--budget", "8GiB", "none.json"), "no Profile could be read"),

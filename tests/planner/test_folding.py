@@ -88,6 +88,6 @@ def test_ranges_name_their_numbers(numbers: set[int]):
 )
 def test_nonsense_is_refused(decisions: object, says: str):
     text = json.dumps({**json.loads(PLAN.to_json()), "decisions": decisions})
-    with pytest.raises(LowtideError, match="not a Plan of format 2") as caught:
+    with pytest.raises(LowtideError, match="not a Plan of format 3") as caught:
         Plan.from_json(text)
     assert says in str(caught.value)

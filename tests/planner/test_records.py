@@ -53,27 +53,27 @@ def test_nonsense_is_refused(kind: type[Record], nonsense: str) -> None:
 
 def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(b"\xff\xfe{")
-    with pytest.raises(LowtideError, match="not a Plan of format 2"):
+    with pytest.raises(LowtideError, match="not a Plan of format 3"):
         Plan.from_json(tmp_path / "plan.json")
 
 
 def test_what_is_no_plan_is_refused_with_what_it_lacks() -> None:
     with pytest.raises(
         LowtideError,
-        match=r"not a Plan of format 2: it has no decisions.\n.*`lowtide plan make --budget",
+        match=r"not a Plan of format 3: it has no decisions.\n.*`lowtide plan make --budget",
     ):
         Plan.from_json('{"a": 1}')
 
 
 def test_another_format_is_refused() -> None:
-    for number in (1, 3):
-        other = PLAN.to_json().replace('"format": 2', f'"format": {number}')
-        with pytest.raises(LowtideError, match=f"not a Plan of format 2: it has format {number}, which"):
+    for number in (1, 2):
+        other = PLAN.to_json().replace('"format": 3', f'"format": {number}')
+        with pytest.raises(LowtideError, match=f"not a Plan of format 3: it has format {number}, which"):
             Plan.from_json(other)
 
 
 def test_a_plan_of_the_first_format_is_refused_by_its_format_and_not_by_its_fields() -> None:
-    first = PLAN.to_json().replace('"format": 2', '"format": 1').replace('"recompute"', '"remake"')
+    first = PLAN.to_json().replace('"format": 3', '"format": 1').replace('"recompute"', '"remake"')
     with pytest.raises(LowtideError, match=r"it has format 1, .*\n.*lowtide plan make"):
         Plan.from_json(first)
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import torch
+
+CYCLES_PER_MS = 2_000_000
+"""Cycles of a GPU's clock in a millisecond, at most: a sleep of so many takes a millisecond or a little longer."""
 
 
 def accelerator_in_use() -> bool:
@@ -24,3 +28,57 @@ def now_ms(device: torch.device | None = None) -> float:
     if accelerator_in_use():
         torch.accelerator.synchronize(None if device is None or device.type == "cpu" else device)
     return time.perf_counter() * 1000
+
+
+def has_two_clocks(device: torch.device) -> bool:
+    """Return True if work on `device` is launched by the host and done later."""
+    return device.type == "cuda"
+
+
+def occupy(milliseconds: float) -> None:
+    """Queue a kernel that does nothing for so long: work behind it is launched ahead. 2.13, since 1.0."""
+    torch.cuda._sleep(int(milliseconds * CYCLES_PER_MS))  # type: ignore[no-untyped-call]
+
+
+def timing_event() -> torch.cuda.Event:
+    """Return an event of a GPU that can be asked for its time."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call,no-any-return,unused-ignore]
+
+
+class Times(NamedTuple):
+    """Milliseconds of some work: `host` to launch it, `device` to do it."""
+
+    host: float
+    device: float
+
+
+class Stopwatch:
+    """Times of host and device for the work between `start` and `stop`, without waiting around it.
+
+    The device's time is that between two events behind other queued work, so that launches are not part of it. Where
+    host and device are one resource, as on a CPU, all time counts as the device's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._has_two_clocks = has_two_clocks(device)
+        self._began = 0.0
+
+    def start(self, *, ahead_ms: float = 0.2) -> None:
+        """Start. The device is kept busy for `ahead_ms`, in which the host should have launched the work."""
+        if self._has_two_clocks:
+            self._first, self._last = timing_event(), timing_event()
+            occupy(ahead_ms)
+            self._first.record()
+            self._began = time.perf_counter() * 1000
+        else:
+            self._began = now_ms(self._device)
+
+    def stop(self) -> Times:
+        """Return the times since `start`, once the device is done."""
+        if not self._has_two_clocks:
+            return Times(0.0, now_ms(self._device) - self._began)
+        host_ms = time.perf_counter() * 1000 - self._began
+        self._last.record()
+        self._last.synchronize()
+        return Times(host_ms, self._first.elapsed_time(self._last))

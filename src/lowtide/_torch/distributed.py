@@ -71,10 +71,10 @@ _wrapping: dict[type[Any], bool] = {}
 
 def is_wrapping(kind: type[Any]) -> bool:
     """Return True for classes of tensors that wrap a process's own part, such as DTensor. 2.13, since 2.0."""
-    found = _wrapping.get(kind)
-    if found is None:
-        found = _wrapping[kind] = kind.__module__.startswith("torch.distributed.")
-    return found
+    wrapping = _wrapping.get(kind)
+    if wrapping is None:
+        wrapping = _wrapping[kind] = kind.__module__.startswith("torch.distributed.")
+    return wrapping
 
 
 def distributed_like(tensor: Any, local: torch.Tensor) -> Any:

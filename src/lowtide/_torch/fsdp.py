@@ -115,16 +115,16 @@ class ShardGroup:
         return take_back
 
     def on_device(
-        self, device: torch.device, twin: Callable[[torch.Tensor], torch.Tensor]
+        self, device: torch.device, to_device: Callable[[torch.Tensor], torch.Tensor]
     ) -> Iterator[tuple[Any, str, Any]]:
-        """Return what changes if the parameters are on `device`: (owner, name, value). `twin` gives a part there."""
+        """Return what changes if the parameters are on `device`: (owner, name, value). `to_device` moves a part."""
         yield self._group, "device", device
         yield self._group, "device_handle", getattr(torch, device.type)
-        yield self._group, "_all_gather_output", twin(self._group._all_gather_output)
+        yield self._group, "_all_gather_output", to_device(self._group._all_gather_output)
         for parameter in self._group.fsdp_params:
             yield parameter, "device", device
             if not self.is_on_host:
-                yield parameter, "_sharded_param_data", twin(parameter._sharded_param_data)
+                yield parameter, "_sharded_param_data", to_device(parameter._sharded_param_data)
 
     def forget_gradients(self) -> None:
         """Drop unreduced gradients and the gathered parameters."""
@@ -229,8 +229,8 @@ def purposes_known(
 
 
 @contextlib.contextmanager
-def resizes_told(told: Callable[[torch.UntypedStorage], None], devices: Iterable[str]) -> Iterator[None]:
-    """Call `told` after each change of a storage's size inside this `with` block; storages on `devices` only. 2.13.
+def resizes_told(on_resize: Callable[[torch.UntypedStorage], None], devices: Iterable[str]) -> Iterator[None]:
+    """Call `on_resize` after each change of a storage's size in this `with` block; storages on `devices` only. 2.13.
 
     FSDP2 frees and allocates gathered parameters this way. It also compares addresses; for fake storages, which have
     none, their numbers are used instead.
@@ -242,7 +242,7 @@ def resizes_told(told: Callable[[torch.UntypedStorage], None], devices: Iterable
         before = storage.nbytes()
         done = resize(storage, size)
         if before != size and storage.device.type in devices:
-            told(storage)
+            on_resize(storage)
         return done
 
     def addressed(storage: torch.UntypedStorage) -> int:

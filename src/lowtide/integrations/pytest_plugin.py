@@ -66,11 +66,11 @@ class _Limits:
 
         known = {"peak", "findings"}
         if marker.args or not marker.kwargs or marker.kwargs.keys() - known:
-            found = ", ".join(
+            arguments = ", ".join(
                 [*map(repr, marker.args), *(f"{name}={value!r}" for name, value in marker.kwargs.items())]
             )
             raise LowtideError(
-                f'@pytest.mark.lowtide takes peak="512MiB", findings=0 or both, by name; found lowtide({found}).'
+                f'@pytest.mark.lowtide takes peak="512MiB", findings=0 or both, by name; found lowtide({arguments}).'
             )
         peak, findings = marker.kwargs.get("peak"), marker.kwargs.get("findings")
         if findings is not None and (not isinstance(findings, int) or isinstance(findings, bool) or findings < 0):
@@ -114,14 +114,14 @@ class _Objects:
         from lowtide.state.reachable_state import ReachableState
 
         given = {} if not hasattr(item, "funcargs") else item.funcargs
-        found = ReachableState(getattr(item, "obj", None), *given.values())
+        state = ReachableState(getattr(item, "obj", None), *given.values())
         self.model: nn.Module | None = max(
-            found.modules, key=lambda module: sum(p.numel() for p in module.parameters()), default=None
+            state.modules, key=lambda module: sum(p.numel() for p in module.parameters()), default=None
         )
-        optimizers: list[Optimizer] = [obj for obj in found.visited if isinstance(obj, Optimizer)]
+        optimizers: list[Optimizer] = [obj for obj in state.visited if isinstance(obj, Optimizer)]
         self.optimizer = optimizers[0] if len(optimizers) == 1 else None
-        tensors = [obj for obj in found.visited if isinstance(obj, Tensor)]
-        for module in found.modules:
+        tensors = [obj for obj in state.visited if isinstance(obj, Tensor)]
+        for module in state.modules:
             tensors += [*module.parameters(), *module.buffers()]
         for optimizer in optimizers:
             tensors += tensors_in([*optimizer.param_groups, *optimizer.state.values()])

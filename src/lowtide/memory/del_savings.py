@@ -230,7 +230,7 @@ class DelObserver:
 def alive_before_backward(stream: EventStream) -> frozenset[int]:
     """Return the blocks of the recording that are alive when a backward pass begins: what forward has left for it."""
     alive: set[int] = set()
-    found: set[int] = set()
+    blocks: set[int] = set()
     for event in stream:
         if type(event) is Allocate:
             alive.add(event.block)
@@ -241,8 +241,8 @@ def alive_before_backward(stream: EventStream) -> frozenset[int]:
             and isinstance(look := event.data, _Inspection)
             and "before backward" in look.moments
         ):
-            found |= alive
-    return frozenset(found)
+            blocks |= alive
+    return frozenset(blocks)
 
 
 def without_marks(stream: EventStream) -> EventStream:

@@ -36,14 +36,14 @@ def check_on_device(budget: int | str, device: torch.device | None, budget_for: 
         return
     if torch.cuda.is_available() if device is None else device.type == "cuda":
         return
-    found = "torch finds no GPU here" if device is None else f"the model is on {device}"
+    reason = "torch finds no GPU here" if device is None else f"the model is on {device}"
     if is_of_gpu(budget):
         raise BudgetError(
-            f'{budget!r} is a budget of a GPU, and {found}.\n  Nearest: an amount, as in "8GiB", or a share of the '
+            f'{budget!r} is a budget of a GPU, and {reason}.\n  Nearest: an amount, as in "8GiB", or a share of the '
             'plain step\'s peak, as in "60%".'
         )
     raise BudgetError(
-        f'budget_for="reserved" bounds what the allocator of a GPU reserves, and {found}: there each tensor takes the '
+        f'budget_for="reserved" bounds what the allocator of a GPU reserves, and {reason}: there each tensor takes the '
         'bytes that it requests.\n  Nearest: budget_for="requested", the default.'
     )
 

@@ -191,12 +191,12 @@ class _Measuring(AbstractContextManager[Memory, None]):
             assert self._recorder is not None
             self._recorder.__exit__(kind, error, traceback)
             stream = self._recorder.stream
-        found = () if self._looks is None else self._looks.result(stream)
+        rows = () if self._looks is None else self._looks.result(stream)
         activations = dels.alive_before_backward(stream)
         stream = dels.without_marks(stream)
         labels = {block: Label("activations") for block in activations}
         labels |= _labels(stream, self._model, self._optimizer)
-        self._memory._finish(stream, labels, peak_bytes, found)
+        self._memory._finish(stream, labels, peak_bytes, rows)
 
 
 _AROUND = (contextlib.__file__, _interrupts.__file__)

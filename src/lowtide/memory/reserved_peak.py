@@ -19,5 +19,5 @@ def reserved_excess_bytes(recorder: Recorder) -> int:
     """
     freed = {recorder.entry_addresses[event.block] for event in freed_from_entry(recorder.stream)}
     stay = [n_bytes for address, n_bytes in sorted(recorder.entry_bytes.items()) if address not in freed]
-    found = simulate(recorder.stream, AllocatorConfig.from_environment(), at_entry=stay)
-    return found.peak_reserved_bytes - found.peak_requested_bytes
+    simulated = simulate(recorder.stream, AllocatorConfig.from_environment(), at_entry=stay)
+    return simulated.peak_reserved_bytes - simulated.peak_requested_bytes

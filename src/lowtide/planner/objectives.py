@@ -34,6 +34,7 @@ def with_flops_costs(profile: Profile) -> Profile:
 
     return replace(
         profile,
+        clocks=None,
         values=tuple(replace(value, cost_ms=value.cost_ms + ms_of_flop * value.flops) for value in profile.values),
         calls=tuple(map(weigh, profile.calls)),
     )
@@ -56,6 +57,7 @@ def with_work_costs(profile: Profile) -> Profile:
 
     return replace(
         profile,
+        clocks=None,
         values=tuple(replace(v, cost_ms=float(v.bytes + v.flops) if v.cost_ms else 0.0) for v in profile.values),
         calls=tuple(
             replace(

@@ -125,6 +125,7 @@ def plan(
             sorted((decisions.recompute | larger.recompute) & _find_ambiguous_addresses(profile))
         ),
         draws=profile.draws,
+        implementations=profile.implementations,
         excluded_modules=profile.excluded_modules,
         allows_in_place=profile.allows_in_place,
         graphs=profile.graphs,

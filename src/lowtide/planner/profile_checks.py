@@ -23,6 +23,8 @@ def check(profile: Profile) -> None:
     for each in profile.in_place:
         if len(each.saved_bytes) != end:
             raise contradiction(f"gradients in place are given for {len(each.saved_bytes)} of {end} positions")
+    if (clocks := profile.clocks) is not None and {len(clocks.host_ms), len(clocks.device_ms)} != {end}:
+        raise contradiction(f"{len(clocks.host_ms)} and {len(clocks.device_ms)} of {end} positions have times")
     for index, storage in enumerate(profile.storages):
         if storage.allocated_at < 0 or storage.bytes < 0:
             raise contradiction(f"storage {index} has {storage.bytes} bytes and is born at {storage.allocated_at}")
@@ -64,11 +66,14 @@ def _check_amounts(profile: Profile) -> None:
     for value in profile.values:
         n_bytes += (value.bytes, value.transient_bytes)
         flops.append(value.flops)
-        ms.append(value.cost_ms)
+        ms += (value.cost_ms, value.host_ms)
     for call in profile.calls:
         n_bytes.append(call.state_bytes)
         flops += (call.flops, call.advance_flops)
-        ms += (call.cost_ms, call.advance_ms)
+        ms += (call.cost_ms, call.host_ms, call.advance_ms, call.advance_host_ms)
+    if profile.clocks is not None:
+        clocks = profile.clocks
+        ms += (*clocks.host_ms, *clocks.device_ms, clocks.kept_slot_ms, clocks.packed_slot_ms)
     for unit, amounts in (("bytes", n_bytes), ("FLOPs", flops), ("milliseconds", ms)):
         if min(amounts, default=0) < 0 or sum(amounts) > MOST:
             raise contradiction(f"it has from {min(amounts)} to {max(amounts)} {unit} at a place")

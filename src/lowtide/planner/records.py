@@ -97,6 +97,9 @@ class Value(Record):
     overwrites: int | None = None
     """The operand whose memory holds the result if that operand was recomputed on the way."""
     cost_ms: float = 0.0
+    """Time of the device that recomputes it: with `Profile.clocks` without, else with the time of the host."""
+    host_ms: float = 0.0
+    """Time that the host takes to launch the recompute; 0 without `Profile.clocks`."""
     flops: int = 0
     expensive: bool = False
     """True if recomputing runs a matrix product, a convolution or attention."""
@@ -142,6 +145,8 @@ class Call(Record):
     enter: int
     exit: int
     cost_ms: float = 0.0
+    """Time of a replay, on the device; `host_ms` is that of the host, as for a value."""
+    host_ms: float = 0.0
     flops: int = 0
     refused: str | None = "not audited"
     """Reason for which it can't be replayed; None if a replay reproduced every saved tensor bit for bit."""
@@ -151,6 +156,7 @@ class Call(Record):
     """Value of its result, if running forward again reproduced that bit for bit; else None."""
     advance_ms: float = 0.0
     """Time of running forward to its result; a replay stops at the last tensor that it saves."""
+    advance_host_ms: float = 0.0
     advance_flops: int = 0
     state_bytes: int = 0
     """RNG state and buffers that it holds for replay; while it replays, as many bytes are set aside."""
@@ -190,6 +196,20 @@ class InPlace(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepClocks(Record):
+    """Times of a step on a GPU, whose host launches work that the device does later (`simulate/two_clocks.py`)."""
+
+    host_ms: tuple[float, ...]
+    """Time of the plain step's host at each position, without waiting for the device."""
+    device_ms: tuple[float, ...]
+    """Time of the plain step's device at each position, without waiting for the host."""
+    kept_slot_ms: float = 0.0
+    """Time of the host for a saved tensor that is kept in a call for which hooks are pushed."""
+    packed_slot_ms: float = 0.0
+    """Time of the host for a saved tensor that is not kept, in addition to its recipe or replay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile(Record):
     """Memory events of one step, and the cost of recomputing each part."""
 
@@ -206,6 +226,8 @@ class Profile(Record):
     slots: tuple[Slot, ...]
     calls: tuple[Call, ...]
     step_ms: float
+    clocks: StepClocks | None = None
+    """Times of host and device apart; None where they are one resource, as on a CPU: then all times add up."""
     measured_plain_peak_bytes: int | None
     """Peak of the unplanned step, `static` included; None if it did not fit."""
     input_shapes: tuple[str, ...] = ()
@@ -220,6 +242,9 @@ class Profile(Record):
     """Bandwidth of copies to the host and back, one way; None if offloading is not possible."""
     draws: int = 0
     """Steps with other random numbers that plans are to be measured in, for steps whose work is drawn at random."""
+    implementations: dict[str, str] = field(default_factory=dict)
+    """Autograd node -> implementation of its recipe, where the audit found another one than the first exact and faster.
+    """
     excluded_modules: tuple[str, ...] = ()
     """Paths of modules that save something else in each step: they have no slots, and their saved tensors are in
     `base_bytes`."""
@@ -349,6 +374,8 @@ class Plan(Decided):
     """Addresses at which some call of the model keeps the tensor, or recomputes another one."""
     draws: int = 0
     """Steps with other random numbers that the plan is to be measured in (`Profile.draws`)."""
+    implementations: dict[str, str] = field(default_factory=dict)
+    """Implementations of recipes by autograd node (`Profile.implementations`)."""
     excluded_modules: tuple[str, ...] = ()
     """Paths of modules that the plan leaves alone (`Profile.excluded_modules`)."""
     allows_in_place: bool = True

@@ -13,7 +13,7 @@ from lowtide.errors import LowtideError
 from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
 from lowtide.utils.rendering import Displayed, short_repr
 
-FORMAT = 2
+FORMAT = 3
 """Format of plans and profiles that this version writes, and the only one that it reads."""
 
 

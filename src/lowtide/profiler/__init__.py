@@ -32,6 +32,7 @@ from lowtide.profiler.preconditions import (
     nondeterminism_notes,
 )
 from lowtide.profiler.random_work import Draw, called, drawn_as, fullest
+from lowtide.profiler.step_sections import TimedSections, timed_sections
 from lowtide.profiler.trace import MaxSavingEngine, Trace
 from lowtide.profiler.trial_updates import Updates
 from lowtide.runtime.fingerprint import fingerprint, place_of
@@ -126,12 +127,13 @@ def rehearse(
             hopeless = found.frugal and place_of(model).type == "cpu"
             there, places = static_bytes(model, batch, unchanged.optimizers)  # gradients have moved
             plain, step_ms = (None, 0.0) if hopeless else _plain(model, updates, batch, seen)
+            sections = None if plain is None else timed_sections(model, updates, batch)
             measured = None
             if plain is not None:
                 measured = with_others(there, places, plain).total + Timeline(plain.stream).peak_bytes
             check_same_work(model, found.audit, found.trace)
             notes = [NOT_MEASURED] * (measured is None) + [OVERFLOWS] * unchanged.overflows + [*updates.notes()]
-            return found, found.profile(model, made_for, (measured, step_ms), notes)
+            return found, found.profile(model, made_for, (measured, step_ms), notes, sections)
 
         found, profile = profiled()
         if len(orders) > 1:
@@ -165,9 +167,14 @@ class _Tried:
     recorder: Recorder
 
     def profile(
-        self, model: nn.Module, made_for: Fingerprint, plain: tuple[int | None, float], notes: Iterable[str] = ()
+        self,
+        model: nn.Module,
+        made_for: Fingerprint,
+        plain: tuple[int | None, float],
+        notes: Iterable[str] = (),
+        sections: TimedSections | None = None,
     ) -> Profile:
-        """Return the profile, given the plain step's peak and time."""
+        """Return the profile, given the plain step's peak and time, and the times of its sections."""
         audit, place = self.audit, place_of(model)
         static = with_others(*self.there, self.recorder)
         traced = TracedStep(
@@ -181,12 +188,14 @@ class _Tried:
             given=audit.inputs,
             written_over=audit.written_over,
             allows_in_place=audit.allows_in_place,
+            implementations=audit.implementations,
         )
         return assemble(
             traced,
             fingerprint=made_for,
             static=static,
             plain=plain,
+            sections=sections,
             offload_bytes_per_ms=host_bandwidth(place),
             notes=(*nondeterminism_notes(model, place), *by_contents(audit), *notes, *in_words(model, static)),
         )

@@ -5,14 +5,15 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lowtide.memory.events import EventStream, peak_between
-from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
+from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, StepClocks, Storage, Value
 from lowtide.profiler.audit_inplace import InPlaceGroup, in_place, with_their_own
 from lowtide.profiler.backward_passes import Pass, in_passes, passes
 from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.profiler.freed_operands import reject_unavailable
+from lowtide.profiler.step_sections import TimedSections
 from lowtide.profiler.trace_marks import RecomputeEnded, RecomputeStarted
 from lowtide.profiler.trace_reader import TraceIndex, levels, lifetimes_without_trace, phases, watch
 from lowtide.profiler.unrecorded_operands import blocks_of
@@ -39,6 +40,8 @@ class TracedStep:
     """Gradients that were written in place."""
     allows_in_place: bool
     """True if gradients may be written in place."""
+    implementations: dict[str, str] = field(default_factory=dict)
+    """Implementations of recipes by kind of node, where the audit has not chosen the first."""
 
 
 def assemble(
@@ -47,10 +50,15 @@ def assemble(
     fingerprint: Fingerprint,
     static: Static,
     plain: tuple[int | None, float],
+    sections: TimedSections | None = None,
     offload_bytes_per_ms: float | None = None,
     notes: tuple[str, ...] = (),
 ) -> Profile:
-    """Return the profile of a traced step. `plain`: peak in bytes and time in ms of the step without any plan."""
+    """Return the profile of a traced step.
+
+    `plain`: peak in bytes and time in ms of the step without any plan. `sections`: times of its parts on the clocks of
+    host and device; None where they are one resource, or were not measured: then all times add up.
+    """
     values = _upstream_first(step.values, step.slots, step.calls)
     seen = watch(step.stream, step.entry)
     noted = blocks_of(values, seen)
@@ -62,7 +70,7 @@ def assemble(
     _one_storage_a_value(seen, step.slots)
     groups = _groups(values, step.slots, step.calls)
     _even_out(values, step.calls, groups)
-    records = _Records(step, values, seen, noted, several, groups)
+    records = _Records(step, values, seen, noted, several, groups, has_clocks=sections is not None)
     level = levels(step.stream, records.cuts, set(records.blocks), seen)
     found = Profile(
         fingerprint=fingerprint,
@@ -75,9 +83,11 @@ def assemble(
         slots=records.slots(),
         calls=records.calls(level.first),
         step_ms=plain[1],
+        clocks=None if sections is None else records.clocks(sections),
         measured_plain_peak_bytes=plain[0],
         in_place=in_place(step.written_over, level),
         allows_in_place=step.allows_in_place,
+        implementations=step.implementations,
         input_shapes=tuple(dict.fromkeys(map(", ".join, step.given))),
         offload_bytes_per_ms=offload_bytes_per_ms,
         notes=notes,
@@ -96,7 +106,10 @@ class _Records:
         noted: dict[int, int],
         several: Sequence[Pass],
         groups: dict[int, str],
+        *,
+        has_clocks: bool,
     ) -> None:
+        self._has_clocks = has_clocks
         self._values, self._slots, self._calls = values, step.slots, step.calls
         self._seen, self._groups = seen, groups
         self._end = len(step.stream.events)
@@ -139,6 +152,16 @@ class _Records:
         """Return the position that contains `event`."""
         return bisect.bisect_right(self.cuts, event) - 1
 
+    def clocks(self, sections: TimedSections) -> StepClocks:
+        """Return the plain step's times at each position: those of each section, evenly spread over its positions."""
+        seen, enter, first_read = self._seen, dict[str, list[int]](), dict[str, list[int]]()
+        for k, call in enumerate(self._calls):
+            enter.setdefault(call.id, []).append(self.position(seen.enter[k]))
+            reads = [seen.read[n] for n in range(call.first_slot, call.stop_slot) if n in seen.read]
+            if reads:
+                first_read.setdefault(call.id, []).append(self.position(min(reads)))
+        return sections.spread({False: enter, True: first_read}, len(self.cuts))
+
     def storages(self) -> tuple[Storage, ...]:
         """Return the storages of blocks, then those of state that is held only to recompute something."""
         seen = self._seen
@@ -173,7 +196,8 @@ class _Records:
                 recipe=draft.recipe,
                 operands=draft.operands,
                 overwrites=draft.overwrites,
-                cost_ms=draft.cost_ms,
+                cost_ms=draft.cost_ms + (0.0 if self._has_clocks else draft.host_ms),
+                host_ms=draft.host_ms if self._has_clocks else 0.0,
                 flops=draft.flops,
                 expensive=draft.flops > 0 or (draft.recipe in RECIPES and RECIPES[draft.recipe].expensive),
                 transient_bytes=draft.transient_bytes,
@@ -234,12 +258,14 @@ class _Records:
                 parent=call.parent,
                 enter=self.position(seen.enter[k]),
                 exit=self.position(seen.leave[k]),
-                cost_ms=call.cost_ms,
+                cost_ms=call.cost_ms + (0.0 if self._has_clocks else call.host_ms),
+                host_ms=call.host_ms if self._has_clocks else 0.0,
                 flops=call.flops,
                 refused=call.refused,
                 group=self._groups.get(k),
                 result_value=call.result_value,
-                advance_ms=call.advance_ms,
+                advance_ms=call.advance_ms + (0.0 if self._has_clocks else call.advance_host_ms),
+                advance_host_ms=call.advance_host_ms if self._has_clocks else 0.0,
                 advance_flops=call.advance_flops,
                 state_bytes=0 if call.state is None else self._values[call.state].bytes,
                 begins_at=first_level[self.position(seen.enter[k])],
@@ -265,7 +291,8 @@ def transients(values: Iterable[ValueDraft], stream: EventStream) -> None:
     peaks = {ended.run: n_bytes for ended, n_bytes in peak_between(stream, RecomputeStarted, RecomputeEnded)}
     for draft in values:
         if draft.spent is not None and draft.recipe is not None:
-            draft.transient_bytes = max(0, peaks.get(draft.spent, 0) - draft.bytes)
+            most = max(peaks.get(run, 0) for run in (draft.spent, *draft.other_runs))
+            draft.transient_bytes = max(0, most - draft.bytes)
 
 
 def _upstream_first(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> list[ValueDraft]:
@@ -301,14 +328,15 @@ def _even_out(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int
     for index, group in groups.items():
         alike.setdefault(group, []).append(calls[index])
     for drafts in alike.values():
-        cost_ms = min(draft.cost_ms for draft in drafts)
+        cost_ms, host_ms = min(draft.cost_ms for draft in drafts), min(draft.host_ms for draft in drafts)
         for draft in drafts:
-            draft.cost_ms = cost_ms
+            draft.cost_ms, draft.host_ms = cost_ms, host_ms
     for group in set(groups.values()):
         given = [calls[k] for k, its in groups.items() if its == group and calls[k].result_value is not None]
         least_ms = min((call.advance_ms for call in given), default=0.0)
+        least_host_ms = min((call.advance_host_ms for call in given), default=0.0)
         for call in given:
-            call.advance_ms = least_ms
+            call.advance_ms, call.advance_host_ms = least_ms, least_host_ms
 
 
 def _groups(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> dict[int, str]:

@@ -155,6 +155,7 @@ class Audit(RecomputeAudit, Observer):
         readers.settle(self.enough, self.values, self.slots)
         sharding.settle(self.values, self.slots, self.calls, self.homes)
         addresses.settle(self.values, [*self.slots, *(given for call in self.calls for given in call.inputs)])
+        self.settle_implementations()
         transients(self.values, stream)
         if self._tried_in_place is not None:
             self.written_over = self._tried_in_place.settle(stream)
@@ -340,8 +341,13 @@ class Audit(RecomputeAudit, Observer):
             looked_ms[0] += now_ms(self._place) - began
 
         try:
-            _, call.cost_ms, call.flops = timed(
-                lambda: frame.look(look), self._flops, self._place, frame.forward_again, lambda: looked_ms[0]
+            _, (call.host_ms, call.cost_ms), call.flops = timed(
+                lambda: frame.look(look),
+                self._flops,
+                self._place,
+                frame.forward_again,
+                lambda: looked_ms[0],
+                quietly=lambda: frame.look(lambda _place, _tensor: None),
             )
         except CAN_GO_WRONG as error:
             return f"running it again failed: {type(error).__name__}: {error}".splitlines()[0]
@@ -372,7 +378,7 @@ class Audit(RecomputeAudit, Observer):
     def try_advance(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> None:
         """Advance a call to its result and compare the result."""
         if (advanced := advance(frame, returned, self._flops, self._place)) is not None:
-            result, call.advance_ms, call.advance_flops = advanced
+            result, (call.advance_host_ms, call.advance_ms), call.advance_flops = advanced
             value, _ = super().known(result)  # has been compared: it stays free
             call.result_value = self._index[value]
             self._passed_through.append(value)

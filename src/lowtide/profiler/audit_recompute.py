@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide._torch.device_timing import now_ms
+from lowtide._torch.device_timing import Stopwatch
 from lowtide._torch.nodes import sequence_number
 from lowtide._torch.tensors import parts_of, storage_id
-from lowtide.planner.address_nodes import MASK, NOTED, SHAPE, SIGNS, with_captured_operands
+from lowtide.planner.address_nodes import INDICES, MASK, NOTED, SHAPE, SIGNS, with_captured_operands
 from lowtide.profiler.drafts import OVERWRITTEN, SlotDraft, ValueDraft, describe
 from lowtide.profiler.fsdp_units import FsdpScopes
+from lowtide.profiler.implementations import Trial, Trials, using
 from lowtide.profiler.measure_call import SHORT_MS, Flops, Meter
 from lowtide.profiler.partial_reads import Enough, are_signs_of
 from lowtide.profiler.released_tensors import Lent
@@ -27,13 +28,14 @@ from lowtide.runtime.engine import Engine, ForwardPass
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.forward_pass import CallScope
 from lowtide.runtime.partial_saves import packed, saved_for_shape, saves_signs
-from lowtide.runtime.recipes import CannotRecompute
+from lowtide.runtime.recipes import IMPLEMENTATIONS, CannotRecompute
 from lowtide.runtime.recompute import Recompute, certain
 from lowtide.runtime.recompute_builder import Builder, ParameterOwners
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_values import Geometry, Handle, Value, register, registered, value_without_grad_fn
 from lowtide.runtime.view_geometry import producer
 from lowtide.state.bitwise import identical
+from lowtide.state.step_outcome import is_out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,6 +94,9 @@ class RecomputeAudit(Engine):
         self.relied_on.takes_values = False
         self.lent = Lent(self._index, self._saved, self.values)
         self.builder = self._numbering = ValueNumbering(self.builder.owners)
+        self._trials = Trials()
+        self.implementations: dict[str, str] = {}
+        """Implementations of recipes by kind of node, chosen once the step is over."""
 
     def let_go_of_all(self) -> None:
         """Release all tensors when backward begins or the step is over."""
@@ -113,7 +118,7 @@ class RecomputeAudit(Engine):
         value, view = self.known(tensor)
         index = self._index[value]
         if not self.values[index].node and self.values[index].bytes:
-            self.try_mask(index, tensor)
+            self.try_packing(index, tensor)
         if view is None and saves_signs(tensor):
             self.try_signs(value, tensor)
         if index not in self._saved and noted_elsewhere(self._noted.get(index, set()), scope):
@@ -155,6 +160,7 @@ class RecomputeAudit(Engine):
                 value.maker = self.builder.recompute(node, output, base).maker
             self.compare(self._index[value], value, base)
             value.keep(base.detach())
+            self.try_implementations(self._index[value], node, output, base)
         register(node, output, value)
         return value, view
 
@@ -207,37 +213,76 @@ class RecomputeAudit(Engine):
             self.compare(index, self.builder.recompute(node, output, base), base)
         except CannotRecompute as why:
             draft.refused = str(why)
+            return
+        self.try_implementations(index, node, output, base)
 
-    def try_mask(self, index: int, tensor: Tensor) -> None:
-        """Try to keep a tensor without a node as the bits of a mask."""
-        began = now_ms(self._place)
+    def try_implementations(self, index: int, node: Node, output: int, base: Tensor) -> None:
+        """Run the other implementations of a recipe that is exact for this value, and record those that are, too."""
+        draft, kind = self.values[index], node.name()
+        others = IMPLEMENTATIONS.get(kind)
+        if others is None or draft.recipe != kind or draft.node != kind:  # not with captured operands
+            return
+        value = registered(node, output)
+        self._trials.add(index, kind, "", Trial(replace(draft), draft.operands))
+        for name in others:
+            try:
+                with using(self.builder, {kind: name}):
+                    other = self.builder.recompute(node, output, base)
+                maker = other.maker
+                assert isinstance(maker, Recompute)
+                is_exact = not maker.noted
+                for _ in range(2):  # the first run may pay for new pages, or compile its kernel
+                    is_exact = is_exact and identical(maker.make(other), base)
+            except Exception as error:  # a kernel of any kind: it is left out, whatever its reason
+                if is_out_of_memory(error):
+                    continue
+                is_exact = False
+            finally:
+                if value is not None:
+                    register(node, output, value)
+            if is_exact:
+                assert isinstance(maker, Recompute)
+                self._trials.add(index, kind, name, Trial(self._meter.of(maker), self.operands(maker)))
+
+    def settle_implementations(self) -> None:
+        """Choose an implementation for each kind of node."""
+        self.implementations = self._trials.settle(self.values)
+
+    def try_packing(self, index: int, tensor: Tensor) -> None:
+        """Try to keep a tensor without a node as the bits of a mask, or as small integers."""
+        kind = INDICES if tensor.dtype is torch.int64 else MASK
+        watch = Stopwatch(self._place)
+        watch.start()
         try:
-            value = packed(MASK, tensor)
+            value = packed(kind, tensor)
         except CannotRecompute:
             return
-        packing_ms = now_ms(self._place) - began
+        packing = watch.stop()
         self.compare(index, value, tensor)
         draft = self.values[index]
         if draft.recipe is not None:
             assert isinstance(value.maker, Recompute)
-            draft.node, draft.operands = MASK, (self.state(value.maker.constants["bits"].nbytes),)
-            draft.cost_ms += packing_ms
+            draft.node, draft.operands = kind, (self.state(value.maker.constants["bits"].nbytes),)
+            draft.cost_ms += packing.device
+            draft.host_ms += packing.host
 
     def try_signs(self, known: Value, tensor: Tensor) -> None:
         """Measure the cost of keeping one bit per element of a tensor that is saved for its signs."""
         found = []
         for _ in range(2):  # the first run may pay for new pages
-            began = now_ms(self._place)
+            watch = Stopwatch(self._place)
+            watch.start()
             try:
                 value = packed(SIGNS, tensor)
             except CannotRecompute:
                 return
-            packing_ms, maker = now_ms(self._place) - began, value.maker
+            packing, maker = watch.stop(), value.maker
             assert isinstance(maker, Recompute)
             if not are_signs_of(maker.make(value), tensor):
                 return
             spent = self._meter.of(maker)
-            found.append(replace(spent, recipe=SIGNS, cost_ms=packing_ms + spent.cost_ms))
+            device_ms, host_ms = packing.device + spent.cost_ms, packing.host + spent.host_ms
+            found.append(replace(spent, recipe=SIGNS, cost_ms=device_ms, host_ms=host_ms))
             bits = ValueDraft(bytes=maker.constants["bits"].nbytes, node="", state_of=self._open[-1][0])
         draft = min(found, key=lambda draft: draft.cost_ms)
         self.enough[len(self.slots)] = Enough(draft, bits, self.is_passable(known, tensor.grad_fn, tensor.output_nr))
@@ -295,7 +340,7 @@ class RecomputeAudit(Engine):
         draft.overwrites = self.over(maker)
         if maker.recipe.alias and [self.values[need].bytes for need in draft.operands] == [draft.bytes]:
             (draft.overwrites,) = draft.operands  # the result is a view and shares that operand's memory
-        draft.cost_ms, draft.flops, draft.spent = spent.cost_ms, spent.flops, spent.spent
+        draft.cost_ms, draft.host_ms, draft.flops, draft.spent = spent.cost_ms, spent.host_ms, spent.flops, spent.spent
         if any(map(self.only_given, draft.operands)):
             draft.recipe, draft.refused = None, "it is computed from an argument of a call that nothing else holds"
         elif identical(made, base):
@@ -307,7 +352,8 @@ class RecomputeAudit(Engine):
             del made
             if draft.cost_ms < SHORT_MS:
                 maker.make(value)  # again, in touched memory: the first run may have paid for new pages
-                draft.cost_ms = self._meter.of(maker).cost_ms
+                spent = self._meter.of(maker)
+                draft.cost_ms, draft.host_ms = spent.cost_ms, spent.host_ms
             if maker.operands:
                 self._late[index] = maker, value.output
                 self._timed[maker] = index
@@ -337,7 +383,8 @@ class RecomputeAudit(Engine):
     def timed(self, maker: Recompute) -> None:
         """Record the time of a recompute that has run in backward."""
         if maker in self._timed:
-            self.values[self._timed[maker]].cost_ms = self._meter.of(maker).cost_ms
+            draft, spent = self.values[self._timed[maker]], self._meter.of(maker)
+            draft.cost_ms, draft.host_ms = spent.cost_ms, spent.host_ms
 
     def places_of(self, maker: Recompute) -> set[CaptureSite]:
         """Return the sites of noted operands of a recompute and of the recomputes that it may pass through."""

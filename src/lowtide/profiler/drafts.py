@@ -29,10 +29,13 @@ class ValueDraft:
     own_strides: bool = False
     """True if the strides are known only where the value is saved, not where it is an intermediate."""
     cost_ms: float = 0.0
+    host_ms: float = 0.0
     flops: int = 0
     transient_bytes: int = 0
     spent: int | None = None
     """Number of the recipe run that was measured for the value."""
+    other_runs: tuple[int, ...] = ()
+    """Runs of other exact implementations: the most memory of all counts, so that it depends on no measured time."""
     state_of: int | None = None
     """Call from which on the value is held, for state without a node or slot: random numbers, bits of masks."""
     noted: int | None = None
@@ -66,10 +69,12 @@ class CallDraft:
     first_slot: int = 0
     stop_slot: int = 0
     cost_ms: float = 0.0
+    host_ms: float = 0.0
     flops: int = 0
     refused: str | None = None
     result_value: int | None = None
     advance_ms: float = 0.0
+    advance_host_ms: float = 0.0
     advance_flops: int = 0
     state: int | None = None
     """Value that stands for the state that a replay holds in addition to its arguments."""

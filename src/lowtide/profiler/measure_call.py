@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from lowtide._torch.compiled_code import anything_compiled
-from lowtide._torch.device_timing import now_ms
+from lowtide._torch.device_timing import Stopwatch, Times, has_two_clocks, now_ms
 from lowtide._torch.modes import TorchDispatchMode
 from lowtide._torch.nodes import packet_of
 from lowtide.profiler.drafts import ValueDraft
@@ -72,26 +72,30 @@ class Meter:
         self._runs: list[ValueDraft] = []
         """Runs in order; `RecomputeEnded` has the index."""
         self._last: dict[Recompute, int] = {}
-        self._begun = (0.0, 0)
+        self._watch = Stopwatch(place)
+        self._flops_before = 0
 
     def making(self) -> None:
         """Start measuring a recipe that is about to run."""
         self._mark(TRACE, RecomputeStarted())
-        self._begun = now_ms(self._place), self._flops.total
+        self._flops_before = self._flops.total
+        self._watch.start()
 
     def made(self, maker: Recompute, result: Tensor) -> None:
         """Record a run. The least time and the most FLOPs of a recompute's runs count: some runs count no FLOPs."""
-        began, flops = self._begun
-        cost_ms = now_ms(self._place) - began
-        flops = self._flops.total - flops
+        host_ms, cost_ms = self._watch.stop()
+        flops = self._flops.total - self._flops_before
         number = len(self._runs)
         self._mark(TRACE, RecomputeEnded(number))
         if maker in self._last:
             before = self.of(maker)
-            cost_ms, flops = min(cost_ms, before.cost_ms), max(flops, before.flops)
+            cost_ms, host_ms = min(cost_ms, before.cost_ms), min(host_ms, before.host_ms)
+            flops = max(flops, before.flops)
         self._last[maker] = number
         size = 0 if maker.recipe.alias else result.numel() * result.element_size()
-        self._runs.append(ValueDraft(bytes=size, node=maker.recipe.node, cost_ms=cost_ms, flops=flops, spent=number))
+        self._runs.append(
+            ValueDraft(bytes=size, node=maker.recipe.node, cost_ms=cost_ms, host_ms=host_ms, flops=flops, spent=number)
+        )
 
     def of(self, maker: Recompute) -> ValueDraft:
         """Return the measured cost of a recompute."""
@@ -108,10 +112,12 @@ def timed(
     place: torch.device,
     eagerly: Callable[[], object],
     aside_ms: Callable[[], float] = lambda: 0.0,
-) -> tuple[T, float, int]:
-    """Return the result of `run`, its milliseconds and its FLOPs. Short runs are run twice: counting takes time.
+    quietly: Callable[[], object] | None = None,
+) -> tuple[T, Times, int]:
+    """Return the result of `run`, its times and its FLOPs. Short runs are run twice: counting takes time.
 
-    `aside_ms` returns the time so far that does not count as time of `run`.
+    `aside_ms` returns the time so far that does not count as time of `run`. Where host and device have clocks of their
+    own, `quietly` is timed: the same work, without what `run` does to look at it. By default that is `run`.
 
     Operators in compiled code are invisible, and a dispatch mode around it would make the compiler give up for good. So
     where code may be compiled, FLOPs are counted in a separate run: `eagerly`, which does the same work without
@@ -126,16 +132,21 @@ def timed(
         with contextlib.suppress(*CAN_GO_WRONG), torch.compiler.set_stance("force_eager"), flops:
             eagerly()
     counted = flops.total - before
+    if has_two_clocks(place):
+        watch = Stopwatch(place)
+        watch.start(ahead_ms=took_ms)
+        (run if quietly is None else quietly)()
+        return result, watch.stop(), counted
     if took_ms < SHORT_MS:
         del result
         began = now_ms(place) - aside_ms()
         result = run()
         took_ms = min(took_ms, now_ms(place) - aside_ms() - began)
-    return result, took_ms, counted
+    return result, Times(0.0, took_ms), counted
 
 
-def advance(frame: ReplayFrame, returned: Any, flops: Flops, place: torch.device) -> tuple[Tensor, float, int] | None:
-    """Advance the call of `frame`. Return the result tensor in `returned`, and the time in ms and FLOPs of the advance.
+def advance(frame: ReplayFrame, returned: Any, flops: Flops, place: torch.device) -> tuple[Tensor, Times, int] | None:
+    """Advance the call of `frame`. Return the result tensor in `returned`, and the times and FLOPs of the advance.
 
     None if the advance gives other bits or is not possible.
     """
@@ -145,7 +156,7 @@ def advance(frame: ReplayFrame, returned: Any, flops: Flops, place: torch.device
     tensor, base, _, _ = found
     try:
         forward = Advance(frame, frame.operands, tensor, base).forward
-        made, took_ms, counted = timed(forward, flops, place, frame.forward_again)
+        made, took, counted = timed(forward, flops, place, frame.forward_again)
     except CAN_GO_WRONG:
         return None
-    return (tensor, took_ms, counted) if identical(made, base) else None
+    return (tensor, took, counted) if identical(made, base) else None

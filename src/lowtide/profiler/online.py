@@ -322,6 +322,7 @@ class _Traced:
             given=self._trace.inputs,
             written_over=self._audit.written_over if self._is_alike else [],
             allows_in_place=self._audit.allows_in_place,
+            implementations=self._audit.implementations,
         )
         return assemble(
             step,

@@ -1,7 +1,7 @@
 """Rescale audit results to another batch size, for loops whose batch size changes almost every step.
 
 The sizes of saved tensors on the other batch are known from a step on it. Sizes of intermediates, and costs, are
-assumed to grow in proportion.
+assumed to grow in proportion, except the host's time, which is the same for any size.
 """
 
 from __future__ import annotations

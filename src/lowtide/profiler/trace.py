@@ -80,6 +80,7 @@ class MaxSavingEngine(Engine):
         least = {node: n_bytes for group in written_over for node, n_bytes in group.nodes.items()}
         actions = actions_for({a: nodes[a] for a in decisions.recompute}, decisions.replay)
         super().__init__(model, actions, in_place=[least])
+        self.builder.implementations = audit.implementations
 
     def say(self, what: str) -> None:
         """Report nothing: the profile names tensors that are freed too early, and the audit has reported the rest."""

@@ -19,10 +19,10 @@ SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 def tracks_of(run: RunRecord) -> list[tuple[str, StepMemory]]:
     """Return the recorded steps of a run, by name. Raises LowtideError for a run without any."""
-    found = [(name, memory) for name, memory in (("before", run.before), ("after", run.after)) if memory is not None]
-    if not found:
+    tracks = [(name, memory) for name, memory in (("before", run.before), ("after", run.after)) if memory is not None]
+    if not tracks:
         raise LowtideError("this run has no memory of a step: it was watched, and not rehearsed.")
-    return found
+    return tracks
 
 
 def csv_of(run: RunRecord) -> str:
@@ -73,12 +73,12 @@ def sarif(run: RunRecord) -> str:
     Raises LowtideError for a run that was not watched.
     """
     findings = _findings(run)
-    rules = {found.code: {"id": found.code, "shortDescription": {"text": found.name}} for found in findings}
+    rules = {finding.code: {"id": finding.code, "shortDescription": {"text": finding.name}} for finding in findings}
     results = [
         {
-            "ruleId": found.code,
+            "ruleId": finding.code,
             "level": "warning",
-            "message": {"text": _message(found)},
+            "message": {"text": _message(finding)},
             "locations": [
                 {
                     "physicalLocation": {
@@ -86,11 +86,11 @@ def sarif(run: RunRecord) -> str:
                         "region": {"startLine": place[1]},
                     }
                 }
-                for place in [_place(found)]
+                for place in [_place(finding)]
                 if place is not None
             ],
         }
-        for found in findings
+        for finding in findings
     ]
     driver = {"name": "lowtide", "version": run.versions.get("lowtide", ""), "rules": list(rules.values())}
     log = {"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]}
@@ -100,10 +100,11 @@ def sarif(run: RunRecord) -> str:
 def github_annotations(run: RunRecord, findings: Sequence[Finding] | None = None) -> str:
     """Return a workflow command of GitHub Actions for each finding, which annotates its line."""
     lines = []
-    for found in _findings(run) if findings is None else findings:
-        place = _place(found)
+    for finding in _findings(run) if findings is None else findings:
+        place = _place(finding)
         where = "" if place is None else f"file={_property(place[0])},line={place[1]},"
-        lines.append(f"::warning {where}title={_property(f'{found.code} {found.name}')}::{_data(_message(found))}")
+        title = _property(f"{finding.code} {finding.name}")
+        lines.append(f"::warning {where}title={title}::{_data(_message(finding))}")
     return "\n".join(lines)
 
 
@@ -115,14 +116,14 @@ def _findings(run: RunRecord) -> tuple[Finding, ...]:
     return run.findings
 
 
-def _message(found: Finding) -> str:
-    size = f"{format_bytes(found.held_bytes)} {found.unit}".strip() + " " if found.held_bytes else ""
-    return f"{size}since step {found.since_step}, held by {found.holder}. Fix: {found.fix}"
+def _message(finding: Finding) -> str:
+    size = f"{format_bytes(finding.held_bytes)} {finding.unit}".strip() + " " if finding.held_bytes else ""
+    return f"{size}since step {finding.since_step}, held by {finding.holder}. Fix: {finding.fix}"
 
 
-def _place(found: Finding) -> tuple[str, int] | None:
+def _place(finding: Finding) -> tuple[str, int] | None:
     """Return the file and line of the forward pass that allocated the memory."""
-    path, _, line = (found.made_at or "").rpartition(":")
+    path, _, line = (finding.made_at or "").rpartition(":")
     return (path, int(line)) if path and line.isdigit() else None
 
 

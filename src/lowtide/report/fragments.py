@@ -58,18 +58,18 @@ def _sections(record: object) -> list[Section]:
     run = _run_of(record)
     if run is None:
         return [("text", type(record).__name__, _text(record))]
-    found = [
+    sections = [
         ("fits", escape(about(run)) or "Does it fit?", fits(run)),
         ("memory", "Where memory goes", memory(run.before, run.after, run.requested_budget_bytes)),
         ("decided", "What was decided", decided(run) if run.plan is not None else ""),
         ("outlives", "What outlives its step", outlives(run) if run.findings is not None else ""),
     ]
     if isinstance(record, RunRecord):
-        found += [
+        sections += [
             ("else", "What else could be decided", alternatives(run.frontier, run.plan)),
             ("how", "How this was obtained", obtained(run)),
         ]
-    return [each for each in found if each[2]]
+    return [each for each in sections if each[2]]
 
 
 def _timeline_of(record: object) -> Any:
@@ -78,8 +78,8 @@ def _timeline_of(record: object) -> Any:
 
     if isinstance(record, Timeline):
         return record
-    found = getattr(record, "recorded", None)
-    return found if isinstance(found, Timeline) else None
+    recorded = getattr(record, "recorded", None)
+    return recorded if isinstance(recorded, Timeline) else None
 
 
 def _text(record: object) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lowtide.planner.plan_format import KINDS, fold, join
-from lowtide.planner.records import Decided, Plan
+from lowtide.planner.records import Decided, Plan, Profile
 from lowtide.planner.serialization import Record
 from lowtide.report.text_table import decisions, lever_lines
 from lowtide.units import format_bytes, format_change, format_parts, format_ratio, format_time
@@ -28,9 +28,16 @@ def show(plan: Plan) -> str:
             *(f"  {line}" for line in blocks(plan)),
             *(["on larger batches:"] if plan.fallback is not None else []),
             *(f"  {line}" for line in (blocks(plan.fallback) if plan.fallback is not None else ())),
+            *implementations(plan),
             *(f"note: {note}" for note in plan.notes),
         )
     )
+
+
+def implementations(record: Plan | Profile) -> Iterator[str]:
+    """Yield a line for each recipe whose fastest exact implementation is not the first one."""
+    for node, name in record.implementations.items():
+        yield f"outputs of {node} are recomputed from {name}: the fastest way that is exact here"
 
 
 def extra(extra_ms: float, step_ms: float) -> str:
@@ -110,16 +117,17 @@ def _decided(plan: Plan) -> dict[str, None]:
     replayed, advanced = (f"replay {call}" for call in plan.replay), (f"advance {call}" for call in plan.advance)
     offloaded = (f"offload {address}" for address in plan.offload)
     in_place = (f"gradients in place {node}" for node in plan.in_place)
-    return dict.fromkeys([*pulled, *in_place, *recomputed, *replayed, *advanced, *offloaded])
+    other_ways = (f"implementation of {node}: {name}" for node, name in plan.implementations.items())
+    return dict.fromkeys([*pulled, *other_ways, *in_place, *recomputed, *replayed, *advanced, *offloaded])
 
 
 def show_diff(first: Plan, second: Plan) -> str:
     """Return the differences as text: numbers first, then `-` and `+` lines of each plan's own decisions, folded."""
-    found = compare(first, second)
-    if found.same:
+    differences = compare(first, second)
+    if differences.same:
         return "the plans are the same"
-    lines = [*found.fingerprint]
-    for name, (one, other) in found.numbers.items():
+    lines = [*differences.fingerprint]
+    for name, (one, other) in differences.numbers.items():
         kind, _, unit = name.rpartition("_")
         words = kind.replace("_", " ")
         if unit == "bytes":
@@ -128,9 +136,9 @@ def show_diff(first: Plan, second: Plan) -> str:
             lines.append(f"{words} time: {format_time(one)} -> {format_time(other)}")
         else:
             lines.append(f"{words} FLOPs: {one:.3g} -> {other:.3g}")
-    lines += [f"- {line}" for line in _folded(first, found.only_first)]
-    lines += [f"+ {line}" for line in _folded(second, found.only_second)]
-    lines += ["on larger batches they do something else"] if found.larger else []
+    lines += [f"- {line}" for line in _folded(first, differences.only_first)]
+    lines += [f"+ {line}" for line in _folded(second, differences.only_second)]
+    lines += ["on larger batches they do something else"] if differences.larger else []
     return "\n".join(lines)
 
 

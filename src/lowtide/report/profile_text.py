@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lowtide.planner.planning import in_place_peak_bytes, simulator_of, smallest_peak
 from lowtide.planner.records import Decisions, Profile
-from lowtide.report.plan_text import extra
+from lowtide.report.plan_text import extra, implementations
 from lowtide.report.text_table import lever_lines
 from lowtide.units import format_bytes, format_parts, format_ratio, format_time
 
@@ -39,6 +39,7 @@ def _lines(profile: Profile) -> Iterator[str]:
     else:
         yield "smallest peak: the plain step's, for no plan needs less"
     yield from lever_lines(profile)
+    yield from implementations(profile)
     yield from (f"note: {note}" for note in profile.notes)
 
 

@@ -111,19 +111,19 @@ class RunComparison:
         change = self.peak_change
         kind = "plain" if not change else "no" if change > 0 else "yes"
         rows = [(name, one, other, Styled(by, f"lt-{_direction(by)}")) for name, one, other, by in self.rows()]
-        told = f'<p class="lt-verdict is-{kind}">{escape(self.verdict())}</p>'
-        told += Table(headings=("", *self.names, "change"), rows=rows).html("What changed")
+        html = f'<p class="lt-verdict is-{kind}">{escape(self.verdict())}</p>'
+        html += Table(headings=("", *self.names, "change"), rows=rows).html("What changed")
         plans = ""
         if self.first.plan is not None and self.second.plan is not None:
             plans = f'<pre tabindex="0">{escape(show_diff(self.first.plan, self.second.plan))}</pre>'
         findings = "".join(
             f"<li>{word}: <code>{escape(each.code)}</code> {escape(each.name)}, {escape(_size(each.held_bytes))}, "
             f"held by {escape(each.holder)}</li>"
-            for word, found in (("new", self.new_findings), ("gone", self.gone_findings))
-            for each in found
+            for word, group in (("new", self.new_findings), ("gone", self.gone_findings))
+            for each in group
         )
         sections = [
-            ("fits", "What changed", told),
+            ("fits", "What changed", html),
             ("memory", "Where memory goes", memory(_own(self.first), _own(self.second), words=self.names)),
             ("decided", "What was decided", plans),
             ("outlives", "What outlives its step", f"<ul>{findings}</ul>" if findings else ""),

@@ -214,7 +214,7 @@ def record_of(
         predicted.append("extra time of the plan, from the times of the rehearsal")
         if proof is not None and proof.measured_peak_bytes is not None:
             measured.append("peak of the step under the plan")
-    found = [*(plan.notes if plan is not None else () if profile is None else profile.notes), *notes]
+    lines = [*(plan.notes if plan is not None else () if profile is None else profile.notes), *notes]
     return RunRecord(
         command=command,
         versions=versions(made_for),
@@ -227,7 +227,7 @@ def record_of(
         trained=trained,
         measured=tuple(measured),
         predicted=tuple(predicted),
-        notes=tuple(dict.fromkeys(found)),
+        notes=tuple(dict.fromkeys(lines)),
     )
 
 
@@ -243,13 +243,13 @@ def versions(made_for: Fingerprint | None = None) -> dict[str, str]:
     """Return the versions that a report names."""
     from lowtide import __version__
 
-    found = {"lowtide": __version__, "python": platform.python_version()}
+    packages = {"lowtide": __version__, "python": platform.python_version()}
     if made_for is not None:
-        found["torch"] = made_for.torch
+        packages["torch"] = made_for.torch
     else:
         with contextlib.suppress(PackageNotFoundError):
-            found["torch"] = version("torch")
-    return {**found, platform.system(): platform.machine()}
+            packages["torch"] = version("torch")
+    return {**packages, platform.system(): platform.machine()}
 
 
 def read_run(path: Path) -> RunRecord:

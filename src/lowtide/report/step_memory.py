@@ -204,7 +204,7 @@ def recorded_memory(
     moments = _moments(total, [at for at, _ in starts])
     allocated = np.flatnonzero(dies)
     order = allocated[np.argsort(-change[allocated], kind="stable")]
-    found = _chosen(order, order, dies[order], moments)
+    chosen = _chosen(order, order, dies[order], moments)
     tensors = tuple(
         Tensor(
             name=_block_name(timeline, events, int(i)),
@@ -213,7 +213,7 @@ def recorded_memory(
             first=first,
             stop=stop,
         )
-        for i, first, stop in found
+        for i, first, stop in chosen
     )
     before = np.searchsorted(allocated, moments, side="right") - 1
     paths = [_module_of(timeline, events, int(allocated[k])) if k >= 0 else "" for k in before]
@@ -321,14 +321,14 @@ def _chosen(order: Ints, starts: Ints, stops: Ints, moments: Ints) -> list[tuple
     """Return tensors that are among the NAMED largest at some moment, with their lifetimes. `order`: largest first."""
     first, stop = np.searchsorted(moments, starts), np.searchsorted(moments, stops)
     count = np.zeros(len(moments), np.int64)
-    found: list[tuple[int, int, int]] = []
+    chosen: list[tuple[int, int, int]] = []
     for row in np.flatnonzero(first < stop).tolist():  # the others live between two kept moments
         start, end = int(first[row]), int(stop[row])
         alive = count[start:end]
         if alive.min() < NAMED:
             alive += 1
-            found.append((int(order[row]), start, end))
-    return found
+            chosen.append((int(order[row]), start, end))
+    return chosen
 
 
 def _largest(

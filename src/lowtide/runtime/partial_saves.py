@@ -18,11 +18,12 @@ import torch
 
 from lowtide._torch.nodes import SAVED, has_yet_to_save
 from lowtide._torch.tensors import is_plain
-from lowtide.planner.address_nodes import MASK, SHAPE, SIGNS
+from lowtide.planner.address_nodes import INDICES, MASK, SHAPE, SIGNS
 from lowtide.runtime.bitmask import FROM_BITS, bits_of, signs_of
 from lowtide.runtime.recipes import CannotRecompute, Recipe
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.saved_values import Handle, Value, peek
+from lowtide.runtime.small_integers import FROM_OFFSETS, offsets_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,8 +70,9 @@ def saved_for_shape(result: Any) -> Handle | None:
 def packed(kind: str, tensor: Tensor) -> Value:
     """Return the part of `tensor` that its reader needs. Raises CannotRecompute, with the reason, if it can't."""
     recipe, constants = PACKINGS[kind]
-    value = Value(maker=Recompute(recipe, {}, constants(tensor), tensor.stride() if kind == MASK else None))
-    value.partial = kind != MASK
+    is_whole = kind in (MASK, INDICES)
+    value = Value(maker=Recompute(recipe, {}, constants(tensor), tensor.stride() if is_whole else None))
+    value.partial = not is_whole
     return value
 
 
@@ -104,6 +106,7 @@ FROM_SHAPE: Final = Recipe(
 
 PACKINGS: Final[dict[str, tuple[Recipe, Callable[[Tensor], dict[str, Any]]]]] = {
     MASK: (FROM_BITS, bits_of),
+    INDICES: (FROM_OFFSETS, offsets_of),
     SIGNS: (FROM_SIGNS, signs_of),
     SHAPE: (FROM_SHAPE, _shape_of),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,12 @@ def most_elements(plan: Plan) -> float:
     return max((elements(shapes_in(words)) for words in plan.input_shapes), default=inf)
 
 
+def shared_implementations(plans: Sequence[Plan]) -> dict[str, str]:
+    """Return the implementations of recipes that all plans name; for other nodes the first one, which is as exact."""
+    common = dict(plans[0].implementations) if plans else {}
+    return {node: name for node, name in common.items() if all(p.implementations.get(node) == name for p in plans)}
+
+
 class Planned(Engine):
     """An engine that carries out `plans`, ordered from the smallest size; nothing without plans."""
 
@@ -40,6 +46,7 @@ class Planned(Engine):
         if any(plan.draws for plan in plans):
             tables = [with_like_blocks(model, table) for table in tables]
         super().__init__(model, *tables, in_place=[each.in_place for each in decided])
+        self.builder.implementations = shared_implementations(plans)
         self.learns = not any(plan.draws for plan in plans)  # runs that draw their blocks have no structure to learn
         self.excluded_modules = frozenset(path for plan in plans for path in plan.excluded_modules)
         self.ambiguous_addresses = frozenset(address for plan in plans for address in plan.ambiguous_addresses)

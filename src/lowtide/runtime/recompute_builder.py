@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -13,7 +14,7 @@ from lowtide._torch.tensors import is_plain
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.runtime.operand_capture import NUMBERS
 from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, signed
-from lowtide.runtime.recipes import RECIPES, CannotRecompute
+from lowtide.runtime.recipes import IMPLEMENTATIONS, RECIPES, CannotRecompute, Recipe
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.saved_values import Handle, Value, register, registered
 
@@ -69,10 +70,12 @@ _RARELY_IN_PLACE = frozenset({"addmm", "baddbmm", "addmv"})
 class Builder:
     """Search for a recipe's inputs: on the node, its input edges, captured operands, or a parameter's module."""
 
-    __slots__ = ("length", "owners")
+    __slots__ = ("implementations", "length", "owners")
 
     def __init__(self, owners: ParameterOwners) -> None:
         self.owners = owners
+        self.implementations: Mapping[str, str] = {}
+        """Names of the recipes' implementations by node, where it is not the first one."""
         self.length = 0
         """Number of nodes visited."""
 
@@ -84,7 +87,7 @@ class Builder:
         """
         self.length += 1
         kind = node.name()
-        recipe = RECIPES.get(kind)
+        recipe = self.recipe_of(kind)
         if recipe is None:
             raise CannotRecompute(f"no recipe for {kind}")
         if output and not recipe.several:
@@ -134,6 +137,11 @@ class Builder:
         value.passing = like is None
         register(node, output, value)
         return value
+
+    def recipe_of(self, kind: str) -> Recipe | None:
+        """Return the recipe of a kind of node, in the implementation that `implementations` names."""
+        name = self.implementations.get(kind) if self.implementations else None
+        return RECIPES.get(kind) if name is None else IMPLEMENTATIONS[kind][name]
 
     def on_edge(self, edge: tuple[Node | None, int], depth: int) -> Value | None:
         """Return the value that flowed along an edge of the graph; None if the edge needs no gradient."""

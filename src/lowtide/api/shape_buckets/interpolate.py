@@ -12,6 +12,8 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from lowtide.planner.records import StepClocks
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -58,6 +60,7 @@ def between(small: Profile, large: Profile, share: float, fingerprint: Fingerpri
                 b,
                 bytes=whole(a.bytes, b.bytes),
                 cost_ms=line(a.cost_ms, b.cost_ms),
+                host_ms=line(a.host_ms, b.host_ms),
                 flops=whole(a.flops, b.flops),
                 transient_bytes=whole(a.transient_bytes, b.transient_bytes),
             )
@@ -67,8 +70,10 @@ def between(small: Profile, large: Profile, share: float, fingerprint: Fingerpri
             replace(
                 b,
                 cost_ms=line(a.cost_ms, b.cost_ms),
+                host_ms=line(a.host_ms, b.host_ms),
                 flops=whole(a.flops, b.flops),
                 advance_ms=line(a.advance_ms, b.advance_ms),
+                advance_host_ms=line(a.advance_host_ms, b.advance_host_ms),
                 advance_flops=whole(a.advance_flops, b.advance_flops),
                 begins_at=None if a.begins_at is None or b.begins_at is None else part(a.begins_at, b.begins_at),
             )
@@ -84,8 +89,22 @@ def between(small: Profile, large: Profile, share: float, fingerprint: Fingerpri
             for a, b in zip(small.in_place, large.in_place, strict=True)
         ),
         step_ms=line(small.step_ms, large.step_ms),
+        clocks=_clocks(small.clocks, large.clocks, line),
         measured_plain_peak_bytes=None if peaks[0] is None or peaks[1] is None else whole(peaks[0], peaks[1]),
         notes=(*large.notes, PREDICTED),
+    )
+
+
+def _clocks(
+    small: StepClocks | None, large: StepClocks | None, line: Callable[[float, float], float]
+) -> StepClocks | None:
+    if small is None or large is None:
+        return None
+    return StepClocks(
+        host_ms=tuple(map(line, small.host_ms, large.host_ms)),
+        device_ms=tuple(map(line, small.device_ms, large.device_ms)),
+        kept_slot_ms=line(small.kept_slot_ms, large.kept_slot_ms),
+        packed_slot_ms=line(small.packed_slot_ms, large.packed_slot_ms),
     )
 
 
@@ -97,6 +116,8 @@ def _skeleton(profile: Profile) -> object:
     values = profile.values
     return (
         len(profile.base_bytes),
+        profile.clocks is None,
+        profile.implementations,
         profile.phases,
         [(s.allocated_at, s.freed_at, s.category) for s in profile.storages],
         [(v.storage, v.node, v.recipe, v.operands, v.expensive, v.refused is None) for v in values],

@@ -116,10 +116,10 @@ def _leaves(made: Any, rows: int) -> list[Tensor]:
     leaves = tree_leaves(made)
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != rows:
-            found = f"shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            returned = f"shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
             raise LowtideError(
                 f"`representations` must return tensors with a row for each of the {rows} rows of its piece, alone or "
-                f"in tuples, lists or dicts; it returned {found}."
+                f"in tuples, lists or dicts; it returned {returned}."
             )
     return leaves
 

@@ -32,6 +32,10 @@ An offloaded storage stays in GPU memory until the next one has left, or forward
 at which the storage that left after it is demanded, for as long as it is wanted. Copies are counted in full, both ways,
 although they overlap with other work: an upper bound.
 
+Times add up, or where the profile has the clocks of host and device, they run side by side (`two_clocks.py`). Then each
+recompute and replay is work of both clocks at the position that demands it, and each packed slot is work of the host at
+the end of its call's forward; so is each kept slot in a call that has a packed one, for hooks are pushed around it.
+
 Cost: array operations over slots and positions and a loop over nodes that are not kept, about 6 ms for 1000 slots; 1 ms
 if little has changed since another sweep (`recompute_segments.py`).
 """
@@ -46,7 +50,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.planner.simulate.assignment import KEPT, Assignment, DecisionVector, assign
+from lowtide.planner.simulate.assignment import KEPT, RECOMPUTED, Assignment, DecisionVector, assign
 from lowtide.planner.simulate.profile_index import Index, Ints
 from lowtide.planner.simulate.recompute_segments import Segments
 
@@ -138,7 +142,11 @@ class Sweeper:
             peak=int(usage.max()),
             # Exact sum, so that equal work in another order takes the same time.
             extra_ms=math.fsum(
-                chain(index.offload_ms[assignment.offloaded_storages].tolist(), *(visit.times for visit in visits))
+                chain(
+                    index.offload_ms[assignment.offloaded_storages].tolist(),
+                    *(visit.times for visit in visits),
+                    self._time_on_clocks(assignment, _concatenate((visit.work for visit in visits), 3)),
+                )
             ),
             extra_flops=sum(visit.flops for visit in visits),
             state=assignment.state,
@@ -146,6 +154,21 @@ class Sweeper:
             copies=copies,
             host_bytes=int(index.storage_bytes[assignment.offloaded_storages].sum()),
         )
+
+    def _time_on_clocks(self, assignment: Assignment, work: Ints) -> list[float]:
+        """Return the extra time of `work` and of packing slots, for host and device side by side; [] without clocks."""
+        index, clocks = self.index, self.index.clocks
+        if clocks is None:
+            return []
+        host, device = np.zeros((2, index.end), np.int64)
+        np.add.at(host, work[0], work[1])
+        np.add.at(device, work[0], work[2])
+        is_packed = ~index.slot_is_input & (assignment.state[index.slot_value] >= RECOMPUTED)
+        packed = np.bincount(index.slot_call[is_packed], minlength=len(index.n_saved))
+        kept = np.where(packed > 0, index.n_saved - packed, 0)
+        at = np.minimum(index.exit, index.end - 1)
+        np.add.at(host, at, packed * clocks.packed_slot_ns + kept * clocks.kept_slot_ns)
+        return [clocks.extra_ms(host, device)]
 
     def _running_copies(self, runs: Ints, waits: Ints) -> Ints:
         """Return copies for running nodes: at each position the largest need, beyond the bytes computed later."""

@@ -10,9 +10,12 @@ import numpy.typing as npt
 from lowtide.planner.profile_checks import check, contradiction
 from lowtide.planner.records import Profile, Slot
 from lowtide.planner.simulate.recompute_cost import RecomputeCost, recompute_cost_of
+from lowtide.planner.simulate.two_clocks import TwoClocks
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+HIDDEN = 0.25
+"""Share of its time that work on the clock that does not bound the plain step counts for in the order of moves."""
 
 
 class Index:
@@ -60,8 +63,17 @@ class Index:
         """For each slot the call whose replay would restore it: for an input the call around its own, or -1."""
         self.slot_filled = np.where(self.slot_is_input, self.enter[self.slot_call] + 1, self.exit[self.slot_call])
         """For each slot a position by which it is filled."""
+        self.n_saved = np.bincount(
+            [slot.call for slot in profile.slots if not slot.is_input], minlength=len(profile.calls)
+        )
+        """For each call the number of tensors that it saves, parameters included."""
         self._index_values(profile, slots)
         self._index_inputs(slots)
+        self.first_read = int(self.read.min(initial=self.end))
+        """First position at which anything can be recomputed."""
+        self.clocks = None if profile.clocks is None else TwoClocks(profile.clocks)
+        """Clocks of host and device; None where all times add up."""
+        self._weights = self._clock_weights()
         self.order = self._order_dependents_first()
         """Nodes, each after all nodes that could demand it."""
 
@@ -155,8 +167,10 @@ class Index:
         for call, value in input_row:
             self.inputs[call] += (value,)
         both = list(zip(self.inputs, calls, strict=True))
-        self.replays = [RecomputeCost(inputs, call.cost_ms, call.flops) for inputs, call in both]
-        self.advances = [RecomputeCost(inputs, call.advance_ms, call.advance_flops) for inputs, call in both]
+        self.replays = [RecomputeCost(inputs, c.cost_ms, c.flops, host_ms=c.host_ms) for inputs, c in both]
+        self.advances = [
+            RecomputeCost(inputs, c.advance_ms, c.advance_flops, host_ms=c.advance_host_ms) for inputs, c in both
+        ]
         """Cost of running each call once more, except its memory."""
         self.restorable: list[set[int]] = [set() for _ in calls]
         """For each call the values that a replay of it can restore: saved or passed on in it, and produced in it."""
@@ -198,6 +212,18 @@ class Index:
 
     def _is_in(self, call: int, row: int) -> bool:
         return call in self.around[int(self.slot_call[row])]
+
+    def _clock_weights(self) -> tuple[float, float]:
+        """Return the weights of host and device in `weighted_ms`: less for the clock that the other one hides."""
+        if self.clocks is None:
+            return 0.0, 1.0
+        is_host_bound = 2 * self.clocks.critical_position() > self.first_read + self.end
+        return (1.0, HIDDEN) if is_host_bound else (HIDDEN, 1.0)
+
+    def weighted_ms(self, cost: RecomputeCost) -> float:
+        """Return one time for a cost on two clocks, to compare moves by before they are simulated."""
+        host, device = self._weights
+        return host * cost.host_ms + device * cost.ms
 
     def recompute_cost(self, value: int, passed: Flags) -> RecomputeCost:
         """Return the cost of recomputing `value` if values in `passed` are not held: they are computed on the way."""

@@ -24,12 +24,14 @@ class RecomputeCost(NamedTuple):
     operands: tuple[int, ...]
     """Values that have to exist first."""
     ms: float
+    """Time of the device; with that of the host where both are one resource."""
     flops: int
     ahead_bytes: tuple[int, ...] = ()
     """For each operand of a recompute the bytes computed on the way before it is demanded."""
     scratch_bytes: int = 0
     """Most bytes allocated while it runs, beyond its result; not given for replays and advances."""
     expensive: bool = False
+    host_ms: float = 0.0
 
 
 def recompute_cost_of(
@@ -64,4 +66,5 @@ def recompute_cost_of(
         flops=sum(part.flops for part in parts),
         scratch_bytes=most,
         expensive=any(part.expensive for part in parts),
+        host_ms=sum(part.host_ms for part in parts),
     )

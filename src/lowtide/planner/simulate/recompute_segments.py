@@ -20,6 +20,7 @@ from lowtide.planner.simulate.assignment import ADVANCED, OFFLOADED, PASSED, REC
 from lowtide.planner.simulate.call_allocations import ForwardMemory
 from lowtide.planner.simulate.profile_index import Index, Ints
 from lowtide.planner.simulate.recompute_cost import RecomputeCost
+from lowtide.planner.simulate.two_clocks import ns_of
 
 REMEMBERED = 128
 """Cached visits per segment."""
@@ -43,6 +44,8 @@ class SegmentResult:
     restores: list[tuple[int, tuple[int, int]]]
     """Pairs of a call and (storage that its replay restores, position until which that is wanted)."""
     times: list[float]
+    work: Ints
+    """Positions, and nanoseconds of host and device there; empty where both are one resource."""
     flops: int
     copies: Ints
     """Starts, ends, bytes and nodes: memory in use in positions [start, end)."""
@@ -158,6 +161,7 @@ class _SegmentWalk:
         self._demands = {node: demand.by_node[node] for node in segment.nodes}
         self._restores = {call: list(demand.restores.get(call, ())) for call in segment.calls}
         self._times: list[float] = []
+        self._work: list[tuple[int, int, int]] = []
         self._flops = 0
         self._copies: list[tuple[int, int, int, int]] = []
         self._runs: list[tuple[int, int, int]] = []
@@ -175,6 +179,7 @@ class _SegmentWalk:
             demands=[(node, wanted) for node, wanted in self._demands.items() if node not in own],
             restores=[(call, wanted) for call, demands in elsewhere for wanted in demands],
             times=self._times,
+            work=_columns(self._work, 3),
             flops=self._flops,
             copies=_columns(self._copies, 4),
             runs=_columns(self._runs, 3),
@@ -248,7 +253,10 @@ class _SegmentWalk:
             if not stays:
                 self._waits.append((when, size))
         self._runs.append((when, node, scratch - after))
-        self._times.append(cost.ms)
+        if index.clocks is None:
+            self._times.append(cost.ms)
+        else:
+            self._work.append((when, ns_of(cost.host_ms), ns_of(cost.ms)))
         self._flops += cost.flops
         return size
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowtide.planner.simulate.profile_index import Index, Ints
+from lowtide.planner.simulate.recompute_cost import RecomputeCost
 
 MS_PER_FLOP = 1e-15
 """Weight of FLOPs, so small that they only break ties between equal times, or decide if no time was measured."""
@@ -76,7 +77,7 @@ def replays_of(index: Index) -> dict[int, Replay]:
             id=id_,
             start=int(index.enter[index.calls_of_id[id_][0]]),
             storages=brings_back[id_],
-            cost=sum(profile.calls[c].cost_ms + profile.calls[c].flops * MS_PER_FLOP for c in index.calls_of_id[id_]),
+            cost=sum(_cost(index, index.replays[call]) for call in index.calls_of_id[id_]),
             around=frozenset(outer),
             within=frozenset(inner for inner, its in around.items() if id_ in its),
         )
@@ -107,7 +108,7 @@ def groups_of(index: Index, replays: dict[int, Replay]) -> list[Group]:
                 number=len(groups),
                 addresses=np.array(sorted(number for kind, number in members if kind == "address"), np.int64),
                 storages=storages,
-                cost=sum(cost.ms + cost.flops * MS_PER_FLOP for cost in costs),
+                cost=sum(_cost(index, cost) for cost in costs),
                 expensive=any(cost.expensive for cost in costs),
                 inside=frozenset(id_ for id_ in set.intersection(*ids) if storages <= replays[id_].storages),
             )
@@ -117,13 +118,12 @@ def groups_of(index: Index, replays: dict[int, Replay]) -> list[Group]:
 
 def advances_of(index: Index) -> list[Advance]:
     """Return the calls that can be run forward for their results, in the order of the forward pass."""
-    calls = index.profile.calls
     advances = [
         Advance(
             id=id_,
             start=int(index.enter[its[0]]),
             storages=frozenset(int(index.value_storage[index.result_value[call]]) for call in its),
-            cost=sum(calls[call].advance_ms + calls[call].advance_flops * MS_PER_FLOP for call in its),
+            cost=sum(_cost(index, index.advances[call]) for call in its),
         )
         for id_, its in enumerate(index.advances_of_id)
         if its
@@ -148,6 +148,10 @@ def offloads_of(index: Index, n_groups: int) -> list[Group]:
             )
         )
     return groups
+
+
+def _cost(index: Index, cost: RecomputeCost) -> float:
+    return index.weighted_ms(cost) + cost.flops * MS_PER_FLOP
 
 
 def _join_slots(index: Index, rows: Iterable[int]) -> _DisjointSets:

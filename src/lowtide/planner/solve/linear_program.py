@@ -13,6 +13,10 @@ minimum over these rows. Omitted effects only make that minimum smaller.
                 m[v, t] >= m[u, t] + d[v] - 1 where a recompute of u needs v, with m[u, t] = d[u] once u is read;
                 a call that runs for one value restores all its others, unless a call inside it does
 
+    clocks      with clocks of host and device, the cost is one more variable, the extra time t. For some positions k:
+                t >= host time launched by k + device time from k on - the plain step's slack at k (`two_clocks.py`);
+                work that may be on either side of k counts with its smaller time
+
 Omitted: scratch memory, inputs of advances, operands kept longer than backward needs them, values that share a storage
 once they are recomputed; and of the values recomputed early all but the `NEAREST` ones that backward reads next and
 that are large enough to matter.
@@ -30,12 +34,16 @@ import numpy.typing as npt
 
 from lowtide.planner.simulate.profile_index import Ints
 from lowtide.planner.simulate.simulator import Simulator
+from lowtide.planner.simulate.two_clocks import NS_PER_MS, hand_overs
 
 Floats = npt.NDArray[np.float64]
 Row = tuple[dict[int, float], float]
 """Coefficients by variable, and an upper limit of their weighted sum."""
 IGNORED = 0.0005
 """Share of the plain step's peak below which memory recomputed early is omitted."""
+HAND_OVERS = 8
+"""Positions at which the extra time is bounded from below, besides the first, the last, and the plain step's critical
+one. They divide the plain step's times into equal parts."""
 NEAREST = 16
 """Values whose early recompute is considered, for one position."""
 
@@ -92,7 +100,10 @@ class CoveringProblem:
         first += len(given)
         self.offloads = {storage: first + storage for storage in range(n)} if index.can_offload else {}
         """The variable of each storage that can be copied to the host."""
-        self.n_fixed = first + len(self.offloads)
+        self.n_decisions = first + len(self.offloads)
+        self.time = None if index.clocks is None else self.n_decisions
+        """The variable of the extra time, as a share of the most that all decisions could take; None without clocks."""
+        self.n_fixed = self.n_decisions + (self.time is not None)
         self._advances_by_value: dict[int, list[int]] = {}
         for call, variable in self.advances.items():
             self._advances_by_value.setdefault(index.result_value[call], []).append(variable)
@@ -121,7 +132,10 @@ class CoveringProblem:
 
         self._memory()
         self._costs()
-        self.structure = _joined(self._structure(), self.n_fixed)
+        structure = self._structure()
+        if self.time is not None:
+            structure += self._time_rows(self.time)
+        self.structure = _joined(structure, self.n_fixed)
         """Rows that hold at every position."""
         self._early = sorted(
             (int(index.read[value]), storage, value)
@@ -154,6 +168,9 @@ class CoveringProblem:
         """Compute the cost of each variable, in ms and in FLOPs, and its upper limit."""
         index, n = self.index, self.n_storages
         self.ms, self.flops, self.upper = np.zeros(self.n_fixed), np.zeros(self.n_fixed), np.ones(self.n_fixed)
+        self._host_ms = np.zeros(self.n_fixed)
+        self._last = np.full(self.n_fixed, index.end - 1, np.int64)
+        """Last position at which the work of each variable can be done."""
         for storage, values in enumerate(self._values):
             read = [value for value in values if index.read[value] < index.end]
             restorable = (
@@ -167,19 +184,54 @@ class CoveringProblem:
                 costs = [index.recompute_costs[value] for value in read if index.recomputable[value]]
                 self.ms[n + storage] = min((cost.ms for cost in costs), default=0.0)
                 self.flops[n + storage] = min((cost.flops for cost in costs), default=0)
-        for call, variable in self.runs.items():
-            self.ms[variable] = self.simulator.profile.calls[call].cost_ms
-            self.flops[variable] = self.simulator.profile.calls[call].flops
-        for call, variable in self.advances.items():
-            self.ms[variable] = self.simulator.profile.calls[call].advance_ms
-            self.flops[variable] = self.simulator.profile.calls[call].advance_flops
+                self._host_ms[n + storage] = min((cost.host_ms for cost in costs), default=0.0)
+                self._last[n + storage] = max((index.read[value] for value in read), default=index.end - 1)
+        costs_of = [(variable, index.replays[call]) for call, variable in self.runs.items()]
+        costs_of += [(variable, index.advances[call]) for call, variable in self.advances.items()]
+        costs_of += [(variable, index.recompute_costs[value]) for value, variable in self.passes.items()]
+        for variable, cost in costs_of:
+            self.ms[variable], self.flops[variable], self._host_ms[variable] = cost.ms, cost.flops, cost.host_ms
         for storage, variable in self.offloads.items():
             self.ms[variable] = index.offload_ms[storage]
-        for value, variable in self.passes.items():
-            self.ms[variable], self.flops[variable] = (
-                index.recompute_costs[value].ms,
-                index.recompute_costs[value].flops,
-            )
+
+    def _time_rows(self, time: int) -> list[Row]:
+        """Return rows that bound the variable `time` from below, and move all costs but those of copies to it."""
+        index, clocks = self.index, self.index.clocks
+        assert clocks is not None
+        on_clocks = np.ones(self.n_fixed, np.bool_)
+        on_clocks[list(self.offloads.values())] = False
+        device_ms = np.where(on_clocks, self.ms, 0.0)
+        least_ms = np.minimum(device_ms, self._host_ms)
+        packing_ms, packed_by = np.zeros(self.n_fixed), np.full(self.n_fixed, index.end, np.int64)
+        rows = np.flatnonzero(~index.slot_is_input)
+        sole = rows[np.isin(index.slot_storage[rows], list(self.sole_value))]
+        np.add.at(packing_ms, index.slot_storage[sole], clocks.packed_slot_ns / NS_PER_MS)
+        packed_by[: self.n_storages] = 0
+        np.maximum.at(packed_by, index.slot_storage[sole], index.exit[index.slot_call[sole]])
+        ways = hand_overs(clocks.host, clocks.device)
+        bounds = []
+        for at in self._hand_over_positions():
+            ms = np.where(self._last <= at, self._host_ms, np.where(index.first_read >= at, device_ms, least_ms))
+            ms += np.where(packed_by <= at, packing_ms, 0.0)
+            bounds.append((ms, (clocks.plain_ns - int(ways[at])) / NS_PER_MS))
+        total = max(float(ms.sum()) for ms, _ in bounds)
+        self.ms = np.where(on_clocks, 0.0, self.ms)
+        self.ms[time] = total
+        if not total:
+            return []
+        return [
+            ({**{v: float(ms[v]) / total for v in ms.nonzero()[0].tolist()}, time: -1.0}, slack / total)
+            for ms, slack in bounds
+        ]
+
+    def _hand_over_positions(self) -> list[int]:
+        """Return the positions at which `_time_rows` bounds the extra time."""
+        clocks = self.index.clocks
+        assert clocks is not None
+        elapsed = (clocks.host + clocks.device).cumsum()
+        shares = elapsed[-1] * np.arange(1, HAND_OVERS + 1) // (HAND_OVERS + 1)
+        between = np.minimum(np.searchsorted(elapsed, shares), self.index.end - 1).tolist()
+        return sorted({0, self.index.end - 1, clocks.critical_position(), *between})
 
     def _structure(self) -> list[Row]:
         index, n, rows = self.index, self.n_storages, list[Row]()

@@ -167,11 +167,12 @@ class _Relaxation:
     def n_open(self) -> int:
         """Return the number of decisions that the relaxation leaves between 0 and 1."""
         assert self.answer.variables is not None
-        return int(np.count_nonzero(np.abs(self.answer.variables - 0.5) < 0.5 - OPEN))
+        decisions = self.answer.variables[: self.rows.covering.n_decisions]
+        return int(np.count_nonzero(np.abs(decisions - 0.5) < 0.5 - OPEN))
 
     def fixed_variables(self, slack: float) -> tuple[Flags, Flags]:
         """Return the decisions that are 0, and those that are 1, in every solution that costs at most `slack` more."""
-        fixed = np.arange(self.rows.n) < self.rows.covering.n_fixed
+        fixed = np.arange(self.rows.n) < self.rows.covering.n_decisions
         return fixed & (self.cost_above_zero > slack), fixed & (self.cost_below_one > slack)
 
 
@@ -236,7 +237,7 @@ class _MatrixForm:
         with without_noise(1, NOISE):
             solution = milp(
                 self.cost,
-                integrality=np.arange(self.n) < self.covering.n_fixed,
+                integrality=np.arange(self.n) < self.covering.n_decisions,
                 bounds=Bounds(lower, upper),
                 constraints=LinearConstraint(self.matrix, -np.inf, self.most),
                 options=options,

@@ -21,6 +21,7 @@ from lowtide.runtime.recipes import indexing as lookup
 from lowtide.runtime.recipes.registry import (
     EVERY,
     FILLED,
+    IMPLEMENTATIONS,
     OUT,
     OUTPUT_CONSTANTS,
     RECIPES,
@@ -34,6 +35,7 @@ from lowtide.runtime.recipes.registry import (
 __all__ = [
     "EVERY",
     "FILLED",
+    "IMPLEMENTATIONS",
     "OUT",
     "OUTPUT_CONSTANTS",
     "RECIPES",

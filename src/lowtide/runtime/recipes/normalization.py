@@ -1,5 +1,7 @@
 """Norms. Statistics are recomputed from the input; running ones are not updated twice.
 
+Another implementation of batch norm takes the statistics that the node saved: one pass over the input, not two.
+
 Layer norm and RMS norm do not record their eps, nor does group norm since torch 2.14. It is read from the module that
 owns the weight; otherwise the common value is taken that reproduces exactly the statistics that the node saved: the
 output depends on eps through these alone.
@@ -7,6 +9,7 @@ output depends on eps through these alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -42,6 +45,28 @@ def layer_norm(
         return aten.native_layer_norm(input, normalized_shape, weight, bias, eps)
 
     return first_with(result2, op, *EPS_IN_USE) if eps is None else op(eps)[0]
+
+
+@recipe(
+    "NativeLayerNormBackward0",
+    edges={"input": 0, "weight": 1, "bias": 2},
+    owner="weight",
+    device="cuda",
+    implementation="saved statistics in one Triton kernel",
+)
+def layer_norm_in_triton(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    result1: Tensor,
+    result2: Tensor,
+    *,
+    normalized_shape: tuple[int, ...],
+) -> Tensor:
+    """On CUDA where Triton is installed."""
+    from lowtide.runtime.kernels.layer_norm import layer_norm_from_statistics
+
+    return layer_norm_from_statistics(input, weight, bias, result1, result2, math.prod(normalized_shape))
 
 
 @recipe("FusedRmsNormBackward0", edges={"input": 0, "weight": 1}, owner="weight", device="cuda")
@@ -122,6 +147,51 @@ def cudnn_batch_norm(input: Tensor, weight: Tensor, bias: Tensor | None, *, epsi
 def miopen_batch_norm(input: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float) -> Tensor:
     """Recompute batch norm in training, on ROCm."""
     return aten.miopen_batch_norm(input, weight, bias, None, None, True, 0.0, epsilon)[0]
+
+
+def from_statistics(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
+) -> Tensor:
+    """Return a batch norm's output from its statistics.
+
+    On a CPU with the roundings of torch's kernel, which multiplies and adds at once. In a model of 16-bit parameters
+    the saved statistics are rounded: then the audit finds other bits.
+    """
+    if input.is_cuda:
+        return torch.batch_norm_elemt(input, weight, bias, mean, invstd, eps)
+    shape = (1, -1, *[1] * (input.dim() - 2))
+    scale = invstd if weight is None else invstd * weight
+    shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
+    return torch.addcmul(shift.view(shape), input.to(scale.dtype), scale.view(shape)).to(input.dtype)
+
+
+@recipe(
+    "NativeBatchNormBackward0",
+    edges={"input": 0, "weight": 1, "bias": 2},
+    owner="weight",
+    together={"bias": "weight"},
+    when={"training": True},
+    implementation="saved statistics",
+)
+def batch_norm_from_statistics(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, result1: Tensor, result2: Tensor, *, eps: float
+) -> Tensor:
+    return from_statistics(input, weight, bias, result1, result2, eps)
+
+
+@recipe(
+    "CudnnBatchNormBackward0",
+    edges={"input": 0, "weight": 1, "bias": 2},
+    owner="weight",
+    together={"bias": "weight"},
+    when={"training": True},
+    device="cuda",
+    implementation="saved statistics",
+)
+def cudnn_batch_norm_from_statistics(
+    input: Tensor, weight: Tensor, bias: Tensor | None, result1: Tensor, result2: Tensor, *, epsilon: float
+) -> Tensor:
+    return from_statistics(input, weight, bias, result1, result2, epsilon)
 
 
 @recipe("WeightNormInterfaceBackward0", edges={"v": 0, "g": 1})

@@ -84,6 +84,7 @@ class Recipe:
     alias: bool = False
     device: str | None = None
     into: bool = False
+    implementation: str = ""
     recorded: tuple[tuple[str, str], ...] = field(init=False)
     """Constants that the node may record, with its attributes for them."""
     computed: tuple[str, ...] = field(init=False)
@@ -102,6 +103,9 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {}
 """Recipes by the name of the autograd node."""
 
+IMPLEMENTATIONS: dict[str, dict[str, Recipe]] = {}
+"""Other implementations of those recipes, by node and by name: used only where an audit found them exact and faster."""
+
 
 def recipe(
     *nodes: str,
@@ -114,8 +118,9 @@ def recipe(
     expensive: bool = False,
     alias: bool = False,
     device: str | None = None,
+    implementation: str = "",
 ) -> Callable[[Function], Function]:
-    """Register a function as the recipe of the autograd nodes `nodes`.
+    """Register a function as the recipe of the autograd nodes `nodes`, or as another implementation of their recipes.
 
     A positional parameter is a tensor, or `list[Tensor]`: what the node saved under that name; if it saved none, the
     value on the input edge that `edges` gives; if that needs no gradient either, the attribute of that name of the
@@ -132,6 +137,8 @@ def recipe(
     `when`: constants that must have these values. `unless`: operands that are None where that constant is true.
     `expensive`: it redoes a matrix product, a convolution or attention.
     `alias`: the result is a view of the first operand. `device`: the only type of device that has the node.
+    `implementation`: the name of another way to the same bits. The audit runs each on the user's model and device,
+    drops those that are not exact there, and takes the fastest of all.
     A function that returns `tuple[Tensor, ...]` gives all outputs of its node, one that returns `Tensor` the first one.
     """
 
@@ -139,8 +146,10 @@ def recipe(
         parameters = inspect.signature(function).parameters.values()
         hints = {name: str(hint) for name, hint in get_type_hints(function).items()}
         for node in nodes:
-            assert node not in RECIPES, f"two recipes for {node}"
-            RECIPES[node] = Recipe(
+            table = IMPLEMENTATIONS.setdefault(node, {}) if implementation else RECIPES
+            key = implementation or node
+            assert key not in table, f"two recipes for {node}"
+            table[key] = Recipe(
                 node=node,
                 function=function,
                 operands=tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY),
@@ -158,6 +167,7 @@ def recipe(
                 alias=alias,
                 device=device,
                 into=any(p.name == OUT for p in parameters),
+                implementation=implementation,
             )
         return function
 

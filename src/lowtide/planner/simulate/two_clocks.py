@@ -1,0 +1,65 @@
+"""Compute the time of a step whose host launches work that a device does later: two clocks that run side by side.
+
+At each position the host takes `host[i]` to launch the position's work. The device takes `device[i]` to do it, once it
+is launched and all earlier work is done:
+
+    launched[i] = launched[i - 1] + host[i]
+    done[i]     = max(done[i - 1], launched[i]) + device[i]
+
+A launch is hidden while the device is behind, and device time is hidden while the host is. Unrolled, the step takes the
+longest way that is handed over from the host to the device once, at some position k:
+
+    step = max over k of  host[0] + ... + host[k] + device[k] + ... + device[end]
+
+So it is a maximum of sums: monotone and convex in all times, which gives the rows of `solve/linear_program.py`. Within
+a position the work is taken to be launched first. A device never launches work by itself, and the host never waits for
+the device: a step that reads results back (`loss.item()`) waits at that point, which is not known here.
+
+Times are whole nanoseconds: equal work in another order takes exactly the same time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtide.planner.records import StepClocks
+
+Ints = npt.NDArray[np.int64]
+NS_PER_MS = 1_000_000
+
+
+def ns_of(ms: float) -> int:
+    """Return milliseconds as whole nanoseconds."""
+    return round(ms * NS_PER_MS)
+
+
+def step_ns(host: Ints, device: Ints) -> int:
+    """Return the nanoseconds of a step, given those of host and device at each position."""
+    return int(hand_overs(host, device).max())
+
+
+def hand_overs(host: Ints, device: Ints) -> Ints:
+    """Return for each position the time of the way that is handed over from the host to the device there."""
+    ways: Ints = host.cumsum() + device[::-1].cumsum()[::-1]
+    return ways
+
+
+class TwoClocks:
+    """The clocks of a plain step, to which the work of a plan is added."""
+
+    def __init__(self, clocks: StepClocks) -> None:
+        self.host = np.array([ns_of(ms) for ms in clocks.host_ms], np.int64)
+        self.device = np.array([ns_of(ms) for ms in clocks.device_ms], np.int64)
+        self.plain_ns = step_ns(self.host, self.device)
+        self.kept_slot_ns = ns_of(clocks.kept_slot_ms)
+        self.packed_slot_ns = ns_of(clocks.packed_slot_ms)
+
+    def extra_ms(self, host: Ints, device: Ints) -> float:
+        """Return by how much the step takes longer with the given nanoseconds more at each position."""
+        return (step_ns(self.host + host, self.device + device) - self.plain_ns) / NS_PER_MS
+
+    def critical_position(self) -> int:
+        """Return the last position at which the plain step's longest way is handed over to the device."""
+        ways = hand_overs(self.host, self.device)
+        return int(np.flatnonzero(ways == ways.max())[-1])

@@ -1,0 +1,81 @@
+"""Choose, for each kind of autograd node, the fastest implementation of its recipe that gives the same bits.
+
+Every implementation is run in the audit, on each saved tensor that the first one recomputes exactly. One that differs
+in a single bit, or fails, at any of them is dropped for this kind of node. Of the others the one that took least in all
+is taken, in the engine for the whole model: also where a recompute only passes through such a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lowtide.runtime.recipes import IMPLEMENTATIONS
+
+if TYPE_CHECKING:
+    from lowtide.profiler.drafts import ValueDraft
+    from lowtide.runtime.recompute_builder import Builder
+
+CLEARLY = 0.8
+"""Share of the first implementation's time that another may take at most: closer ones are not worth another way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """An exact run of an implementation."""
+
+    spent: ValueDraft
+    operands: tuple[int, ...]
+
+    @property
+    def ms(self) -> float:
+        return self.spent.cost_ms + self.spent.host_ms
+
+
+@dataclass(slots=True)
+class Trials:
+    """Trials of one audit, by value and by the implementation's name; the first one has an empty name."""
+
+    by_value: dict[int, dict[str, Trial]] = field(default_factory=dict)
+    kinds: dict[int, str] = field(default_factory=dict)
+    """Kind of autograd node of each value."""
+
+    def add(self, value: int, kind: str, name: str, trial: Trial) -> None:
+        """Record that an implementation gave the same bits for a value."""
+        self.kinds[value] = kind
+        self.by_value.setdefault(value, {})[name] = trial
+
+    def settle(self, values: list[ValueDraft]) -> dict[str, str]:
+        """Return the chosen implementation by kind of node, where it is not the first; put its costs into `values`."""
+        chosen: dict[str, str] = {}
+        for kind in dict.fromkeys(self.kinds.values()):
+            of_kind = [self.by_value[i] for i, its in self.kinds.items() if its == kind and values[i].recipe == kind]
+            first_ms = sum(trials[""].ms for trials in of_kind)
+            ms_of = {
+                name: sum(trials[name].ms for trials in of_kind)
+                for name in IMPLEMENTATIONS.get(kind, ())
+                if of_kind and all(name in trials for trials in of_kind)
+            }
+            name = min(ms_of, key=ms_of.__getitem__, default="")
+            if name and ms_of[name] <= CLEARLY * first_ms:
+                chosen[kind] = name
+        for index, trials in self.by_value.items():
+            values[index].other_runs = tuple(t.spent.spent for t in trials.values() if t.spent.spent is not None)
+        for index, kind in self.kinds.items():
+            if kind in chosen and values[index].recipe == kind:
+                trial, draft = self.by_value[index][chosen[kind]], values[index]
+                draft.cost_ms, draft.host_ms, draft.spent = trial.spent.cost_ms, trial.spent.host_ms, trial.spent.spent
+                draft.flops, draft.operands, draft.overwrites = trial.spent.flops, trial.operands, None
+        return chosen
+
+
+@contextmanager
+def using(builder: Builder, implementations: Mapping[str, str]) -> Iterator[None]:
+    """Have `builder` take other implementations inside this `with` block."""
+    before, builder.implementations = builder.implementations, implementations
+    try:
+        yield
+    finally:
+        builder.implementations = before

@@ -1,0 +1,105 @@
+"""Indices stored in as few bytes as they need.
+
+Max pooling saves the place of each maximum in its input's plane, in eight bytes. The places at one point of the output
+all lie in one window: beside the lowest of them over the whole batch, which is stored once, one byte holds the rest for
+a window of 3 x 3 in a plane of up to 126 columns, and two bytes for nearly any other.
+
+Nothing is guessed: lowest and highest are computed in every step, on a GPU at the price of waiting for the device, and
+indices that need as much memory as before are kept unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from lowtide._torch.fake_modes import is_fake
+from lowtide.planner.address_nodes import INDICES
+from lowtide.runtime.bitmask import LEAST_BYTES, is_whole
+from lowtide.runtime.recipes import CannotRecompute, Recipe, TooSmall
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LEADING: Final = {3: 1, 4: 2, 5: 2}
+"""Dimensions of batch and channels, by the number of all dimensions of a pooling layer's result."""
+SIZES: Final = ((torch.uint8, 2**8), (torch.int16, 2**15), (torch.int32, 2**31))
+"""Types, and the number of integers from 0 on that each holds."""
+LOWEST: Final = torch.int32
+"""Type of the lowest index at each point."""
+
+
+def offsets_of(tensor: Tensor) -> dict[str, Any]:
+    """Return the constants from which `FROM_OFFSETS` makes `tensor`. Raises CannotRecompute if that saves nothing."""
+    if tensor.dtype is not torch.int64 or tensor.dim() not in LEADING or tensor.requires_grad or not is_whole(tensor):
+        raise CannotRecompute("it does not hold indices as pooling saves them")
+    if tensor.nbytes < LEAST_BYTES:
+        raise TooSmall("too small to gain anything")
+    dims = tuple(range(LEADING[tensor.dim()]))
+    if is_fake(tensor):
+        dtype, lowest = torch.int16, None
+    else:
+        lowest, highest = _extremes(tensor, dims)
+        dtype = _smallest_type(lowest, highest)
+    n_points = math.prod(tensor.shape[len(dims) :])
+    n_bytes = LOWEST.itemsize * n_points + dtype.itemsize * tensor.numel()
+    if 2 * n_bytes > tensor.nbytes:
+        raise TooSmall("its indices need more than half of their memory")
+    bits = torch.empty(n_bytes, dtype=torch.uint8, device=tensor.device)
+    if lowest is not None:
+        base, offsets = _parts(bits, tensor.shape, tensor.stride(), dtype)
+        if isinstance(lowest, torch.Tensor):
+            base.copy_(lowest)
+            torch.sub(tensor, lowest, out=offsets)
+        else:
+            base.numpy()[:] = lowest
+            np.subtract(np.from_dlpack(tensor), lowest, out=offsets.numpy(), casting="unsafe")
+    return {"bits": bits, "shape": tensor.shape, "stride": tensor.stride(), "dtype": dtype}
+
+
+def _extremes(tensor: Tensor, dims: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return the lowest and the highest index at each point: on a CPU in memory of numpy, which no recording sees."""
+    if tensor.device.type == "cpu":
+        array = np.from_dlpack(tensor)
+        return array.min(axis=dims, keepdims=True), array.max(axis=dims, keepdims=True)
+    return tensor.amin(dims, keepdim=True), tensor.amax(dims, keepdim=True)
+
+
+def _smallest_type(lowest: Any, highest: Any) -> torch.dtype:
+    """Return the smallest type that holds all distances from the lowest index at each point."""
+    farthest, first, last = int((highest - lowest).max()), int(lowest.min()), int(highest.max())
+    for dtype, n in SIZES:
+        if farthest < n and 0 <= first <= last < 2**31:
+            return dtype
+    raise CannotRecompute("its indices lie too far apart")
+
+
+def _parts(bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the lowest index at each point, and the distances from it in the shape of all indices."""
+    points = shape[LEADING[len(shape)] :]
+    n_bytes = LOWEST.itemsize * math.prod(points)
+    base = bits[:n_bytes].view(LOWEST).view([1] * LEADING[len(shape)] + [*points])
+    return base, bits[n_bytes:].view(dtype).as_strided(shape, stride, bits[n_bytes:].view(dtype).storage_offset())
+
+
+def _indices_of(*, bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return the indices that `offsets_of` was given."""
+    indices = torch.empty_strided(shape, stride, dtype=torch.int64, device=bits.device)
+    if not is_fake(bits):
+        base, offsets = _parts(bits, shape, stride, dtype)
+        indices.copy_(offsets).add_(base)
+    return indices
+
+
+FROM_OFFSETS: Final = Recipe(
+    node=INDICES,
+    function=_indices_of,
+    operands=(),
+    lists=frozenset(),
+    optional=frozenset(),
+    constants=("bits", "shape", "stride", "dtype"),
+    several=False,
+)
