@@ -29,7 +29,7 @@ REPORTED = [
     Reported(
         "3 GiB free",
         "driver",
-        "look who limits it",
+        "find the limit",
         "CUDA out of memory. Tried to allocate 2.31 GiB (GPU 0; 6.00 GiB total capacity; 801.59 MiB already allocated; 3.08 GiB free; 1.21 GiB reserved in total by PyTorch)",
         says="3\\.08 GiB are free",
         never="needs more memory than there is",

@@ -174,9 +174,9 @@ def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 def _is_norm(module: nn.Module) -> bool:
     """Return True for batch and instance norms."""
-    return hasattr(module, "running_mean") and hasattr(module, "num_batches_tracked")
+    return {"running_mean", "num_batches_tracked"} <= module._buffers.keys()
 
 
 def _counts(module: nn.Module) -> bool:
     """Return True if a forward in training moves running statistics of a norm."""
-    return _is_norm(module) and module.running_mean is not None and bool(getattr(module, "momentum", None))
+    return _is_norm(module) and module._buffers["running_mean"] is not None and bool(getattr(module, "momentum", None))

@@ -189,7 +189,7 @@ SOURCES: dict[str, Source] = {
         claim="less of the GPU is free than vLLM was told to take: other processes hold the rest",
         evidence="vLLM takes gpu_memory_utilization of the whole GPU, not of its free part",
         actions=(
-            "look with nvidia-smi who holds the GPU: another server, a notebook, an earlier engine that still runs",
+            "look with nvidia-smi which processes hold the GPU: another server, a notebook, an earlier engine",
             "or a smaller gpu_memory_utilization, below the free share",
         ),
     ),
@@ -208,7 +208,7 @@ SOURCES: dict[str, Source] = {
         evidence="it asks the driver directly; models are split by whole layers",
         actions=(
             "fewer layers on the GPU (-ngl), a shorter context (-c), or --cache-type-k q8_0 and --cache-type-v q8_0",
-            "see who else holds the GPU, and split by free memory: --tensor-split",
+            "see which other processes hold the GPU, and split by free memory: --tensor-split",
         ),
     ),
     "ONNX Runtime": Source(
@@ -243,7 +243,7 @@ SOURCES: dict[str, Source] = {
         claim="TensorFlow or JAX could not take its pool: the GPU has less free than it asks for at its start",
         evidence="both take nearly the whole GPU at once; smaller tries follow, so that the program may go on",
         actions=(
-            "look with nvidia-smi who holds the GPU: another process, a notebook that still runs",
+            "look with nvidia-smi which processes hold the GPU: another process, a notebook that still runs",
             "or let the pool grow: TF_FORCE_GPU_ALLOW_GROWTH=true, XLA_PYTHON_CLIENT_PREALLOCATE=false",
         ),
     ),
@@ -277,7 +277,7 @@ SOURCES: dict[str, Source] = {
         evidence="it takes its memory in chunks, and keeps them",
         actions=(
             "smaller batches, use_recompute=True, or paddle.amp",
-            "see who else holds the GPU; FLAGS_fraction_of_gpu_memory_to_use bounds what Paddle takes",
+            "see which other processes hold the GPU; FLAGS_fraction_of_gpu_memory_to_use bounds what Paddle takes",
         ),
     ),
     "CUDA.jl": Source(
@@ -286,7 +286,7 @@ SOURCES: dict[str, Source] = {
         evidence="CUDA.jl frees arrays only when Julia's garbage collector has seen that they are gone",
         actions=(
             "CUDA.unsafe_free!(x) for arrays that are over, or GC.gc(); CUDA.reclaim() gives the pool back",
-            "smaller batches; see who else holds the GPU",
+            "smaller batches; see which other processes hold the GPU",
         ),
     ),
     "MindSpore": Source(
@@ -304,7 +304,7 @@ SOURCES: dict[str, Source] = {
         evidence="`Dst tensor is not initialized` says so: the copy's memory was refused",
         actions=(
             "smaller batches; no whole data set as one constant (tf.data on the CPU instead)",
-            "see who else holds the GPU, and end what an earlier notebook has left there",
+            "see which other processes hold the GPU, and end what an earlier notebook has left there",
         ),
     ),
     "TGI": Source(
@@ -331,7 +331,7 @@ SOURCES: dict[str, Source] = {
         evidence="it is outside of every framework's cache",
         actions=(
             "fewer layers or smaller images on the GPU",
-            "see who else holds the GPU: a display, a game, another process",
+            "see which other processes hold the GPU: a display, a game, another process",
         ),
     ),
     "YARN": Source(
