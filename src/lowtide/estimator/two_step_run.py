@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from lowtide._torch.fake_modes import FakeTensorMode
     from lowtide.planner.records import Plan, Static
+    from lowtide.runtime.engine import Engine
 
 
 class TwoStepRun:
@@ -64,6 +65,18 @@ class TwoStepRun:
         self._blocks: frozenset[int] = frozenset()
         self._names: Names | None = None
 
+    @contextlib.contextmanager
+    def _first_step(self) -> Iterator[None]:
+        """Carry out the plan in the first step, too; from the second on, names are recorded as well."""
+        if not self._engine.does_anything:
+            yield
+            return
+        self._engine.install()
+        try:
+            yield
+        finally:
+            self._engine.remove()
+
     def __enter__(self) -> Self:
         everything = (*self._model.parameters(), *self._model.buffers(), *tensors_in(self._batch))
         with contextlib.ExitStack() as stack:
@@ -79,6 +92,7 @@ class TwoStepRun:
                 adopt(self._ledger, everything)
                 self._reducers = stack.enter_context(Reducers(self._kept.reached, self._ledger))
                 stack.enter_context(sharding(self._kept.reached, self._ledger))
+            self._running.enter_context(self._first_step())
             self._stack = stack.pop_all()
         return self
 
@@ -119,7 +133,7 @@ class TwoStepRun:
         """Return True if any optimizer has stepped."""
         return bool(self._kept.optimizers)
 
-    def turn_to(self, model: nn.Module, in_use: Iterable[Any]) -> None:
+    def turn_to(self, model: nn.Module, in_use: Iterable[Any], engine: Engine | None = None) -> None:
         """Switch to training another, possibly new, model. A call of `second` has to follow.
 
         What neither this model nor the objects `in_use` reach is released, and its memory no longer counts.
@@ -128,7 +142,8 @@ class TwoStepRun:
         self._kept.visit(model)
         real = [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_fake(tensor)]
         self.put(real, lambda tensor: tensor)
-        self._model, self._engine, self._names = model, planned(model, self._batch, None), None
+        self._model, self._names = model, None
+        self._engine = planned(model, self._batch, None) if engine is None else engine
         with without_modes():
             self._kept.release_unreached(model, self._batch, *in_use)
             gc.collect()  # the former model's engine refers to itself

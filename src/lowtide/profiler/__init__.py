@@ -58,7 +58,7 @@ Step = Callable[[Any], Any]
 T = TypeVar("T")
 
 RUNS: Final = 3
-"""Steps that follow the audit: traced, plain, and under the most saving plan."""
+"""Steps that follow the audit: traced, plain, and under the plan with the smallest peak."""
 
 DOUBTFUL: Final = 0.02
 """Share of the plain peak by which two runs may differ before a note is added."""

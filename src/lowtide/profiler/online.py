@@ -278,7 +278,7 @@ class _Audited:
 
 
 class _Traced:
-    """A traced step, under the most saving decisions from an audit of this step or of a similar one."""
+    """A traced step, under the decisions that free the most memory, from an audit of this step or of a similar one."""
 
     def __init__(self, watch: _StepRecorder, audited: _Audited, trace: Trace) -> None:
         self.fingerprint = watch.size
@@ -386,7 +386,7 @@ class _StepRecorder:
     recorder: Recorder
     audit: Audit | None = None
     known: _Audited | None = None
-    """Audited step from which this step's most saving decisions come."""
+    """Audited step from which the decisions that free the most memory come."""
     engine: MaxSavingEngine | None = None
     trace: Trace | None = None
     n_with_new_buckets = 0

@@ -1,4 +1,4 @@
-"""Trace one step under the most saving decisions: every allocation, with marks of its causes.
+"""Trace one step under the decisions that free the most memory: every allocation, with marks of its causes.
 
 Because nearly every saved tensor is freed as early as possible, this one run shows how long the memory of each would
 live by itself, and when backward needs it; the memory under any other decisions follows from that.
@@ -70,7 +70,7 @@ class MaxSavingEngine(Engine):
     learns = False
 
     def __init__(self, model: nn.Module, audit: Audit, *, in_place: bool = True) -> None:
-        """Take the most saving decisions of `audit`.
+        """Take the decisions of `audit` that free the most memory.
 
         Unless `in_place`, gradients are not written over: the audit's findings on that hold for batches of its size.
         """
@@ -222,9 +222,10 @@ def address(tensor: Tensor) -> int:
 
 
 def most_saving(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> Decisions:
-    """Return the most saving decisions: replay blocks of at most half of the saved bytes, recompute most of the rest.
+    """Return the decisions that free the most memory.
 
-    Kept is what only a replay can help to recompute: chains of it would bring every block back at once.
+    Blocks of at most half of the saved bytes are replayed, and most of the rest is recomputed. Tensors that only a
+    replay can help to recompute are kept: chains of these would bring every block back at once.
     """
     total = [sum(values[i].bytes for i in {slots[n].value for n in range(c.first_slot, c.stop_slot)}) for c in calls]
     replay: set[int] = set()

@@ -163,7 +163,7 @@ def _needs_table(run: RunRecord) -> str:
                 need.smallest_gpu or "none of the table",
             )
         )
-    headings = ("batch", "requested", "allocated", "reserved", "within", "answer", "smallest GPU")
+    headings = ("batch", "requested", "allocated", "reserved", "bounds", "answer", "smallest GPU")
     return Table(headings=headings, rows=rows).html("Memory on the GPU")
 
 
@@ -217,8 +217,8 @@ def memory(
         )
     said = "".join(
         f'<p class="lt-peak-sentence" data-track="{each}"{"" if each == name else " hidden"}>'
-        f"{f'<b>{each.capitalize()}:</b> ' if len(tracks) > 1 else ''}{escape(peak_sentence(m))}</p>"
-        for each, m in tracks
+        f"{f'<b>{escape(named)}:</b> ' if len(tracks) > 1 else ''}{escape(peak_sentence(m))}</p>"
+        for (each, m), named in zip(tracks, (_heading(word) for word in words), strict=False)
     )
     names = {category for _, each in tracks for category in each.bytes}
     how = {
@@ -238,6 +238,12 @@ def memory(
         f"<figcaption>{how} Point at the picture, or move the slider, to read another moment.</figcaption>"
         f'<script type="application/json" class="lt-data">{_data(tracks)}</script></figure>'
     )
+
+
+def _heading(words: str) -> str:
+    """Return the name before a colon as a sentence begins, `Before`; other words, such as a file's name, unchanged."""
+    name, colon, _ = words.partition(":")
+    return name.capitalize() if colon else words
 
 
 def reading(shown: StepMemory, moment: int) -> str:
@@ -306,9 +312,9 @@ def decided(run: RunRecord) -> str:
         if tree.bytes[fate]
     )
     return (
-        f'{listing}<p class="lt-chips">{chips}</p>'
+        f'<p class="lt-chips">{chips}</p>'
         "<p>Kept tensors stay in memory from forward to backward. Recomputed and replayed ones are freed in forward "
-        "and computed again in backward: by their own operator, or by running their module once more.</p>"
+        f"and computed again in backward: by their own operator, or by running their module once more.</p>{listing}"
         "<p>Bytes are of tensors saved for backward, by the module that saves them. Times are of its own recomputes "
         "and replays; all together, with what these need on the way, they take "
         f"{format_time(plan.predicted.extra_ms)} a step.</p>"

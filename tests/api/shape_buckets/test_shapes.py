@@ -295,7 +295,7 @@ def test_what_varies_is_found():
         (torch.zeros(4, 8), torch.zeros(4, 8), "no dimension of the batch varies"),
         (torch.zeros(4, 8), torch.zeros(5, 8), "should be smaller"),
         (torch.zeros(4, 8), torch.zeros(4), "more than its sizes"),
-        (torch.zeros(4, 8), {"x": torch.zeros(2, 8)}, "different things"),
+        (torch.zeros(4, 8), {"x": torch.zeros(2, 8)}, "differ in structure"),
         (3, None, "no dimension of the batch varies"),
     ],
 )
