@@ -10,6 +10,10 @@ that the plan runs again, over the number of tensors or calls. The models are re
 75 % of their plain peak, and then run with tiny ones under the same decisions. Processor time of one thread, minima of
 interleaved runs, so that a busy machine changes little.
 
+The first row of the first table are hooks in Python that only detach a tensor and give it back. It says how fast the
+machine is and how busy: 0.6 us on the idle one that the limits were written for. LOWTIDE_NATIVE=0 measures Lowtide's
+hooks in Python, LOWTIDE_NATIVE=1 its compiled ones.
+
 In the third table the budget is above the plain step's peak, or no plan fits and training goes on without one. Steps in
 the block and outside of it take turns; beside the time there are the Python calls that the block adds to a step.
 """
@@ -25,10 +29,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import lowtide
 from lowtide.planner.address_nodes import NOTED
-from lowtide.runtime import bitmask
+from lowtide.runtime import bitmask, saved_values
 from lowtide.runtime.engine import Engine, actions_for
 
 COUNT = 200
@@ -119,6 +124,25 @@ def extra(model: nn.Module, recompute: dict[str, str], replay: list[str], n_slot
     return (times["planned"] - times["plain"]) / n_slots
 
 
+def idle_hooks() -> float:
+    """Measure microseconds that a saved tensor costs in hooks of Python that do nothing: the yardstick of a machine."""
+    model = Chain()
+
+    def step() -> None:
+        model(FOUR).sum().backward()
+
+    def hooked() -> None:
+        with saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
+            loss = model(FOUR).sum()
+        loss.backward()
+
+    plain_us = hooked_us = float("inf")
+    for _ in range(3):
+        plain_us = min(plain_us, interleaved(step, {"": None}, RUNS // 3)[""])
+        hooked_us = min(hooked_us, interleaved(hooked, {"": None}, RUNS // 3)[""])
+    return (hooked_us - plain_us) / COUNT
+
+
 def slots() -> None:
     """Print what a saved tensor and a call cost."""
     one = FOUR.detach()
@@ -128,6 +152,7 @@ def slots() -> None:
     all_noted = {f"#0:{n}": f"AddBackward0{NOTED}" for n in range(1, COUNT)}
     decided = {"#0:100": "TanhBackward0"}
     rows = [
+        ("hooks that do nothing", idle_hooks(), None),
         ("kept, nothing is decided", extra(Chain(), {}, [], COUNT), None),
         ("kept beside a decided one", extra(Chain(), decided, [], COUNT), 1.2),
         ("recomputed", extra(Chain(), all_recomputed, [], COUNT) - tanh, 4),
@@ -283,5 +308,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)
     gc.disable()
+    print(f"hooks: {'Python' if saved_values.native is None else 'compiled'}")
     what, *names = sys.argv[1:] or ["slots"]
     {"models": models, "within": idle, "slots": slots}[what](*names)

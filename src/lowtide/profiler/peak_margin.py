@@ -1,4 +1,4 @@
-"""Measure how far steps exceed their predicted peak, under the plan of the smallest peak."""
+"""Measure the excess of steps over their predicted peak, under the plan with the smallest peak."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class Steps:
                 is_around = self._is_given and module is not self.model and is_compiled(module)
                 self.listener.compiled = module if is_around else None
                 with self._noting():
-                    self._called_by_nobody(module, (args, kwargs))
+                    self._handle_outermost_call(module, (args, kwargs))
             return plain(module, *args, **kwargs)
         finally:
             self._depth -= 1
@@ -225,7 +225,7 @@ class Steps:
                     if not self._is_open:
                         self.listener.compiled = function
                     with self._noting():
-                        self._called_by_nobody(module, (args, kwargs))
+                        self._handle_outermost_call(module, (args, kwargs))
             return function(*args, **kwargs)
         finally:
             self._depth -= 1
@@ -273,7 +273,7 @@ class Steps:
         return here is self._thread if self._thread is not None else here not in self._other_threads
 
     @never_compiled
-    def _called_by_nobody(self, module: nn.Module, batch: Any) -> None:
+    def _handle_outermost_call(self, module: nn.Module, batch: Any) -> None:
         if self.failed is not None:  # the program caught the error and went on
             raise Enough from self.failed
         if self._is_given and not self._is_ours(module):
