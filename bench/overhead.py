@@ -3,6 +3,7 @@
     python bench/overhead.py          # microseconds a saved tensor and a call, beyond the operators that run again
     python bench/overhead.py models   # steps of ResNet-50's and GPT-2's structure, and their Python calls
     python bench/overhead.py within   # steps in a block of `lowtide.within` that has nothing to plan for
+    python bench/overhead.py within demo   # the same for the demo's step alone
 
 Each row of the first table is the time of a whole step with the plan less that without, and less that of the operators
 that the plan runs again, over the number of tensors or calls. The models are rehearsed with larger tensors, planned for
@@ -266,28 +267,40 @@ def settled(step: Callable[[], object], **settings: Any) -> lowtide.Run:
     return run
 
 
-def idle() -> None:
+def demo() -> tuple[nn.Module, Callable[[], object]]:
+    from lowtide.cli.demo.workloads import workload
+
+    work = workload("gpt2")
+    return work.model, lambda: work.step(work.batches[0])
+
+
+def tiny_gpt2() -> tuple[nn.Module, Callable[[], object]]:
+    model, batch = gpt2(tiny=True)
+    return model, step_of(model.train(), batch)
+
+
+def idle(*names: str) -> None:
     """Print what a block adds to a step that it changes nothing in."""
-    print(f"{'model':6} {'block':22} {'us a step':>10} {'more us':>8} {'more Python calls':>18}")
-    for name in ("mlp", "gpt2"):
-        if name == "mlp":
-            _, step = mlp()
-        else:
-            model, batch = gpt2(tiny=True)
-            step = step_of(model.train(), batch)
+    print(f"{'model':10} {'block':22} {'us a step':>11} {'more us':>9} {'more %':>7} {'more Python calls':>18}")
+    builders = {"mlp": mlp, "gpt2": tiny_gpt2, "demo": demo}
+    for name in names or builders:
+        _, step = builders[name]()
+        runs = 1 if name == "demo" else RUNS // ROUNDS
         for block, settings in {
             "budget above the peak": {"budget": 10**12},
             "no plan fits": {"budget": 1, "on_infeasible": "plain"},
         }.items():
             plain_us = inside_us = float("inf")
             for _ in range(ROUNDS):
-                plain_us = min(plain_us, *interleaved(step, {"": None}, RUNS // ROUNDS).values())
+                plain_us = min(plain_us, *interleaved(step, {"": None}, runs).values())
                 n_plain = python_calls(step)
                 run = settled(step, **settings)
-                inside_us = min(inside_us, *interleaved(step, {"": None}, RUNS // ROUNDS).values())
+                inside_us = min(inside_us, *interleaved(step, {"": None}, runs).values())
                 n_inside = python_calls(step)
                 run.leave()
-            print(f"{name:6} {block:22} {inside_us:10.1f} {inside_us - plain_us:8.1f} {n_inside - n_plain:18}")
+            more_us = inside_us - plain_us
+            share = f"{more_us / plain_us:7.2%}"
+            print(f"{name:10} {block:22} {inside_us:11.1f} {more_us:9.1f} {share} {n_inside - n_plain:18}", flush=True)
 
 
 if __name__ == "__main__":
@@ -296,4 +309,5 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     gc.disable()
     print(f"hooks: {'Python' if saved_values.native is None else 'compiled'}")
-    {"models": models, "within": idle}.get(sys.argv[-1], slots)()
+    what, *names = sys.argv[1:] or ["slots"]
+    {"models": models, "within": idle, "slots": slots}[what](*names)
