@@ -41,7 +41,8 @@ from lowtide.runtime.call_interceptor import CallInterceptor
 from lowtide.runtime.engine import ForwardPass
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.replay import ReplayFrame
-from lowtide.runtime.saved_values import Geometry, Handle, Observer, Recomputation, Value
+from lowtide.runtime.saved_fields import Geometry
+from lowtide.runtime.saved_values import Handle, Observer, Recomputation, Value
 from lowtide.runtime.view_geometry import producer
 from lowtide.state.appended_items import undo_appends
 from lowtide.state.bitwise import identical

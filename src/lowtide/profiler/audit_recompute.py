@@ -32,7 +32,8 @@ from lowtide.runtime.recipes import IMPLEMENTATIONS, CannotRecompute
 from lowtide.runtime.recompute import Recompute, certain
 from lowtide.runtime.recompute_builder import Builder, ParameterOwners
 from lowtide.runtime.replay import ReplayFrame
-from lowtide.runtime.saved_values import Geometry, Handle, Value, register, registered, value_without_grad_fn
+from lowtide.runtime.saved_fields import Geometry
+from lowtide.runtime.saved_values import Handle, Value, register, registered, value_without_grad_fn
 from lowtide.runtime.view_geometry import producer
 from lowtide.state.bitwise import identical
 from lowtide.state.step_outcome import is_out_of_memory

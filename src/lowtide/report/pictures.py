@@ -74,8 +74,8 @@ def places(memory: StepMemory, base: StepMemory) -> tuple[float, ...]:
     if memory is base:
         return tuple(map(float, memory.at))
     edges = {span.name: _edges(base, span.first, span.stop) for span in base.phases}
-    found = moments_by_phase(memory, edges)
-    return found if edges else tuple(at * base.n_events / memory.n_events for at in memory.at)
+    places = moments_by_phase(memory, edges)
+    return places if edges else tuple(at * base.n_events / memory.n_events for at in memory.at)
 
 
 def _edges(memory: StepMemory, first: int, stop: int) -> tuple[int, int]:
@@ -251,12 +251,12 @@ def frontier_plot(frontier: Frontier, plan: Plan | None = None) -> str:
 
 def _fractions(top: float) -> list[float]:
     """Return 0 and round numbers up to `top`, not too close to each other on a square-root axis."""
-    found = [0.0]
+    fractions = [0.0]
     scale = 10 ** (math.floor(math.log10(top)) - 2)
     for number in (m * scale * 10**e for e in range(4) for m in (1, 2, 5)):
-        if number <= top and math.sqrt(number / top) - math.sqrt(found[-1] / top) > 0.15:
-            found.append(number)
-    return found
+        if number <= top and math.sqrt(number / top) - math.sqrt(fractions[-1] / top) > 0.15:
+            fractions.append(number)
+    return fractions
 
 
 def _dot(kind: str, x: float, y: float, text: str) -> str:

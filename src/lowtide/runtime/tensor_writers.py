@@ -24,7 +24,8 @@ from lowtide._torch.patching import replace_function
 from lowtide._torch.tensors import storage_id
 from lowtide.runtime import parameter_methods
 from lowtide.runtime.recipes import CannotRecompute
-from lowtide.runtime.saved_values import Value, changed_in_place, value_without_grad_fn
+from lowtide.runtime.saved_fields import changed_in_place
+from lowtide.runtime.saved_values import Value, value_without_grad_fn
 
 if TYPE_CHECKING:
     from torch import Tensor
