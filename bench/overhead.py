@@ -3,11 +3,16 @@
     python bench/overhead.py          # microseconds a saved tensor and a call, beyond the operators that run again
     python bench/overhead.py models   # steps of ResNet-50's and GPT-2's structure, and their Python calls
     python bench/overhead.py within   # steps in a block of `lowtide.within` that has nothing to plan for
+    python bench/overhead.py within demo   # the same for the demo's step alone
 
 Each row of the first table is the time of a whole step with the plan less that without, and less that of the operators
 that the plan runs again, over the number of tensors or calls. The models are rehearsed with larger tensors, planned for
 75 % of their plain peak, and then run with tiny ones under the same decisions. Processor time of one thread, minima of
 interleaved runs, so that a busy machine changes little.
+
+The first row of the first table are hooks in Python that only detach a tensor and give it back. It says how fast the
+machine is and how busy: 0.6 us on the idle one that the limits were written for. LOWTIDE_NATIVE=0 measures Lowtide's
+hooks in Python, LOWTIDE_NATIVE=1 its compiled ones.
 
 In the third table the budget is above the plain step's peak, or no plan fits and training goes on without one. Steps in
 the block and outside of it take turns; beside the time there are the Python calls that the block adds to a step.
@@ -24,10 +29,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import lowtide
 from lowtide.planner.address_nodes import NOTED
-from lowtide.runtime import bitmask
+from lowtide.runtime import bitmask, saved_values
 from lowtide.runtime.engine import Engine, actions_for
 
 COUNT = 200
@@ -118,6 +124,25 @@ def extra(model: nn.Module, recompute: dict[str, str], replay: list[str], n_slot
     return (times["planned"] - times["plain"]) / n_slots
 
 
+def idle_hooks() -> float:
+    """Measure microseconds that a saved tensor costs in hooks of Python that do nothing: the yardstick of a machine."""
+    model = Chain()
+
+    def step() -> None:
+        model(FOUR).sum().backward()
+
+    def hooked() -> None:
+        with saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
+            loss = model(FOUR).sum()
+        loss.backward()
+
+    plain_us = hooked_us = float("inf")
+    for _ in range(3):
+        plain_us = min(plain_us, interleaved(step, {"": None}, RUNS // 3)[""])
+        hooked_us = min(hooked_us, interleaved(hooked, {"": None}, RUNS // 3)[""])
+    return (hooked_us - plain_us) / COUNT
+
+
 def slots() -> None:
     """Print what a saved tensor and a call cost."""
     one = FOUR.detach()
@@ -127,6 +152,7 @@ def slots() -> None:
     all_noted = {f"#0:{n}": f"AddBackward0{NOTED}" for n in range(1, COUNT)}
     decided = {"#0:100": "TanhBackward0"}
     rows = [
+        ("hooks that do nothing", idle_hooks(), None),
         ("kept, nothing is decided", extra(Chain(), {}, [], COUNT), None),
         ("kept beside a decided one", extra(Chain(), decided, [], COUNT), 1.2),
         ("recomputed", extra(Chain(), all_recomputed, [], COUNT) - tanh, 4),
@@ -241,28 +267,40 @@ def settled(step: Callable[[], object], **settings: Any) -> lowtide.Run:
     return run
 
 
-def idle() -> None:
+def demo() -> tuple[nn.Module, Callable[[], object]]:
+    from lowtide.cli.demo.workloads import workload
+
+    work = workload("gpt2")
+    return work.model, lambda: work.step(work.batches[0])
+
+
+def tiny_gpt2() -> tuple[nn.Module, Callable[[], object]]:
+    model, batch = gpt2(tiny=True)
+    return model, step_of(model.train(), batch)
+
+
+def idle(*names: str) -> None:
     """Print what a block adds to a step that it changes nothing in."""
-    print(f"{'model':6} {'block':22} {'us a step':>10} {'more us':>8} {'more Python calls':>18}")
-    for name in ("mlp", "gpt2"):
-        if name == "mlp":
-            _, step = mlp()
-        else:
-            model, batch = gpt2(tiny=True)
-            step = step_of(model.train(), batch)
+    print(f"{'model':10} {'block':22} {'us a step':>11} {'more us':>9} {'more %':>7} {'more Python calls':>18}")
+    builders = {"mlp": mlp, "gpt2": tiny_gpt2, "demo": demo}
+    for name in names or builders:
+        _, step = builders[name]()
+        runs = 1 if name == "demo" else RUNS // ROUNDS
         for block, settings in {
             "budget above the peak": {"budget": 10**12},
             "no plan fits": {"budget": 1, "on_infeasible": "plain"},
         }.items():
             plain_us = inside_us = float("inf")
             for _ in range(ROUNDS):
-                plain_us = min(plain_us, *interleaved(step, {"": None}, RUNS // ROUNDS).values())
+                plain_us = min(plain_us, *interleaved(step, {"": None}, runs).values())
                 n_plain = python_calls(step)
                 run = settled(step, **settings)
-                inside_us = min(inside_us, *interleaved(step, {"": None}, RUNS // ROUNDS).values())
+                inside_us = min(inside_us, *interleaved(step, {"": None}, runs).values())
                 n_inside = python_calls(step)
                 run.leave()
-            print(f"{name:6} {block:22} {inside_us:10.1f} {inside_us - plain_us:8.1f} {n_inside - n_plain:18}")
+            more_us = inside_us - plain_us
+            share = f"{more_us / plain_us:7.2%}"
+            print(f"{name:10} {block:22} {inside_us:11.1f} {more_us:9.1f} {share} {n_inside - n_plain:18}", flush=True)
 
 
 if __name__ == "__main__":
@@ -270,4 +308,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)
     gc.disable()
-    {"models": models, "within": idle}.get(sys.argv[-1], slots)()
+    print(f"hooks: {'Python' if saved_values.native is None else 'compiled'}")
+    what, *names = sys.argv[1:] or ["slots"]
+    {"models": models, "within": idle, "slots": slots}[what](*names)

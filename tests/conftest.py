@@ -16,6 +16,7 @@ from hypothesis import Phase, settings
 # Before anything imports torch or transformers.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("LOWTIDE_NATIVE", "0")  # hooks in Python are the reference: LOWTIDE_NATIVE=1 tests the others
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -22,7 +22,7 @@ print(watched)
 Nothing below 16 KiB or 1 % of a forward's graph is reported, and no output below 5 %.
 """
 
-_REMEDY = "run the forward at train.py:42 under `torch.no_grad()`"
+_REMEDIES = {"LT024": "run the forward at train.py:42 under `torch.no_grad()`"}
 
 
 def page() -> str:
@@ -33,7 +33,8 @@ def page() -> str:
 
 
 def _section(rule: Rule) -> str:
-    fix = rule.fix.format(name="x", names="x", made="train.py:42", backward="train.py:43", remedy=_REMEDY)
+    remedy = _REMEDIES.get(rule.code, "")
+    fix = rule.fix.format(name="x", names="x", owner="x", made="train.py:42", backward="train.py:43", remedy=remedy)
     return (
         f"## {rule.code} {rule.name}\n\n{rule.what}\n\n**Why it is bad.** {rule.why}\n\n"
         f"```python\n{rule.bad}\n```\n\nUse instead:\n\n```python\n{rule.good}\n```\n\n**Fix**, as reported: {fix}\n"

@@ -36,11 +36,12 @@ def test_completion_loads_no_torch(run_python: RunPython, monkeypatch: pytest.Mo
 
 def test_version(run_python: RunPython) -> None:
     done = run_python("-m", "lowtide", "--version")
-    name, torch_and_tested, python = done.stdout.splitlines()
+    name, torch_and_tested, python, hooks = done.stdout.splitlines()
     assert done.returncode == 0
     assert name == f"lowtide {lowtide.__version__}"
     assert torch_and_tested.startswith(f"torch {importlib.metadata.version('torch')} (tested: 2.10, ")
     assert python == f"Python {platform.python_version()}"
+    assert hooks == "hooks: Python (LOWTIDE_NATIVE=0)"
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -10,9 +10,11 @@ from torch import nn
 
 import lowtide
 from lowtide import cli
+from lowtide.estimator.cuda.absent_gpu_run import estimate_on
+from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 from lowtide.estimator.gpu_ranking import SMALLEST, rank_gpus
-from lowtide.estimator.replayed_blocks import repeated_blocks
-from lowtide.memory.gpu_specs import GPUS, context_bytes, parse_gpu
+from lowtide.estimator.unrehearsed_plans import How, engine_for, repeated_blocks
+from lowtide.memory.gpu_specs import GPUS, GpuSpec, context_bytes, parse_gpu
 
 TRAIN = """
 import torch
@@ -57,8 +59,9 @@ def test_a_scripts_batches_are_the_largest_that_fit(tmp_path: Path, capsys: pyte
     size = row["largest_batch"]
     peaks = [lowtide.estimate(model, step, torch.randn(n, 256), device="cuda:1GiB") for n in (size, size * 6 // 5)]
     assert peaks[0].interval[1] <= room < peaks[1].interval[1]
-    assert row["largest_batch_replayed"] > row["largest_batch"]
-    assert 0 < found["extra_flops_replayed"] < 1 / 3
+    assert row["largest_batch_replayed"] > row["largest_batch_recomputed"] > row["largest_batch"]
+    assert found["extra_flops"]["recomputed"] == 0
+    assert 0 < found["extra_flops"]["replayed"] < 1 / 3
 
 
 @pytest.mark.slow
@@ -97,6 +100,48 @@ def test_a_step_that_fits_nowhere_has_exit_code_1_and_is_said(
     assert f"under {SMALLEST}" in capsys.readouterr().out
 
 
+def test_a_step_that_saves_memory_does_so_in_its_first_step_too() -> None:
+    """Peaks of both steps count, and the first one has no optimizer state yet, so that its saved tensors decide."""
+    blocks = (nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4))
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(2**14, 32)
+
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    gpu = parse_gpu("rtx 3060")
+    ways: tuple[How, ...] = ("plain", "recomputed", "replayed")
+    plain, recomputed, replayed = (
+        estimate_on(gpu, model, step, x, optimizer=optimizer, engine=engine_for(how, model)) for how in ways
+    )
+    wide, narrow = (x.shape[0] * n * 4 for n in (128, 32))
+    saved = plain.peak_requested_bytes - recomputed.peak_requested_bytes
+    assert abs(saved - 3 * wide) < 512  # GELU's results, but for the one whose block backward is in
+    assert plain.peak_requested_bytes - replayed.peak_requested_bytes >= 6 * wide - narrow
+    assert recomputed.flops == plain.flops < replayed.flops < plain.flops * 4 / 3
+
+
+def test_one_estimate_serves_gpus_that_request_the_same() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    asked: list[tuple[str, int, str]] = []
+
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+
+    def estimate_at(gpu: GpuSpec, size: int, how: How) -> GpuMemoryEstimate:
+        asked.append((gpu.name, size, how))
+        return estimate_on(gpu, model, step, torch.randn(size, 64), engine=engine_for(how, model))
+
+    ranking = rank_gpus(estimate_at, [parse_gpu("t4"), parse_gpu("h100-80"), parse_gpu("a100-40")])
+    assert [each.gpu.name for each in ranking.limits] == ["T4", "A100-40", "H100-80"]
+    assert [each.plain for each in ranking.limits] == sorted(each.plain for each in ranking.limits)
+    older = [each for each in asked if each[0] == "T4"]
+    assert older == [("T4", SMALLEST, "plain")]
+
+
 def test_the_blocks_are_the_outermost_ones_of_one_class() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16)
     model = nn.ModuleDict(
@@ -117,5 +162,5 @@ def test_a_gpu_that_shares_the_hosts_memory_only_probably_has_room() -> None:
     x = torch.randn(4, 64)
     assert " probably fits: " in str(lowtide.largest_batch(model, step, x, device=shared, most=64))
     assert " fits: " in str(lowtide.largest_batch(model, step, x, device=own, most=64)).replace("probably", "NO")
-    ranking = rank_gpus(lambda gpu, n, _: lowtide.estimate(model, step, torch.randn(n, 64), device=gpu), [shared])
+    ranking = rank_gpus(lambda gpu, n, how: lowtide.estimate(model, step, torch.randn(n, 64), device=gpu), [shared])
     assert "probably " in str(ranking)

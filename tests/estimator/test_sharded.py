@@ -129,6 +129,28 @@ def test_small_tensors_are_known_and_not_sent() -> None:
         assert lowtide.estimate(model, step, batch).peak_bytes > batch.nbytes
 
 
+@pytest.mark.parametrize("foreach", [True, False])
+def test_plain_and_parallel_parameters_in_one_foreach_update_fail_as_in_torch(foreach: bool) -> None:
+    """Foreach operators refuse to mix them: an estimate that succeeds would be of a step that can't run."""
+    with lowtide.absent_processes(2):
+        mesh = distributed.init_device_mesh("cpu", (2,))
+        model = nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), nn.LayerNorm(WIDTH))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+
+        def step(batch: Tensor) -> None:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        batch = torch.randn(8, WIDTH)
+        if foreach:
+            with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+                lowtide.estimate(model, step, batch)
+        else:
+            assert lowtide.estimate(model, step, batch).static.optimizer > 0
+
+
 def test_a_gpu_of_eight_holds_an_eighth() -> None:
     """Parameters on the meta device are enough. Rows are split evenly up to one, and the first part is never less."""
     found = []

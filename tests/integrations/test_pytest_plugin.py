@@ -10,6 +10,8 @@ import pytest
 
 pytest_plugins = ["pytester"]
 
+import torch._dynamo  # noqa: E402, F401 - pytester forgets modules that its runs import, and this one registers operators
+
 INSTALLED = importlib.metadata.entry_points(group="pytest11", name="lowtide")
 PLUGIN = [] if INSTALLED else ["-p", "lowtide.integrations.pytest_plugin"]
 

@@ -19,7 +19,7 @@ def test_values_grow_as_what_is_saved_of_them_and_what_is_made_of_them() -> None
         ValueDraft(bytes=10, node="E"),  # an argument
     ]
     calls = [CallDraft(id="", cls="", parent=None, first_slot=0, stop_slot=3, cost_ms=2.0, flops=10)]
-    found, [call] = resized(values, [slot(0), slot(2), slot(4)], calls, audited=[50, 5, 1], found=[75, 5, 2])
+    found, [call] = resized(values, [slot(0), slot(2), slot(4)], calls, audited=[50, 5, 1], traced=[75, 5, 2])
     assert [value.bytes for value in found] == [150, 45, 5, 6, 2, 8, 15]
     assert (found[0].cost_ms, found[0].flops, found[0].transient_bytes) == (1.5, 11, 15)
     assert call.flops == 15
@@ -28,5 +28,5 @@ def test_values_grow_as_what_is_saved_of_them_and_what_is_made_of_them() -> None
 
 def test_what_was_empty_stays_as_it_is() -> None:
     values = [ValueDraft(bytes=0, node="A")]
-    found, _ = resized(values, [slot(0)], [], audited=[0], found=[4])
+    found, _ = resized(values, [slot(0)], [], audited=[0], traced=[4])
     assert found == values

@@ -60,7 +60,7 @@ def test_nothing_is_made_again_in_a_unit_that_is_not_gathered_for_backward():
     calls = [CallDraft(id=str(n), cls="Block", parent=parent) for n, parent in enumerate([None, MODEL, ONE, MODEL])]
     slots = [SlotDraft(address="", label="", value=n, call=call) for n, call in enumerate([INSIDE, TWO])]
     values, homes = [recomputed(), recomputed()], FsdpScopes()
-    homes.allocated_at, homes.spans, homes.gone = {0: 11, 1: 21}, SPANS, {ONE}
+    homes.allocated_at, homes.spans, homes.not_gathered = {0: 11, 1: 21}, SPANS, {ONE}
     settle(values, slots, calls, homes)
     assert [value.refused for value in values] == [NEVER, None]
     assert [call.refused for call in calls] == [None, NEVER, NEVER, None]

@@ -98,6 +98,13 @@ def test_a_recomputed_slot_takes_the_host_longer_than_a_kept_one() -> None:
     assert 0 <= costs.kept < costs.packed
 
 
+def test_a_model_with_compiled_parts_gets_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_sections, "has_two_clocks", lambda place: True)
+    monkeypatch.setattr(step_sections, "anything_compiled", lambda: True)
+    model = nn.Sequential(Block())
+    assert step_sections.timed_sections(model, None, None) is None  # type: ignore[arg-type]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU has no clock of its own")
 @pytest.mark.gpu
 def test_a_rehearsal_on_a_gpu_has_the_times_of_both_clocks() -> None:

@@ -5,6 +5,8 @@ import pkgutil
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import lowtide
 from lowtide.api.verify import Verdict
@@ -81,11 +83,29 @@ def test_every_class_of_records_has_the_short_repr() -> None:
         assert vars(cls)["__repr__"].__qualname__ == "Record.__repr__", cls
 
 
-def test_objects_in_force_have_a_short_repr_and_html_too() -> None:
-    for name in ("Fitted", "Run", "Watch", "MemoryEstimate", "GpuMemoryEstimate"):
-        cls = getattr(lowtide, name)
-        assert issubclass(cls, Displayed)
-        assert not cls.__repr__.__qualname__.startswith("__create_fn__")  # dataclass would write one of any length
+def test_every_public_class_has_a_short_repr_and_html_too() -> None:
+    public = {name: getattr(lowtide, name) for name in lowtide.__all__}
+    classes = [each for each in public.values() if isinstance(each, type) and not issubclass(each, BaseException)]
+    classes.remove(lowtide.explain_oom)  # a block, not a result
+    assert lowtide.Applied in classes
+    for cls in classes:
+        assert issubclass(cls, Displayed), cls
+        assert cls.__repr__ is not object.__repr__, cls  # it would be an address
+        assert not cls.__repr__.__qualname__.startswith("__create_fn__"), cls  # dataclass would write one of any length
+
+
+def test_a_plan_in_force_shows_itself_as_the_plan() -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+
+    batch = torch.ones(128, 64)
+    with lowtide.apply(model, lowtide.plan(lowtide.rehearse(model, step, batch), "90%")) as applied:
+        assert repr(applied).startswith("Applied(Plan(")
+        assert len(repr(applied)) <= LONGEST_REPR
+        assert str(applied) == str(applied.plan)
+        assert "<pre" in applied._repr_html_()
 
 
 def test_a_frontier_prints_without_escape_codes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -376,3 +376,10 @@ def test_booleans_on_a_device():
     mask = torch.rand(1000, 77, device="cuda") < 0.3
     value = packed(MASK, mask)
     assert identical(value.maker.make(value), mask)
+
+
+def test_packing_signs_allocates_the_bits_and_nothing_else() -> None:
+    x = torch.randn(2**21)
+    with lowtide.measure() as measured:
+        bits = masks.signs_of(x)["bits"]
+    assert measured.peak_bytes == bits.nbytes == 2**18

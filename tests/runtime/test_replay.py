@@ -1303,3 +1303,14 @@ def test_small_indices_that_are_given_to_a_part_and_saved_there_are_counted(part
     assert predict(profile, Decisions()).peak_bytes == profile.measured_plain_peak_bytes
     assert verdict.identical
     assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes
+
+
+def test_a_long_list_of_linked_objects_is_an_argument():
+    """Objects are searched to some depth: beyond it they are handed on as they are."""
+    last = Plain(torch.ones(4))
+    for _ in range(5000):
+        before, last = last, Plain(torch.ones(4))
+        last.before = before
+    same_bits(Around(lambda m, x, link: nonlinear(x * link.tensors[0]), lambda x: ((x, last), {})))
+    for _ in range(5000):  # one by one: Python frees a list of links by recursion
+        last = last.before

@@ -117,7 +117,7 @@ class ShardGroup:
     def on_device(
         self, device: torch.device, to_device: Callable[[torch.Tensor], torch.Tensor]
     ) -> Iterator[tuple[Any, str, Any]]:
-        """Return what changes if the parameters are on `device`: (owner, name, value). `to_device` moves a part."""
+        """Return attributes to replace for parameters on `device`: (owner, name, value). `to_device` moves a part."""
         yield self._group, "device", device
         yield self._group, "device_handle", getattr(torch, device.type)
         yield self._group, "_all_gather_output", to_device(self._group._all_gather_output)

@@ -23,6 +23,7 @@ from lowtide.runtime.live_optimizers import Optimizers
 from lowtide.runtime.planned_engine import Planned
 from lowtide.utils.interrupts import delay_interrupts, removed_if_interrupted
 from lowtide.utils.removable import Removable
+from lowtide.utils.rendering import Displayed, short_repr
 
 if TYPE_CHECKING:
     from lowtide.runtime.joint_slots import JointSlots
@@ -44,7 +45,7 @@ def _forget(reference: weakref.ref[nn.Module]) -> None:
         _traced.pop(model, None)
 
 
-class Applied(Removable):
+class Applied(Removable, Displayed):
     """A plan in force on a model. `remove()`, or the end of a `with` block, restores the model.
 
     `plan` is the plan for the largest batches. `holder` lives as long as the plan is in force, and `lowtide.fitted`
@@ -148,6 +149,12 @@ class Applied(Removable):
         partitioner = PlanPartitioner(self.plan.graphs, self.plan.recompute, apart=products_are_apart())
         partitioner.unknown, partitioner.on_compile = unknown, say_larger_inputs
         return partition_by(partitioner, of=next(model.parameters(), model))  # a script's model may be a stand-in
+
+    def __repr__(self) -> str:
+        return short_repr(type(self).__name__, repr(self.plan))
+
+    def __str__(self) -> str:
+        return str(self.plan)
 
     def remove(self) -> None:
         """Restore the model, and the optimizer. Repeated calls do nothing."""

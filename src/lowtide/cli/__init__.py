@@ -81,6 +81,7 @@ COMMANDS = {
     "report": Lazy(
         target="lowtide.cli.make_report:report", summary="Make a page of a run, or compare two runs.", needs_torch=False
     ),
+    "native": Lazy(target="lowtide.cli.native:native", summary="Compile the saved-tensor hooks, for less host time."),
     "watch": Lazy(
         target="lowtide.cli.watch:watch",
         summary="Run a script and report the tensors and graphs that it leaves in memory.",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from itertools import zip_longest
+from textwrap import wrap
 
 import click
 
@@ -10,6 +12,9 @@ from lowtide.cli.script_or_profile import output_option, write
 from lowtide.memory.gpu_specs import GPUS, GpuSpec
 from lowtide.units import format_bytes
 from lowtide.utils.tables import Table
+
+SOURCE = 41
+"""Columns of a source, so that a line has at most 80."""
 
 
 @click.command("gpus")
@@ -28,7 +33,13 @@ def gpus(json_to: str | None) -> int:
 
 
 def _listed() -> str:
-    rows = [(gpu.name, format_bytes(gpu.total_bytes), _capability(gpu), _source(gpu)) for gpu in GPUS]
+    rows = [
+        row
+        for gpu in GPUS
+        for row in zip_longest(
+            (gpu.name,), (format_bytes(gpu.total_bytes),), (_capability(gpu),), wrap(_source(gpu), SOURCE), fillvalue=""
+        )
+    ]
     return "\n".join(Table(headings=("GPU", "memory", "compute", "source"), rows=rows, left=frozenset({0, 3})).lines())
 
 

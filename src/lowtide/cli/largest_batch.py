@@ -15,6 +15,7 @@ from lowtide.errors import RehearsalError
 if TYPE_CHECKING:
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
     from lowtide.estimator.gpu_ranking import EstimateAt, GpuRanking
+    from lowtide.estimator.unrehearsed_plans import How
     from lowtide.memory.gpu_specs import GpuSpec
 
 
@@ -47,12 +48,14 @@ def largest_batch(
     args: tuple[str, ...],
     is_module: bool,
 ) -> int:
-    """Rank the known GPUs by the largest batch that fits on each: plainly, and with every block replayed.
+    """Rank the known GPUs by the largest batch that fits on each: plainly, and in two ways that save memory.
 
     The training step of SCRIPT, or of a model of transformers with AdamW (--hf), is estimated on tensors without memory
-    at a few sizes of the batch; others are read off lines in between. Nothing is measured. Replaying every block is
-    what checkpointing does; the table states its extra FLOPs. Plans of `lowtide run` and `lowtide.fit` cost less time
-    where less has to be saved, but need a rehearsal.
+    at a few sizes of the batch; others are read off lines in between. Nothing is measured.
+
+    The table has a column for the plain step, one for recomputing what takes no matrix product (norms, activations,
+    dropout), and one for replaying every block as well, as checkpointing does, each with its extra FLOPs. Plans of
+    `lowtide run` and `lowtide.fit` lie between these: they choose tensor by tensor, by measured times.
 
     Exit code 0: at least one row fits on some GPU; 1: no row fits on any; 2: there is no answer. For one GPU and a
     script, `lowtide estimate --device GPU --batch N` estimates each size by itself.
@@ -94,9 +97,9 @@ def _of_script(target: str, args: tuple[str, ...], *, is_module: bool) -> Estima
 
     script = Script(target=target, args=args, is_module=is_module)
 
-    def estimate_at(gpu: GpuSpec, size: int, replayed: bool) -> GpuMemoryEstimate:
+    def estimate_at(gpu: GpuSpec, size: int, how: How) -> GpuMemoryEstimate:
         with contextlib.redirect_stdout(sys.stderr):
-            code, estimate = estimate_script(script, gpu, size, replayed=replayed)
+            code, estimate = estimate_script(script, gpu, size, how=how)
         if estimate is None:
             raise RehearsalError(
                 f"{target} ended with exit code {code} at batch {size}, before two steps of it were rehearsed.\n"
@@ -111,12 +114,13 @@ def _of_script(target: str, args: tuple[str, ...], *, is_module: bool) -> Estima
 def _record(ranking: GpuRanking, about: str) -> dict[str, Any]:
     return {
         "of": about,
-        "extra_flops_replayed": ranking.extra_flops,
+        "extra_flops": dict(ranking.extra_flops),
         "gpus": [
             {
                 "gpu": each.gpu.name,
                 "gpu_bytes": each.gpu.total_bytes,
                 "largest_batch": each.plain,
+                "largest_batch_recomputed": each.recomputed,
                 "largest_batch_replayed": each.replayed,
                 "is_sure": each.is_sure,
             }

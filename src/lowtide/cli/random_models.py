@@ -13,8 +13,8 @@ import torch
 
 from lowtide.cli.demo.demo_packages import need
 from lowtide.errors import LowtideError
-from lowtide.estimator.estimation import estimate
-from lowtide.estimator.replayed_blocks import replay_blocks
+from lowtide.estimator.cuda.absent_gpu_run import estimate_on
+from lowtide.estimator.unrehearsed_plans import How, engine_for
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,8 +36,8 @@ class RandomModel:
     about: str
     """The model and its step, in words."""
 
-    def estimate_at(self, gpu: GpuSpec, size: int, replayed: bool) -> GpuMemoryEstimate:
-        """Estimate a step with AdamW on `gpu`, with every block replayed or not."""
+    def estimate_at(self, gpu: GpuSpec, size: int, how: How) -> GpuMemoryEstimate:
+        """Estimate a step with AdamW on `gpu`, taken in a given way."""
         model, batch = self.model, self.batch_of(size)
         optimizer = torch.optim.AdamW(model.parameters())
 
@@ -49,8 +49,7 @@ class RandomModel:
             optimizer.step()
             optimizer.zero_grad()
 
-        plan = replay_blocks(model, batch) if replayed else None
-        return estimate(model, step, batch, device=gpu, plan=plan, optimizer=optimizer)
+        return estimate_on(gpu, model, step, batch, optimizer=optimizer, engine=engine_for(how, model))
 
 
 def random_model(architecture: str, *, layers: int | None, seq: int | None, bf16: bool) -> RandomModel:

@@ -1,1 +1,1 @@
-"""Why memory is held: `watch`, `explain` and `graph`."""
+"""Reasons for held memory: `watch`, `explain` and `graph`."""

@@ -170,13 +170,13 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             for part in parts_of(tensor):
                 self.adopt(part)
             return tensor
-        twin = tensor
+        fake = tensor
         if is_real(tensor):
-            twin = self._twins.of(tensor)
-            self._answers.introduce(twin, tensor)
-        for part in sparse.parts([twin]):
+            fake = self._twins.of(tensor)
+            self._answers.introduce(fake, tensor)
+        for part in sparse.parts([fake]):
             self._follow(part, entry=True)
-        return twin
+        return fake
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -243,10 +243,10 @@ class AllocationTracker(TorchDispatchMode, Recorder):
     def _real(self, tensor: Tensor, func: Any) -> Tensor:
         if func is aten.lift_fresh.default:  # `torch.tensor(...)`: newly allocated
             is_torchs = not is_strided(tensor) or tensor.untyped_storage().resizable()
-            twin = self._twins.of_new(tensor)
-            self._answers.introduce(twin, tensor)
-            self._follow(twin, "aten::empty", n_bytes=None if is_torchs else 0)  # an array's tensor has NumPy's memory
-            return twin
+            fake = self._twins.of_new(tensor)
+            self._answers.introduce(fake, tensor)
+            self._follow(fake, "aten::empty", n_bytes=None if is_torchs else 0)  # an array's tensor has NumPy's memory
+            return fake
         return self.adopt(tensor)
 
     def _together(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
@@ -378,12 +378,12 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         yield
         made = {event.block: event for event in self._events[n_before:] if isinstance(event, Allocate)}
         ended = [event.block for event in self._events[n_before:] if isinstance(event, Free)]
-        left = [made[block] for block in made if block not in ended]
-        gone = [block for block in ended if block not in made]
-        if len(left) == len(gone) == 1:
+        created = [made[block] for block in made if block not in ended]
+        freed = [block for block in ended if block not in made]
+        if len(created) == len(freed) == 1:
             for place, event in enumerate(self._events[:n_before]):
-                if isinstance(event, Allocate) and event.block == gone[0]:
-                    self._events[place : place + 1] = left
+                if isinstance(event, Allocate) and event.block == freed[0]:
+                    self._events[place : place + 1] = created
                     del self._events[n_before:]
                     self._n_corrected += 1
                     return
@@ -513,13 +513,13 @@ def _name(func: Any) -> str:
 
 def tensors_of(args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:
     """Return the tensors among an operator's arguments, and True if any is real. Faster than torch's pytrees."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for arg in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(arg, torch.Tensor):
-            found.append(arg)
+            tensors.append(arg)
         elif isinstance(arg, list | tuple):
-            found += [item for item in arg if isinstance(item, torch.Tensor)]
-    return found, any(is_real(tensor) for tensor in found)
+            tensors += [item for item in arg if isinstance(item, torch.Tensor)]
+    return tensors, any(is_real(tensor) for tensor in tensors)
 
 
 def _leaves(out: Any) -> Iterator[Any]:

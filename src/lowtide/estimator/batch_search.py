@@ -129,8 +129,8 @@ def largest_batch(
                     tried[size] = estimate(model, step, other, plan=plan, optimizer=optimizer)
                     peaks[size] = tried[size].peak_bytes
                 else:
-                    tried[size] = found = estimate(model, step, other, device=gpu, plan=plan, optimizer=optimizer)
-                    peaks[size] = found.interval[1]
+                    tried[size] = memory = estimate(model, step, other, device=gpu, plan=plan, optimizer=optimizer)
+                    peaks[size] = memory.interval[1]
         return peaks[size]
 
     size = _largest_within(peak, budget_bytes, start=min(given, most), most=most)

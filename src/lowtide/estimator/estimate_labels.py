@@ -38,5 +38,5 @@ class Names(names.Names):
 
     def state(self, optimizers: Iterable[Optimizer]) -> None:
         """Mark the blocks that are optimizer state, after the step."""
-        found = [t for o in optimizers for entry in o.state.values() for t in tensors_in(entry)]
-        self.mark(OptimizerState(tuple(map(self._address, found))))
+        tensors = [t for o in optimizers for entry in o.state.values() for t in tensors_in(entry)]
+        self.mark(OptimizerState(tuple(map(self._address, tensors))))

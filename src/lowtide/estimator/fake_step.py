@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 COMPILED = "compiled code (torch.compile) needs what it needs as it was written; it may keep other tensors for backward"
 
 
-def left(kept: Everything) -> tuple[str, ...]:
+def unrestored_note(state: Everything) -> tuple[str, ...]:
     """Return a note on state that is not restored, such as an iterator's position."""
-    return (describe_unrestored(kept.left),) if kept.left else ()
+    return (describe_unrestored(state.unrestored),) if state.unrestored else ()
 
 
 def compiled(model: nn.Module) -> tuple[str, ...]:
@@ -116,25 +116,25 @@ def adopt(ledger: AllocationTracker, tensors: Iterable[Tensor]) -> None:
 
 
 def static_of(
-    ledger: AllocationTracker, model: nn.Module, batch: Any, kept: Everything, buckets: Iterable[Tensor]
+    ledger: AllocationTracker, model: nn.Module, batch: Any, state: Everything, buckets: Iterable[Tensor]
 ) -> tuple[Static, frozenset[int]]:
     """Return the bytes that exist when the step begins, counting each storage once, and the blocks that they occupy.
 
     Other models that the step reaches, such as a teacher, and other tensors that its optimizers update count like the
     model's, and `buckets` as gradients.
     """
-    modules = [*model.modules(), *(thing for thing in kept.reached if isinstance(thing, torch.nn.Module))]
-    optimizers = kept.optimizers
+    modules = [*model.modules(), *(thing for thing in state.reached if isinstance(thing, torch.nn.Module))]
+    optimizers = state.optimizers
     updated = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     parameters = [*(p for module in modules for p in module.parameters(recurse=False)), *updated]
-    seen: set[int] = set()
+    numbers: set[int] = set()
 
     def add(tensors: Iterable[Tensor | None]) -> int:
         total = 0
         for tensor in tensors:
             for storage in () if tensor is None else _storages(tensor, ledger):
-                if (number := storage_number(storage)) not in seen:
-                    seen.add(number)
+                if (number := storage_number(storage)) not in numbers:
+                    numbers.add(number)
                     total += storage.nbytes()
         return total
 
@@ -145,7 +145,7 @@ def static_of(
         gradients=add((*(p.grad for p in parameters), *buckets)),
         optimizer=add(t for o in optimizers for entry in o.state.values() for t in tensors_in(entry)),
     )
-    return static, frozenset(block for number in seen if (block := ledger.block(number)) is not None)
+    return static, frozenset(block for number in numbers if (block := ledger.block(number)) is not None)
 
 
 def _storages(tensor: Tensor, ledger: AllocationTracker) -> list[torch.UntypedStorage]:

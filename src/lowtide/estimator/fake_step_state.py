@@ -45,7 +45,7 @@ class Everything(ReachableObjects):
     def __init__(self, *roots: Any) -> None:
         self._roots = roots
         self._optimizers: dict[int, Optimizer] = {}
-        self.left: tuple[str, ...] = ()
+        self.unrestored: tuple[str, ...] = ()
         """Changes that were not restored, in words; set after the block."""
         super().__init__()
 
@@ -71,7 +71,7 @@ class Everything(ReachableObjects):
         self._hook.remove()
         try:
             self.restore()
-            self.left = self.changes()
+            self.unrestored = self.changes()
         finally:
             self._random.restore()
             self.close()
@@ -101,10 +101,10 @@ class Everything(ReachableObjects):
 
     def _function(self, function: types.FunctionType) -> Iterable[Any]:
         is_ours = origin(function.__code__.co_filename) == "ours"  # with globals such as torch's tables of hooks
-        found = () if is_ours else self._variables(function)
+        variables = () if is_ours else self._variables(function)
         own = (function.__defaults__, function.__kwdefaults__, None if is_ours else vars(function))
         wrapped = getattr(function, "__wrapped__", None)
-        return (*found, *self._named.add_code(function), *self._cells(function), *own, wrapped)
+        return (*variables, *self._named.add_code(function), *self._cells(function), *own, wrapped)
 
     def _object(self, thing: Any) -> Iterable[Any]:
         if is_generator(thing):
@@ -132,10 +132,10 @@ class Everything(ReachableObjects):
 
 def _has_fakes(cache: Any) -> bool:
     """Return True if a cache, whose entries can't be listed, refers to a fake tensor up to _DEPTH objects deep."""
-    level, seen = [cache], set[int]()
+    level, visited = [cache], set[int]()
     for _ in range(_DEPTH):
-        level = [inside for thing in level for inside in gc.get_referents(thing) if id(inside) not in seen]
-        seen.update(map(id, level))
+        level = [inside for thing in level for inside in gc.get_referents(thing) if id(inside) not in visited]
+        visited.update(map(id, level))
         if any(isinstance(thing, torch.Tensor) and is_fake(thing) for thing in level):
             return True
         level = [thing for thing in level if not isinstance(thing, (*LEAVES, type, types.FunctionType, torch.Tensor))]

@@ -37,17 +37,17 @@ class FakeTensors:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the twin of a real tensor, creating it at the first request."""
-        twin: Tensor | None = self._twins.get(tensor)  # type: ignore[no-untyped-call]
-        if twin is None or twin.shape != tensor.shape:
-            twin = self._twins[tensor] = self._make(tensor)
-        return twin
+        fake: Tensor | None = self._twins.get(tensor)  # type: ignore[no-untyped-call]
+        if fake is None or fake.shape != tensor.shape:
+            fake = self._twins[tensor] = self._make(tensor)
+        return fake
 
     def of_new(self, tensor: Tensor) -> Tensor:
         """Return the twin of a real tensor that only the caller holds; it lives as long as the twin is referenced."""
-        twin = self.of(tensor)
+        fake = self.of(tensor)
         self._twins.pop(tensor)  # type: ignore[no-untyped-call]
         self.let_go(tensor)
-        return twin
+        return fake
 
     def apart(self, tensor: Tensor) -> Tensor:
         """Return a twin that holds only the tensor's own elements, like a copy on another device."""
@@ -77,15 +77,15 @@ class FakeTensors:
         storage, size = tensor.untyped_storage(), tensor.element_size()
         number = storage_number(storage)
         with without_modes(), torch.no_grad(), self._mode:
-            found = self._memory.get(number)
-            if found is None:
+            entry = self._memory.get(number)
+            if entry is None:
                 memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self._place(tensor))
                 self._memory[number] = storage, memory
             else:
-                memory = found[1]
+                memory = entry[1]
             whole = memory[: memory.numel() // size * size].view(tensor.dtype)
-            twin = whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-        return twin
+            view = whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return view
 
 
 def is_real(thing: Any) -> bool:

@@ -1,16 +1,17 @@
-"""Rank GPUs by the largest batch that fits on each, plainly and with every block replayed.
+"""Rank GPUs by the largest batch that fits on each: plainly, and in two ways that save memory.
 
-A step is estimated at a few sizes, up to one that no GPU has room for. A peak grows with the size, and the faster the
-larger it is, so that the straight line between two sizes is never below it.
+A step is estimated at a few sizes, up to one that no GPU has room for, and for all GPUs at once. A peak grows with the
+size, and the faster the larger it is, so that the straight line between two sizes is never below it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate, has_newer_kernels
 from lowtide.estimator.cuda.ops.matmul import workspace_bytes
+from lowtide.estimator.unrehearsed_plans import How
 from lowtide.memory.gpu_specs import GpuSpec, context_bytes
 from lowtide.units import format_bytes, format_ratio
 from lowtide.utils.progress import Stage, advance
@@ -23,9 +24,14 @@ MOST = 2**20
 """Largest size at which the step is estimated."""
 LARGEST_STEP = 256
 """Largest ratio of a size to the one before."""
+N_ESTIMATES = 5
+"""Usual number of estimates, for progress."""
 
-EstimateAt = Callable[[GpuSpec, int, bool], GpuMemoryEstimate]
-"""Estimates the step on a GPU, at a size of the batch, with every block replayed or not."""
+EstimateAt = Callable[[GpuSpec, int, How], GpuMemoryEstimate]
+"""Estimates the step on a GPU, at a size of the batch, taken in a given way."""
+
+SAVING: Mapping[How, float] = {"recomputed": 1.5, "replayed": 2.5}
+"""Ways that save memory, with a guess of how many times as large a batch each makes room for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +40,10 @@ class BatchLimits:
 
     gpu: GpuSpec
     plain: int
+    recomputed: int
+    """The largest batch if all that takes no matrix product is recomputed."""
     replayed: int | None
-    """The largest batch if every block is replayed; None for a model without repeated blocks."""
+    """The largest batch if every block is replayed as well; None for a model without repeated blocks."""
     is_sure: bool
     """False if some of the step's memory is not known, or the GPU's memory is the host's too."""
 
@@ -45,8 +53,8 @@ class GpuRanking(Displayed):
     """The largest batch on each GPU, the GPU with the smallest memory first. `print` it for a table."""
 
     limits: tuple[BatchLimits, ...]
-    extra_flops: float | None
-    """Additional floating-point operations of a step that replays every block, as a share of the plain step's."""
+    extra_flops: Mapping[How, float]
+    """Additional floating-point operations of a step in each way that saves memory, as a share of the plain step's."""
     sizes: tuple[int, ...]
     """Sizes of the batch at which the step was estimated."""
     unknown: tuple[str, ...]
@@ -59,59 +67,109 @@ class GpuRanking(Displayed):
         return "\n".join(_table(self))
 
 
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    """Estimates of one generation of kernels, by way and size. All its GPUs request the same memory."""
+
+    gpus: list[GpuSpec]
+    estimates: dict[How, dict[int, GpuMemoryEstimate]] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> GpuSpec:
+        """The GPU with the largest workspaces: the others need no more."""
+        return max(self.gpus, key=workspace_bytes)
+
+    @property
+    def room(self) -> int:
+        """The room of the largest GPU."""
+        return max(map(_room, self.gpus))
+
+
 def rank_gpus(estimate_at: EstimateAt, gpus: Sequence[GpuSpec]) -> GpuRanking:
     """Return the largest batch on each of `gpus`, from a few estimates with `estimate_at`."""
+    with Stage("estimating batches", total=N_ESTIMATES):
+        works = _works(estimate_at, gpus)
+        for work in works:
+            _estimate(estimate_at, work)
     limits: list[BatchLimits] = []
-    extra_flops: float | None = None
-    unknown: dict[str, None] = {}
-    assumed: dict[str, None] = {}
-    sizes: dict[int, None] = {}
-    with Stage("estimating"):
-        for newer in (True, False):
-            members = [gpu for gpu in gpus if has_newer_kernels(gpu) is newer]
-            if not members:
-                continue
-            plain, replayed = (_at_sizes(estimate_at, members, is_replayed) for is_replayed in (False, True))
-            last, extra = plain[max(plain)], replayed[SMALLEST].flops / max(plain[SMALLEST].flops, 1) - 1
-            if extra > 0:
-                extra_flops = extra
-            sizes |= dict.fromkeys(plain)
-            unknown |= dict.fromkeys(last.unknown)
-            assumed |= dict.fromkeys(last.assumed)
-            for gpu in members:
-                limits.append(
-                    BatchLimits(
-                        gpu=gpu,
-                        plain=_largest(gpu, plain),
-                        replayed=_largest(gpu, replayed) if extra > 0 else None,
-                        is_sure=last.is_bounded and not gpu.shared,
-                    )
+    extra_flops: dict[How, float] = {}
+    for work in works:
+        extra_flops |= _extra_flops(work)
+        has_blocks = work.estimates["replayed"] and extra_flops["replayed"] > extra_flops["recomputed"]
+        is_bounded = all(each.is_bounded for each in work.estimates["plain"].values())
+        for gpu in work.gpus:
+            plain, recomputed, replayed = (_largest(gpu, work.estimates, how) for how in ("plain", *SAVING))
+            limits.append(
+                BatchLimits(
+                    gpu=gpu,
+                    plain=plain,
+                    recomputed=max(plain, recomputed),
+                    replayed=max(plain, recomputed, replayed) if has_blocks else None,
+                    is_sure=is_bounded and not gpu.shared,
                 )
+            )
     limits.sort(key=lambda each: each.gpu.total_bytes)
+    plains = [each for work in works for each in work.estimates["plain"].values()]
     return GpuRanking(
         limits=tuple(limits),
         extra_flops=extra_flops,
-        sizes=tuple(sorted(sizes)),
-        unknown=(*unknown,),
-        assumed=(*assumed,),
+        sizes=tuple(sorted({size for work in works for found in work.estimates.values() for size in found})),
+        unknown=tuple(dict.fromkeys(line for each in plains for line in each.unknown)),
+        assumed=tuple(dict.fromkeys(line for each in plains for line in each.assumed)),
     )
 
 
-def _at_sizes(estimate_at: EstimateAt, gpus: Sequence[GpuSpec], replayed: bool) -> dict[int, GpuMemoryEstimate]:
-    """Return estimates from the smallest size up to one that fits on none of `gpus`, of one generation of kernels."""
-    shown = max(gpus, key=workspace_bytes)  # the others need no more
-    most = max(_room(gpu) for gpu in gpus)
-    estimates: dict[int, GpuMemoryEstimate] = {}
-    size = SMALLEST
-    while True:
-        estimates[size] = found = estimate_at(shown, size, replayed)
+def _works(estimate_at: EstimateAt, gpus: Sequence[GpuSpec]) -> list[_Work]:
+    """Return the generations of kernels with their GPUs; two that request the same memory are one."""
+    works: list[_Work] = []
+    for newer in (True, False):
+        work = _Work(gpus=[gpu for gpu in gpus if has_newer_kernels(gpu) is newer])
+        if not work.gpus:
+            continue
+        smallest = estimate_at(work.shown, SMALLEST, "plain")
         advance()
-        peak = found.interval[1]
-        if peak > most or size >= MOST:
-            return estimates
-        row_bytes = max((peak - found.static.total) / size, 1.0)
-        too_large = size + int(1.05 * (most - peak) / row_bytes) + 1
-        size = min(max(too_large, 2 * size), LARGEST_STEP * size, MOST)
+        if works and works[0].estimates["plain"][SMALLEST].outcome.takes_the_work_of(smallest.outcome):
+            works[0].gpus += work.gpus
+            continue
+        work.estimates["plain"] = {SMALLEST: smallest}
+        works.append(work)
+    return works
+
+
+def _estimate(estimate_at: EstimateAt, work: _Work) -> None:
+    """Estimate each way to take the step, up to a size that fits on none of the GPUs."""
+    smallest = work.estimates["plain"][SMALLEST]
+    first = size = _too_large(work, SMALLEST, smallest)
+    for how, share in (("plain", 1.0), *SAVING.items()):
+        found = work.estimates.setdefault(how, {})
+        size = min(int(first * share), LARGEST_STEP * SMALLEST if how == "plain" else MOST, MOST)
+        while True:
+            found[size] = estimate = estimate_at(work.shown, size, how)
+            advance()
+            if estimate.interval[1] > work.room or size >= MOST:
+                break
+            size = min(max(_too_large(work, size, estimate), 2 * size), LARGEST_STEP * size, MOST)
+        if how == "plain":
+            first = max(found)
+
+
+def _too_large(work: _Work, size: int, estimate: GpuMemoryEstimate) -> int:
+    """Return a size that needs more than the largest GPU has, if the peak goes on as up to `size`."""
+    peak = estimate.interval[1]
+    row_bytes = max((peak - estimate.static.total) / size, 1.0)
+    return size + max(int(1.05 * (work.room - peak) / row_bytes) + 1, 1)
+
+
+def _extra_flops(work: _Work) -> dict[How, float]:
+    """Return the additional work of each way that saves memory, beside the plain step at the same size."""
+    plain = work.estimates["plain"]
+    (small, few), (large, many) = ((size, plain[size].flops) for size in (min(plain), max(plain)))
+    found: dict[How, float] = {}
+    for how in SAVING:
+        size = max(work.estimates[how])
+        expected = few + (many - few) * (size - small) / max(large - small, 1)
+        found[how] = max(work.estimates[how][size].flops / max(expected, 1) - 1, 0.0)
+    return found
 
 
 def _room(gpu: GpuSpec) -> int:
@@ -119,9 +177,13 @@ def _room(gpu: GpuSpec) -> int:
     return gpu.total_bytes - context_bytes(gpu)[1]
 
 
-def _largest(gpu: GpuSpec, estimates: Mapping[int, GpuMemoryEstimate]) -> int:
-    """Return the largest size for which the line between two estimated peaks stays within the GPU's room."""
-    room, peaks = _room(gpu), {size: estimate.interval[1] for size, estimate in estimates.items()}
+def _largest(gpu: GpuSpec, estimates: Mapping[How, Mapping[int, GpuMemoryEstimate]], how: How) -> int:
+    """Return the largest size for which the line between two estimated peaks stays within the GPU's room.
+
+    The plain step at the smallest size begins each line: no other way needs more there.
+    """
+    found = {SMALLEST: estimates["plain"][SMALLEST], **estimates[how]}
+    room, peaks = _room(gpu), {size: estimate.interval[1] for size, estimate in sorted(found.items())}
     within = [size for size, peak in peaks.items() if peak <= room]
     if not within:
         return 0
@@ -133,20 +195,23 @@ def _largest(gpu: GpuSpec, estimates: Mapping[int, GpuMemoryEstimate]) -> int:
 
 
 def _table(ranking: GpuRanking) -> Iterator[str]:
-    extra = "" if ranking.extra_flops is None else f" ({format_ratio(ranking.extra_flops, signed=True)} FLOPs)"
-    has_blocks = ranking.extra_flops is not None
-    heading = ("GPU", "memory", "batch", *([f"every block replayed{extra}"] if has_blocks else []))
+    has_blocks = any(each.replayed is not None for each in ranking.limits)
+    heading = ("GPU", "memory", "plain step", "cheap recomputed", *(["blocks replayed"] if has_blocks else []))
     rows = []
     for each in ranking.limits:
-        sizes = [each.plain, *([each.replayed or 0] if has_blocks else [])]
+        sizes = [each.plain, each.recomputed, *([each.replayed or 0] if has_blocks else [])]
         words = (_in_words(size, is_sure=each.is_sure) for size in sizes)
         rows.append((each.gpu.name, format_bytes(each.gpu.total_bytes), *words))
+    yield "The largest batch that fits:"
     yield from Table(headings=heading, rows=rows).lines()
+    extra = {how: format_ratio(ratio, signed=True) for how, ratio in ranking.extra_flops.items()}
+    yield f"cheap recomputed: what takes no matrix product to recompute is not kept; {extra['recomputed']} FLOPs."
+    if has_blocks:
+        yield f"blocks replayed: and every block is run again in backward; {extra['replayed']} FLOPs."
+    yield "Plans of lowtide.fit and lowtide run lie between, tensor by tensor, and check each recompute bit by bit."
     tried = ", ".join(map(str, ranking.sizes))
     yield f"Estimated, not measured: the step at batches {tried}; others on lines in between, which no peak is above."
     yield "The largest CUDA context is left free, and the most that the allocator reserves counts."
-    if has_blocks:
-        yield "lowtide.fit finds plans that cost less time, where less than every block has to be replayed."
     if any(not each.is_sure for each in ranking.limits):
         yield "\"probably\": the GPU's memory is the host's, or not all of the step's memory is known."
     for title, lines in (("not known exactly", ranking.unknown), ("assumed", ranking.assumed)):

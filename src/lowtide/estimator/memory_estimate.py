@@ -43,8 +43,8 @@ class MemoryEstimate(Displayed):
         static = self.static
         freed = sum(event.bytes for event in freed_from_entry(self.timeline.stream))  # already part of the timeline
         at_entry = []
-        kept = static.parameters, static.optimizer, static.buffers
-        for n_bytes in (static.gradients, static.carried_over, static.inputs, *kept):
+        lasting = static.parameters, static.optimizer, static.buffers
+        for n_bytes in (static.gradients, static.carried_over, static.inputs, *lasting):
             at_entry.append(max(0, n_bytes - freed))
             freed = max(0, freed - n_bytes)
         self.timeline.to_snapshot(path, at_entry=at_entry)

@@ -25,13 +25,13 @@ def copies(padded: Tensor, lengths: Sequence[int], batch_first: bool) -> list[in
     """Return the bytes of the pieces that are copied, one after the other, before packing into one tensor."""
     steps_first = padded.transpose(0, 1) if batch_first else padded
     row_bytes = steps_first[0, 0].nbytes
-    found, before = [], 0
+    sizes, before = [], 0
     for place, length in enumerate(reversed(lengths)):
         n = len(lengths) - place
         if length > before and not steps_first[before:length, :n].is_contiguous():
-            found.append((length - before) * n * row_bytes)
+            sizes.append((length - before) * n * row_bytes)
         before = length
-    return found
+    return sizes
 
 
 def padded(data: Tensor, rows: Sequence[int], batch_first: bool, padding_value: float, total_length: int) -> Tensor:

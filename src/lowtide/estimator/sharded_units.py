@@ -93,8 +93,8 @@ def units_on(device: torch.device, modules: Iterable[Any], twin: Callable[[Tenso
 
 def on_host(modules: Iterable[Any]) -> set[int]:
     """Return the ids of parameters that stay in host memory (CPUOffloadPolicy)."""
-    found = (group for group in _groups(m for m in modules if isinstance(m, torch.nn.Module)) if group.is_on_host)
-    return {id(parameter) for group in found for parameter in group.parameters}
+    groups = (group for group in _groups(m for m in modules if isinstance(m, torch.nn.Module)) if group.is_on_host)
+    return {id(parameter) for group in groups for parameter in group.parameters}
 
 
 def check_estimated(modules: Iterable[nn.Module]) -> None:
@@ -118,9 +118,9 @@ def _refuse_rings(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _groups(modules: Iterable[nn.Module]) -> Iterator[ShardGroup]:
-    seen: set[int] = set()
+    numbers: set[int] = set()
     for unit in units(modules):
         for group in shard_groups(unit):
-            if group.number not in seen:
-                seen.add(group.number)
+            if group.number not in numbers:
+                numbers.add(group.number)
                 yield group

@@ -106,8 +106,8 @@ def _transpose(answers: ValueOracle, sparse: Tensor, one: int = 0, other: int = 
     copy = indices.clone()
     if (known := answers.value(indices)) is not None:
         with on_real_tensors():
-            found = known[rows]
-        answers.learn(copy, found)
+            exchanged = known[rows]
+        answers.learn(copy, exchanged)
     return torch.sparse_coo_tensor(copy, values.clone(), shape, is_coalesced=False, check_invariants=False)
 
 
@@ -121,8 +121,8 @@ def _add(answers: ValueOracle, sparse: Tensor, other: Tensor, **options: Any) ->
     known = answers.value(indices), answers.value(more)
     if known[0] is not None and known[1] is not None:
         with on_real_tensors():
-            found = torch.cat([known[0], known[1]], 1)
-        answers.learn(both, found)
+            joined = torch.cat([known[0], known[1]], 1)
+        answers.learn(both, joined)
     return like(sparse, both, torch.cat([values, added]), coalesced=False)
 
 

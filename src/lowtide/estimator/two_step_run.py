@@ -18,7 +18,16 @@ from lowtide.estimator.cpu.scratch import Scratch
 from lowtide.estimator.cpu.scratch_trials import Trials
 from lowtide.estimator.ddp_buckets import Reducers
 from lowtide.estimator.estimate_labels import Names, labels
-from lowtide.estimator.fake_step import adopt, compiled, exclusive, left, planned, static_of, unpatched, with_carryover
+from lowtide.estimator.fake_step import (
+    adopt,
+    compiled,
+    exclusive,
+    planned,
+    static_of,
+    unpatched,
+    unrestored_note,
+    with_carryover,
+)
 from lowtide.estimator.fake_step_state import Everything
 from lowtide.estimator.fake_tensors import placed, swap
 from lowtide.estimator.memory_estimate import MemoryEstimate
@@ -35,6 +44,7 @@ if TYPE_CHECKING:
 
     from lowtide._torch.fake_modes import FakeTensorMode
     from lowtide.planner.records import Plan, Static
+    from lowtide.runtime.engine import Engine
 
 
 class TwoStepRun:
@@ -52,7 +62,7 @@ class TwoStepRun:
         self._trials = Trials()
         self._scratch = Scratch(self._device, self._trials)
         self._ledger = AllocationTracker(self._device, self._fakes, self.answers, self._scratch)
-        self._kept = Everything(model, *reached, batch)
+        self._state = Everything(model, *reached, batch)
         self._resized: list[tuple[Tensor, Tensor]] = []
         """Tensors in another size, each with one in its former size."""
 
@@ -64,12 +74,24 @@ class TwoStepRun:
         self._blocks: frozenset[int] = frozenset()
         self._names: Names | None = None
 
+    @contextlib.contextmanager
+    def _first_step(self) -> Iterator[None]:
+        """Carry out the plan in the first step, too; from the second on, names are recorded as well."""
+        if not self._engine.does_anything:
+            yield
+            return
+        self._engine.install()
+        try:
+            yield
+        finally:
+            self._engine.remove()
+
     def __enter__(self) -> Self:
         everything = (*self._model.parameters(), *self._model.buffers(), *tensors_in(self._batch))
         with contextlib.ExitStack() as stack:
             stack.enter_context(exclusive(self._fakes))
             stack.enter_context(placed(everything, self._device, self._fakes))
-            stack.enter_context(self._kept)
+            stack.enter_context(self._state)
             stack.callback(self._put_back)
             stack.enter_context(self._ledger)
             stack.enter_context(PythonQueries(self.answers, self._ledger))
@@ -77,8 +99,9 @@ class TwoStepRun:
             stack.enter_context(self._running)
             with without_function_modes():
                 adopt(self._ledger, everything)
-                self._reducers = stack.enter_context(Reducers(self._kept.reached, self._ledger))
-                stack.enter_context(sharding(self._kept.reached, self._ledger))
+                self._reducers = stack.enter_context(Reducers(self._state.reached, self._ledger))
+                stack.enter_context(sharding(self._state.reached, self._ledger))
+            self._running.enter_context(self._first_step())
             self._stack = stack.pop_all()
         return self
 
@@ -117,20 +140,21 @@ class TwoStepRun:
     @property
     def has_updated(self) -> bool:
         """Return True if any optimizer has stepped."""
-        return bool(self._kept.optimizers)
+        return bool(self._state.optimizers)
 
-    def turn_to(self, model: nn.Module, in_use: Iterable[Any]) -> None:
+    def turn_to(self, model: nn.Module, in_use: Iterable[Any], engine: Engine | None = None) -> None:
         """Switch to training another, possibly new, model. A call of `second` has to follow.
 
         What neither this model nor the objects `in_use` reach is released, and its memory no longer counts.
         """
         self._running.close()
-        self._kept.visit(model)
+        self._state.visit(model)
         real = [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_fake(tensor)]
         self.put(real, lambda tensor: tensor)
-        self._model, self._engine, self._names = model, planned(model, self._batch, None), None
+        self._model, self._names = model, None
+        self._engine = planned(model, self._batch, None) if engine is None else engine
         with without_modes():
-            self._kept.release_unreached(model, self._batch, *in_use)
+            self._state.release_unreached(model, self._batch, *in_use)
             gc.collect()  # the former model's engine refers to itself
 
     def second(self, batch: Any = None) -> None:
@@ -139,7 +163,9 @@ class TwoStepRun:
         with without_function_modes():
             self._learn()
             batch = self._batch if batch is None else batch
-            self._static, self._blocks = static_of(self._ledger, self._model, batch, self._kept, self._reducers.buckets)
+            self._static, self._blocks = static_of(
+                self._ledger, self._model, batch, self._state, self._reducers.buckets
+            )
         self._ledger.begin()
         self._names = Names(self._engine, self._ledger.mark)
         self._running.enter_context(self._names.running())
@@ -152,7 +178,7 @@ class TwoStepRun:
         """End the step that counts."""
         self._running.close()
         assert self._names is not None
-        self._names.state(self._kept.optimizers)
+        self._names.state(self._state.optimizers)
 
     def estimate(self, n_passes: int = 0) -> MemoryEstimate:
         """Return the estimate, after the block has ended.
@@ -171,7 +197,7 @@ class TwoStepRun:
                 *compiled(self._model),
                 *([f"no optimizer stepped: {n_passes} forward and backward {passes}"] if n_passes else ()),
                 *self.answers.notes,
-                *left(self._kept),
+                *unrestored_note(self._state),
             ),
         )
 

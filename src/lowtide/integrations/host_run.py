@@ -8,7 +8,6 @@ from collections.abc import Collection
 from types import CodeType
 from typing import TYPE_CHECKING
 
-from lowtide.errors import LowtideError
 from lowtide.script.fit_steps import OnInfeasible
 from lowtide.script.run_listened import forget_left_over, left_over
 from lowtide.script.within import Run, within
@@ -131,11 +130,3 @@ class _Loop:
             frame = frame.f_back
         code = None if frame is None else frame.f_code
         return code is not self._code
-
-
-def refuse_deepspeed(who: str) -> LowtideError:
-    """Return the error for a loop that DeepSpeed runs."""
-    return LowtideError(
-        f"{who} trains by DeepSpeed, whose ZeRO stages own parameters, gradients and updates: how much memory a step "
-        "needs is not seen from outside, and nothing is planned. Train without it, or with torch's fully_shard (FSDP2)."
-    )

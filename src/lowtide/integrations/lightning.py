@@ -6,7 +6,8 @@ from typing import Any
 
 import lightning
 
-from lowtide.integrations.host_run import BudgetCallback, refuse_deepspeed
+from lowtide.integrations.host_run import BudgetCallback
+from lowtide.profiler.preconditions import refuse_deepspeed
 
 __all__ = ["LowtideCallback"]
 

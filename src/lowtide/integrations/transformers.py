@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from lowtide.integrations.host_run import BudgetCallback, refuse_deepspeed
+from lowtide.integrations.host_run import BudgetCallback
+from lowtide.profiler.preconditions import refuse_deepspeed
 
 __all__ = ["LowtideCallback"]
 

@@ -200,7 +200,7 @@ def parse_trace(
 
 
 def _marks_before(action: Mapping[str, Any], marks: Sequence[PlacedMark], n_placed: int, key: str) -> int:
-    """Return how many marks were made before `action`, given that the first `n_placed` were."""
+    """Count the marks that were made before `action`, given that the first `n_placed` were."""
     text = action.get("user_metadata") or ""
     thread, n_made = -1, n_placed
     if text.startswith(key):

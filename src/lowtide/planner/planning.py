@@ -42,7 +42,7 @@ def plan(
     time_limit_s: float | None = None,
     solver: Solver = solve,
 ) -> Plan:
-    """Decide what happens to each saved tensor so that the step's peak is at most `budget`, at little extra time.
+    """Decide the treatment of each saved tensor so that the step's peak is at most `budget`, at little extra time.
 
     A larger budget never gets a plan that takes longer, and the same budget always gets the same plan.
 

@@ -123,7 +123,7 @@ def rehearse(
         orders: set[tuple[str, ...]] = set()
         """Sequences of module calls seen so far, one for each order."""
 
-        def seen(batch: Any) -> Any:
+        def run(batch: Any) -> Any:
             with called(model) as calls:
                 result = updates.run(batch)
             orders.add(tuple(calls))
@@ -136,42 +136,42 @@ def rehearse(
             there = static_bytes(model, batch, unchanged.optimizers)
             unchanged.restore_for_rerun()
             engine, sent = MaxSavingEngine(model, audit), n_sent()
-            trace, recorder = unless_out_of_memory(lambda: _trace(engine, seen, batch), _does_not_fit)
+            trace, recorder = unless_out_of_memory(lambda: _trace(engine, run, batch), _does_not_fit)
             check_waits_for_no_process(sent)
             return _Tried(audit, frugal, there, engine, trace, recorder)
 
         def profiled() -> tuple[_Tried, Profile]:
-            found = _without_mismatch(tried, unchanged, refused)
+            attempt = _without_mismatch(tried, unchanged, refused)
             # An audit needs more memory than the plain step, so the plain step may still fit. On a CPU, running out of
             # memory may end the process.
-            hopeless = found.frugal and place_of(model).type == "cpu"
+            hopeless = attempt.frugal and place_of(model).type == "cpu"
             there, places = static_bytes(model, batch, unchanged.optimizers)  # gradients have moved
-            plain, step_ms = (None, 0.0) if hopeless else _plain(model, updates, batch, seen)
+            plain, step_ms = (None, 0.0) if hopeless else _plain(model, updates, batch, run)
             sections = None if plain is None else timed_sections(model, updates, batch)
             measured = None
             if plain is not None:
                 measured = with_others(there, places, plain).total + Timeline(plain.stream).peak_bytes
-            check_same_work(model, found.audit, found.trace)
+            check_same_work(model, attempt.audit, attempt.trace)
             notes = [NOT_MEASURED] * (measured is None) + [OVERFLOWS] * unchanged.overflows + [*updates.notes()]
-            return found, found.profile(model, made_for, (measured, step_ms), notes, sections)
+            return attempt, attempt.profile(model, made_for, (measured, step_ms), notes, sections)
 
-        found, profile = profiled()
+        attempt, profile = profiled()
         if len(orders) > 1:
             draw = fullest(lambda draw: _calls(model, step, batch, unchanged, draw))
             if draw != Draw():
                 unchanged.seed(draw.seed)
                 unchanged.restore()
                 with drawn_as(draw.share):
-                    found, profile = profiled()
+                    attempt, profile = profiled()
             unchanged.seed(None)
             unchanged.restore()
             profile = replace(profile, draws=DRAWS)
         profile = with_margin(profile, model, updates, batch, unchanged)
-        saved = _without_checkpoints(tried, unchanged) if found.audit.checkpointed and can_do_without(model) else None
+        saved = _without_checkpoints(tried, unchanged) if attempt.audit.checkpointed and can_do_without(model) else None
         peak_bytes = plain_peak_bytes(profile)
         stage.result = f"rehearsed {name}: {format_bytes(peak_bytes)} peak of the plain step"
     without = None if saved is None else saved.profile(model, made_for, (None, 0.0))
-    return told(with_mismatch_note(profile), found.audit.checkpointed, without)
+    return told(with_mismatch_note(profile), attempt.audit.checkpointed, without)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,24 +60,24 @@ def assemble(
     host and device; None where they are one resource, or were not measured: then all times add up.
     """
     values = _upstream_first(step.values, step.slots, step.calls)
-    seen = watch(step.stream, step.entry)
-    noted = blocks_of(values, seen)
-    reject_unavailable(values, step.slots, seen)
-    several = passes(seen, len(step.stream.events))
+    index = watch(step.stream, step.entry)
+    noted = blocks_of(values, index)
+    reject_unavailable(values, step.slots, index)
+    several = passes(index, len(step.stream.events))
     lifetimes_without_trace(
-        seen, step.slots, step.kept, {k for k, call in enumerate(step.calls) if call.id in step.replayed}
+        index, step.slots, step.kept, {k for k, call in enumerate(step.calls) if call.id in step.replayed}
     )
-    _one_storage_a_value(seen, step.slots)
+    _one_storage_a_value(index, step.slots)
     groups = _groups(values, step.slots, step.calls)
     _even_out(values, step.calls, groups)
-    records = _Records(step, values, seen, noted, several, groups, has_clocks=sections is not None)
-    level = levels(step.stream, records.cuts, set(records.blocks), seen)
-    found = Profile(
+    records = _Records(step, values, index, noted, several, groups, has_clocks=sections is not None)
+    level = levels(step.stream, records.cuts, set(records.blocks), index)
+    profile = Profile(
         fingerprint=fingerprint,
         static=static,
         base_bytes=with_their_own(step.written_over, level),
         gradient_bytes=level.gradients,
-        phases=phases(seen, records.position),
+        phases=phases(index, records.position),
         storages=records.storages(),
         values=records.values(),
         slots=records.slots(),
@@ -92,7 +92,7 @@ def assemble(
         offload_bytes_per_ms=offload_bytes_per_ms,
         notes=notes,
     )
-    return in_passes(found, several, records.position)
+    return in_passes(profile, several, records.position)
 
 
 class _Records:
@@ -102,7 +102,7 @@ class _Records:
         self,
         step: TracedStep,
         values: list[ValueDraft],
-        seen: TraceIndex,
+        index: TraceIndex,
         noted: dict[int, int],
         several: Sequence[Pass],
         groups: dict[int, str],
@@ -111,40 +111,40 @@ class _Records:
     ) -> None:
         self._has_clocks = has_clocks
         self._values, self._slots, self._calls = values, step.slots, step.calls
-        self._seen, self._groups = seen, groups
+        self._index, self._groups = index, groups
         self._end = len(step.stream.events)
-        seeds = {n for n in seen.block_of_slot if values[step.slots[n].value].is_seed}
-        always = {seen.block_of_slot.pop(n) for n in seeds}  # under any plan: part of the level
-        seen.block_of_input = {at: block for at, block in seen.block_of_input.items() if block not in always}
-        there = {*seen.block_of_slot.values(), *seen.block_of_input.values(), *noted.values()}
-        self.blocks = sorted(there, key=seen.allocated_at.__getitem__)
+        seeds = {n for n in index.block_of_slot if values[step.slots[n].value].is_seed}
+        always = {index.block_of_slot.pop(n) for n in seeds}  # under any plan: part of the level
+        index.block_of_input = {at: block for at, block in index.block_of_input.items() if block not in always}
+        there = {*index.block_of_slot.values(), *index.block_of_input.values(), *noted.values()}
+        self.blocks = sorted(there, key=index.allocated_at.__getitem__)
         """Blocks that a plan decides on."""
         self._number = {block: i for i, block in enumerate(self.blocks)}
         self.cuts = sorted(
             {0}
-            | {seen.allocated_at[b] for b in self.blocks}
-            | {seen.freed_at.get(b, self._end) for b in self.blocks}
-            | set(seen.read.values())
-            | set(seen.release.values())
-            | set(seen.enter.values())
-            | set(seen.leave.values())
+            | {index.allocated_at[b] for b in self.blocks}
+            | {index.freed_at.get(b, self._end) for b in self.blocks}
+            | set(index.read.values())
+            | set(index.release.values())
+            | set(index.enter.values())
+            | set(index.leave.values())
             | {event for read in several for first_and_over in read.values() for event in first_and_over}
         )
         """First event of each position."""
         self._storage_of_value: dict[int, int] = {}
         self._labels: dict[int, str] = {}
-        for n, block in seen.block_of_slot.items():
-            self._found(self._slots[n], block)
-        for (k, place), block in seen.block_of_input.items():
+        for n, block in index.block_of_slot.items():
+            self._name(self._slots[n], block)
+        for (k, place), block in index.block_of_input.items():
             if place < len(self._calls[k].inputs):
-                self._found(self._calls[k].inputs[place], block)
+                self._name(self._calls[k].inputs[place], block)
         for i, block in noted.items():
             self._storage_of_value[i] = self._number[block]
             self._labels.setdefault(block, "operand")
         self._states = [i for i, draft in enumerate(values) if draft.state_of is not None]
         self._storage_of_value |= {i: len(self.blocks) + n for n, i in enumerate(self._states)}
 
-    def _found(self, slot: SlotDraft, block: int) -> None:
+    def _name(self, slot: SlotDraft, block: int) -> None:
         self._storage_of_value.setdefault(slot.value, self._number[block])
         self._labels.setdefault(block, slot.label)
 
@@ -154,35 +154,35 @@ class _Records:
 
     def clocks(self, sections: TimedSections) -> StepClocks:
         """Return the plain step's times at each position: those of each section, evenly spread over its positions."""
-        seen, enter, first_read = self._seen, dict[str, list[int]](), dict[str, list[int]]()
+        index, enter, first_read = self._index, dict[str, list[int]](), dict[str, list[int]]()
         for k, call in enumerate(self._calls):
-            enter.setdefault(call.id, []).append(self.position(seen.enter[k]))
-            reads = [seen.read[n] for n in range(call.first_slot, call.stop_slot) if n in seen.read]
+            enter.setdefault(call.id, []).append(self.position(index.enter[k]))
+            reads = [index.read[n] for n in range(call.first_slot, call.stop_slot) if n in index.read]
             if reads:
                 first_read.setdefault(call.id, []).append(self.position(min(reads)))
         return sections.spread({False: enter, True: first_read}, len(self.cuts))
 
     def storages(self) -> tuple[Storage, ...]:
         """Return the storages of blocks, then those of state that is held only to recompute something."""
-        seen = self._seen
-        of_groups = (seen.leave[k] for k, group in self._groups.items() if group and k in seen.leave)
+        index = self._index
+        of_groups = (index.leave[k] for k, group in self._groups.items() if group and k in index.leave)
         last_block = max(of_groups, default=self._end)
-        found = (
+        storages = (
             Storage(
-                bytes=seen.bytes[block],
-                allocated_at=self.position(seen.allocated_at[block]),
-                freed_at=self.position(seen.freed_at.get(block, self._end)),
+                bytes=index.bytes[block],
+                allocated_at=self.position(index.allocated_at[block]),
+                freed_at=self.position(index.freed_at.get(block, self._end)),
                 label=self._labels.get(block, ""),
-                category="loss head" if seen.allocated_at[block] > last_block else "activations",
+                category="loss head" if index.allocated_at[block] > last_block else "activations",
             )
             for block in self.blocks
         )
-        return (*found, *(self._state(self._values[i]) for i in self._states))
+        return (*storages, *(self._state(self._values[i]) for i in self._states))
 
     def _state(self, draft: ValueDraft) -> Storage:
         """Return the storage of state that is held, from its call's beginning on, only if its holder is recomputed."""
         assert draft.state_of is not None
-        at = self.position(self._seen.enter[draft.state_of])
+        at = self.position(self._index.enter[draft.state_of])
         label = f"{self._calls[draft.state_of].id}: to make it again"
         return Storage(bytes=draft.bytes, allocated_at=at, freed_at=at, label=label)
 
@@ -208,16 +208,16 @@ class _Records:
 
     def slots(self) -> tuple[Slot, ...]:
         """Return slots: saved tensors, then arguments of calls (held for their replays), then states of calls."""
-        seen = self._seen
+        index = self._index
         saved = (
             Slot(
                 address=slot.address,
                 value=slot.value,
-                storage=self._number.get(seen.block_of_slot.get(n, -1)),
+                storage=self._number.get(index.block_of_slot.get(n, -1)),
                 call=slot.call,
                 label=slot.label,
-                need=self.position(seen.read[n]) if n in seen.read else None,
-                release=self.position(seen.release[n]) if n in seen.release else None,
+                need=self.position(index.read[n]) if n in index.read else None,
+                release=self.position(index.release[n]) if n in index.release else None,
             )
             for n, slot in enumerate(self._slots)
         )
@@ -225,7 +225,7 @@ class _Records:
             Slot(
                 address=slot.address,
                 value=slot.value,
-                storage=self._number.get(seen.block_of_input.get((k, place), -1)),
+                storage=self._number.get(index.block_of_input.get((k, place), -1)),
                 call=slot.call,
                 label=slot.label,
                 is_input=True,
@@ -250,14 +250,14 @@ class _Records:
 
     def calls(self, first_level: Sequence[int]) -> tuple[Call, ...]:
         """Return the module calls. `first_level`: bytes at the beginning of each position."""
-        seen = self._seen
+        index = self._index
         return tuple(
             Call(
                 id=call.id,
                 cls=call.cls,
                 parent=call.parent,
-                enter=self.position(seen.enter[k]),
-                exit=self.position(seen.leave[k]),
+                enter=self.position(index.enter[k]),
+                exit=self.position(index.leave[k]),
                 cost_ms=call.cost_ms + (0.0 if self._has_clocks else call.host_ms),
                 host_ms=call.host_ms if self._has_clocks else 0.0,
                 flops=call.flops,
@@ -268,22 +268,22 @@ class _Records:
                 advance_host_ms=call.advance_host_ms if self._has_clocks else 0.0,
                 advance_flops=call.advance_flops,
                 state_bytes=0 if call.state is None else self._values[call.state].bytes,
-                begins_at=first_level[self.position(seen.enter[k])],
+                begins_at=first_level[self.position(index.enter[k])],
             )
             for k, call in enumerate(self._calls)
         )
 
 
-def _one_storage_a_value(seen: TraceIndex, slots: list[SlotDraft]) -> None:
+def _one_storage_a_value(index: TraceIndex, slots: list[SlotDraft]) -> None:
     """Assign copies of a recomputed value, saved by a graph that backward made, to the block of its first slot.
 
     Under a plan that keeps the value, those slots save the kept memory itself.
     """
     first: dict[int, int] = {}
-    for n, block in seen.block_of_slot.items():
+    for n, block in index.block_of_slot.items():
         known = first.setdefault(slots[n].value, block)
-        if block in seen.copies:
-            seen.block_of_slot[n] = known
+        if block in index.copies:
+            index.block_of_slot[n] = known
 
 
 def transients(values: Iterable[ValueDraft], stream: EventStream) -> None:

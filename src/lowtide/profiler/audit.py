@@ -41,7 +41,8 @@ from lowtide.runtime.call_interceptor import CallInterceptor
 from lowtide.runtime.engine import ForwardPass
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.replay import ReplayFrame
-from lowtide.runtime.saved_values import Geometry, Handle, Observer, Recomputation, Value
+from lowtide.runtime.saved_fields import Geometry
+from lowtide.runtime.saved_values import Handle, Observer, Recomputation, Value
 from lowtide.runtime.view_geometry import producer
 from lowtide.state.appended_items import undo_appends
 from lowtide.state.bitwise import identical
@@ -168,10 +169,10 @@ class Audit(RecomputeAudit, Observer):
     @property
     def shapes(self) -> list[CallShape]:
         """The calls, with the number of tensors that each has saved."""
-        found = [CallShape(call.id.rpartition("#")[0], call.parent) for call in self.calls]
+        shapes = [CallShape(call.id.rpartition("#")[0], call.parent) for call in self.calls]
         for slot in self.slots:
-            found[slot.call].n_saved += 1
-        return found
+            shapes[slot.call].n_saved += 1
+        return shapes
 
     def sized_by_contents(self, operator: str) -> None:
         if self.scope is not None:  # not in a trial run
@@ -189,7 +190,7 @@ class Audit(RecomputeAudit, Observer):
         self._units.hold(seam.module)
         if seam.module in self._units.apart:
             self.homes.spans[len(self.calls) - 1] = next_sequence_number(), sys.maxsize
-            self.homes.gone |= {len(self.calls) - 1} if seam.module in self._units.gone else set()
+            self.homes.not_gathered |= {len(self.calls) - 1} if seam.module in self._units.not_gathered else set()
         if parent is None:
             self.begin_forward()
             self.inputs.append([in_words([tensor]) for tensor in tensors_in_call(args, kwargs)])
@@ -389,10 +390,10 @@ class Audit(RecomputeAudit, Observer):
         for result in tensors_in_call((returned,), {}):
             if result.requires_grad:  # now, because its recompute may need tensors that are about to be freed
                 self._results.append(self.known(result)[0])
-        kept = {slot.value for slot in call.inputs}
+        needed = {slot.value for slot in call.inputs}
         if module in self._units.apart:  # its results are read where the unit can't be replayed
             given = {storage_id(tensor) for tensor in tensors_in(returned)}
-            kept |= {
+            needed |= {
                 self._index[value]
                 for value, _ in self._saved_in(call)
                 if value.tensor is not None and storage_id(value.tensor) in given
@@ -400,7 +401,7 @@ class Audit(RecomputeAudit, Observer):
         freed: dict[Value, int] = {}
         for place, (value, _) in enumerate(self._saved_in(call)):
             draft = self.values[self._index[value]]
-            if self._index[value] not in kept and draft.bytes and not draft.is_seed:
+            if self._index[value] not in needed and draft.bytes and not draft.is_seed:
                 freed.setdefault(value, place)
         return freed
 

@@ -68,12 +68,12 @@ class AuditInPlace(InPlace):
         self._mark(TRACE, OwnKernelEnded(*key))
         began = now_ms(self._place)
         try:
-            found = operator.write(own, *args, **kwargs)
+            result = operator.write(own, *args, **kwargs)
         except CAN_GO_WRONG:
             self._refused.add(operator.node)
             return expected
         self._more_ms[key].append(max(0.0, now_ms(self._place) - began - own_ms))
-        if not _same(expected, found):
+        if not _same(expected, result):
             self._refused.add(operator.node)
         return expected
 
@@ -85,10 +85,10 @@ class AuditInPlace(InPlace):
         slow = {(node, n): more for (node, n), more in calls.items() if OPERATORS[node].piecewise}
         least = max(int(LARGE * max((n for _, n in slow), default=0)), MIN_BYTES)
         large = {key: more for key, more in slow.items() if key[1] >= least}
-        found = (free, 0.0), (dict.fromkeys((node for node, _ in large), least), sum(map(_ms, large.values())))
+        choices = (free, 0.0), (dict.fromkeys((node for node, _ in large), least), sum(map(_ms, large.values())))
         return [
             InPlaceGroup(nodes, ms, {key: n for key, n in self._own_bytes.items() if key[0] in nodes})
-            for nodes, ms in found
+            for nodes, ms in choices
             if nodes
         ]
 
@@ -106,9 +106,9 @@ def _allocated(stream: EventStream) -> dict[tuple[str, int], int]:
     return most
 
 
-def _same(expected: Any, found: Any) -> bool:
+def _same(expected: Any, result: Any) -> bool:
     """Return True if both have the same bits in the same layout."""
-    both = ((each if isinstance(each, tuple) else (each,)) for each in (expected, found))
+    both = ((each if isinstance(each, tuple) else (each,)) for each in (expected, result))
     return all(_same_tensor(one, other) for one, other in zip(*both, strict=True))
 
 
@@ -120,11 +120,11 @@ def _same_tensor(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 def with_their_own(groups: Sequence[InPlaceGroup], levels: MemoryLevels) -> tuple[int, ...]:
     """Return `levels.most` as if the gradients of `groups` had memory of their own."""
-    found = list(levels.most)
+    most = list(levels.most)
     for position, level, key in levels.written:
         own_bytes = max((group.own_bytes.get(key, 0) for group in groups), default=0)
-        found[position] = max(found[position], level + own_bytes)
-    return tuple(found)
+        most[position] = max(most[position], level + own_bytes)
+    return tuple(most)
 
 
 def in_place(groups: Sequence[InPlaceGroup], levels: MemoryLevels) -> tuple[records.InPlace, ...]:

@@ -32,7 +32,8 @@ from lowtide.runtime.recipes import IMPLEMENTATIONS, CannotRecompute
 from lowtide.runtime.recompute import Recompute, certain
 from lowtide.runtime.recompute_builder import Builder, ParameterOwners
 from lowtide.runtime.replay import ReplayFrame
-from lowtide.runtime.saved_values import Geometry, Handle, Value, register, registered, value_without_grad_fn
+from lowtide.runtime.saved_fields import Geometry
+from lowtide.runtime.saved_values import Handle, Value, register, registered, value_without_grad_fn
 from lowtide.runtime.view_geometry import producer
 from lowtide.state.bitwise import identical
 from lowtide.state.step_outcome import is_out_of_memory
@@ -268,7 +269,7 @@ class RecomputeAudit(Engine):
 
     def try_signs(self, known: Value, tensor: Tensor) -> None:
         """Measure the cost of keeping one bit per element of a tensor that is saved for its signs."""
-        found = []
+        drafts = []
         for _ in range(2):  # the first run may pay for new pages
             watch = Stopwatch(self._place)
             watch.start()
@@ -282,9 +283,9 @@ class RecomputeAudit(Engine):
                 return
             spent = self._meter.of(maker)
             device_ms, host_ms = packing.device + spent.cost_ms, packing.host + spent.host_ms
-            found.append(replace(spent, recipe=SIGNS, cost_ms=device_ms, host_ms=host_ms))
+            drafts.append(replace(spent, recipe=SIGNS, cost_ms=device_ms, host_ms=host_ms))
             bits = ValueDraft(bytes=maker.constants["bits"].nbytes, node="", state_of=self._open[-1][0])
-        draft = min(found, key=lambda draft: draft.cost_ms)
+        draft = min(drafts, key=lambda draft: draft.cost_ms)
         self.enough[len(self.slots)] = Enough(draft, bits, self.is_passable(known, tensor.grad_fn, tensor.output_nr))
 
     def try_shape(self, call: int, result: Any) -> None:
@@ -388,14 +389,14 @@ class RecomputeAudit(Engine):
 
     def places_of(self, maker: Recompute) -> set[CaptureSite]:
         """Return the sites of noted operands of a recompute and of the recomputes that it may pass through."""
-        found = set(maker.noted)
+        sites = set(maker.noted)
         for value in (handle.value for handle in maker.operands if handle is not None):
             index = self._index.get(value)
             if isinstance(value.maker, Recompute):
-                found |= self.places_of(value.maker)
+                sites |= self.places_of(value.maker)
             elif index is not None and index not in self._saved:
-                found |= self._noted.get(index, set())
-        return found
+                sites |= self._noted.get(index, set())
+        return sites
 
     def only_given(self, index: int) -> bool:
         """Return True if a value exists only as an argument of a call so far, or is computed from such a value."""
@@ -451,13 +452,13 @@ def noted_elsewhere(places: Iterable[CaptureSite], scope: CallScope) -> bool:
 
 def memory_of(maker: Recompute) -> set[int]:
     """Return the memory of all tensors that a recompute, and the recomputes it passes through, read."""
-    found = set[int]()
+    storages = set[int]()
     for value in (handle.value for handle in maker.operands if handle is not None):
         if isinstance(value.maker, Recompute):
-            found |= memory_of(value.maker)
+            storages |= memory_of(value.maker)
         elif value.tensor is not None:
-            found.add(storage_id(value.tensor))
-    return found
+            storages.add(storage_id(value.tensor))
+    return storages
 
 
 def needs_a_replay(maker: Recompute) -> bool:

@@ -18,26 +18,26 @@ Pass = dict[int, tuple[int, int]]
 """For each slot that a pass reads: the event of its first read, and the event by which its reader has run."""
 
 
-def passes(seen: TraceIndex, end: int) -> list[Pass]:
+def passes(index: TraceIndex, end: int) -> list[Pass]:
     """Return the passes that share a slot with another pass, in order; none if each slot is read in one pass.
 
     A tensor read by a node stays until the node releases it; or, if backward is to run again, until another node reads;
     or as long as a graph that the pass made (`create_graph`) holds it. `end` is the number of events.
     """
-    found: dict[int, Pass] = {}
+    by_number: dict[int, Pass] = {}
     over = following = end
     reader: object = None
-    for event, slot, number, node in reversed(seen.reads):
+    for event, slot, number, node in reversed(index.reads):
         if reader != (number, node):
             over, reader = following, (number, node)
         following = event
-        held = seen.freed_at.get(seen.given.get((slot, number), -1), 0)
-        _, last = found.setdefault(number, {}).get(slot, (event, max(over, held)))
-        found[number][slot] = event, last
-    times = Counter(slot for read in found.values() for slot in read)
-    several = [read for read in found.values() if any(times[slot] > 1 for slot in read)]
+        held = index.freed_at.get(index.given.get((slot, number), -1), 0)
+        _, last = by_number.setdefault(number, {}).get(slot, (event, max(over, held)))
+        by_number[number][slot] = event, last
+    times = Counter(slot for read in by_number.values() for slot in read)
+    several = [read for read in by_number.values() if any(times[slot] > 1 for slot in read)]
     several.sort(key=lambda read: min(read.values()))  # not by number: a pass may run inside another
-    for slot, released in seen.release.items():
+    for slot, released in index.release.items():
         read_in = [read for read in several if slot in read]
         if read_in:
             read_in[-1][slot] = read_in[-1][slot][0], released

@@ -58,7 +58,7 @@ class Names(Trace):
 
 def labels(stream: EventStream, names: Names) -> dict[int, Label]:
     """Return the label of each block; blocks without a label are temporaries."""
-    found: dict[int, Label] = {}
+    label_of: dict[int, Label] = {}
     at: dict[int, Allocate] = {}
     blocks: dict[int, Allocate] = {}
     leaves = [
@@ -76,12 +76,12 @@ def labels(stream: EventStream, names: Names) -> dict[int, Label]:
             match event.data:
                 case Packed(slot, where) if where in at:
                     category: Category = "loss head" if i > last else "activations"
-                    found.setdefault(at[where].block, Label(category, names.modules[slot], at[where].op))
+                    label_of.setdefault(at[where].block, Label(category, names.modules[slot], at[where].op))
                 case Gradients(addresses, at_entry=False):
-                    found.update(_labelled("gradients", addresses, at, found))
+                    label_of.update(_labelled("gradients", addresses, at, label_of))
                 case OptimizerState(addresses):
-                    found.update(_labelled("optimizer state", addresses, at, found))
-    return found
+                    label_of.update(_labelled("optimizer state", addresses, at, label_of))
+    return label_of
 
 
 def _labelled(

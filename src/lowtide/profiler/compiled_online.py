@@ -73,7 +73,7 @@ class OnlineCompiledProfiler:
         self.n_steps = 0
         """Number of complete steps."""
         self._graphs: list[JointSlots] = []
-        self._seen: Counter[Fingerprint] = Counter()
+        self._steps_of: Counter[Fingerprint] = Counter()
         self._best: _Recorded | None = None
         """Largest step, one without compilation before others."""
         self._patience = PATIENCE
@@ -94,7 +94,7 @@ class OnlineCompiledProfiler:
     @property
     def n_sizes(self) -> int:
         """Number of batch sizes so far."""
-        return len(self._seen)
+        return len(self._steps_of)
 
     def begin(self, batch: Any, optimizers: Iterable[Optimizer] = ()) -> None:
         """Begin a step, before the compiled code is called with `batch`."""
@@ -104,7 +104,7 @@ class OnlineCompiledProfiler:
         if not self._is_on:
             self._put_on()
         optimizers = tuple(optimizers)
-        if self._seen:
+        if self._steps_of:
             waiting = [o for o in optimizers_of(self.model) if all(o is not known for known in optimizers)]
             self._to_come = Update.tried(self.model, waiting) if waiting else None
         self._size = fingerprint(self.model, batch)
@@ -138,8 +138,8 @@ class OnlineCompiledProfiler:
         took_ms = now_ms(place_of(self.model)) - self._began
         recording.close()
         self.n_steps += 1
-        self._seen[self._size] += 1
-        found = _Recorded(
+        self._steps_of[self._size] += 1
+        recorded = _Recorded(
             size=self._size,
             stream=recorder.stream,
             static=with_others(self._static, self._addresses, recorder),
@@ -148,9 +148,9 @@ class OnlineCompiledProfiler:
             is_clean=n_compiled() == self._n_compiled,
         )
         if not self._graphs:
-            assembled((), found.stream, 0.0)  # raises
-        if self._best is None or found.rank > self._best.rank:
-            self._best = found
+            assembled((), recorded.stream, 0.0)  # raises
+        if self._best is None or recorded.rank > self._best.rank:
+            self._best = recorded
         self._settle(may_wait=self.n_steps < self._patience)
 
     def finish(self) -> None:
@@ -161,7 +161,7 @@ class OnlineCompiledProfiler:
     def begin_anew(self) -> None:
         """Start over for larger batches; one step is enough."""
         self.profile, self._best, self._patience = None, None, 0
-        self._seen.clear()
+        self._steps_of.clear()
 
     def give_up(self) -> None:
         """Stop recording. Hooks of the optimizer may call it; `leave` must still be called afterwards."""

@@ -98,7 +98,7 @@ class _GraphCall:
 
 
 def _calls(stream: EventStream) -> list[_GraphCall]:
-    found, entered = list[_GraphCall](), list[int]()
+    calls, entered = list[_GraphCall](), list[int]()
     for at, event in enumerate(stream.events):
         if not (type(event) is Mark and event.label == CALL and isinstance(event.data, tuple)):
             continue
@@ -108,16 +108,16 @@ def _calls(stream: EventStream) -> list[_GraphCall]:
             continue
         span = (entered.pop(), at)
         if not is_backward:
-            found.append(_GraphCall(graph, span, sizes))
+            calls.append(_GraphCall(graph, span, sizes))
             continue
-        waiting = [call for call in found if call.graph == graph and call.backward is None]
+        waiting = [call for call in calls if call.graph == graph and call.backward is None]
         if not waiting:
             raise RehearsalError(
                 "backward runs through compiled code more than once (retain_graph=True): what it computes again is "
                 "gone by then. Add up the losses, and call backward once."
             )
         waiting[-1].backward = span  # backward runs through the last forward first
-    return found
+    return calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,30 +252,30 @@ class _Records:
         order = sorted({*upstream(joint, slots), *slots})  # inputs among the slots come first
         made, index = written(joint, order, slots), dict[int, int]()
         for node in order:
-            found, slot = joint.nodes[node], slots.get(node)
+            value, slot = joint.nodes[node], slots.get(node)
             index[node] = len(self._values)
             self._values.append(
                 Value(
                     storage=None if slot is None else len(self._storages),
-                    bytes=found.bytes if node in made else 0,
-                    node=found.target,
-                    recipe=None if slot is not None and slot.is_kept else found.target,
-                    operands=tuple(index[arg] for arg in found.args if arg in index),
+                    bytes=value.bytes if node in made else 0,
+                    node=value.target,
+                    recipe=None if slot is not None and slot.is_kept else value.target,
+                    operands=tuple(index[arg] for arg in value.args if arg in index),
                     cost_ms=graph.units[node] * self._ms_per_unit,
-                    flops=found.flops,
-                    expensive=bool(found.flops),
+                    flops=value.flops,
+                    expensive=bool(value.flops),
                     transient_bytes=graph.scratch.get(node, 0),
                 )
             )
-            if slot is not None and found.kind == "input":  # until forward ends, its owner holds it
+            if slot is not None and value.kind == "input":  # until forward ends, its owner holds it
                 end = self._end(number, 0)
-                n_bytes = found.bytes if self._live_bytes[number] >= found.bytes else 0  # else it is of the batch
-                self._storages.append(Storage(bytes=n_bytes, allocated_at=end, freed_at=end + 1, label=found.module))
+                n_bytes = value.bytes if self._live_bytes[number] >= value.bytes else 0  # else it is of the batch
+                self._storages.append(Storage(bytes=n_bytes, allocated_at=end, freed_at=end + 1, label=value.module))
             elif slot is not None:
                 born = graph.saved[0].born.get(node, graph.unsaved.born.get(node, 0))
                 dies = max(graph.unsaved.last.get(node, born), born) + 1
                 self._storages.append(
-                    Storage(bytes=found.bytes, allocated_at=forward + born, freed_at=forward + dies, label=found.module)
+                    Storage(bytes=value.bytes, allocated_at=forward + born, freed_at=forward + dies, label=value.module)
                 )
         reads = graph.saved[1]
         for node, slot in slots.items():
@@ -296,11 +296,11 @@ class _Records:
 def _coarser(profile: Profile) -> Profile:
     """Return `profile` with positions only where a storage, slot, call or phase begins or ends."""
     end = len(profile.base_bytes)
-    found = {0, *profile.phases.values()}
-    found |= {at for storage in profile.storages for at in (storage.allocated_at, storage.freed_at)}
-    found |= {at for slot in profile.slots for at in (slot.need, slot.release) if at is not None}
-    found |= {at for call in profile.calls for at in (call.enter, call.exit)}
-    cuts = sorted(at for at in found if at < end)
+    bounds = {0, *profile.phases.values()}
+    bounds |= {at for storage in profile.storages for at in (storage.allocated_at, storage.freed_at)}
+    bounds |= {at for slot in profile.slots for at in (slot.need, slot.release) if at is not None}
+    bounds |= {at for call in profile.calls for at in (call.enter, call.exit)}
+    cuts = sorted(at for at in bounds if at < end)
 
     def position(at: int) -> int:
         return bisect.bisect_right(cuts, at) - 1 if at < end else len(cuts)

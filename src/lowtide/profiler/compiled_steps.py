@@ -90,15 +90,15 @@ def rehearse_compiled(
 @contextlib.contextmanager
 def noted_calls(model: nn.Module) -> Iterator[list[str]]:
     """Collect shapes and dtypes of the model's arguments; none where compiled code calls the model."""
-    found: list[str] = []
+    calls: list[str] = []
 
     def around(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        found.append(in_words_of(tensors_in_call(args, kwargs)))
+        calls.append(in_words_of(tensors_in_call(args, kwargs)))
         return inner(*args, **kwargs)
 
     front = OuterInterceptor(model, around) if has_compiled_modules(model) else None
     try:
-        yield found
+        yield calls
     finally:
         if front is not None:
             front.remove()

@@ -97,13 +97,13 @@ class ExternalReferences:
             self.n_watched += 1
         memory.tensors[one := id(tensor)] += 1
 
-        def gone(_: object) -> None:
+        def forget(_: object) -> None:
             memory.tensors[one] -= 1
             if not memory.tensors[one]:
                 del memory.tensors[one]
             del self._counted[key]
 
-        self._counted[key] = weakref.ref(holder, gone)
+        self._counted[key] = weakref.ref(holder, forget)
 
     def let_go(self, *, since: int | None = None, everything: bool = False) -> tuple[tuple[int, int], ...]:
         """Find memory that only the rehearsal's values still hold.

@@ -14,11 +14,11 @@ from lowtide.profiler.drafts import SlotDraft, ValueDraft
 from lowtide.profiler.trace_reader import TraceIndex
 
 
-def reject_unavailable(values: list[ValueDraft], slots: list[SlotDraft], seen: TraceIndex) -> None:
+def reject_unavailable(values: list[ValueDraft], slots: list[SlotDraft], trace: TraceIndex) -> None:
     """Keep values whose operands have been freed when the value is saved. `values` come after their operands."""
     saved: dict[int, list[int]] = {}
     for n, slot in enumerate(slots):
-        if n in seen.packed:
+        if n in trace.packed:
             saved.setdefault(slot.value, []).append(n)
 
     claims = _claims(values, saved)
@@ -27,11 +27,11 @@ def reject_unavailable(values: list[ValueDraft], slots: list[SlotDraft], seen: T
     def is_there(index: int, event: int) -> bool:
         """Return True if the value is held at `event`, or can be recomputed from held values."""
         if values[index].noted is not None:
-            earlier = [n for n in claims.get(index, ()) if seen.packed[n] < event]
-            return not earlier or any(event < seen.release.get(n, math.inf) for n in earlier)
+            earlier = [n for n in claims.get(index, ()) if trace.packed[n] < event]
+            return not earlier or any(event < trace.release.get(n, math.inf) for n in earlier)
         if index not in saved:
             return values[index].recipe is None or can_be_made(index, event)
-        if any(seen.packed[n] <= event < seen.release.get(n, math.inf) for n in saved[index]):
+        if any(trace.packed[n] <= event < trace.release.get(n, math.inf) for n in saved[index]):
             return True
         return NOTED not in values[index].node and can_be_made(index, event)
 
@@ -40,18 +40,18 @@ def reject_unavailable(values: list[ValueDraft], slots: list[SlotDraft], seen: T
         return values[index].recipe is not None and all(is_there(need, event) for need in values[index].operands)
 
     for index in saved:
-        if values[index].recipe is not None and not all(can_be_made(index, seen.packed[n]) for n in saved[index]):
+        if values[index].recipe is not None and not all(can_be_made(index, trace.packed[n]) for n in saved[index]):
             values[index].recipe, values[index].refused = None, "its operands are freed before it is saved"
 
 
 def _claims(values: list[ValueDraft], saved: dict[int, list[int]]) -> dict[int, set[int]]:
     """Return, for each operand that autograd does not record, the slots recomputed from it; the first one claims it."""
-    found: dict[int, set[int]] = {}
+    claims: dict[int, set[int]] = {}
     for index, slots in saved.items():
         pending = [*values[index].operands]
         for need in pending:  # grows while it runs
             if values[need].noted is not None:
-                found.setdefault(need, set()).update(slots)
+                claims.setdefault(need, set()).update(slots)
             elif need not in saved:
                 pending += values[need].operands
-    return found
+    return claims

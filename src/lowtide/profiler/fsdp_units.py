@@ -30,16 +30,16 @@ class FsdpUnits:
     """Units of an audited model that are resharded between their forward and their backward."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = units(model.modules())
-        inside = {below for unit in found for below in unit.modules() if below is not unit}
-        asked = (unit for unit in found if unit in inside or not parts_by_itself(unit))
+        all_units = units(model.modules())
+        inside = {below for unit in all_units for below in unit.modules() if below is not unit}
+        asked = (unit for unit in all_units if unit in inside or not parts_by_itself(unit))
         self.apart = frozenset(u for u in asked if any(group.parts_after_forward for group in shard_groups(u)))
-        self.gone = frozenset(u for u in self.apart if not all(g.is_whole_in_backward for g in shard_groups(u)))
+        self.not_gathered = frozenset(u for u in self.apart if not all(g.is_whole_in_backward for g in shard_groups(u)))
         """Units of `apart` that are not gathered for their backward."""
         modules = model.modules() if self.apart else ()
         self.around = frozenset(m for m in modules if any(b in self.apart for b in m.modules() if b is not m))
         """Modules that have units inside."""
-        self._gathering = [_Counted(group) for unit in found for group in shard_groups(unit)]
+        self._gathering = [_Counted(group) for unit in all_units for group in shard_groups(unit)]
         self._held: list[nn.Module] = []
 
     @contextmanager
@@ -110,7 +110,7 @@ class FsdpScopes:
         """Number of the autograd node that made each value."""
         self.spans: dict[int, tuple[int, int]] = {}
         """First number of a node made inside each call of a unit, and the first number after the call."""
-        self.gone: set[int] = set()
+        self.not_gathered: set[int] = set()
         """Calls of units that are not gathered for their backward."""
 
     def of(self, index: int) -> int | None:
@@ -118,8 +118,8 @@ class FsdpScopes:
         number = self.allocated_at.get(index)
         if number is None:
             return None
-        found = [(first, call) for call, (first, stop) in self.spans.items() if first <= number < stop]
-        return max(found)[1] if found else None
+        enclosing = [(first, call) for call, (first, stop) in self.spans.items() if first <= number < stop]
+        return max(enclosing)[1] if enclosing else None
 
 
 def settle(
@@ -138,12 +138,12 @@ def settle(
     home = {index: at for index in range(len(values)) if (at := homes.of(index)) is not None}
     held = {index for index, at in home.items() if any(at not in there for there in readers.get(index, ()))}
     for index, at in home.items():
-        if at in homes.gone:
+        if at in homes.not_gathered:
             values[index].recipe, values[index].refused = None, NEVER
         elif index in held:
             values[index].recipe, values[index].refused = None, ELSEWHERE
     for call, there in zip(calls, around, strict=True):
-        if there & homes.gone and call.refused is None:
+        if there & homes.not_gathered and call.refused is None:
             call.refused = NEVER
     for index, value in enumerate(values):
         if value.recipe is not None and any(
@@ -154,11 +154,11 @@ def settle(
 
 def _upstream(index: int, values: Sequence[ValueDraft], home: Collection[int], held: Collection[int]) -> set[int]:
     """Return the values made inside units that a recompute of a value may compute: itself, and unheld operands."""
-    found: set[int] = set()
+    reached: set[int] = set()
     pending = [index]
     while pending:
         at = pending.pop()
-        if at not in found and at not in held:
-            found.add(at)
+        if at not in reached and at not in held:
+            reached.add(at)
             pending += values[at].operands
-    return found & set(home)
+    return reached & set(home)

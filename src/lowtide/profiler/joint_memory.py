@@ -66,19 +66,19 @@ def scratch_of(
     """
     outputs = [*joint.forward_outputs, *torchs_own.given]
     orders = upstream(joint, outputs), _backward_order(joint, torchs_own.again)
-    found = dict[int, int]()
+    scratch = dict[int, int]()
     for order, sizes in zip(orders, transients, strict=True):
         nodes = [
             n for n in order if joint.nodes[n].kind == "extern" and joint.nodes[n].is_half and joint.nodes[n].bytes
         ]
         if len(nodes) == len(sizes):  # the larger the product, the larger its scratch memory
-            found |= dict(zip(sorted(nodes, key=lambda n: joint.nodes[n].bytes), sorted(sizes), strict=True))
-    return found
+            scratch |= dict(zip(sorted(nodes, key=lambda n: joint.nodes[n].bytes), sorted(sizes), strict=True))
+    return scratch
 
 
-def upstream(joint: JointGraph, found: Iterable[int]) -> list[int]:
-    """Return the values `found` and all values from which they are computed, in order."""
-    reached, pending = set[int](), list(found)
+def upstream(joint: JointGraph, ends: Iterable[int]) -> list[int]:
+    """Return the values `ends` and all values from which they are computed, in order."""
+    reached, pending = set[int](), list(ends)
     while pending:
         node = pending.pop()
         if node not in reached and joint.nodes[node].kind != "input":
@@ -108,24 +108,24 @@ def written(joint: JointGraph, order: Sequence[int], outputs: Collection[int]) -
     nodes, inside, outputs = joint.nodes, set(order), set(outputs)
     into = _into_sums(joint, inside, outputs)
     sums = set(into.values())
-    found = set[int]()
+    values = set[int]()
     for at in order:
         if nodes[at].kind == "view" or at in into:
             continue
         if nodes[at].kind != "pointwise" or at in sums:
-            found.add(at)
+            values.add(at)
             continue
-        seen, pending = {at}, [at]
+        reached, pending = {at}, [at]
         while pending:
             value = pending.pop()
-            users = [user for user in nodes[value].users if user in inside and user not in seen]
+            users = [user for user in nodes[value].users if user in inside and user not in reached]
             if value in outputs or any(nodes[user].kind == "extern" or user in sums for user in users):
-                found.add(at)
+                values.add(at)
                 break
             views = [user for user in users if nodes[user].kind == "view"]
-            seen.update(views)
+            reached.update(views)
             pending += views
-    return found
+    return values
 
 
 def _into_sums(joint: JointGraph, inside: Collection[int], outputs: Collection[int]) -> dict[int, int]:
@@ -133,7 +133,7 @@ def _into_sums(joint: JointGraph, inside: Collection[int], outputs: Collection[i
 
     Product and sum are one call then, at the place of the sum; the product's operands stay in memory until there.
     """
-    nodes, found = joint.nodes, dict[int, int]()
+    nodes, sums = joint.nodes, dict[int, int]()
     for at in sorted(inside):
         if nodes[at].target != "aten.add":
             continue
@@ -141,9 +141,9 @@ def _into_sums(joint: JointGraph, inside: Collection[int], outputs: Collection[i
             users = [user for user in nodes[arg].users if user in inside]
             is_whole = nodes[arg].target == "aten.mm" and nodes[arg].bytes == nodes[at].bytes
             if is_whole and arg in inside and arg not in outputs and users == [at]:
-                found[arg] = at
+                sums[arg] = at
                 break
-    return found
+    return sums
 
 
 def _half(

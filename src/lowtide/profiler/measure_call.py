@@ -150,10 +150,10 @@ def advance(frame: ReplayFrame, returned: Any, flops: Flops, place: torch.device
 
     None if the advance gives other bits or is not possible.
     """
-    found = result_node(frame, returned)
-    if found is None:
+    node = result_node(frame, returned)
+    if node is None:
         return None
-    tensor, base, _, _ = found
+    tensor, base, _, _ = node
     try:
         forward = Advance(frame, frame.operands, tensor, base).forward
         made, took, counted = timed(forward, flops, place, frame.forward_again)

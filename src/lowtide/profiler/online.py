@@ -98,7 +98,7 @@ class OnlineProfiler:
         """Largest step of all."""
         self._fullest: _Audited | _Traced | None = None
         """Step that saved most."""
-        self._seen: Counter[Fingerprint] = Counter()
+        self._steps_of: Counter[Fingerprint] = Counter()
         self._is_drawn = False
         """True once the model has called other modules, or in another order, than in a step before."""
         self._left_alone: frozenset[str] = frozenset()
@@ -109,7 +109,7 @@ class OnlineProfiler:
     @property
     def n_sizes(self) -> int:
         """Number of batch sizes so far."""
-        return len(self._seen)
+        return len(self._steps_of)
 
     def begin(self, batch: Any, optimizers: Iterable[Optimizer] = ()) -> None:
         """Begin a step, before the model is called with `batch`. Gradients may exist or not."""
@@ -118,26 +118,26 @@ class OnlineProfiler:
             return
         check_one_device(self.model)
         check_sharding(self.model.modules())
-        found, place = fingerprint(self.model, batch), place_of(self.model)
-        if any(size.model != found.model for size in self._seen):
+        begun, place = fingerprint(self.model, batch), place_of(self.model)
+        if any(size.model != begun.model for size in self._steps_of):
             self._forget()  # other parameters are trained now
         optimizers = tuple(optimizers)
         if self._audited:
             waiting = [o for o in optimizers_of(self.model) if all(o is not known for known in optimizers)]
             self._to_come = Update.tried(self.model, waiting) if waiting else None
         static, addresses = static_bytes(self.model, batch, optimizers)
-        known, best = self._audited.get(_form(found)), self._best
-        watch = _StepRecorder(found, static, addresses, place)
+        known, best = self._audited.get(_form(begun)), self._best
+        watch = _StepRecorder(begun, static, addresses, place)
         watch.n_with_new_buckets = n_with_new_buckets(self.model.modules())
         watch.start()
         self._watch = watch  # only now: a recording that failed to start must not be ended
-        if known is None or _size(found) > GROWN * _size(known.fingerprint):
+        if known is None or _size(begun) > GROWN * _size(known.fingerprint):
             watch.audit = _OwnAudit(self.model, addresses, watch.mark, frugal=True, in_place=self._in_place)
             watch.audit.excluded_modules = self._left_alone
             watch.leave.enter_context(watch.audit.running())
-        elif not self._plain or best is None or best.fingerprint != found or best.plain is not None:
+        elif not self._plain or best is None or best.fingerprint != begun or best.plain is not None:
             # Trace also when nothing remains to be measured: this needs the least memory.
-            engine = MaxSavingEngine(self.model, known.audit, in_place=known.fingerprint == found)
+            engine = MaxSavingEngine(self.model, known.audit, in_place=known.fingerprint == begun)
             engine.excluded_modules = self._left_alone
             watch.known, watch.engine, watch.trace = known, engine, Trace(engine, watch.mark)
             watch.leave.enter_context(watch.trace.running())
@@ -150,8 +150,8 @@ class OnlineProfiler:
         took_ms = watch.end()
         try:
             if watch.audit is not None:
-                self._audited[_form(watch.size)] = found = _Audited(watch.size, watch.audit, watch.recorder)
-                self._compare(found)
+                self._audited[_form(watch.size)] = audited = _Audited(watch.size, watch.audit, watch.recorder)
+                self._compare(audited)
                 self.checkpointed = watch.audit.checkpointed
             elif watch.known is not None and watch.trace is not None:
                 self._trace(watch, watch.known, watch.trace)
@@ -161,7 +161,7 @@ class OnlineProfiler:
         except _Unusable as why:
             self.why.append(str(why))
             return
-        self._seen[watch.size] += 1
+        self._steps_of[watch.size] += 1
         self.n_steps += 1
         self._settle(may_wait=self.n_steps < self._patience)
 
@@ -175,11 +175,11 @@ class OnlineProfiler:
                 f"it called the model with {_in_words(trace.inputs)}, and another step that began with "
                 f"{'the same' if is_alike else 'such a'} batch with {_in_words(audit.inputs)}"
             )
-        if found := modules_that_differ(audit.shapes, trace.calls):
+        if differing := modules_that_differ(audit.shapes, trace.calls):
             del self._audited[_form(watch.size)]
-            self._is_drawn |= "" in found
-            if "" not in found:
-                self._leave_alone(found)
+            self._is_drawn |= "" in differing
+            if "" not in differing:
+                self._leave_alone(differing)
             raise _Unusable(
                 f"it saved {trace.packs} tensors in {len(trace.calls)} calls, and another step on a batch of "
                 f"{'the same size' if is_alike else 'such a form'}, {known.fingerprint.batch}, saved "
@@ -199,13 +199,13 @@ class OnlineProfiler:
 
     def _forget(self) -> None:
         self._audited, self._best, self._largest, self._fullest = {}, None, None, None
-        self._seen.clear()
+        self._steps_of.clear()
 
-    def _compare(self, found: _Audited | _Traced) -> None:
-        if self._largest is None or found.extent() > self._largest.extent():
-            self._largest = found
-        if self._fullest is None or found.saved_bytes() > self._fullest.saved_bytes():
-            self._fullest = found
+    def _compare(self, step: _Audited | _Traced) -> None:
+        if self._largest is None or step.extent() > self._largest.extent():
+            self._largest = step
+        if self._fullest is None or step.saved_bytes() > self._fullest.saved_bytes():
+            self._fullest = step
 
     def finish(self) -> None:
         """Set the profile to that of the largest traced step, if any, because no further steps will come."""
@@ -218,7 +218,7 @@ class OnlineProfiler:
         Of the earlier steps only the audits are kept.
         """
         self.profile, self._best, self._largest, self._fullest = None, None, None, None
-        self._seen.clear()
+        self._steps_of.clear()
         self._patience = 0
 
     def give_up(self) -> None:
@@ -238,15 +238,15 @@ class OnlineProfiler:
         best, largest, fullest = self._best, self._largest, self._fullest
         if best is None or largest is None or fullest is None:
             return
-        is_largest = best.extent() >= largest.extent() and self._seen[best.fingerprint] > 1
+        is_largest = best.extent() >= largest.extent() and self._steps_of[best.fingerprint] > 1
         if not may_wait or (is_largest and (best.plain is not None or not self._plain)):
-            found, alone = best.profile(self.model, fullest), tuple(sorted(self._left_alone))
+            profile, alone = best.profile(self.model, fullest), tuple(sorted(self._left_alone))
             if self._to_come is not None:
-                found = replace(self._to_come.counted(found), notes=(*found.notes, *self._to_come.notes()))
+                profile = replace(self._to_come.counted(profile), notes=(*profile.notes, *self._to_come.notes()))
             notes = [f"left alone, as it saves something else in each step: {', '.join(alone)}"] if alone else []
             if self._is_drawn:
-                found, notes = replace(found, draws=DRAWS), [*notes, VARIES]
-            self.profile = replace(found, excluded_modules=alone, notes=(*found.notes, *notes))
+                profile, notes = replace(profile, draws=DRAWS), [*notes, VARIES]
+            self.profile = replace(profile, excluded_modules=alone, notes=(*profile.notes, *notes))
 
 
 class _Unusable(Exception):
@@ -291,7 +291,7 @@ class _Traced:
         self._values, self._calls = audit.values, audit.calls
         if not self._is_alike:
             self._values, self._calls = resized(
-                audit.values, audit.slots, audit.calls, audited=audit.elements, found=trace.elements
+                audit.values, audit.slots, audit.calls, audited=audit.elements, traced=trace.elements
             )
 
     def extent(self) -> tuple[int, int]:
@@ -344,14 +344,14 @@ def _saved_bytes(values: list[ValueDraft], slots: list[SlotDraft]) -> int:
     return sum(values[index].bytes for index in {slot.value for slot in slots})
 
 
-def _form(found: Fingerprint) -> str:
+def _form(fingerprint: Fingerprint) -> str:
     """Return the batch in words, without its sizes: `[_, _] int64`."""
-    return re.sub(r"\[.*?\]", lambda shape: re.sub(r"\d+", "_", shape[0]), found.batch)
+    return re.sub(r"\[.*?\]", lambda shape: re.sub(r"\d+", "_", shape[0]), fingerprint.batch)
 
 
-def _size(found: Fingerprint) -> int:
+def _size(fingerprint: Fingerprint) -> int:
     """Return the number of elements of the batch."""
-    return elements(shapes_in(found.batch))
+    return elements(shapes_in(fingerprint.batch))
 
 
 def _n_elements(inputs: list[list[str]]) -> int:

@@ -40,11 +40,11 @@ def with_others(static: Static, addresses: frozenset[int], recorder: Recorder) -
 def in_words(model: nn.Module, static: Static) -> tuple[str, ...]:
     """Return a note of other memory that is counted, if any: `Teacher, 12 MiB, and other tensors, 5 MiB`."""
     models = other_models(model)
-    found = [f"{name}, {format_bytes(n_bytes)}" for name, n_bytes in models.items()]
+    parts = [f"{name}, {format_bytes(n_bytes)}" for name, n_bytes in models.items()]
     rest_bytes = static.others - sum(models.values())
     if rest_bytes >= NOTEWORTHY * static.total:
-        found.append(f"{'other ' if found else ''}tensors of no model, {format_bytes(rest_bytes)}")
-    return (f"in memory beside {type(model).__name__}, and counted: {listed(found)}",) if found else ()
+        parts.append(f"{'other ' if parts else ''}tensors of no model, {format_bytes(rest_bytes)}")
+    return (f"in memory beside {type(model).__name__}, and counted: {listed(parts)}",) if parts else ()
 
 
 def other_models(model: nn.Module) -> dict[str, int]:
@@ -55,18 +55,18 @@ def other_models(model: nn.Module) -> dict[str, int]:
     """
     alive = [module for module in live_objects(nn.Module) if "_modules" in vars(module)]
     inside = {id(child) for module in alive for child in module._modules.values()}
-    there, seen = place_of(model), set[int]()
-    found: Counter[str] = Counter()
+    there, counted = place_of(model), set[int]()
+    bytes_of: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for module in (model, *(module for module in alive if id(module) not in inside)):
         n_bytes = 0
         for tensor in (*module.parameters(), *(p.grad for p in module.parameters()), *module.buffers()):
             for part in () if tensor is None or tensor.is_meta else parts_of(tensor):
                 storage = part.untyped_storage()
-                if part.device == there and storage.data_ptr() not in seen and not is_aside(storage):
-                    seen.add(storage.data_ptr())
+                if part.device == there and storage.data_ptr() not in counted and not is_aside(storage):
+                    counted.add(storage.data_ptr())
                     n_bytes += storage.nbytes()
         if n_bytes and module is not model:
-            found[type(module).__name__] += n_bytes
+            bytes_of[type(module).__name__] += n_bytes
             count[type(module).__name__] += 1
-    return {name if count[name] == 1 else f"{count[name]} of {name}": n_bytes for name, n_bytes in found.items()}
+    return {name if count[name] == 1 else f"{count[name]} of {name}": n_bytes for name, n_bytes in bytes_of.items()}

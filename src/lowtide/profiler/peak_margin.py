@@ -1,4 +1,4 @@
-"""Measure how far steps exceed their predicted peak, under the plan of the smallest peak."""
+"""Measure the excess of steps over their predicted peak, under the plan with the smallest peak."""
 
 from __future__ import annotations
 
@@ -57,27 +57,27 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
     if margin and profile.draws:  # a sample rarely includes the true maximum
         margin += (max(peaks) - min(peaks)) // 2
     margin = max([margin, *(peak_bytes - plan.predicted.peak_bytes for peak_bytes in full)])
-    found = replace(profile, static=replace(profile.static, margin=margin))
+    with_room = replace(profile, static=replace(profile.static, margin=margin))
     if not profile.draws:
-        return found
+        return with_room
     note = (
         "the work of a step is drawn at random, as with LayerDrop: plans are for the step in which every block runs, "
         f"and leave {format_bytes(margin)} for what else varied in {profile.draws} steps with other random numbers"
     )
-    return replace(found, notes=(*profile.notes, note))
+    return replace(with_room, notes=(*profile.notes, note))
 
 
 def peaks_with_all_blocks(measured: Callable[[], int]) -> list[int]:
     """Return the peaks of steps whose random numbers are all high, and all low: in one of them every block runs."""
-    found = []
+    peaks = []
     for share in (HIGH, LOW):
         with drawn_as(share):
             try:
-                found.append(measured())
+                peaks.append(measured())
             except Exception as error:  # for example, every layer is dropped
                 if is_out_of_memory(error):
                     raise
-    return found
+    return peaks
 
 
 def recorded_peak(

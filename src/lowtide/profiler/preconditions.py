@@ -67,8 +67,27 @@ def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
             f"no parameter of {type(model).__name__} requires a gradient, and nothing else that the step has: there is "
             "no backward to plan."
         )
+    named = (found for function in user_functions(step) for _, _, found in variables(function))
+    check_not_in_zero(*(found for found in (model, *named) if isinstance(found, torch.nn.Module)))
     check_one_device(model)
     check_sharding(model.modules())
+
+
+def check_not_in_zero(*modules: Any) -> None:
+    """Refuse engines of DeepSpeed in a ZeRO stage. Raises RehearsalError."""
+    for module in modules:
+        is_engine = any(base.__module__.partition(".")[0] == "deepspeed" for base in type(module).__mro__)
+        if is_engine and module.zero_optimization():
+            raise refuse_deepspeed(f"this {type(module).__name__}")
+
+
+def refuse_deepspeed(who: str) -> RehearsalError:
+    """Return the error for a loop whose memory DeepSpeed's ZeRO manages."""
+    return RehearsalError(
+        f"{who} trains by DeepSpeed, whose ZeRO stages own parameters, gradients and updates: how much memory a step "
+        "needs is not seen from outside, and nothing is planned. Train without it, in its stage 0, or with torch's "
+        "fully_shard (FSDP2)."
+    )
 
 
 def _is_gone_through(step: Any, batch: Any) -> bool:
@@ -148,14 +167,14 @@ def _compiles_around(model: torch.nn.Module, step: Any) -> bool:
 
 def _compiled_around(model: torch.nn.Module, step: Any) -> Iterator[Any]:
     """Yield the compiled functions that `step` calls, or is, and that call `model`."""
-    functions = {id(found): found for function in user_functions(step) for _, _, found in variables(function)}
+    functions = {id(value): value for function in user_functions(step) for _, _, value in variables(function)}
     for thing in (step, *functions.values()):
-        if is_compiled_function(thing) and any(found is model for found in _named_by(thing)):
+        if is_compiled_function(thing) and any(value is model for value in _named_by(thing)):
             yield thing
 
 
 def _named_by(function: Any) -> Iterator[Any]:
-    return (found for inner in user_functions(function) for _, _, found in variables(inner))
+    return (value for inner in user_functions(function) for _, _, value in variables(inner))
 
 
 def check_updates_outside(function: Any) -> None:

@@ -34,15 +34,15 @@ FEW: Final = 4096
 def called(model: nn.Module) -> Iterator[list[str]]:
     """Collect the paths of modules of `model` called inside this `with` block, in order, except calls in backward."""
     paths = {id(module): path for path, module in model.named_modules()}
-    found: list[str] = []
+    calls: list[str] = []
 
     def begins(module: nn.Module) -> None:
         if id(module) in paths and not in_backward():
-            found.append(paths[id(module)])
+            calls.append(paths[id(module)])
 
     stop = wrap_module_calls(begins, lambda module, output: None)
     try:
-        yield found
+        yield calls
     finally:
         stop()
 
@@ -91,85 +91,85 @@ def fullest(run: Callable[[Draw], list[str]]) -> Draw:
         return max(n_calls, key=n_calls.__getitem__)
 
     n_calls: dict[Draw, tuple[int, int]] = {}
-    found = best(Draw(), Draw(share=HIGH), Draw(share=LOW))
-    return found if found != Draw() else best(*(Draw(seed=seed) for seed in range(SEEDS)))
+    best_draw = best(Draw(), Draw(share=HIGH), Draw(share=LOW))
+    return best_draw if best_draw != Draw() else best(*(Draw(seed=seed) for seed in range(SEEDS)))
 
 
 def _fixed(at: Callable[..., Any], share: float, is_method: bool, draw: Callable[..., Any]) -> Callable[..., Any]:
     def drawn(*args: Any, **kwargs: Any) -> Any:
-        found = draw(*args, **kwargs)  # advances the generator as in the plain step
-        if isinstance(found, (torch.Tensor, np.ndarray)) and (found.ndim > 1 or math.prod(found.shape) > FEW):
-            return found
-        return at(share, found, *args[is_method:], **kwargs)
+        numbers = draw(*args, **kwargs)  # advances the generator as in the plain step
+        if isinstance(numbers, (torch.Tensor, np.ndarray)) and (numbers.ndim > 1 or math.prod(numbers.shape) > FEW):
+            return numbers
+        return at(share, numbers, *args[is_method:], **kwargs)
 
     return drawn
 
 
-def _even(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
+def _even(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace a result of torch.rand, random.random and random.uniform, which may take a range."""
-    if isinstance(found, torch.Tensor):
-        return found.fill_(share)
-    if not isinstance(found, float):
-        return found
+    if isinstance(numbers, torch.Tensor):
+        return numbers.fill_(share)
+    if not isinstance(numbers, float):
+        return numbers
     low, high = (*args, 0.0, 1.0)[:2] if len(args) == 2 else (kwargs.get("low", 0.0), kwargs.get("high", 1.0))
     return low + (high - low) * share
 
 
-def _range(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
+def _range(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace a result of Tensor.uniform_."""
     low = args[0] if args else kwargs.get("from", 0.0)
     high = args[1] if len(args) > 1 else kwargs.get("to", 1.0)
-    return found.fill_(low + (high - low) * share)
+    return numbers.fill_(low + (high - low) * share)
 
 
-def _coin(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
+def _coin(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace a result of torch.bernoulli and similar functions."""
-    return found.fill_(round(share)) if isinstance(found, torch.Tensor) else found
+    return numbers.fill_(round(share)) if isinstance(numbers, torch.Tensor) else numbers
 
 
-def _whole(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
+def _whole(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace a result of randint; that of torch excludes the upper end."""
     bounds = [each for each in args if isinstance(each, int)]
     low, high = (0, *bounds)[-2:] if bounds else (kwargs.get("low", 0), kwargs.get("high"))
     if high is None:
-        return found
-    if isinstance(found, torch.Tensor):
-        return found.fill_(high - 1 if share > 0.5 else low)
-    return type(found)(high if share > 0.5 else low) if isinstance(found, int) else found
+        return numbers
+    if isinstance(numbers, torch.Tensor):
+        return numbers.fill_(high - 1 if share > 0.5 else low)
+    return type(numbers)(high if share > 0.5 else low) if isinstance(numbers, int) else numbers
 
 
-def _chosen(share: float, found: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
+def _chosen(share: float, numbers: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace a result of random.choice."""
     return options[int(len(options) * share)]
 
 
-def _like(found: Any, number: Any) -> Any:
-    """Return `number` as NumPy's functions return it: an array like `found`, or one number of its type."""
-    if isinstance(found, np.ndarray):
-        return np.full_like(found, number)
-    return type(found)(number) if isinstance(found, np.generic) else number
+def _like(numbers: Any, number: Any) -> Any:
+    """Return `number` as NumPy's functions return it: an array like `numbers`, or one number of its type."""
+    if isinstance(numbers, np.ndarray):
+        return np.full_like(numbers, number)
+    return type(numbers)(number) if isinstance(numbers, np.generic) else number
 
 
-def _numpy_unit(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
+def _numpy_unit(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace a result of numpy.random.rand, random or random_sample."""
-    return _like(found, share)
+    return _like(numbers, share)
 
 
-def _numpy_even(share: float, found: Any, low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
+def _numpy_even(share: float, numbers: Any, low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
     """Replace a result of numpy.random.uniform."""
-    return _like(found, low + (high - low) * share)
+    return _like(numbers, low + (high - low) * share)
 
 
-def _numpy_whole(share: float, found: Any, low: int, high: int | None = None, *args: Any, **kwargs: Any) -> Any:
+def _numpy_whole(share: float, numbers: Any, low: int, high: int | None = None, *args: Any, **kwargs: Any) -> Any:
     """Replace a result of numpy.random.randint, which excludes the upper end."""
     low, high = (0, low) if high is None else (low, high)
-    return _like(found, high - 1 if share > 0.5 else low)
+    return _like(numbers, high - 1 if share > 0.5 else low)
 
 
-def _numpy_chosen(share: float, found: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
+def _numpy_chosen(share: float, numbers: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace a result of numpy.random.choice, whose options may be a number."""
     options = range(options) if isinstance(options, int) else options
-    return _like(found, options[int(len(options) * share)])
+    return _like(numbers, options[int(len(options) * share)])
 
 
 _PLACES: Final[tuple[tuple[Callable[..., Any], Any, tuple[str, ...], bool], ...]] = (

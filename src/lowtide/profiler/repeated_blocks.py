@@ -20,19 +20,19 @@ def worth_a_replay(module: nn.Module) -> bool:
 
 def repeated_blocks(model: nn.Module) -> frozenset[nn.Module]:
     """Return the outermost modules in a list with another of their class, such as a transformer's layers."""
-    found: set[nn.Module] = set()
+    blocks: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
         in_list = isinstance(module, (nn.ModuleList, nn.Sequential))
         classes = Counter(type(child) for child in module.children())
         for child in module.children():
             if in_list and classes[type(child)] > 1 and worth_a_replay(child) and not is_list(child):
-                found.add(child)
+                blocks.add(child)
             else:
                 visit(child)
 
     visit(model)
-    return frozenset(found)
+    return frozenset(blocks)
 
 
 def freed_blocks(model: nn.Module) -> frozenset[nn.Module]:
@@ -45,17 +45,17 @@ def freed_blocks(model: nn.Module) -> frozenset[nn.Module]:
     repeated, n_modules = repeated_blocks(model), sum(1 for _ in model.modules())
 
     def visit(module: nn.Module) -> set[nn.Module]:
-        found: set[nn.Module] = set()
+        blocks: set[nn.Module] = set()
         children = [child for child in module.children() if any(True for _ in child.children())]
         for child in module.children():
             if child in repeated:
-                found.add(child)
+                blocks.add(child)
             elif child in children:
                 inside = set(child.modules())
                 is_small = 3 * len(inside) <= n_modules
                 is_apart = len(children) > 1 and is_small and not is_list(child) and not repeated & inside
-                found |= (set() if is_apart else visit(child)) or ({child} if not is_list(child) else set())
-        return found
+                blocks |= (set() if is_apart else visit(child)) or ({child} if not is_list(child) else set())
+        return blocks
 
     return frozenset(module for module in visit(model) if not has_torchscript(module))
 

@@ -54,10 +54,10 @@ class Witness:
         plain step's bits vary, too.
         """
         known = self._saved.get(key)
-        if known is None or (found := self._sum(tensor)) == known:
+        if known is None or (checksum := self._sum(tensor)) == known:
             return
         maker = handle.value.maker
-        if isinstance(maker, ReplayFrame) and self._sum(_once_more(maker, handle.value)) != found:
+        if isinstance(maker, ReplayFrame) and self._sum(_once_more(maker, handle.value)) != checksum:
             return
         who = str(maker.seam) if isinstance(maker, ReplayFrame) else "what is recomputed of a block that was run again"
         raise ReplayMismatch(
@@ -109,5 +109,5 @@ class Checked(Observer):
 
 def _once_more(frame: ReplayFrame, value: Value) -> Tensor:
     """Return the value's tensor from one more replay."""
-    found = frame.catch()
-    return next(tensor for place, tensor in found.items() if frame.values[place]() is value)
+    tensors = frame.catch()
+    return next(tensor for place, tensor in tensors.items() if frame.values[place]() is value)

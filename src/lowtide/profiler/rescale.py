@@ -18,12 +18,12 @@ def resized(
     slots: Sequence[SlotDraft],
     calls: Sequence[CallDraft],
     audited: Sequence[int],
-    found: Sequence[int],
+    traced: Sequence[int],
 ) -> tuple[list[ValueDraft], list[CallDraft]]:
-    """Return values and calls of a step whose slots have `found` elements instead of the `audited` ones."""
-    growth = [Fraction(now, before) if before else Fraction(1) for before, now in zip(audited, found, strict=True)]
+    """Return values and calls of a step whose slots have `traced` elements instead of the `audited` ones."""
+    growth = [Fraction(now, before) if before else Fraction(1) for before, now in zip(audited, traced, strict=True)]
     of_value = _of_values(values, slots, growth)
-    overall = Fraction(sum(found), max(1, sum(audited)))
+    overall = Fraction(sum(traced), max(1, sum(audited)))
     larger = [
         replace(
             value,
@@ -37,7 +37,7 @@ def resized(
             for index, value in enumerate(values)
         )
     ]
-    return larger, [_resized(call, audited, found) for call in calls]
+    return larger, [_resized(call, audited, traced) for call in calls]
 
 
 def _of_values(
@@ -47,19 +47,19 @@ def _of_values(
     saved: dict[int, Fraction] = {}
     for slot, by in zip(slots, growth, strict=True):
         saved[slot.value] = max(by, saved.get(slot.value, by))
-    found = dict(saved)
+    growth_of = dict(saved)
     pending = list(saved)
     for index in pending:  # grows while it runs
         for need in values[index].operands:
-            if need not in saved and found.get(need, Fraction(0)) < found[index]:
-                found[need] = found[index]
+            if need not in saved and growth_of.get(need, Fraction(0)) < growth_of[index]:
+                growth_of[need] = growth_of[index]
                 pending.append(need)
-    return found
+    return growth_of
 
 
-def _resized(call: CallDraft, audited: Sequence[int], found: Sequence[int]) -> CallDraft:
+def _resized(call: CallDraft, audited: Sequence[int], traced: Sequence[int]) -> CallDraft:
     mine = slice(call.first_slot, call.stop_slot)
-    by = Fraction(sum(found[mine]), max(1, sum(audited[mine])))
+    by = Fraction(sum(traced[mine]), max(1, sum(audited[mine])))
     return replace(
         call,
         cost_ms=call.cost_ms * float(by),

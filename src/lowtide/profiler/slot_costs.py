@@ -1,4 +1,4 @@
-"""Measure what the engine takes of the host's time for a saved tensor, beyond the operators that it runs.
+"""Measure the host's time that the engine takes for a saved tensor, beyond the operators that it runs.
 
 On tensors of a few bytes, so that nothing but the host's work is measured. The result is the same for every model.
 """

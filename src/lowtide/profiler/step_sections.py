@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lowtide._torch.compiled_code import anything_compiled
 from lowtide._torch.device_timing import has_two_clocks, now_ms, occupy, timing_event
 from lowtide.planner.records import StepClocks
 from lowtide.profiler.slot_costs import slot_costs
@@ -90,7 +91,7 @@ def timed_sections(model: nn.Module, updates: Updates, batch: Any) -> TimedSecti
     Runs the step twice, from the state in which `updates` restores it.
     """
     place = place_of(model)
-    if not has_two_clocks(place):
+    if not has_two_clocks(place) or anything_compiled():  # hooks would have compiled modules compiled again
         return None
 
     def run() -> None:

@@ -60,7 +60,7 @@ class TraceIndex:
 
 def watch(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
     """Build the index of a stream; `entry` has the address of each block that was allocated before the step."""
-    seen = TraceIndex()
+    index = TraceIndex()
     before = {where: block for block, where in entry.items()}
     at: dict[int, int] = {}
     addresses: dict[int, int] = {}
@@ -72,11 +72,11 @@ def watch(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
         if type(event) is Allocate:
             at[event.address] = event.block
             addresses[event.block] = event.address
-            seen.allocated_at[event.block], seen.bytes[event.block] = i, event.bytes
+            index.allocated_at[event.block], index.bytes[event.block] = i, event.bytes
             if making:
                 made.add(event.block)
         elif type(event) is Free:
-            seen.freed_at[event.block] = i
+            index.freed_at[event.block] = i
             where = addresses.get(event.block)
             if where is not None and at.get(where) == event.block:
                 del at[where]
@@ -85,7 +85,7 @@ def watch(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
                 case Unreferenced(unreferenced):
                     for where, n_marks in unreferenced:
                         if where in at:
-                            seen.alone.setdefault(at[where], (marks[-min(n_marks, len(marks))], i))
+                            index.alone.setdefault(at[where], (marks[-min(n_marks, len(marks))], i))
                     continue
                 case RecomputeStarted():
                     making += 1
@@ -93,73 +93,73 @@ def watch(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
                     making -= 1
                 case Gradients(addresses_then, at_entry):
                     blocks = before if at_entry else at
-                    seen.gradients.update(blocks[where] for where in addresses_then if where in blocks)
+                    index.gradients.update(blocks[where] for where in addresses_then if where in blocks)
                 case mark:
-                    _note(seen, at, i, mark)
+                    _note(index, at, i, mark)
             marks.append(i)
-    seen.copies |= made & seen.freed_at.keys()  # blocks that stay belong to a library, such as cuBLAS's workspace
-    for (slot, _), block in seen.given.items():
-        if slot in seen.release:
-            seen.release[slot] = max(seen.release[slot], seen.freed_at.get(block, 0))
-    return seen
+    index.copies |= made & index.freed_at.keys()  # blocks that stay belong to a library, such as cuBLAS's workspace
+    for (slot, _), block in index.given.items():
+        if slot in index.release:
+            index.release[slot] = max(index.release[slot], index.freed_at.get(block, 0))
+    return index
 
 
-def _note(seen: TraceIndex, at: dict[int, int], i: int, mark: object) -> None:
+def _note(index: TraceIndex, at: dict[int, int], i: int, mark: object) -> None:
     match mark:
         case Packed(slot, where):
-            seen.packed[slot] = i
+            index.packed[slot] = i
             if where in at:
-                seen.block_of_slot[slot] = at[where]
+                index.block_of_slot[slot] = at[where]
         case HeldForRecompute(states):
-            seen.copies.update(at[where] for where in states if where in at)
+            index.copies.update(at[where] for where in states if where in at)
         case ReadInBackward(slot, number, node):
-            seen.read.setdefault(slot, i)
-            seen.reads.append((i, slot, number, node))
+            index.read.setdefault(slot, i)
+            index.reads.append((i, slot, number, node))
         case GivenAway(slot, number, where):
             if where in at:
-                seen.given[slot, number] = at[where]
+                index.given[slot, number] = at[where]
         case OperandNoted(call, where):
-            seen.noted.append((call, at.get(where)))
+            index.noted.append((call, at.get(where)))
         case Released(slot):
-            seen.release[slot] = i
+            index.release[slot] = i
         case Entered(call, inputs):
-            seen.enter[call] = i
+            index.enter[call] = i
             for place, where in enumerate(inputs):
                 if where in at:
-                    seen.block_of_input[call, place] = at[where]
+                    index.block_of_input[call, place] = at[where]
         case Left(call):
-            seen.leave[call] = i
+            index.leave[call] = i
         case WrittenInPlace(kind, n_bytes):
-            seen.in_place.append((i, kind, n_bytes))
+            index.in_place.append((i, kind, n_bytes))
 
 
-def lifetimes_without_trace(seen: TraceIndex, slots: list[SlotDraft], kept: set[int], replayed: set[int]) -> None:
+def lifetimes_without_trace(index: TraceIndex, slots: list[SlotDraft], kept: set[int], replayed: set[int]) -> None:
     """Set the end of blocks that only the trace kept alive to where they would have been freed without it.
 
     External references are checked only at marks. If the last call that got a block ended between two marks, the block
     is taken to end then. A block that backward passes on, such as the indices of a sparse gradient, ends when the last
     reference to it is gone.
     """
-    over = max(seen.release.values(), default=0)
+    over = max(index.release.values(), default=0)
     after_backward = min(
-        (allocated_at for allocated_at in seen.allocated_at.values() if allocated_at > over), default=math.inf
+        (allocated_at for allocated_at in index.allocated_at.values() if allocated_at > over), default=math.inf
     )
     held: dict[int, int] = {}
-    for n in kept & seen.block_of_slot.keys():
-        block = seen.block_of_slot[n]
-        held[block] = max(held.get(block, 0), seen.leave[slots[n].call])
-    for (call, _), block in seen.block_of_input.items():
+    for n in kept & index.block_of_slot.keys():
+        block = index.block_of_slot[n]
+        held[block] = max(held.get(block, 0), index.leave[slots[n].call])
+    for (call, _), block in index.block_of_input.items():
         if call in replayed or block in held:
-            held[block] = max(held.get(block, 0), seen.leave[call])
-    for call, noted in seen.noted:
+            held[block] = max(held.get(block, 0), index.leave[call])
+    for call, noted in index.noted:
         if noted is not None:
-            held[noted] = max(held.get(noted, 0), seen.leave[call])
-    for block in held.keys() & seen.alone.keys():  # the other blocks were freed without help
-        if seen.freed_at.get(block, math.inf) > after_backward:
+            held[noted] = max(held.get(noted, 0), index.leave[call])
+    for block in held.keys() & index.alone.keys():  # the other blocks were freed without help
+        if index.freed_at.get(block, math.inf) > after_backward:
             continue
-        last, first = seen.alone[block]
+        last, first = index.alone[block]
         end = held[block] if last <= held[block] <= first else first
-        seen.freed_at[block] = min(end, seen.freed_at.get(block, end))
+        index.freed_at[block] = min(end, index.freed_at.get(block, end))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +176,20 @@ class MemoryLevels:
     """Gradients written in place: position, bytes just before, and (kind of node, bytes of the gradient)."""
 
 
-def levels(stream: EventStream, cuts: list[int], storages: set[int], seen: TraceIndex) -> MemoryLevels:
+def levels(stream: EventStream, cuts: list[int], storages: set[int], index: TraceIndex) -> MemoryLevels:
     """Return the levels of memory that no decision affects."""
-    in_place = {i: (node, n_bytes) for i, node, n_bytes in seen.in_place}
+    in_place = {i: (node, n_bytes) for i, node, n_bytes in index.in_place}
     written = []
     level = gradients = 0
     base, gradient, first = [0] * len(cuts), [0] * len(cuts), [0] * len(cuts)
     p = -1
     for i, event in enumerate(stream.events):
-        if type(event) is Allocate and event.block not in storages and event.block not in seen.copies:
+        if type(event) is Allocate and event.block not in storages and event.block not in index.copies:
             level += event.bytes
-            gradients += event.bytes if event.block in seen.gradients else 0
-        elif type(event) is Free and event.block not in storages and event.block not in seen.copies:
+            gradients += event.bytes if event.block in index.gradients else 0
+        elif type(event) is Free and event.block not in storages and event.block not in index.copies:
             level -= event.bytes
-            gradients -= event.bytes if event.block in seen.gradients else 0
+            gradients -= event.bytes if event.block in index.gradients else 0
         if p + 1 < len(cuts) and cuts[p + 1] == i:
             p += 1
             base[p], gradient[p], first[p] = level, gradients, level
@@ -202,9 +202,9 @@ def levels(stream: EventStream, cuts: list[int], storages: set[int], seen: Trace
     return MemoryLevels(tuple(base), tuple(gradient), tuple(first), tuple(written))
 
 
-def phases(seen: TraceIndex, at: Callable[[int], int]) -> dict[str, int]:
+def phases(index: TraceIndex, at: Callable[[int], int]) -> dict[str, int]:
     """Return the first position of each phase; `at` gives the position of an event."""
-    forward = min(seen.enter.values(), default=0)
-    backward = min(seen.read.values(), default=forward)
-    after = max((*seen.read.values(), *seen.release.values()), default=backward)
+    forward = min(index.enter.values(), default=0)
+    backward = min(index.read.values(), default=forward)
+    after = max((*index.read.values(), *index.release.values()), default=backward)
     return {"forward": at(forward), "backward": at(backward), "after backward": at(after)}

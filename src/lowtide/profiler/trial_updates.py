@@ -113,8 +113,8 @@ class Updates:
             self._leave_out(optimizer, "it sends to other processes")
 
     def __enter__(self) -> Self:
-        told = this_thread_only(self._steps, lambda tensor: id(tensor) in self._updated)
-        self._hook = register_optimizer_step_pre_hook(told)
+        hook = this_thread_only(self._steps, lambda tensor: id(tensor) in self._updated)
+        self._hook = register_optimizer_step_pre_hook(hook)
         return self
 
     def __exit__(

@@ -26,7 +26,7 @@ class Unrecorded:
         """Start with no operands; `static` has the addresses of memory that is held in any case."""
         self._static = static
         self._count = 0
-        self._found: dict[Value, tuple[CaptureSite, Tensor]] = {}
+        self._operands: dict[Value, tuple[CaptureSite, Tensor]] = {}
         """Site and copy of each noted operand."""
         self._number: dict[Value, int] = {}
         """Number of each operand within the step."""
@@ -34,13 +34,13 @@ class Unrecorded:
     def take(self, place: CaptureSite, operand: Tensor) -> Value:
         """Return a value that holds an operand."""
         value = Value(operand.detach())
-        self._found[value], self._number[value] = (place, operand.detach().clone()), self._count
+        self._operands[value], self._number[value] = (place, operand.detach().clone()), self._count
         self._count += 1
         return value
 
     def draft(self, value: Value) -> ValueDraft | None:
         """Return a draft of the memory to hold a value; None if it is no such operand, or its memory is held anyway."""
-        if value not in self._found or value.tensor is None:
+        if value not in self._operands or value.tensor is None:
             return None
         storage = value.tensor.untyped_storage()
         if storage.data_ptr() in self._static:
@@ -51,34 +51,34 @@ class Unrecorded:
         """Return the sites of operands that have changed since they were noted, with or without autograd's notice."""
         return {
             place
-            for value, (place, copy) in self._found.items()
+            for value, (place, copy) in self._operands.items()
             if value.tensor is None or value.tensor._version != value.version or not identical(value.tensor, copy)
         }
 
     def clear(self) -> None:
         """Release all operands."""
-        self._found.clear()
+        self._operands.clear()
         self._number.clear()
 
 
-def blocks_of(values: list[ValueDraft], seen: TraceIndex) -> dict[int, int]:
+def blocks_of(values: list[ValueDraft], trace: TraceIndex) -> dict[int, int]:
     """Return the block in a trace of each value that is an unrecorded operand.
 
     Memory allocated before the step stays in any case and needs no holder. Operands missing from the trace can't be
     held: recomputes that need them are refused.
     """
-    found = {}
+    blocks = {}
     for index, draft in enumerate(values):
         if draft.noted is None:
             continue
-        is_seen = draft.noted < len(seen.noted)
-        block = seen.noted[draft.noted][1] if is_seen else None
+        is_seen = draft.noted < len(trace.noted)
+        block = trace.noted[draft.noted][1] if is_seen else None
         if block is not None:
-            found[index] = block
+            blocks[index] = block
             continue
         for other in values:
             if index in other.operands:
                 other.operands = tuple(need for need in other.operands if need != index)
                 if not is_seen:
                     other.recipe, other.refused = None, "its operands were not found again"
-    return found
+    return blocks

@@ -107,8 +107,8 @@ def _tiles(run: RunRecord) -> str:
         tiles.append(("peak of a step", format_bytes(peak), "everything included", peak))
     if run.proof is not None:
         proven = {True: "same bits", False: "other bits", None: "audited"}[run.proof.is_proven]
-        told = "as the plain step" if run.proof.is_proven is not None else "each recompute, bit by bit"
-        tiles.append(("proof", proven, told, None))
+        words = "as the plain step" if run.proof.is_proven is not None else "each recompute, bit by bit"
+        tiles.append(("proof", proven, words, None))
     if run.findings is not None:
         n = len(run.findings)
         tiles.append(("outlive their step", str(n), f"finding{'s' * (n != 1)} of the watch", None))
@@ -163,7 +163,7 @@ def _needs_table(run: RunRecord) -> str:
                 need.smallest_gpu or "none of the table",
             )
         )
-    headings = ("batch", "requested", "allocated", "reserved", "within", "answer", "smallest GPU")
+    headings = ("batch", "requested", "allocated", "reserved", "bounds", "answer", "smallest GPU")
     return Table(headings=headings, rows=rows).html("Memory on the GPU")
 
 
@@ -217,8 +217,8 @@ def memory(
         )
     said = "".join(
         f'<p class="lt-peak-sentence" data-track="{each}"{"" if each == name else " hidden"}>'
-        f"{f'<b>{each.capitalize()}:</b> ' if len(tracks) > 1 else ''}{escape(peak_sentence(m))}</p>"
-        for each, m in tracks
+        f"{f'<b>{escape(named)}:</b> ' if len(tracks) > 1 else ''}{escape(peak_sentence(m))}</p>"
+        for (each, m), named in zip(tracks, (_heading(word) for word in words), strict=False)
     )
     names = {category for _, each in tracks for category in each.bytes}
     how = {
@@ -240,6 +240,12 @@ def memory(
     )
 
 
+def _heading(words: str) -> str:
+    """Return the name before a colon as a sentence begins, `Before`; other words, such as a file's name, unchanged."""
+    name, colon, _ = words.partition(":")
+    return name.capitalize() if colon else words
+
+
 def reading(shown: StepMemory, moment: int) -> str:
     """Return a moment in words: `At the peak, in backward, at transformer.h.3.mlp: 554 MiB`."""
     place = shown.at[moment] / max(shown.n_events - 1, 1)
@@ -250,11 +256,11 @@ def reading(shown: StepMemory, moment: int) -> str:
 
 def tensors(shown: StepMemory, moment: int) -> str:
     """Return list items of the largest tensors alive at a moment."""
-    found = shown.tensors_at(moment)
+    largest = shown.tensors_at(moment)
     items = [
         f'<li><i class="lt-swatch lt-{each.category.replace(" ", "-")}"></i><code>{escape(each.name)}</code>'
         f"<b>{format_bytes(each.bytes)}</b></li>"
-        for each in found
+        for each in largest
     ]
     return "".join(items) or "<li>none that is known by name</li>"
 
@@ -262,11 +268,11 @@ def tensors(shown: StepMemory, moment: int) -> str:
 def _data(tracks: Sequence[tuple[str, StepMemory]]) -> str:
     """Return the page script's data, as JSON that is safe inside HTML."""
     base = tracks[0][1]
-    found = {}
+    by_track = {}
     for name, each in tracks:
         names = list(dict.fromkeys(t.name for t in each.tensors))
         index = {n: i for i, n in enumerate(names)}
-        found[name] = {
+        by_track[name] = {
             "x": [round(place / base.n_events, 5) for place in places(each, base)],
             "at": [round(at / max(each.n_events - 1, 1), 4) for at in each.at],
             "bytes": {category: each.bytes[category] for category in CATEGORIES if category in each.bytes},
@@ -278,7 +284,7 @@ def _data(tracks: Sequence[tuple[str, StepMemory]]) -> str:
             "names": names,
             "tensors": [(index[t.name], CATEGORIES.index(t.category), t.bytes, t.first, t.stop) for t in each.tensors],
         }
-    return json.dumps({"tracks": found, "categories": CATEGORIES}, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps({"tracks": by_track, "categories": CATEGORIES}, separators=(",", ":")).replace("<", "\\u003c")
 
 
 # --- what was decided
@@ -306,9 +312,9 @@ def decided(run: RunRecord) -> str:
         if tree.bytes[fate]
     )
     return (
-        f'{listing}<p class="lt-chips">{chips}</p>'
+        f'<p class="lt-chips">{chips}</p>'
         "<p>Kept tensors stay in memory from forward to backward. Recomputed and replayed ones are freed in forward "
-        "and computed again in backward: by their own operator, or by running their module once more.</p>"
+        f"and computed again in backward: by their own operator, or by running their module once more.</p>{listing}"
         "<p>Bytes are of tensors saved for backward, by the module that saves them. Times are of its own recomputes "
         "and replays; all together, with what these need on the way, they take "
         f"{format_time(plan.predicted.extra_ms)} a step.</p>"
@@ -325,12 +331,12 @@ def _branch(branch: Branch, whole: int, depth: int) -> Iterator[str]:
         for fate in FATES
         if branch.bytes[fate] and whole
     )
-    told = [f"{fate} {format_bytes(branch.bytes[fate])}" for fate in FATES if branch.bytes[fate]]
+    parts = [f"{fate} {format_bytes(branch.bytes[fate])}" for fate in FATES if branch.bytes[fate]]
     if branch.ms >= 0.0005:
-        told.append(f"+{format_time(branch.ms)}")
+        parts.append(f"+{format_time(branch.ms)}")
     row = (
         f'<span class="lt-name">{name}</span><span class="lt-fates" aria-hidden="true">{bar}</span>'
-        f'<span class="lt-told">{" · ".join(told)}</span>'
+        f'<span class="lt-told">{" · ".join(parts)}</span>'
     )
     children = [b for b in branch.branches.values() if b.total or b.ms >= 0.0005]
     if not children:
@@ -424,13 +430,15 @@ def outlives(run: RunRecord) -> str:
     return "".join(map(_finding, run.findings))
 
 
-def _finding(found: Finding) -> str:
-    size = f"{format_bytes(found.held_bytes)} {found.unit}".strip() if found.held_bytes else ""
-    rows = [("held by" if found.held_bytes else "where", found.holder), ("made at", found.made_at), ("fix", found.fix)]
+def _finding(finding: Finding) -> str:
+    size = f"{format_bytes(finding.held_bytes)} {finding.unit}".strip() if finding.held_bytes else ""
+    held = "held by" if finding.held_bytes else "where"
+    rows = [(held, finding.holder), ("made at", finding.made_at), ("fix", finding.fix)]
     body = "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in rows if value)
     return (
-        f'<article class="lt-finding" data-bytes="{found.held_bytes}"><h3><code>{escape(found.code)}</code> '
-        f"{escape(found.name)}</h3><p><b>{escape(size)}</b> since step {found.since_step}</p><dl>{body}</dl></article>"
+        f'<article class="lt-finding" data-bytes="{finding.held_bytes}"><h3><code>{escape(finding.code)}</code> '
+        f"{escape(finding.name)}</h3><p><b>{escape(size)}</b> since step {finding.since_step}</p>"
+        f"<dl>{body}</dl></article>"
     )
 
 

@@ -15,13 +15,15 @@ from lowtide.planner.budget_frontier import Frontier
 from lowtide.planner.records import Plan
 from lowtide.report.frontier_table import extra_time
 from lowtide.report.step_memory import CATEGORIES, StepMemory, moments_by_phase
-from lowtide.units import BINARY, format_bytes
+from lowtide.units import format_bytes
 
 WIDTH, HEIGHT = 1000, 400
 """Units of the stretched SVG."""
 HEADROOM = 1.12
 """Height of the axis, as a multiple of the largest level: leaves room for a label."""
-_TICKS = 5
+_TICKS = 6
+NARROW = 6
+"""Width of a phase, in percent of the plot, that has no room for its name."""
 
 
 def escape(text: object) -> str:
@@ -72,8 +74,8 @@ def places(memory: StepMemory, base: StepMemory) -> tuple[float, ...]:
     if memory is base:
         return tuple(map(float, memory.at))
     edges = {span.name: _edges(base, span.first, span.stop) for span in base.phases}
-    found = moments_by_phase(memory, edges)
-    return found if edges else tuple(at * base.n_events / memory.n_events for at in memory.at)
+    places = moments_by_phase(memory, edges)
+    return places if edges else tuple(at * base.n_events / memory.n_events for at in memory.at)
 
 
 def _edges(memory: StepMemory, first: int, stop: int) -> tuple[int, int]:
@@ -136,11 +138,8 @@ def _steps(xs: Sequence[float], ends: Sequence[float], ys: Sequence[float]) -> l
 
 
 def _ticks(axes: Axes) -> list[int]:
-    """Return round levels for the axis."""
-    span = axes.high - axes.low
-    unit = max(size for size in BINARY.values() if size <= max(span / 2, 1))
-    steps = (m * 10**e for e in range(4) for m in (1, 2, 2.5, 5))
-    step = next(int(s * unit) for s in steps if s * unit * _TICKS >= span)
+    """Return levels for the axis: multiples of a power of two, which are short in every unit."""
+    step = 1 << max(0, math.ceil(math.log2((axes.high - axes.low) / _TICKS)))
     return list(range(-(-axes.low // step) * step, axes.high, step))
 
 
@@ -153,6 +152,8 @@ def _memory_marks(
     for span in base.phases:
         first, stop = _edges(base, span.first, span.stop)
         width = 100 * (axes.x(stop) - axes.x(first)) / WIDTH
+        if width < NARROW:
+            continue
         yield (
             f'<span class="lt-phase-name" style="left:{axes.left(first)};width:{width:.2f}%">{escape(span.name)}</span>'
         )
@@ -219,10 +220,8 @@ def frontier_plot(frontier: Frontier, plan: Plan | None = None) -> str:
         corners.append((x(peak), y(cost)))
     line = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in [*corners, (WIDTH, corners[-1][1])])
     shapes = [f'<line class="lt-grid" x1="0" x2="{WIDTH}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>' for t in _fractions(top)]
-    marks = [
-        f'<span class="lt-tick" style="top:{100 * y(t) / HEIGHT:.2f}%">{extra_time(t * unit, frontier.step_ms)}</span>'
-        for t in _fractions(top)
-    ]
+    levels = [(t, extra_time(t * unit, frontier.step_ms) if t else "0") for t in _fractions(top)]
+    marks = [f'<span class="lt-tick" style="top:{100 * y(t) / HEIGHT:.2f}%">{name}</span>' for t, name in levels]
     shapes.append(f'<path class="lt-frontier" d="{line}"/>')
     if plan is not None and left <= plan.budget_bytes <= right:
         at = x(plan.budget_bytes)
@@ -238,6 +237,7 @@ def frontier_plot(frontier: Frontier, plan: Plan | None = None) -> str:
             marks.append(_dot("lt-bound", x(chosen[0]), y(plan.bound_ms / unit), ""))
         text = f"<b>{format_bytes(chosen[0])}, {extra_time(plan.predicted.extra_ms, frontier.step_ms)}</b>"
         side = " is-left" if x(chosen[0]) > 0.3 * WIDTH else ""
+        side += " is-low" if y(chosen[1]) < 0.8 * HEIGHT else ""  # below the line, where nothing is drawn
         marks.append(_dot(f"lt-chosen{side}", x(chosen[0]), y(chosen[1]), text))
     marks += [
         f'<span class="lt-tick-x" style="left:{x(n) / WIDTH * 100:.2f}%">{format_bytes(n)}</span>'
@@ -251,12 +251,12 @@ def frontier_plot(frontier: Frontier, plan: Plan | None = None) -> str:
 
 def _fractions(top: float) -> list[float]:
     """Return 0 and round numbers up to `top`, not too close to each other on a square-root axis."""
-    found = [0.0]
+    fractions = [0.0]
     scale = 10 ** (math.floor(math.log10(top)) - 2)
     for number in (m * scale * 10**e for e in range(4) for m in (1, 2, 5)):
-        if number <= top and math.sqrt(number / top) - math.sqrt(found[-1] / top) > 0.15:
-            found.append(number)
-    return found
+        if number <= top and math.sqrt(number / top) - math.sqrt(fractions[-1] / top) > 0.15:
+            fractions.append(number)
+    return fractions
 
 
 def _dot(kind: str, x: float, y: float, text: str) -> str:

@@ -32,12 +32,12 @@ def added_to_scores(node: Node, name: str) -> tuple[CaptureSite, Value] | None:
     scores = output_metadata(node, 0)
     if attention.mask is None:
         constants = {"shape": scores.shape[-2:], "dtype": scores.dtype, "device": scores.device}
-        return attention.place, Value(maker=Recompute(_CAUSAL, {}, constants, None))
+        return attention.place, Value(maker=Recompute(_CAUSAL, (), None, constants, None))
     mask = attention.mask.tensor
     if mask is None or mask.dtype != torch.bool:
         return attention.place, attention.mask
     return attention.place, Value(
-        maker=Recompute(_AS_NUMBERS, {"mask": Handle(attention.mask)}, {"dtype": scores.dtype}, None)
+        maker=Recompute(_AS_NUMBERS, (Handle(attention.mask),), None, {"dtype": scores.dtype}, None)
     )
 
 

@@ -56,7 +56,7 @@ class MutableState:
         """True if a tensor that a call had read was written to before backward: no call is run again any more."""
 
     def forget(self) -> None:
-        """Forget which buffers are written, so that the next call is observed again."""
+        """Forget the written buffers, so that the next call is observed again."""
         self.written = None
 
 
@@ -283,7 +283,7 @@ Bindings = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def _bindings(modules: tuple[nn.Module, ...]) -> Bindings:
-    """Return what the modules' attributes, buffers and parameters are bound to."""
+    """Return the bindings of the modules' attributes, buffers and parameters."""
     bindings: Bindings = []
     for module in modules:
         for table in (vars(module), module._buffers, module._parameters):

@@ -21,8 +21,9 @@ from lowtide._torch.backward import in_backward, in_transform
 from lowtide._torch.fake_modes import without_function_modes
 from lowtide._torch.modes import off_in_transforms, saved_tensor_hooks
 from lowtide._torch.modules import CALL
+from lowtide._torch.nodes import node_metadata
 from lowtide._torch.privateuse1 import without_aside
-from lowtide._torch.tensors import base_of, is_same_memory
+from lowtide._torch.tensors import base_of, is_plain, is_same_memory
 from lowtide.errors import LowtideError
 from lowtide.planner.address_nodes import OFFLOAD, SHAPE, SIGNS
 from lowtide.runtime import saved_values as values
@@ -34,12 +35,21 @@ from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.forward_pass import CallHandler, CallScope, ForwardPass, Passthrough, ThreadState, paused, pausing
 from lowtide.runtime.inplace_gradients import InPlace, check
 from lowtide.runtime.partial_saves import PACKINGS, packed, saved_for_shape, saves_signs
-from lowtide.runtime.plan_table import Actions, Decision, NeededSlots, actions_for
+from lowtide.runtime.plan_table import MOST_PATHS, Actions, Decision, NeededSlots, actions_for
 from lowtide.runtime.recipes import CannotRecompute, TooSmall
 from lowtide.runtime.recompute import certain
 from lowtide.runtime.recompute_builder import Builder, ParameterOwners
 from lowtide.runtime.replay import ReplayFrame
-from lowtide.runtime.saved_values import SEED_BYTES, Handle, Value, register, registered, unpack, value_without_grad_fn
+from lowtide.runtime.saved_values import (
+    KEYS,
+    SEED_BYTES,
+    Handle,
+    Value,
+    register,
+    registered,
+    unpack,
+    value_without_grad_fn,
+)
 from lowtide.runtime.tensor_writers import ReliedOn, is_overwritten
 from lowtide.runtime.view_geometry import producer, whole
 from lowtide.utils import interrupts as _interrupts
@@ -49,6 +59,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
     from lowtide.runtime.operand_capture import CaptureSite
+    from lowtide.runtime.recompute_path import RecomputePath
 
 __all__ = ["Actions", "Decision", "Engine", "ForwardPass", "actions_for"]
 
@@ -136,7 +147,11 @@ class Engine:
         if frame is not None:
             frame.count += 1
         decision = scope.actions.recompute.get(ordinal)
-        handle = self.hold(tensor, decision, frame, scope)
+        handle = None
+        if decision is not None and decision.path is not None and frame is None and scope.needed is not None:
+            handle = self.along_path(tensor, decision, decision.path)
+        if handle is None:
+            handle = self.hold(tensor, decision, frame, scope)
         if scope.held:
             scope.held = [value for value in scope.held if not value.readers]
         if now.probe is not None:
@@ -224,9 +239,45 @@ class Engine:
         """Return a value that recomputes `base`: `earlier`, if only passed through so far, now with its strides."""
         if self.versions.setdefault(decision.address, base._version) != base._version:
             raise CannotRecompute("it is written to without autograd, and was not before")
-        self.builder.length = 0
+        value = self.searched(node, output, base, decision, scope)
+        if earlier is not None and earlier.passing:
+            earlier.maker, earlier.passing, value = value.maker, False, earlier
+            register(node, output, earlier)
+        value.version = base._version
+        return value
+
+    def along_path(self, tensor: Tensor, decision: Decision, path: RecomputePath) -> Handle | None:
+        """Return a handle on a value that recomputes `tensor` from operands where earlier runs found them.
+
+        None if something differs, which `hold` then looks into.
+        """
+        base, view = tensor, None
+        if base_of(tensor) is not None:
+            base, _, _, view = producer(tensor)
+        node, output, version = base.grad_fn, base.output_nr, base._version
+        if node is None or node.name() != decision.node or self.versions.get(decision.address) != version:
+            return None
+        if output or base.storage_offset() or not is_plain(base) or KEYS[0] in node_metadata(node):
+            return None
         try:
-            value = self.builder.recompute(node, output, base)
+            value = path.follow(self.builder, node, output, base)
+        except CannotRecompute:
+            return None
+        if value is None:
+            return None
+        value.version = version
+        return Handle(value, view)
+
+    def searched(self, node: Node, output: int, base: Tensor, decision: Decision, scope: CallScope) -> Value:
+        """Return a value that recomputes `base` from operands that are searched for, and remember where they were."""
+        self.builder.length = 0
+        path = None
+        try:
+            if scope.needed is None or decision.n_paths == MOST_PATHS:
+                value = self.builder.recompute(node, output, base)
+            else:
+                decision.n_paths += 1
+                value, path = self.builder.path_to(node, output, base)
         except CannotRecompute:
             self.learns_again = True
             raise
@@ -235,10 +286,7 @@ class Engine:
         elif self.builder.length not in decision.lengths:
             self.learns_again = True
             raise _NotLearnt
-        if earlier is not None and earlier.passing:
-            earlier.maker, earlier.passing, value = value.maker, False, earlier
-            register(node, output, earlier)
-        value.version = base._version
+        decision.path = path or decision.path
         return value
 
     def hold_what_is_read(self, tensor: Tensor, decision: Decision) -> Handle:

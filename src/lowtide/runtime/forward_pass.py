@@ -351,7 +351,7 @@ def make_pack_hook(now: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
                 return now.engine.pack_saved_tensor(now, tensor)
         return now.engine.pack_saved_tensor(now, tensor)
 
-    return pack
+    return pack if values.native is None else values.native.Pack(reference, pack)
 
 
 _NO_CALLS: Mapping[int, set[int]] = {}

@@ -28,12 +28,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide._torch.backward import backward_number
 from lowtide._torch.tensors import is_plain, storage_id
 from lowtide.runtime import saved_values as values
-from lowtide.runtime.saved_values import Value, changed_in_place
+from lowtide.runtime.saved_fields import changed_in_place
+from lowtide.runtime.saved_values import Value
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.runtime.saved_values import Geometry, Handle
+    from lowtide.runtime.saved_fields import Geometry
+    from lowtide.runtime.saved_values import Handle
 
 ON_CPU = False
 """True in tests, to offload tensors on the CPU too, where it saves no memory."""

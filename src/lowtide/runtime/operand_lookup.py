@@ -10,7 +10,8 @@ from lowtide._torch.nodes import RAW_SAVED, SAVED, output_metadata, saved_slot
 from lowtide.runtime.attention_scores import added_to_scores
 from lowtide.runtime.operand_capture import NUMBERS, CaptureSite, Number, noted
 from lowtide.runtime.recipes import FILLED, OUTPUT_CONSTANTS, CannotRecompute, Recipe
-from lowtide.runtime.saved_values import Handle, Value, changed_in_place, unpack
+from lowtide.runtime.saved_fields import changed_in_place
+from lowtide.runtime.saved_values import Handle, Value, unpack
 from lowtide.runtime.view_geometry import contiguous_stride
 
 if TYPE_CHECKING:
@@ -146,16 +147,20 @@ class OperandLookup:
     def parameter(self, name: str) -> int:
         """Return the `id` of the parameter that is the operand `name`; 0 if the operand is no parameter."""
         edge = self.recipe.edges.get(name)
-        node = None if edge is None else self.edges[edge][0]
-        while node is not None and not hasattr(node, "variable"):  # through the views of a weight: `weight.t()`
-            node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
-        if node is not None:
-            return id(node.variable)
+        if edge is not None and (leaf := leaf_behind(self.edges[edge][0])):
+            return leaf
         handle = self.saved(name)  # a frozen parameter, if Lowtide's hook has seen it
         if not isinstance(handle, Handle):
             return 0
         handle.value.need()
         return handle.value.leaf
+
+
+def leaf_behind(node: Node | None) -> int:
+    """Return the `id` of the leaf that a node leads to through views, as of a weight in `weight.t()`; 0 for none."""
+    while node is not None and not hasattr(node, "variable"):
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return 0 if node is None else id(node.variable)
 
 
 AS_RECORDED: Final = frozenset({bool, float, type(None)})

@@ -71,7 +71,7 @@ def packed(kind: str, tensor: Tensor) -> Value:
     """Return the part of `tensor` that its reader needs. Raises CannotRecompute, with the reason, if it can't."""
     recipe, constants = PACKINGS[kind]
     is_whole = kind in (MASK, INDICES)
-    value = Value(maker=Recompute(recipe, {}, constants(tensor), tensor.stride() if is_whole else None))
+    value = Value(maker=Recompute(recipe, (), None, constants(tensor), tensor.stride() if is_whole else None))
     value.partial = not is_whole
     return value
 

@@ -11,17 +11,26 @@ from lowtide.planner.address_nodes import NOTED, OFFLOAD, SHAPE, split_address
 
 if TYPE_CHECKING:
     from lowtide.runtime.call_interceptor import CallInterceptor
+    from lowtide.runtime.recompute_path import RecomputePath
+
+
+MOST_PATHS = 4
+"""Runs in which the path to a recompute's operands is remembered anew; a structure that changes on is searched."""
 
 
 class Decision:
     """Decision on one saved tensor, by its address: recompute by the recipe of a named autograd node, or offload."""
 
-    __slots__ = ("address", "lengths", "node")
+    __slots__ = ("address", "lengths", "n_paths", "node", "path")
 
     def __init__(self, node: str, address: str) -> None:
         self.node, self.address = node, address
         self.lengths: set[int] = set()
         """Numbers of nodes that the recompute visited in runs whose hooks saw every saved tensor."""
+        self.path: RecomputePath | None = None
+        """The way to the operands in the latest run that had to search for them."""
+        self.n_paths = 0
+        """Number of runs that had to search: after `MOST_PATHS` all do."""
 
 
 class Actions:

@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     from lowtide.runtime.operand_capture import CaptureSite
 
 
-class Recompute:
-    """A pending run of a recipe. While it is pending, its handles are unread readers of its operands."""
+class _FieldsInPython:
+    """Fields of a `Recompute`."""
 
     __slots__ = (
-        "__weakref__",
         "constants",
         "has_passed",
         "noted",
@@ -44,12 +43,16 @@ class Recompute:
     def __init__(
         self,
         recipe: Recipe,
-        arguments: Mapping[str, Handle | list[Handle | None] | None],
+        operands: tuple[Handle | None, ...],
+        places: dict[str, int | slice] | None,
         constants: dict[str, Any],
         stride: tuple[int, ...] | None,
         noted: frozenset[CaptureSite] = frozenset(),
     ) -> None:
         self.recipe = recipe
+        self.operands = operands
+        self.places = places
+        """Positions in `operands`, by the recipe's parameters; None if these are the operands in their order."""
         self.constants = constants
         self.stride = stride
         """Strides that the result must have; None if no reader uses a geometry of its own."""
@@ -59,16 +62,23 @@ class Recompute:
         """Operands that are parameters, if these may be sharded over processes."""
         self.over: Value | None = None
         """The operand that the latest result was written over."""
-        self.operands: tuple[Handle | None, ...] = tuple(arguments.values())  # type: ignore[arg-type]  # no lists
-        self.places: dict[str, int | slice] | None = None
-        """Positions in `operands`, by the recipe's parameters; None if these are the operands in their order."""
-        if recipe.lists or len(arguments) < len(recipe.operands):  # numbers are constants
-            self.operands, self.places = flattened(arguments)
         self.has_passed = False
         """True if the result may be written over an operand that is recomputed only for it."""
         if recipe.into:
-            for handle in self.operands:
+            for handle in operands:
                 self.has_passed |= handle is not None and handle.value.passing
+
+
+if TYPE_CHECKING or values.native is None:
+    RecomputeFields = _FieldsInPython
+else:
+    RecomputeFields = values.native.RecomputeFields
+
+
+class Recompute(RecomputeFields):
+    """A pending run of a recipe. While it is pending, its handles are unread readers of its operands."""
+
+    __slots__ = ("__weakref__",)
 
     @property
     def certain(self) -> bool:
@@ -96,21 +106,20 @@ class Recompute:
             check_is_whole(parameter.get())
         if values.probe is not None:
             values.probe.making(self)
-        constants, in_order = self.constants, tensors
+        constants, positional = self.constants, tensors
         if self.places is not None:
             constants = constants | {name: tensors[place] for name, place in self.places.items()}
-            in_order = []
+            positional = []
         if self.has_passed:
             constants = constants | self.spare(tensors)
         if torch.is_grad_enabled() or any_autocast():
             with plain():
-                made = self.recipe.function(*in_order, **constants)
+                made = self.recipe.function(*positional, **constants)
         else:
-            made = self.recipe.function(*in_order, **constants)
+            made = self.recipe.function(*positional, **constants)
         result = made[value.output] if isinstance(made, tuple) else made
         if self.stride is not None and (result.stride() != self.stride or result.storage_offset()):
-            with plain():
-                result = laid_out(result, self.stride)
+            result = lay_out(result, self.stride)
         if value.version not in (-1, result._version):
             set_version(result, value.version)  # the reader may save it again, as a backward with create_graph does
         if values.probe is not None:
@@ -134,10 +143,12 @@ class Recompute:
         return {}
 
 
-def flattened(
-    arguments: Mapping[str, Handle | list[Handle | None] | None],
-) -> tuple[tuple[Handle | None, ...], dict[str, int | slice]]:
-    """Return all operands in one tuple, and the positions of each argument in it."""
+def in_order(
+    recipe: Recipe, arguments: Mapping[str, Handle | list[Handle | None] | None]
+) -> tuple[tuple[Handle | None, ...], dict[str, int | slice] | None]:
+    """Return all operands in one tuple, and the positions of each argument in it; None if they are its parameters."""
+    if not recipe.lists and len(arguments) == len(recipe.operands):  # numbers are constants
+        return tuple(arguments.values()), None  # type: ignore[arg-type]  # no lists
     operands: list[Handle | None] = []
     places: dict[str, int | slice] = {}
     for name, argument in arguments.items():
@@ -179,6 +190,12 @@ def goes_into(other: Tensor, tensor: Tensor) -> bool:
     return other.dim() <= tensor.dim() and all(mine in {1, its} for mine, its in sizes)
 
 
+def lay_out(result: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Return a recipe's result with the strides of the original tensor."""
+    with plain():
+        return laid_out(result, stride)
+
+
 def certain(value: Value) -> bool:
     """Return True if a kept or recomputed value has the strides of the original tensor."""
     return not isinstance(value.maker, Recompute) or value.maker.certain
@@ -202,3 +219,13 @@ def plain() -> contextlib.AbstractContextManager[Any]:
 
 
 _NOTHING = contextlib.nullcontext()
+
+
+if values.native is not None:
+    values.native.lend(
+        Recompute=Recompute,
+        make_in_python=Recompute.make,
+        lay_out=lay_out,
+        set_version=set_version,
+        is_any_autocast=any_autocast,
+    )

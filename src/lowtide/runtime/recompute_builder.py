@@ -15,7 +15,8 @@ from lowtide.runtime.fsdp_scopes import units
 from lowtide.runtime.operand_capture import NUMBERS
 from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, signed
 from lowtide.runtime.recipes import IMPLEMENTATIONS, RECIPES, CannotRecompute, Recipe
-from lowtide.runtime.recompute import Recompute
+from lowtide.runtime.recompute import Recompute, in_order
+from lowtide.runtime.recompute_path import RecomputePath, describe
 from lowtide.runtime.saved_values import Handle, Value, register, registered
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ _RARELY_IN_PLACE = frozenset({"addmm", "baddbmm", "addmv"})
 class Builder:
     """Search for a recipe's inputs: on the node, its input edges, captured operands, or a parameter's module."""
 
-    __slots__ = ("implementations", "length", "owners")
+    __slots__ = ("describes", "implementations", "length", "owners", "paths")
 
     def __init__(self, owners: ParameterOwners) -> None:
         self.owners = owners
@@ -78,6 +79,19 @@ class Builder:
         """Names of the recipes' implementations by node, where it is not the first one."""
         self.length = 0
         """Number of nodes visited."""
+        self.describes = False
+        self.paths: dict[Value, RecomputePath | None] = {}
+        """Paths of the values that the latest call of `path_to` has made."""
+
+    def path_to(self, node: Node, output: int, like: Tensor) -> tuple[Value, RecomputePath | None]:
+        """Return what `recompute` does, and the path to its operands; None if it is none of the common ones."""
+        self.describes = True
+        try:
+            value = self.recompute(node, output, like)
+            return value, self.paths[value]
+        finally:
+            self.describes = False
+            self.paths.clear()
 
     def recompute(self, node: Node, output: int, like: Tensor | None = None, depth: int = 0) -> Value:
         """Return a value that a recipe recomputes from upstream values. Raises CannotRecompute, with the reason.
@@ -130,11 +144,14 @@ class Builder:
             else:
                 arguments[name] = operand
         stride = None if like is None else like.stride()
-        recompute = Recompute(recipe, arguments, constants, stride, source.noted)
+        operands, places = in_order(recipe, arguments)
+        recompute = Recompute(recipe, operands, places, constants, stride, source.noted)
         if self.owners.sharded:
             recompute.sharded = tuple(h for h in recompute.operands if h is not None and h.value.leaf)
         value = Value(maker=recompute, output=output)
         value.passing = like is None
+        if self.describes:
+            self.paths[value] = describe(self, node, recipe, arguments, constants, places)
         register(node, output, value)
         return value
 

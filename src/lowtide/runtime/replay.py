@@ -31,7 +31,8 @@ from lowtide.runtime import saved_values as values
 from lowtide.runtime.call_arguments import Arguments, tensors_in_call
 from lowtide.runtime.call_context import CallContext
 from lowtide.runtime.fsdp_scopes import run_again
-from lowtide.runtime.saved_values import Geometry, Handle, Value
+from lowtide.runtime.saved_fields import Geometry
+from lowtide.runtime.saved_values import Handle, Value
 from lowtide.runtime.tensor_writers import Overwritten
 from lowtide.runtime.view_geometry import producer
 

@@ -14,25 +14,31 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import nn
 
 from lowtide._torch.backward import backward_number
 from lowtide._torch.compiled_code import never_compiled
+from lowtide._torch.native_extension import load
 from lowtide._torch.nodes import node_metadata, saved_slot
+from lowtide.runtime.saved_fields import NEVER, changed_in_place, materialize
+
+native: Any = load()
+"""The compiled hooks; None if those in Python are used."""
+if TYPE_CHECKING or native is None:
+    from lowtide.runtime.saved_fields import HandleFields, ValueFields
+else:
+    HandleFields, ValueFields = native.HandleFields, native.ValueFields
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
-    import torch
     from torch import Tensor
     from torch.autograd.graph import Node
 
     from lowtide.runtime.call_interceptor import CallInterceptor
     from lowtide.runtime.engine import Engine
     from lowtide.runtime.operand_capture import CaptureSite
-
-Geometry = tuple["torch.Size", tuple[int, ...], int]
-"""Size, stride and storage offset of a view, in elements."""
 
 SEED_BYTES = 64
 """Most bytes of a tensor without a node that is kept although a replay could bring it back, such as a seed. On a GPU
@@ -41,9 +47,6 @@ attention's kernels save their seeds even if they have drawn no numbers; then th
 
 KeptTensor = tuple["Tensor", int]
 """A saved tensor that is just kept, and its version: the packed form if no handle is needed."""
-
-_NEVER = -2
-"""Number of no pass: backward numbers its passes from 0, and outside any pass the number is -1."""
 
 
 class Recomputation(Protocol):
@@ -57,46 +60,10 @@ class Recomputation(Protocol):
         """Return the value's tensor. Other values that come with it `arrive`."""
 
 
-class Value:
+class Value(ValueFields):
     """One output of one autograd node in one step; also a leaf or another tensor without history."""
 
-    __slots__ = (
-        "__weakref__",
-        "last_backward",
-        "leaf",
-        "maker",
-        "original",
-        "output",
-        "partial",
-        "passing",
-        "places",
-        "readers",
-        "reads",
-        "tensor",
-        "version",
-    )  # fmt: skip
-
-    def __init__(self, tensor: Tensor | None = None, *, maker: Recomputation | None = None, output: int = 0) -> None:
-        self.tensor = tensor
-        self.version = -1 if tensor is None else tensor._version
-        """The tensor's version when it was saved; -1 without a tensor."""
-        self.maker = maker
-        self.output = output
-        self.passing = False
-        """True if only recomputes, never autograd, have read this value."""
-        self.partial = False
-        """True if it holds, or will hold, only the part that its reader needs: no recompute can use it."""
-        self.leaf = 0
-        """`id` of the parameter that this is; 0 for anything else."""
-        self.original: weakref.ref[Tensor] | None = None
-        """The original tensor, if a recompute reads it and autograd has not saved it for that."""
-        self.places: list[tuple[set[int], int]] | None = None
-        """Sets of needed ordinals that are being learnt, with this value's ordinal in each: see `need`."""
-        self.readers = 0
-        """Number of handles."""
-        self.reads = 0
-        """Number of handles that were read in the backward pass `last_backward`."""
-        self.last_backward = _NEVER
+    __slots__ = ("__weakref__",)
 
     @property
     def kept(self) -> bool:
@@ -149,44 +116,12 @@ def value_without_grad_fn(tensor: Tensor) -> Value:
     return value
 
 
-class Handle:
+class Handle(HandleFields):
     """One reader's claim on a value, seen through the reader's view of it."""
 
-    __slots__ = ("__weakref__", "last_backward", "value", "view")
+    __slots__ = ("__weakref__",)
 
-    def __init__(self, value: Value, view: Geometry | Tensor | None = None) -> None:
-        self.value = value
-        self.view = view
-        """Geometry within the value; for a kept one also the view itself, which is faster to hold than to take."""
-        self.last_backward = _NEVER
-        """The backward pass that read it last."""
-        value.readers += 1
-
-    def get(self) -> Tensor:
-        """Return the tensor with the geometry it was saved with. May be called any number of times.
-
-        A tensor that can be recomputed is freed once its last reader has it.
-        """
-        value, view = self.value, self.view
-        tensor = value.tensor
-        if value.maker is not None:
-            if tensor is None:
-                tensor = materialize(value)
-            number = backward_number()
-            if value.last_backward != number:
-                value.last_backward, value.reads = number, 0
-            if self.last_backward != number:
-                self.last_backward = number
-                value.reads += 1
-            if value.reads == value.readers:  # this was the last reader
-                value.tensor = None
-        else:
-            assert tensor is not None
-            if tensor._version != value.version:
-                raise RuntimeError(changed_in_place(tensor, value.version))
-        if view is None:
-            return tensor
-        return tensor.as_strided(*view) if isinstance(view, tuple) else view
+    value: Value
 
     def become(self, value: Value) -> None:
         """Claim another value. Not for a handle that has been read."""
@@ -196,73 +131,29 @@ class Handle:
 
     def wait(self) -> None:
         """Mark the handle as unread, even if the recompute that it is an operand of has run before in the same pass."""
-        if self.last_backward != _NEVER:
+        if self.last_backward != NEVER:
             if self.last_backward == self.value.last_backward:
                 self.value.reads -= 1
-            self.last_backward = _NEVER
-
-    def __del__(self) -> None:
-        value = self.value
-        value.readers -= 1
-        if self.last_backward != _NEVER and self.last_backward == value.last_backward:
-            value.reads -= 1
-        elif value.reads == value.readers and value.maker is not None:
-            value.tensor = None
+            self.last_backward = NEVER
 
 
-def materialize(value: Value) -> Tensor:
-    """Recompute `value`, and before it the operands that are not available.
-
-    It does not recurse: a chain of recomputes may be as long as a model is deep.
-    """
-    pending = [value]
-    while True:
-        top = pending[-1]
-        if top.tensor is not None and top is not value:
-            pending.pop()
-            continue
-        maker, missing = top.maker, []
-        assert maker is not None
-        for operand in maker.operands:
-            if operand is not None:
-                if operand.last_backward != _NEVER:
-                    operand.wait()  # so that its recomputed value stays until it is read
-                if operand.value.tensor is None:
-                    missing.append(operand.value)
-        if missing:
-            pending += missing
-        elif top is value:
-            return maker.make(top)
-        else:
-            maker.make(top)
-
-
-def changed_in_place(tensor: Tensor, version: int) -> str:
-    """Return PyTorch's own message for a saved tensor that was modified, which tools and people know."""
-    kind = f"{tensor.type()} {list(tensor.shape)}"
-    return (
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{kind}] is at version {tensor._version}; expected version {version} instead."
-    )
-
-
-_KEYS = tuple(("lowtide", output) for output in range(8))
+KEYS = tuple(("lowtide", output) for output in range(8))
 """Keys of node metadata for the first outputs of a node."""
 
 
 def register(node: Node, output: int, value: Value) -> None:
     """Let later readers of the node's output find `value` while a handle holds it. The node does not keep it alive."""
-    node_metadata(node)[_KEYS[output] if output < len(_KEYS) else ("lowtide", output)] = weakref.ref(value)
+    node_metadata(node)[KEYS[output] if output < len(KEYS) else ("lowtide", output)] = weakref.ref(value)
 
 
 def registered(node: Node, output: int) -> Value | None:
     """Return the value of a node's output, if it was registered and a handle still holds it."""
-    reference = node_metadata(node).get(_KEYS[output] if output < len(_KEYS) else ("lowtide", output))
+    reference = node_metadata(node).get(KEYS[output] if output < len(KEYS) else ("lowtide", output))
     return None if reference is None else reference()
 
 
 @never_compiled
-def unpack(handle: Handle | KeptTensor) -> Tensor:
+def unpack_in_python(handle: Handle | KeptTensor) -> Tensor:
     """Return a saved tensor, as the unpack hook."""
     global probe
     if isinstance(handle, tuple):
@@ -283,6 +174,21 @@ def unpack(handle: Handle | KeptTensor) -> Tensor:
     tensor = handle.get()
     observer.given(handle, tensor)
     return tensor
+
+
+unpack: Callable[[Handle | KeptTensor], Tensor] = unpack_in_python if native is None else native.unpack
+"""Return a saved tensor, as the unpack hook."""
+if native is not None:
+    native.lend(
+        Value=Value,
+        Handle=Handle,
+        observed=globals(),
+        keys=KEYS,
+        materialize=materialize,
+        changed_in_place=changed_in_place,
+        unpack_in_python=unpack_in_python,
+        strided=torch.Tensor.as_strided,
+    )
 
 
 def peek(node: Node, attribute: str) -> Any:

@@ -24,7 +24,8 @@ from lowtide._torch.patching import replace_function
 from lowtide._torch.tensors import storage_id
 from lowtide.runtime import parameter_methods
 from lowtide.runtime.recipes import CannotRecompute
-from lowtide.runtime.saved_values import Value, changed_in_place, value_without_grad_fn
+from lowtide.runtime.saved_fields import changed_in_place
+from lowtide.runtime.saved_values import Value, value_without_grad_fn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -190,7 +191,7 @@ def _updates(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _writes(parameter: Tensor, method: str) -> bool:
-    """Copy what a method of `parameter` is about to write to, if a plan reads it again. Return False if none reads."""
+    """Copy tensors that a method of `parameter` is about to write to and a plan reads again; False if none reads."""
     plans = _at_work()
     for relied_on in plans:
         relied_on.before_write({storage_id(parameter)}, f"Tensor.{method}")

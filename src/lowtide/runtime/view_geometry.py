@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import Node
 
-    from lowtide.runtime.saved_values import Geometry
+    from lowtide.runtime.saved_fields import Geometry
 
 
 def whole(tensor: Tensor) -> tuple[Tensor, Node | None, int]:

@@ -19,8 +19,8 @@ from lowtide.estimator.cuda.deferred_placement import DeferredCudaModule
 from lowtide.estimator.cuda.placement import is_given
 from lowtide.estimator.fake_step import COMPILED
 from lowtide.estimator.packed_sequences import sizes_in
-from lowtide.estimator.replayed_blocks import replay_blocks
 from lowtide.estimator.two_step_run import TwoStepRun
+from lowtide.estimator.unrehearsed_plans import How, engine_for
 from lowtide.runtime.batch_tensors import in_words, tensors_in
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.script.alternating_models import PATIENCE, held_by, ids, others_at_hand
@@ -71,12 +71,12 @@ class Estimating(StepListener):
         on_entered: Callable[[], None],
         processes: AbsentProcesses | None = None,
         *,
-        replayed: bool = False,
+        how: How = "plain",
     ) -> None:
         self.done = False
         self.estimate: MemoryEstimate | None = None
         self._gpu, self._size, self._on_entered, self._processes = gpu, size, on_entered, processes
-        self._replayed = replayed
+        self._how: How = how
         self._rehearsal: TwoStepRun | None = None
         self._model: nn.Module | None = None
         self._optimizers: tuple[Optimizer, ...] = ()
@@ -140,7 +140,7 @@ class Estimating(StepListener):
         assert self._rehearsal is not None
         former = None if self._model is None else weakref.ref(self._model)
         self._model = model
-        self._rehearsal.turn_to(model, at_hand())
+        self._rehearsal.turn_to(model, at_hand(), engine_for(self._how, model))
         if former is not None and former() is None:
             self._n_steps = 0
 
@@ -240,7 +240,7 @@ class Estimating(StepListener):
                 model,
                 batch,
                 reached,
-                plan=replay_blocks(model, batch) if self._replayed else None,
+                engine=engine_for(self._how, model),
                 alone=True,
                 is_there=self.asked.has,
                 processes=self._processes,
@@ -318,7 +318,7 @@ def estimate_script(
     *,
     on_entered: Callable[[], None] = ...,
     processes: AbsentProcesses | None = None,
-    replayed: bool = False,
+    how: How = "plain",
 ) -> tuple[int, GpuMemoryEstimate | None]: ...
 
 
@@ -330,7 +330,7 @@ def estimate_script(
     *,
     on_entered: Callable[[], None] = ...,
     processes: AbsentProcesses | None = None,
-    replayed: bool = False,
+    how: How = "plain",
 ) -> tuple[int, MemoryEstimate | None]: ...
 
 
@@ -341,16 +341,16 @@ def estimate_script(
     *,
     on_entered: Callable[[], None] = lambda: None,
     processes: AbsentProcesses | None = None,
-    replayed: bool = False,
+    how: How = "plain",
 ) -> tuple[int, MemoryEstimate | None]:
     """Run `script` up to two steps without memory; return its exit code and the estimate.
 
     With `gpu` the script runs on that GPU, as one of `processes`. `on_entered` is called when the script's tensors are
-    real for the last time. With `replayed`, each repeated block of the model is replayed in backward.
+    real for the last time. `how` is the way in which the steps are taken on `gpu`.
 
     Raises the errors of a rehearsal, with the line of the script that caused them.
     """
-    listener = Estimating(gpu, size, on_entered, processes, replayed=replayed)
+    listener = Estimating(gpu, size, on_entered, processes, how=how)
     with contextlib.ExitStack() as stack:
         if gpu is not None:
             stack.enter_context(cuda_for_a_script(gpu, listener, processes))

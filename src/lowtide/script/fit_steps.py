@@ -42,6 +42,7 @@ from lowtide.state.process_group import several_processes
 from lowtide.units import format_apart, format_bytes, format_change, format_ratio, format_time
 from lowtide.utils.amounts import BudgetFor
 from lowtide.utils.progress import Stage, showing
+from lowtide.utils.rendering import Displayed, short_repr
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,8 +63,8 @@ WHOLE_NEXT: Final = "That was inside compiled blocks: they are rehearsed again, 
 NOT_COMPARED: Final = "there was no room to compare bits"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunVerdict:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class RunVerdict(Displayed):
     """Memory of the steps that a plan was made for, as measured in training."""
 
     budget_bytes: int
@@ -84,6 +85,9 @@ class RunVerdict:
     def to_proof(self) -> Proof:
         """Return this verdict as the proof in a report."""
         return Proof(measured_peak_bytes=self.measured_peak_bytes, is_within_budget=self.within_budget, text=str(self))
+
+    def __repr__(self) -> str:
+        return short_repr(type(self).__name__, str(self))
 
     def __str__(self) -> str:
         if self.measured_peak_bytes is None:

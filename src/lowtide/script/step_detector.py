@@ -31,7 +31,7 @@ from lowtide._torch.backward import in_backward, in_transform, is_tracing
 from lowtide._torch.compiled_code import is_compiled, n_compiled, never_compiled, not_compiled_alone
 from lowtide._torch.patching import Make, replace_function
 from lowtide.errors import LowtideError, RehearsalError
-from lowtide.profiler.preconditions import check_updates_outside
+from lowtide.profiler.preconditions import check_not_in_zero, check_updates_outside
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.class_calls import class_of_call, classes_of_calls
 from lowtide.script.alternating_models import PATIENCE, AlternatingModels, held_by, ids, others_at_hand
@@ -202,7 +202,7 @@ class Steps:
                 is_around = self._is_given and module is not self.model and is_compiled(module)
                 self.listener.compiled = module if is_around else None
                 with self._noting():
-                    self._called_by_nobody(module, (args, kwargs))
+                    self._handle_outermost_call(module, (args, kwargs))
             return plain(module, *args, **kwargs)
         finally:
             self._depth -= 1
@@ -225,7 +225,7 @@ class Steps:
                     if not self._is_open:
                         self.listener.compiled = function
                     with self._noting():
-                        self._called_by_nobody(module, (args, kwargs))
+                        self._handle_outermost_call(module, (args, kwargs))
             return function(*args, **kwargs)
         finally:
             self._depth -= 1
@@ -273,11 +273,12 @@ class Steps:
         return here is self._thread if self._thread is not None else here not in self._other_threads
 
     @never_compiled
-    def _called_by_nobody(self, module: nn.Module, batch: Any) -> None:
+    def _handle_outermost_call(self, module: nn.Module, batch: Any) -> None:
         if self.failed is not None:  # the program caught the error and went on
             raise Enough from self.failed
         if self._is_given and not self._is_ours(module):
             return
+        check_not_in_zero(module)
         self._thread = threading.current_thread()
         if self._is_open and (self._all_stepped() or self._is_updated_by_hand()):
             self._close()  # a parameter had a gradient, but no optimizer has it

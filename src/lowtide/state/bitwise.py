@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.runtime.saved_values import Geometry
+    from lowtide.runtime.saved_fields import Geometry
 
 PIECE = 2**18
 """Elements processed at a time: few enough for little memory, many enough for few events in a recording."""

@@ -4,6 +4,8 @@ import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
 
+from lowtide.utils import native_cache
+
 RELEASE = "0.1.0"
 """The version of source without tags, such as an archive; tags go first (tools/package_version.py)."""
 
@@ -34,16 +36,22 @@ def newer_than_tested(torch_version: str) -> str | None:
     )
 
 
+def torch_version() -> str | None:
+    """Return the version of the installed torch, without importing it; None if there is none."""
+    return _installed("torch")
+
+
 def versions_in_words() -> str:
     """Return the lines of `lowtide --version`, without importing torch."""
-    torch_version = _installed("torch")
+    installed = torch_version()
     tested = ", ".join(".".join(map(str, numbers)) for numbers in TESTED_TORCH)
     lines = [
         f"lowtide {own_version()}",
-        f"torch {torch_version or 'not installed'} (tested: {tested})",
+        f"torch {installed or 'not installed'} (tested: {tested})",
         f"Python {platform.python_version()}",
+        f"hooks: {native_cache.state(installed)}",
     ]
-    if torch_version is not None and (remark := newer_than_tested(torch_version)) is not None:
+    if installed is not None and (remark := newer_than_tested(installed)) is not None:
         lines.append(remark)
     return "\n".join(lines)
 

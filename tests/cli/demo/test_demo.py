@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
-from rich.console import Console
 
 from lowtide import cli
 from lowtide.cli.demo import command, workloads
@@ -210,12 +209,11 @@ def run(*args: str) -> Result:
     return CliRunner().invoke(cli.lowtide, ["demo", *args], standalone_mode=False)
 
 
-def shown(found: Comparison, encoding: str = "utf-8") -> str:
-    raw = io.BytesIO()
-    with io.TextIOWrapper(raw, encoding=encoding, errors="strict") as file:
-        table.show(found, Console(file=file, width=80))
-        file.flush()
-        return raw.getvalue().decode(encoding)
+def shown(found: Comparison, *, in_unicode: bool = True) -> str:
+    text = table.show(found, in_unicode=in_unicode)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+    return text
 
 
 @pytest.mark.parametrize(
@@ -256,7 +254,8 @@ def test_one_step_is_one_step() -> None:
 
 
 def test_the_table_can_be_written_in_ascii() -> None:
-    text = shown(comparison(GOOD, UNREACHED, notes=("a note",)), encoding="ascii")
+    text = shown(comparison(GOOD, UNREACHED, notes=("a note",)), in_unicode=False)
+    assert text.isascii()
     assert "###" in text
     assert "Note: a note." in text
 

@@ -317,7 +317,7 @@ REPORTED = [
     Reported(
         "triton place",
         "not-pytorch",
-        "look with nvidia-smi who",
+        "look with nvidia-smi which",
         '  File "/v/site-packages/torch/_inductor/runtime/triton_heuristics.py", line 1036, in run\n    return '
         "launcher(\nRuntimeError: CUDA driver error: out of memory",
         says="Triton",
@@ -511,7 +511,7 @@ REPORTED = [
     Reported(
         "rmm",
         "not-pytorch",
-        "look with nvidia-smi who",
+        "look with nvidia-smi which",
         "MemoryError: std::bad_alloc: out_of_memory: CUDA error at: "
         "/opt/conda/include/rmm/mr/device/cuda_memory_resource.hpp:70: cudaErrorMemoryAllocation out of memory",
         never="main memory is used up",
@@ -519,7 +519,7 @@ REPORTED = [
     Reported(
         "tcnn",
         "not-pytorch",
-        "look with nvidia-smi who",
+        "look with nvidia-smi which",
         "RuntimeError: /tiny-cuda-nn/include/tiny-cuda-nn/gpu_memory.h:590 cudaMalloc(&rawptr, "
         "n_bytes+DEBUG_GUARD_SIZE*2) failed: out of memory",
     ),
@@ -570,7 +570,7 @@ REPORTED = [
     Reported(
         "tf driver",
         "other-process",
-        "look with nvidia-smi who",
+        "look with nvidia-smi which",
         "E tensorflow/stream_executor/cuda/cuda_driver.cc:924] failed to allocate 10.27G (11026489344 bytes) from "
         "device: CUDA_ERROR_OUT_OF_MEMORY",
         never="PyTorch's allocator|torch\\.cuda",
@@ -604,7 +604,7 @@ REPORTED = [
     Reported(
         "cudnn9",
         "not-pytorch",
-        "look with nvidia-smi who",
+        "look with nvidia-smi which",
         "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
     ),
     Reported(
@@ -616,7 +616,7 @@ REPORTED = [
     Reported(
         "cusparse",
         "not-pytorch",
-        "look with nvidia-smi who",
+        "look with nvidia-smi which",
         "RuntimeError: CUDA error: insufficient resources when calling `cusparseSpGEMM_workEstimation(...)`",
     ),
     Reported(
@@ -636,7 +636,7 @@ REPORTED = [
     Reported(
         "pi host",
         "not-pytorch",
-        "look with xpu-smi ps who",
+        "look with xpu-smi ps which",
         "RuntimeError: Native API failed. Native API returns: -6 (PI_ERROR_OUT_OF_HOST_MEMORY) -6 "
         "(PI_ERROR_OUT_OF_HOST_MEMORY)",
         never="nvidia|torch\\.cuda|CUDA_",

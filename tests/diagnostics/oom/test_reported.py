@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from diagnostics.oom import reported, reported_elsewhere  # type: ignore[import-not-found]
+from diagnostics.oom import reported, reported_elsewhere, reported_frameworks  # type: ignore[import-not-found]
 from diagnostics.oom.reported import Reported  # type: ignore[import-not-found]
 from lowtide.diagnostics.oom import Explanation, explain
 
-REPORTED = [*reported.REPORTED, *reported_elsewhere.REPORTED]
+REPORTED = [*reported.REPORTED, *reported_elsewhere.REPORTED, *reported_frameworks.REPORTED]
 
 
 @pytest.mark.parametrize("row", REPORTED, ids=lambda row: row.name)

@@ -30,8 +30,8 @@ from lowtide.runtime.fingerprint import device_of, place_of
 from lowtide.runtime.static_memory import static_bytes
 from lowtide.units import format_bytes
 
-STEPS = 3
-"""Steps of a run. They keep the demo below three minutes on two cores."""
+STEPS = 2
+"""Steps of a run. They keep the demo at about a minute on two cores."""
 
 _REHEARSING, _FITTING = 5, 5  # approximate numbers of plain steps
 

@@ -1,77 +1,79 @@
 """Show a `Comparison` to people: a table, the peaks as bars, each plan's decisions, and the proof."""
 
+import textwrap
 from collections.abc import Iterator
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from lowtide.cli.demo.results import Comparison, Run
 from lowtide.report.text_table import decisions
 from lowtide.units import format_bytes, format_ratio
+from lowtide.utils.tables import Table, aligned
 
+WIDTH = 80
 _BAR_CELLS = 40
 
 
-def show(comparison: Comparison, console: Console) -> None:
-    """Print the whole comparison; 80 columns are enough."""
-    blocks = console.encoding.lower().startswith("utf")
+def show(comparison: Comparison, *, in_unicode: bool = True) -> str:
+    """Return the whole comparison as text of 80 columns."""
     about = (
         f"{comparison.optimizer}, {comparison.items_per_step:,} {comparison.items} a step, {_steps(comparison)} a run"
     )
-    console.print(Text(f"{comparison.description}; {about}."), "", sep="\n")
-    console.print(_table(comparison), "", _bars(comparison, "▓█▏" if blocks else "#=|"), "", sep="\n")
-    for line in [*_made_again(comparison), "", *_proof(comparison), *_remarks(comparison)]:
-        console.print(Text(line))
+    said = [*_made_again(comparison), "", *_proof(comparison), *_remarks(comparison)]
+    return "\n".join(
+        [
+            *_wrapped(f"{comparison.description}; {about}."),
+            "",
+            *_table(comparison).lines(),
+            "",
+            *_bars(comparison, "▓█▏" if in_unicode else "#=|"),
+            "",
+            *(line for paragraph in said for line in _wrapped(paragraph)),
+        ]
+    )
+
+
+def _wrapped(paragraph: str) -> list[str]:
+    return textwrap.wrap(paragraph, WIDTH, break_on_hyphens=False) or [""]
 
 
 def _table(comparison: Comparison) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("", no_wrap=True)
-    for heading in ("budget", "predicted", "measured", "time", "recompute", "replay"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("bits", no_wrap=True)
-    for run in comparison.runs:
-        table.add_row(run.name, *_cells(run))
-    return table
+    headings = ("", "budget", "predicted", "measured", "time", "recompute", "replay", "bits")
+    rows = [(run.name, *_cells(run)) for run in comparison.runs]
+    return Table(headings=headings, rows=[(*row, *[""] * (len(headings) - len(row))) for row in rows])
 
 
-def _cells(run: Run) -> Iterator[str | Text]:
+def _cells(run: Run) -> Iterator[str]:
     yield _bytes(run.budget_bytes)
     if run.refusal is not None:
-        yield Text("none", style="yellow")
+        yield "none"
         return
     yield _bytes(run.predicted_peak_bytes)
-    yield Text(_bytes(run.measured_peak_bytes), style="" if run.within_budget else "bold red")
+    yield _bytes(run.measured_peak_bytes) + ("" if run.within_budget else " !")
     if run.kind == "plain":
         return
     yield "" if run.time_ratio is None else format_ratio(run.time_ratio - 1, signed=True)
     yield "" if run.plan is None else str(len(run.plan.recompute))
     yield "blocks" if run.plan is None else str(len(run.plan.replay) + len(run.plan.advance))
-    yield Text("equal", style="green") if run.identical else Text("DIFFER", style="bold red")
+    yield "equal" if run.identical else "DIFFER"
 
 
-def _bars(comparison: Comparison, cells: str) -> Table:
-    """Draw the measured peaks to scale, each with its budget marked."""
+def _bars(comparison: Comparison, cells: str) -> Iterator[str]:
+    """Yield the measured peaks as bars to scale, each with its budget marked."""
     static_cell, other_cell, budget_cell = tuple(cells)
     plain = comparison.plain.measured_peak_bytes or 1
     largest = max(run.measured_peak_bytes or 0 for run in comparison.runs)
     static = round(_BAR_CELLS * comparison.static.total / largest)
-    bars = Table.grid(padding=(0, 2))
+    rows = []
     for run in comparison.runs:
         if run.measured_peak_bytes is None:
             continue
         peak = max(static, round(_BAR_CELLS * run.measured_peak_bytes / largest))
-        bar = Text(static_cell * static, style="blue").append(other_cell * (peak - static), style="cyan")
+        bar = static_cell * static + other_cell * (peak - static)
         if run.budget_bytes is not None and run.budget_bytes <= largest:
             at = max(peak, round(_BAR_CELLS * run.budget_bytes / largest))
-            bar.append(" " * (at - peak) + budget_cell, style="yellow")
-        share = format_ratio(run.measured_peak_bytes / plain)
-        bars.add_row(run.name, bar, Text(share, justify="right"))
-    legend = f"{static_cell} there before the step  {other_cell} added by it  {budget_cell} budget"
-    bars.add_row("", Text(legend, style="dim"))
-    return bars
+            bar += " " * (at - peak) + budget_cell
+        rows.append((run.name, bar, format_ratio(run.measured_peak_bytes / plain)))
+    yield from aligned(rows, {0, 1})
+    yield f"{static_cell} there before the step  {other_cell} added by it  {budget_cell} budget"
 
 
 def _made_again(comparison: Comparison) -> Iterator[str]:

@@ -85,7 +85,7 @@ _RESULT = re.compile(r"(?:result|output|out)(\d*)")
 
 
 def output_index(name: str) -> int | None:
-    """Return which output of its node a saved tensor of this name is; None if none."""
+    """Return the output number of a saved tensor of this name in its node; None if it is no output."""
     match = _RESULT.fullmatch(name)
     return None if match is None else int(match[1] or 0)
 

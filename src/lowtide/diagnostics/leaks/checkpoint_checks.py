@@ -45,18 +45,18 @@ class CheckpointChecks:
         return self._n_running > 0 and bool(self._running)
 
     @property
-    def _running(self) -> list[list[weakref.ref[nn.Module]]]:
-        running: list[list[weakref.ref[nn.Module]]] = self._of_thread.__dict__.setdefault("running", [])
+    def _running(self) -> list[_Calls]:
+        running: list[_Calls] = self._of_thread.__dict__.setdefault("running", [])
         return running
 
     def module_called(self, module: nn.Module) -> None:
         """Note the call of a module inside the running region."""
-        self._running[-1].append(weakref.ref(module))
+        self._running[-1].add(module)
 
     @contextmanager
-    def recording(self) -> Iterator[list[weakref.ref[nn.Module]]]:
+    def recording(self) -> Iterator[_Calls]:
         """Record the modules called in this block."""
-        calls: list[weakref.ref[nn.Module]] = []
+        calls = _Calls()
         self._running.append(calls)
         self._n_running += 1
         try:
@@ -102,14 +102,15 @@ class _Region:
 
     def __init__(self, checks: CheckpointChecks, place: Place, *, loses_gradients: bool) -> None:
         self._checks, self._place, self._loses_gradients = checks, place, loses_gradients
-        self._in_forward: list[weakref.ref[nn.Module]] = []
+        self._in_forward = _Calls()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         with self._checks.recording() as calls:
             yield
+        calls.note_written()
         self._in_forward = calls
-        trained = _with_parameters(calls)
+        trained = calls.with_parameters()
         if self._loses_gradients and trained:
             self._checks.lost_gradients(self._place, trained[0])
 
@@ -121,25 +122,61 @@ class _Region:
             finally:
                 self._compare(calls)
 
-    def _compare(self, calls: list[weakref.ref[nn.Module]]) -> None:
+    def _compare(self, calls: _Calls) -> None:
         """Compare the modules called in backward with those of forward; torch may stop the run early."""
-        pairs = zip(_with_parameters(self._in_forward), _with_parameters(calls), strict=False)
+        calls.note_written()
+        pairs = zip(self._in_forward.with_parameters(), calls.with_parameters(), strict=False)
         different = next(((first, second) for first, second in pairs if first is not second), None)
         if different is not None:
             self._checks.other_block(self._place, *different)
-        for reference in calls:
-            module = reference()
-            if module is not None and module.training and _counts(module):
+        for module in calls.modules():
+            if module.training and (_counts(module) or self._in_forward.wrote(module) & calls.wrote(module)):
                 self._checks.counted_twice(self._place, module)
 
 
+class _Calls:
+    """Modules called in one run of a region, in order, and the buffers that they wrote to. Refers to modules weakly."""
+
+    def __init__(self) -> None:
+        self._called: list[weakref.ref[nn.Module]] = []
+        self._before: dict[int, dict[str, tuple[int, int]]] = {}
+        self._written: dict[int, set[str]] = {}
+
+    def add(self, module: nn.Module) -> None:
+        self._called.append(weakref.ref(module))
+        if module._buffers and not _is_norm(module):
+            self._before.setdefault(id(module), _versions(module))
+
+    def note_written(self) -> None:
+        """Compare all buffers with those from before the calls."""
+        for module in self.modules():
+            before = self._before.pop(id(module), {})
+            after = _versions(module) if before else {}
+            self._written[id(module)] = {name for name, version in before.items() if after.get(name) != version}
+
+    def wrote(self, module: nn.Module) -> set[str]:
+        """Return names of the buffers that the calls of `module` wrote to; none for norms."""
+        return self._written.get(id(module), set())
+
+    def modules(self) -> Iterator[nn.Module]:
+        return (module for reference in self._called if (module := reference()) is not None)
+
+    def with_parameters(self) -> list[nn.Module]:
+        """Return the called modules that have trained parameters of their own."""
+        return [m for m in self.modules() if any(p is not None and p.requires_grad for p in m._parameters.values())]
+
+
+def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the identity and version of each buffer; writes through `.data` change neither."""
+    there = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+    return {name: (id(buffer), buffer._version) for name, buffer in there.items() if not buffer.is_inference()}
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Return True for batch and instance norms."""
+    return {"running_mean", "num_batches_tracked"} <= module._buffers.keys()
+
+
 def _counts(module: nn.Module) -> bool:
-    """Return True if a forward in training moves running statistics of `module`: batch and instance norms."""
-    is_norm = getattr(module, "running_mean", None) is not None and hasattr(module, "num_batches_tracked")
-    return is_norm and bool(getattr(module, "momentum", None))
-
-
-def _with_parameters(calls: list[weakref.ref[nn.Module]]) -> list[nn.Module]:
-    """Return the called modules that have trained parameters of their own."""
-    modules = [module for reference in calls if (module := reference()) is not None]
-    return [m for m in modules if any(p is not None and p.requires_grad for p in m._parameters.values())]
+    """Return True if a forward in training moves running statistics of a norm."""
+    return _is_norm(module) and module._buffers["running_mean"] is not None and bool(getattr(module, "momentum", None))

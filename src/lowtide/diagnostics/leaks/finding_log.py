@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lowtide.diagnostics.leaks.call_log import Backward, Call, SiteStats
 from lowtide.diagnostics.leaks.call_site import Place
@@ -26,8 +27,11 @@ class Entry:
     since_step: int = 0
     text: str = ""
     name: str = ""
+    owner: str = ""
     names: tuple[str, ...] = ()
     """All variables that hold the memory: each of them must let go."""
+    parts: tuple[str, ...] = ()
+    """Containers and objects, parts of which hold its graph: they are not to be deleted."""
     fix: str = ""
     """Advice of the rule for this holder, a format string."""
     remedy: str = ""
@@ -52,11 +56,14 @@ class Entry:
             rule, self.fix = refined, refined.fix
         fix = self.fix.format(
             name=self.name or "it",
+            owner=self.owner or self.name or "it",
             names=", ".join(self.names) or self.name or "it",
             made=self.made_at or "that line",
             backward=self.backward.place if self.backward else "backward()",
             remedy=self.remedy,
         )
+        if self.parts and "{names}" in self.fix:
+            fix += f"; `.detach()` what is kept in {' and '.join(f'`{part}`' for part in self.parts)}"
         return Finding(
             code=rule.code,
             name=rule.name,
@@ -144,7 +151,7 @@ class FindingLog:
             if id(s) not in explained and s.is_never_reached and s.unreached_bytes >= least_bytes:
                 lines.setdefault((s.site.place, s.model), []).append(s)
         findings += map(_never_reached, lines.values())
-        return sorted(findings, key=lambda finding: (-finding.held_bytes, finding.code))
+        return sorted(_joined(findings), key=lambda finding: (-finding.held_bytes, finding.code))
 
     def _claimant(self, group: list[RetainedObject]) -> str | None:
         """Return the entry that claims the graph of `group`: other holders only refer to it."""
@@ -168,7 +175,11 @@ class FindingLog:
             n_others = len({item.holder.text for item in group if item.holder is not None}) - 1
             entry.text = _text(main) + (f" and {n_others} more like it" if n_others else "")
             entry.name = main.holder.name if main.holder else ""
-            entry.names = tuple(dict.fromkeys(h.name for h in main.holders if h.kind == "variable" and h.name))
+            entry.owner = main.holder.owner if main.holder else ""
+            variables = [h for h in main.holders if h.kind == "variable" and h.name]
+            parts = [h for h in variables if h.is_part and rule.fix_of_part]
+            entry.names = tuple(dict.fromkeys(h.name for h in variables if h not in parts))
+            entry.parts = tuple(dict.fromkeys(h.name for h in parts))
         self._note_calls(entry, rule, group)
 
     def _history(self, entry: Entry, group: list[RetainedObject], largest_graph_bytes: int) -> History:
@@ -209,6 +220,26 @@ class FindingLog:
         for call in unreached:  # the finding explains them: a missing backward is not reported as well
             call.is_explained = True
         entry.pending = unreached if rule.is_refuted_by_backward and not passes else []
+
+
+def _joined(findings: list[Finding]) -> list[Finding]:
+    """Return the findings, with one for all keys of the dicts that a list or dict gathers."""
+    joined: dict[tuple[str, str], list[Finding]] = {}
+    for number, finding in enumerate(findings):
+        container, _, key = finding.holder.rpartition("]['")
+        is_of_entries = key.endswith("']") and _ENTRIES.search(container + "]")
+        joined.setdefault((finding.code, container if is_of_entries else str(number)), []).append(finding)
+    return [_with_others(*sorted(same, key=lambda f: -f.held_bytes)) for same in joined.values()]
+
+
+def _with_others(largest: Finding, *others: Finding) -> Finding:
+    if not others:
+        return largest
+    more = f"{largest.holder} and {len(others)} more key{'s' * (len(others) > 1)} of each entry"
+    return replace(largest, holder=more, held_bytes=largest.held_bytes + sum(f.held_bytes for f in others))
+
+
+_ENTRIES = re.compile(r"\[\d+ entr(?:y|ies)\]$")
 
 
 def _unique_bytes(retained: Iterable[RetainedObject]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -52,10 +53,19 @@ def record_outputs_alive(view: InspectionInput, roots: list[Node], backward: Bac
                     step=call.step,
                     text=holder.text,
                     name=holder.name,
+                    remedy=_LOSS_ONLY if _is_in_model_output(tensor) else "",
                     made_at=call.place,
                     backward=backward,
                 )
                 break
+
+
+_LOSS_ONLY = "; or take only the loss (`loss = model(...).loss`): `lowtide.loss_only(model)` keeps no other output"
+
+
+def _is_in_model_output(tensor: Tensor) -> bool:
+    """Return True if an output object of transformers refers to `tensor`."""
+    return any(type(obj).__module__.partition(".")[0] == "transformers" for obj in gc.get_referrers(tensor))
 
 
 def record_summed_graphs(view: InspectionInput, roots: list[Any], backward: Backward, log: FindingLog) -> None:

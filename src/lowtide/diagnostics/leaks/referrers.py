@@ -69,6 +69,8 @@ class Holder:
     text: str
     key: str
     name: str = ""
+    owner: str = ""
+    """The object whose attribute holds them, as code; else `name`."""
     entries: int | None = None
     """Entries of all unbounded lists, dicts and sets on the path, added up; None without any."""
     gathers: bool = False
@@ -159,6 +161,7 @@ class HolderSearch:
             text=f"{where} {shown}",
             key=f"{place.file} {grouped}",
             name=full_name,
+            owner=_owner(way, name) or full_name,
             entries=entries,
             gathers=_gathers(way),
             is_part=bool(way.path),
@@ -176,7 +179,8 @@ class HolderSearch:
             is_namespace = isinstance(referrer, type) or getattr(referrer, "__dict__", None) is way.obj
             entries = way.entries if is_namespace else way.all_entries
             if labels is None:
-                yield _ReferencePath(referrer, way.tensors, way.path, entries), way
+                container = way.container if isinstance(referrer, nn.Module) else None
+                yield _ReferencePath(referrer, way.tensors, way.path, entries, container), way
             elif (label := labels.get(id(way.obj))) is not None:
                 container = tuple if isinstance(referrer, tuple) else way.container
                 yield _ReferencePath(referrer, way.tensors, (label, *way.path), entries, container), way
@@ -363,6 +367,13 @@ def _shown(way: _ReferencePath, name: str, kind: str) -> tuple[str, str, str]:
     leads_to_list = len(attributes) < len(keys) < len(way.path) and _ENTRIES.fullmatch(way.path[len(keys)])
     grouped = "".join((name, *attributes))
     return shown, "".join((name, *keys)) if leads_to_list else grouped, grouped
+
+
+def _owner(way: _ReferencePath, name: str) -> str:
+    """Return the object that has the last attribute of the path, as code; empty if there is none, or it has no name."""
+    if not way.path or not way.path[-1].startswith(".") or any(_ENTRIES.fullmatch(step) for step in way.path):
+        return ""
+    return "".join((name, *way.path[:-1]))
 
 
 def _path(path: tuple[str, ...]) -> str:

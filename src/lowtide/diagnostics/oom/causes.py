@@ -312,7 +312,8 @@ def _huge_tensor(m: Message, f: Facts) -> Cause | None:
         evidence = f"one request of {format_bytes(tried)}"
     else:
         without_others = m.others_bytes > _SHARE * total and (m.free_bytes or 0) + m.others_bytes >= tried
-        if tried <= total and (tried <= _ONE_TENSOR_SHARE * total or without_others):
+        in_pieces = (m.unallocated_bytes or 0) >= max(tried, _GAPS_SHARE * total)
+        if tried <= total and (tried <= _ONE_TENSOR_SHARE * total or without_others or in_pieces):
             return None
         share = format_ratio(tried / total)
         evidence = f"one request of {format_bytes(tried)}, {share} of {format_bytes(total)}"

@@ -189,7 +189,7 @@ SOURCES: dict[str, Source] = {
         claim="less of the GPU is free than vLLM was told to take: other processes hold the rest",
         evidence="vLLM takes gpu_memory_utilization of the whole GPU, not of its free part",
         actions=(
-            "look with nvidia-smi who holds the GPU: another server, a notebook, an earlier engine that still runs",
+            "look with nvidia-smi which processes hold the GPU: another server, a notebook, an earlier engine",
             "or a smaller gpu_memory_utilization, below the free share",
         ),
     ),
@@ -208,7 +208,7 @@ SOURCES: dict[str, Source] = {
         evidence="it asks the driver directly; models are split by whole layers",
         actions=(
             "fewer layers on the GPU (-ngl), a shorter context (-c), or --cache-type-k q8_0 and --cache-type-v q8_0",
-            "see who else holds the GPU, and split by free memory: --tensor-split",
+            "see which other processes hold the GPU, and split by free memory: --tensor-split",
         ),
     ),
     "ONNX Runtime": Source(
@@ -243,7 +243,7 @@ SOURCES: dict[str, Source] = {
         claim="TensorFlow or JAX could not take its pool: the GPU has less free than it asks for at its start",
         evidence="both take nearly the whole GPU at once; smaller tries follow, so that the program may go on",
         actions=(
-            "look with nvidia-smi who holds the GPU: another process, a notebook that still runs",
+            "look with nvidia-smi which processes hold the GPU: another process, a notebook that still runs",
             "or let the pool grow: TF_FORCE_GPU_ALLOW_GROWTH=true, XLA_PYTHON_CLIENT_PREALLOCATE=false",
         ),
     ),
@@ -270,6 +270,105 @@ SOURCES: dict[str, Source] = {
         claim="the VAE did not fit for the whole image, and ComfyUI goes on in tiles",
         evidence="activations of the decoder grow with the pixels, not with the model",
         actions=("the tiled VAE node from the start, with smaller tiles", "smaller images or batches; --lowvram"),
+    ),
+    "PaddlePaddle": Source(
+        code="true-need",
+        claim="PaddlePaddle's allocator has no room on the GPU: what it holds and the request are more than there is",
+        evidence="it takes its memory in chunks, and keeps them",
+        actions=(
+            "smaller batches, use_recompute=True, or paddle.amp",
+            "see which other processes hold the GPU; FLAGS_fraction_of_gpu_memory_to_use bounds what Paddle takes",
+        ),
+    ),
+    "CUDA.jl": Source(
+        code="true-need",
+        claim="Julia's memory pool has no room on the GPU, and collecting garbage freed too little",
+        evidence="CUDA.jl frees arrays only when Julia's garbage collector has seen that they are gone",
+        actions=(
+            "CUDA.unsafe_free!(x) for arrays that are over, or GC.gc(); CUDA.reclaim() gives the pool back",
+            "smaller batches; see which other processes hold the GPU",
+        ),
+    ),
+    "MindSpore": Source(
+        code="true-need",
+        claim="MindSpore has no room on the device for a kernel's memory",
+        evidence="the limit is max_device_memory of the context, or the device itself",
+        actions=(
+            "smaller batches, or cell.recompute() for repeated cells",
+            'a larger max_device_memory: mindspore.set_context(max_device_memory="30GB")',
+        ),
+    ),
+    "copies of TensorFlow": Source(
+        code="true-need",
+        claim="TensorFlow has no room on the GPU for a tensor that it copies there",
+        evidence="`Dst tensor is not initialized` says so: the copy's memory was refused",
+        actions=(
+            "smaller batches; no whole data set as one constant (tf.data on the CPU instead)",
+            "see which other processes hold the GPU, and end what an earlier notebook has left there",
+        ),
+    ),
+    "TGI": Source(
+        code="cap",
+        claim="text-generation-inference has no room for a prefill of so many tokens beside the weights",
+        evidence="it tries the largest prefill once at its start",
+        actions=(
+            "a smaller --max-batch-prefill-tokens, and --max-input-tokens within it",
+            "a quantized model (--quantize), or --num-shard over more GPUs",
+        ),
+    ),
+    "Ollama": Source(
+        code="host-memory",
+        claim="the machine has less free RAM than Ollama reckons for the model",
+        evidence="both numbers are in the message; layers that are not on a GPU count as RAM",
+        actions=(
+            "a smaller or further quantized model, or a smaller num_ctx",
+            "more layers on the GPU (num_gpu), or free RAM: other programs, a container's limit",
+        ),
+    ),
+    "Vulkan": Source(
+        code="not-pytorch",
+        claim="memory was requested from the driver by Vulkan, and the GPU had none left",
+        evidence="it is outside of every framework's cache",
+        actions=(
+            "fewer layers or smaller images on the GPU",
+            "see which other processes hold the GPU: a display, a game, another process",
+        ),
+    ),
+    "YARN": Source(
+        code="host-memory",
+        claim="YARN ended a container of Spark: it used more host memory than its limit",
+        evidence="memory outside of Java's heap counts: Python workers and their tensors are there",
+        actions=(
+            "a larger spark.executor.memoryOverhead, or spark.executor.pyspark.memory",
+            "fewer cores an executor, smaller partitions",
+        ),
+    ),
+    "Java's heap": Source(
+        code="host-memory",
+        claim="Java's heap is full: its limit, not the machine's memory",
+        evidence="Spark's driver and executors run in Java, and collect results there",
+        actions=(
+            "a larger heap: -Xmx, spark.driver.memory or spark.executor.memory",
+            "collect less: no toPandas() or collect() of a whole table",
+        ),
+    ),
+    "Dask's workers": Source(
+        code="host-memory",
+        claim="workers of Dask died while they ran one task, most likely for their memory",
+        evidence="the worker's own log says why it ended",
+        actions=(
+            "look in the workers' logs; a larger memory_limit, or fewer threads a worker",
+            "smaller partitions: the task of one has to fit into a worker",
+        ),
+    ),
+    "libraries on the host": Source(
+        code="host-memory",
+        claim="a library was refused host memory: the machine's is used up, or a limit is reached",
+        evidence="it asked the system directly; the GPU's memory is not concerned",
+        actions=(
+            "look: free -h, ulimit -v, and the container's limit",
+            "less at once: smaller images or tables, fewer processes with a copy each",
+        ),
     ),
     "MLX": Source(
         code="cap",

@@ -82,6 +82,13 @@ HEADS = (
     ),
     _head("ran out of memory trying", r"Allocator \(\w{1,40}\) ran out of memory trying to allocate", "jax", "XLA"),
     _head("OOM when allocating", r"OOM when allocating tensor with shape", "jax", "TensorFlow"),
+    _head("Dst tensor is not", r"Dst tensor is not initialized", "jax", "copies of TensorFlow"),
+    _head("Cannot allocate", r"Cannot allocate \d[\d.]{0,20}[KMG]?B memory on GPU \d{1,4}", "jax", "PaddlePaddle"),
+    _head("Out of GPU memory", r"Out of GPU memory(?: trying to allocate \d[\d.]{0,20} [KMG]?i?B)?", "jax", "CUDA.jl"),
+    _head("enough and alloc failed", r"memory isn't enough and alloc failed", "jax", "MindSpore"),
+    _head("prefill tokens", r"Not enough memory to handle \d{1,12} prefill tokens", "cuda", "TGI"),
+    _head("more system memory", r"model requires more system memory \(\d[\d.]{0,20} [KMG]i?B\)", "system", "Ollama"),
+    _head("ErrorOutOfDeviceMemory", r"\bErrorOutOfDeviceMemory|VK_ERROR_OUT_OF_DEVICE_MEMORY", "jax", "Vulkan"),
     _head("memory in memory space", r"Ran out of memory in memory space (?:hbm|vmem|smem)", "xla", "XLA for TPU"),
     _head(
         "That was not possible",
@@ -122,6 +129,25 @@ HEADS = (
         r"Ran out of memory when regular VAE (?:en|de)coding, retrying with tiled",
         "cuda",
         "ComfyUI",
+    ),
+    # host memory of programs beside torch
+    _head(
+        "killed by YARN", r"[Cc]ontainer killed by YARN for exceeding (?:physical |virtual )?memory", "system", "YARN"
+    ),
+    _head(
+        "java.lang.OutOfMemoryError",
+        r"java\.lang\.OutOfMemoryError: (?:Java heap|GC overhead)",
+        "system",
+        "Java's heap",
+    ),
+    _head("workers died while", r"all those workers died while running it", "system", "Dask's workers", certain=False),
+    _head("memory allocation of", r"memory allocation of \d{1,20} bytes failed", "system", "libraries on the host"),
+    _head("Memory exhausted!", r"\[LightGBM\] \[Fatal\] Memory exhausted!", "system", "libraries on the host"),
+    _head(
+        "Insufficient memory",
+        r"\(-4:Insufficient memory\) Failed to allocate \d{1,20} bytes",
+        "system",
+        "libraries on the host",
     ),
     # the driver, called by torch or by a library outside torch's allocator
     _head("Error out of memory at line", r"Error out of memory at line \d{1,6} in file", "cuda driver", "bitsandbytes"),

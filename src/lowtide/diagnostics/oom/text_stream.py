@@ -100,7 +100,7 @@ class LineJoiner:
 
     @staticmethod
     def _end(text: str) -> int:
-        """Return where `text` can be cut: after a line, or within a very long one, but not within a colour."""
+        """Return a position to cut `text` at: after a line, or within a very long one, but not within a colour."""
         end = text.rfind("\n") + 1
         if len(text) - end < _LONGEST_LINE:
             return end

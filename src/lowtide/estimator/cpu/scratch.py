@@ -62,8 +62,8 @@ class Scratch:
         rule = RULES.get(func)
         if rule is None and takes_nothing(func, tensors, made):
             return {}, []
-        found = None if rule is None else rule(args, kwargs, made)
-        return self._trials.of(func, args, kwargs) if found is None else ({}, [n for n in found if n])
+        sizes = None if rule is None else rule(args, kwargs, made)
+        return self._trials.of(func, args, kwargs) if sizes is None else ({}, [n for n in sizes if n])
 
 
 def _copied(*places: int) -> Callable[[Any, Any, list[Tensor]], list[int]]:

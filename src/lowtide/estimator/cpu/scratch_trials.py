@@ -116,7 +116,7 @@ class _Call:
 
     def _run(self, rows: int, mark: Callable[[str], None]) -> tuple[int, ...]:
         args, kwargs = self._real(rows)
-        seen = {storage_id(tensor) for tensor in _memory(args, kwargs)}
+        counted = {storage_id(tensor) for tensor in _memory(args, kwargs)}
         mark("begin")
         try:
             out = self.func(*args, **kwargs)
@@ -124,8 +124,8 @@ class _Call:
             mark("end")
         sizes = []
         for result in _memory(out):
-            sizes.append(0 if storage_id(result) in seen else result.untyped_storage().nbytes())
-            seen.add(storage_id(result))
+            sizes.append(0 if storage_id(result) in counted else result.untyped_storage().nbytes())
+            counted.add(storage_id(result))
         return tuple(sizes)
 
 
@@ -170,10 +170,10 @@ class Trials:
     @property
     def unknown(self) -> dict[str, int]:
         """Operators with unknown scratch memory, and the bytes of the arguments in their largest call."""
-        found = dict(self._untried)
+        largest = dict(self._untried)
         for call in self._wanted.values():
-            found[str(call.func)] = max(call.n_bytes, found.get(str(call.func), 0))
-        return found
+            largest[str(call.func)] = max(call.n_bytes, largest.get(str(call.func), 0))
+        return largest
 
     def learn(self) -> None:
         """Run the collected trials. Not inside a backward pass, and not while another recorder is active."""
@@ -197,16 +197,16 @@ class Trials:
 
 
 def _between_marks(stream: EventStream) -> list[tuple[int, ...]]:
-    found: list[list[int]] = []
+    trials: list[list[int]] = []
     inside = False
     for event in stream:
         if type(event) is Mark:
             inside = event.label == "begin"
             if inside:
-                found.append([])
+                trials.append([])
         elif inside:
-            found[-1].append(event.bytes if type(event) is Allocate else -event.bytes if type(event) is Free else 0)
-    return [tuple(events) for events in found]
+            trials[-1].append(event.bytes if type(event) is Allocate else -event.bytes if type(event) is Free else 0)
+    return [tuple(events) for events in trials]
 
 
 def _real(leaf: Any, rows: int = 0) -> Any:

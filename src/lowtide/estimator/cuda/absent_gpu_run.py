@@ -24,7 +24,7 @@ from lowtide.estimator.cuda.placement import GpuPlacement, belongings
 from lowtide.estimator.cuda.redirect import CudaRedirect, cuda_is_there
 from lowtide.estimator.ddp_buckets import Reducers
 from lowtide.estimator.estimate_labels import labels
-from lowtide.estimator.fake_step import adopt, compiled, exclusive, left, planned, unpatched, with_carryover
+from lowtide.estimator.fake_step import adopt, compiled, exclusive, planned, unpatched, unrestored_note, with_carryover
 from lowtide.estimator.fake_step_state import Everything
 from lowtide.estimator.fake_tensors import FakeTensors
 from lowtide.estimator.sharded_units import on_host, sharding, units_on
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from lowtide.memory.gpu_specs import GpuSpec
     from lowtide.planner.records import Plan
+    from lowtide.runtime.engine import Engine
 
 
 def estimate_on(
@@ -56,10 +57,15 @@ def estimate_on(
     optimizer: Optimizer | None = None,
     allocator: AllocatorConfig | None = None,
     n_gpus: int = 1,
+    engine: Engine | None = None,
 ) -> GpuMemoryEstimate:
-    """Estimate as `lowtide.estimate` does. Without `allocator`, the allocator has the environment's settings."""
+    """Estimate as `lowtide.estimate` does, in a step that `engine` takes part in, or that runs under `plan`.
+
+    Without `allocator`, the allocator has the environment's settings.
+    """
     processes = these_processes(n_gpus)
-    on_gpu = AbsentGpuRun(gpu, model, batch, (step, optimizer), plan=plan, allocator=allocator, processes=processes)
+    engine = planned(model, batch, plan) if engine is None else engine
+    on_gpu = AbsentGpuRun(gpu, model, batch, (step, optimizer), engine=engine, allocator=allocator, processes=processes)
     with enable_plan_levers(plan, model, optimizer), on_gpu as rehearsal:
         hand_back = container_restorer(batch)
         step(batch)
@@ -74,7 +80,8 @@ class AbsentGpuRun(TwoStepRun):
     """Context in which the model, the batch and objects reached from `reached` are on `gpu`, with fake operators.
 
     `alone`: the process runs only this rehearsal, and the batch is on the GPU only while the script holds it.
-    `is_there` returns True if a real tensor is on CUDA already. `processes` train together, each on a GPU of its own.
+    `engine` takes part in both steps. `is_there` returns True if a real tensor is on CUDA already. `processes` train
+    together, each on a GPU of its own.
     """
 
     _ledger: GpuAllocationTracker
@@ -86,7 +93,7 @@ class AbsentGpuRun(TwoStepRun):
         batch: Any,
         reached: tuple[Any, ...],
         *,
-        plan: Plan | None = None,
+        engine: Engine | None = None,
         alone: bool = False,
         allocator: AllocatorConfig | None = None,
         is_there: Callable[[Tensor], bool] = lambda tensor: tensor.device.type == "cuda",
@@ -102,26 +109,26 @@ class AbsentGpuRun(TwoStepRun):
                     "the model before it is scripted or traced, or without a device."
                 )
         fakes = fake_mode(run_on_zeros=False, nested=RehearsalError(NESTED))
-        self._begin(model, batch, fakes, planned(model, batch, plan))
+        self._begin(model, batch, fakes, planned(model, batch, None) if engine is None else engine)
         self._ledger = GpuAllocationTracker(fakes, self.answers, OpWorkspaces(gpu))
-        self._kept = Everything(model, *reached, *([] if alone else [batch]))
+        self._state = Everything(model, *reached, *([] if alone else [batch]))
         self._placed = GpuPlacement(FakeTensors(self._fakes, NAME), self.answers, is_there, let_go=alone)
 
     def __enter__(self) -> Self:
         take_place(alone=self._alone)
         with contextlib.ExitStack() as stack:
             stack.enter_context(exclusive(self._fakes))
-            stack.enter_context(self._kept)
+            stack.enter_context(self._state)
             stack.enter_context(gpu_in_use(self._gpu))
-            at_entry = belongings(self._model, self._batch, self._kept.reached)
-            self._on_host = on_host(self._kept.reached)
+            at_entry = belongings(self._model, self._batch, self._state.reached)
+            self._on_host = on_host(self._state.reached)
             at_entry = [tensor for tensor in at_entry if id(tensor) not in self._on_host]
             if self._alone:
                 self._batch = None
                 stack.enter_context(_rare_collections())
             stack.enter_context(self._placed)
             device = torch.device(NAME, 0)
-            stack.enter_context(units_on(device, self._kept.reached, self._placed.twin))
+            stack.enter_context(units_on(device, self._state.reached, self._placed.twin))
             self._placed.put(at_entry)
             means, usage = CudaRedirect(NAME, self._ledger), Usage(self._ledger, self._config)
             stack.enter_context(cuda_is_there(self._gpu, means, usage, self._ledger, self.answers))
@@ -133,8 +140,9 @@ class AbsentGpuRun(TwoStepRun):
             stack.enter_context(self._running)
             with without_function_modes():
                 adopt(self._ledger, at_entry)
-                self._reducers = stack.enter_context(Reducers(self._kept.reached, self._ledger))
-                stack.enter_context(sharding(self._kept.reached, self._ledger))
+                self._reducers = stack.enter_context(Reducers(self._state.reached, self._ledger))
+                stack.enter_context(sharding(self._state.reached, self._ledger))
+            self._running.enter_context(self._first_step())
             self._stack = stack.pop_all()
         return self
 
@@ -176,7 +184,7 @@ class AbsentGpuRun(TwoStepRun):
             timeline=Timeline(stream, labels(stream, self._names) | self._ledger.labels),
             static=with_carryover(self._static, self._blocks, stream),
             unknown=(*self._ledger.unbounded.values(), *self._measured, *known_within(outcome.whole, bounds)),
-            assumed=(*_about(self._gpu), *compiled(self._model), *self.answers.notes, *left(self._kept)),
+            assumed=(*_about(self._gpu), *compiled(self._model), *self.answers.notes, *unrestored_note(self._state)),
             measured=self._measured,
             n_passes=n_passes,
             processes=processes,
@@ -189,8 +197,7 @@ class AbsentGpuRun(TwoStepRun):
             config=self._config,
             needs=needs,
             interval=interval,
-            verdict=outcome.on(self._gpu),
-            smallest_gpu=outcome.smallest(self._gpu),
+            outcome=outcome,
         )
 
 

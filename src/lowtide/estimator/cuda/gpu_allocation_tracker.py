@@ -95,20 +95,20 @@ class GpuAllocationTracker(AllocationTracker):
             for place in host:
                 self._follow(made[place], op, n_bytes=0)
             made = [tensor for place, tensor in enumerate(made) if place not in host]
-        found = self._takes.inside(func, args, kwargs, made)
-        held = [(self._open(inside, op), inside) for inside in found if inside.first]
+        scratch = self._takes.inside(func, args, kwargs, made)
+        held = [(self._open(inside, op), inside) for inside in scratch if inside.first]
         super()._record(func, args, kwargs, tensors, made if known.order is None else [made[i] for i in known.order])
         if made and func.namespace not in OWN_OPERATORS | SHARDING_OPERATORS:
             self.unbounded.setdefault(op, f"{func.name()}, no operator of torch: what it takes inside")
-        self._take([inside for inside in found if not inside.first], op)
+        self._take([inside for inside in scratch if not inside.first], op)
         self._events += [Free(block, inside.bytes) for block, inside in reversed(held)]
         for library, n_bytes in self._takes.lasting(func, args, made):
             self._events.append(Allocate(self._new_block(), n_bytes, 0, library))
 
-    def _take(self, found: list[ScratchBlock], op: str) -> None:
+    def _take(self, scratch: list[ScratchBlock], op: str) -> None:
         """Record an operator's scratch blocks, each freed at the end of its lifetime."""
         held: list[tuple[int, int, ScratchBlock]] = []
-        for place, inside in enumerate(found):
+        for place, inside in enumerate(scratch):
             for ended in [one for one in held if one[2].through is not None and one[0] + one[2].through < place]:
                 held.remove(ended)
                 self._events.append(Free(ended[1], ended[2].bytes))
@@ -146,17 +146,17 @@ class GpuAllocationTracker(AllocationTracker):
         """Return a CPU tensor's stand-in on the GPU, which lives as long as the tensor; any other leaf unchanged."""
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.device.type != "cpu":
             return leaf
-        found = self._moved.get(leaf)  # type: ignore[no-untyped-call]
-        if found is None:
+        copy = self._moved.get(leaf)  # type: ignore[no-untyped-call]
+        if copy is None:
             self._answers.note("a tensor on the CPU is assumed to be on the GPU")
             with without_modes(), self._fakes:
-                found = sparse.with_parts(leaf, self._empty) if sparse.is_sparse(leaf) else self._empty(leaf)
-            self._moved[leaf] = found
-            for part in sparse.parts([found]):
+                copy = sparse.with_parts(leaf, self._empty) if sparse.is_sparse(leaf) else self._empty(leaf)
+            self._moved[leaf] = copy
+            for part in sparse.parts([copy]):
                 self._follow(part, "aten::_to_copy")
         if is_strided(leaf):
-            self._answers.pass_on(leaf, found)  # each time, because the tensor may have been written to since
-        return found
+            self._answers.pass_on(leaf, copy)  # each time, because the tensor may have been written to since
+        return copy
 
     def _empty(self, tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
@@ -186,9 +186,9 @@ class GpuAllocationTracker(AllocationTracker):
                 return _CPU
             if not isinstance(leaf, torch.Tensor) or leaf.device == _CPU:
                 return leaf
-            twin = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=_CPU)
-            back[id(twin)] = leaf
-            return twin
+            on_cpu = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=_CPU)
+            back[id(on_cpu)] = leaf
+            return on_cpu
 
         def here(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or id(leaf) in back:

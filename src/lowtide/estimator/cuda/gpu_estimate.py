@@ -46,10 +46,8 @@ class GpuMemoryEstimate(MemoryEstimate):
     """The peaks, on a GPU of unlimited memory."""
     interval: tuple[int, int]
     """Bytes reserved at the peak, at least and at most: with other segment addresses, and with all bounds."""
-    verdict: Verdict
-    """Verdict on whether the step fits on `gpu` next to a CUDA context; "unknown" if unknown memory could matter."""
-    smallest_gpu: GpuSpec | None
-    """The smallest GPU of the table, of the same kernel generation, on which `fits` would be true."""
+    outcome: Outcome
+    """The run, which can be tried on any GPU."""
     processes: AbsentProcesses | None = None
     """Processes that train together, of which this is the estimate of one; None for a process alone."""
     is_bounded: bool = True
@@ -75,6 +73,16 @@ class GpuMemoryEstimate(MemoryEstimate):
     def peak_reserved_bytes(self) -> int:
         """Peak bytes that the allocator reserves on the GPU: `torch.cuda.max_memory_reserved`."""
         return self.needs.peak_reserved_bytes
+
+    @property
+    def verdict(self) -> Verdict:
+        """Verdict for `gpu`, next to a CUDA context; "unknown" if unknown memory could matter."""
+        return self.outcome.on(self.gpu)
+
+    @property
+    def smallest_gpu(self) -> GpuSpec | None:
+        """The smallest GPU of the table, of the same kernel generation, on which `fits` would be true."""
+        return self.outcome.smallest(self.gpu)
 
     @property
     def fits(self) -> bool:
@@ -199,6 +207,8 @@ class Outcome:
         self._by_workspace: dict[tuple[str, int], EventStream] = {}
         self._sure: dict[GpuSpec, bool] = {}
         """Results of `_surely_fits`."""
+        self._verdicts: dict[GpuSpec, Verdict] = {}
+        """Results of `on`."""
 
     def needs(self) -> tuple[Reserved, tuple[int, int]]:
         """Return the expected peaks, and the bounds of the reserved one, on a GPU of unlimited memory."""
@@ -211,6 +221,15 @@ class Outcome:
 
     def on(self, gpu: GpuSpec) -> Verdict:
         """Return the verdict for a GPU, over all contexts, unknown memory and driver addresses."""
+        if gpu not in self._verdicts:
+            self._verdicts[gpu] = self._judge(gpu)
+        return self._verdicts[gpu]
+
+    def takes_the_work_of(self, other: Outcome) -> bool:
+        """Return True if both runs request the same memory in the same order, apart from cuBLAS's workspaces."""
+        return _sizes(self._on_gpu("expected", 0)) == _sizes(other._on_gpu("expected", 0))
+
+    def _judge(self, gpu: GpuSpec) -> Verdict:
         if self._surely_fits(gpu):
             return "fits"
         least = context_bytes(gpu)[0] + self._beside[0]
@@ -276,6 +295,12 @@ def has_newer_kernels(gpu: GpuSpec) -> bool:
 _ENDS = ("least", "most")
 
 
+def _sizes(stream: EventStream) -> list[tuple[str, int]]:
+    """Return operator and bytes of each allocation, and the bytes of each free, in their order."""
+    requests = (event for event in stream if not isinstance(event, Mark))
+    return [(event.op if isinstance(event, Allocate) else "", event.bytes) for event in requests]
+
+
 def _workspaces(stream: EventStream, n_bytes: int) -> dict[int, int]:
     return {e.block: n_bytes for e in stream if type(e) is Allocate and e.op == WORKSPACE and e.bytes != n_bytes}
 
@@ -298,9 +323,9 @@ def known_within(whole: EventStream, bounds: Mapping[int, ScratchBlock]) -> tupl
     largest: dict[str, ScratchBlock] = {}
     for event in whole:
         if isinstance(event, Allocate) and event.block in bounds:
-            found = bounds[event.block]
-            if found.most > largest.get(event.op, _NONE).most:
-                largest[event.op] = found
+            bound = bounds[event.block]
+            if bound.most > largest.get(event.op, _NONE).most:
+                largest[event.op] = bound
     return tuple(
         f"{op}: takes {format_bytes(b.least)} to {format_bytes(b.most)} inside, counted as {format_bytes(b.bytes)}"
         for op, b in sorted(largest.items(), key=lambda item: -item[1].most)

@@ -58,11 +58,11 @@ class Usage:
             self._position += 1
             self._follow(event)
         self._look_for_gaps()
-        found = Counter({f"{kind}.{pool}.{what}": n for (kind, pool, what), n in self._counts.items()})
-        found["num_ooms"] = found["num_alloc_retries"] = 0
-        found["num_device_alloc"] = found["segment.all.allocated"]
-        found["num_device_free"] = found["segment.all.freed"]
-        return found
+        stats = Counter({f"{kind}.{pool}.{what}": n for (kind, pool, what), n in self._counts.items()})
+        stats["num_ooms"] = stats["num_alloc_retries"] = 0
+        stats["num_device_alloc"] = stats["segment.all.allocated"]
+        stats["num_device_free"] = stats["segment.all.freed"]
+        return stats
 
     def level(self, name: str) -> int:
         """Return one statistic of the simulated allocator."""
@@ -123,9 +123,9 @@ class Usage:
             for pool in ("all", "small_pool" if block.free.is_small else "large_pool"):
                 gaps["inactive_split", pool] += block.is_split
                 gaps["inactive_split_bytes", pool] += block.size * block.is_split
-        for place, found in gaps.items():
-            self._counts[*place, "current"] = found
-            self._counts[*place, "peak"] = max(found, self._counts[*place, "peak"])
+        for place, amount in gaps.items():
+            self._counts[*place, "current"] = amount
+            self._counts[*place, "peak"] = max(amount, self._counts[*place, "peak"])
 
     def _add(self, amounts: dict[str, int], sign: int, *, is_small: bool) -> None:
         for kind, amount in amounts.items():

@@ -80,8 +80,8 @@ class GpuPlacement:
         """Return the fake twin of a tensor; a distributed tensor gets one like it around the twin of its local part."""
         if is_wrapping(type(tensor)):
             with torch.no_grad():
-                twin: Tensor = distributed_like(tensor, self._twins.of(next(parts_of(tensor))))
-            return twin
+                fake: Tensor = distributed_like(tensor, self._twins.of(next(parts_of(tensor))))
+            return fake
         fake = self._twins.apart(tensor) if self._comes_alone(tensor) else self._twins.of(tensor)
         self._answers.introduce(fake, tensor)
         return fake
@@ -116,20 +116,20 @@ def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Ten
     Order: the model; other modules, parameters and optimizer state that the step reaches; other tensors that it trains;
     the batch.
     """
-    found: list[Tensor] = []
-    _module(model, found)
+    tensors: list[Tensor] = []
+    _module(model, tensors)
     optimizers = []
     for thing in reached:
         if isinstance(thing, nn.Module):
-            _module(thing, found)
+            _module(thing, tensors)
         elif isinstance(thing, torch.optim.Optimizer):
             optimizers.append(thing)
     for optimizer in optimizers:
-        found += [parameter for group in optimizer.param_groups for parameter in group["params"]]  # some in no module
-        found += _state(optimizer)
-    found += (t for t in reached if isinstance(t, torch.Tensor) and t.requires_grad and is_given(t))
+        tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]  # some in no module
+        tensors += _state(optimizer)
+    tensors += (t for t in reached if isinstance(t, torch.Tensor) and t.requires_grad and is_given(t))
     sizes = {id(tensor) for tensor in sizes_in(batch)}
-    return found + [tensor for tensor in tensors_in(batch) if id(tensor) not in sizes]
+    return tensors + [tensor for tensor in tensors_in(batch) if id(tensor) not in sizes]
 
 
 def is_given(tensor: Tensor) -> bool:
@@ -142,11 +142,11 @@ def is_given(tensor: Tensor) -> bool:
     )
 
 
-def _module(module: nn.Module, found: list[Tensor]) -> None:
+def _module(module: nn.Module, tensors: list[Tensor]) -> None:
     """Collect a module's tensors in the order of `module.cuda()`: children before its own tensors."""
     for child in module.children():
-        _module(child, found)
-    found += [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        _module(child, tensors)
+    tensors += [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

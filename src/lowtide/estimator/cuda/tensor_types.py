@@ -75,9 +75,9 @@ def as_move(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """Convert `tensor.type(kind)` to the equivalent `tensor.to(device, dtype)`; return any other call unchanged."""
     if func is not torch.Tensor.type:
         return func, args, kwargs
-    if (found := place_and_dtype(args[1] if len(args) > 1 else kwargs.get("dtype"))) is None:
+    if (target := place_and_dtype(args[1] if len(args) > 1 else kwargs.get("dtype"))) is None:
         return func, args, kwargs
-    return torch.Tensor.to, (args[0], *found), {}
+    return torch.Tensor.to, (args[0], *target), {}
 
 
 def type_name(name: str) -> str:
@@ -94,12 +94,12 @@ def stand_ins() -> Iterator[tuple[Any, str, Any]]:
 
 def _by_default(true: Callable[[Any], None]) -> Callable[[Any], None]:
     def set_default_tensor_type(kind: Any) -> None:
-        found = place_and_dtype(kind)
-        if found is None or found[0] != CUDA:
+        target = place_and_dtype(kind)
+        if target is None or target[0] != CUDA:
             true(kind)
             torch.set_default_device(None)
         else:
-            torch.set_default_dtype(found[1])
+            torch.set_default_dtype(target[1])
             torch.set_default_device("cuda")
 
     return set_default_tensor_type

@@ -223,14 +223,14 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _nested(stats: Counter[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for name, value in stats.items():
         *kinds, last = name.split(".")
-        place = found
+        place = nested
         for kind in kinds:
             place = place.setdefault(kind, {})
         place[last] = value
-    return found
+    return nested
 
 
 def _without_gpu(profile: Callable[..., None]) -> Callable[..., None]:
@@ -280,10 +280,10 @@ def _of_accelerator(gpu: GpuSpec, usage: Usage) -> dict[str, Callable[..., Any]]
     }
 
 
-def _unless_torch_asks(true: Callable[..., Any], told: Callable[..., Any]) -> Callable[..., Any]:
+def _unless_torch_asks(true: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
     """Return the true answer to torch's own code, which would pin memory and set up threads for a GPU."""
 
     def ask(*args: Any, **kwargs: Any) -> Any:
-        return (true if is_own(sys._getframe(1)) else told)(*args, **kwargs)
+        return (true if is_own(sys._getframe(1)) else answer)(*args, **kwargs)
 
     return ask

@@ -114,16 +114,16 @@ class ValueOracle:
 
     # --- what is known
 
-    def introduce(self, twin: Tensor, real: Tensor) -> None:
+    def introduce(self, fake: Tensor, real: Tensor) -> None:
         """Set a twin's contents to the real tensor's, except for a parameter, which the step changes."""
-        if real.requires_grad or real.device.type == "meta" or contents.is_met(twin):
+        if real.requires_grad or real.device.type == "meta" or contents.is_met(fake):
             return
         if self.arrays and real.data_ptr() in {array.ctypes.data for array in self.arrays.values()}:
             return  # `torch.from_numpy`, which no mode sees
-        if not is_strided(real) or real.untyped_storage().nbytes() == twin.untyped_storage().nbytes():
-            contents.borrow(twin, real)
+        if not is_strided(real) or real.untyped_storage().nbytes() == fake.untyped_storage().nbytes():
+            contents.borrow(fake, real)
         elif _is_small(real):  # a slice of a larger tensor; only the slice is on the GPU
-            self.learn(twin, real.detach().cpu())
+            self.learn(fake, real.detach().cpu())
 
     def array(self, tensor: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
         """Return a fake tensor's contents as an array, which Python code may write to."""
@@ -164,9 +164,9 @@ class ValueOracle:
         with on_real_tensors():
             contents.share(tensor, copy)
 
-    def forget(self, found: Any) -> None:
+    def forget(self, tensors: Any) -> None:
         """Forget the contents of these tensors, after unknown numbers were written to them."""
-        for tensor in tree_leaves(found):
+        for tensor in tree_leaves(tensors):
             if is_fake(tensor):
                 contents.forget(tensor)
 
@@ -323,7 +323,7 @@ class ValueOracle:
         assumed = DRAWN if draws(func) else next(filter(None, map(contents.assumed, given)), "")
         with on_real_tensors():
             written = {id(target): contents.writable(target, assumed) for target in targets}
-        if any(found is None for found in written.values()):
+        if any(target is None for target in written.values()):
             return False
         try:
             real = self._run(func, args, kwargs, written)
@@ -387,12 +387,12 @@ class ValueOracle:
 
     def _generator(self, generator: torch.Generator) -> torch.Generator:
         """Return a generator that draws the same numbers without advancing the script's."""
-        found = self._generators.get(generator)
-        if found is None:
-            found = self._generators[generator] = (
+        copy = self._generators.get(generator)
+        if copy is None:
+            copy = self._generators[generator] = (
                 generator.clone_state() if generator.device == _CPU else torch.Generator().manual_seed(0)
             )
-        return found
+        return copy
 
     # --- questions
 
@@ -404,16 +404,16 @@ class ValueOracle:
         if in_optimizer():
             self.note("a number that an optimizer compares is taken as small")
             return False
-        found = passing()
-        if found is None:
+        assumed = passing()
+        if assumed is None:
             raise self.refusal(why)
-        self.note(found.why)
+        self.note(assumed.why)
         if (place := where()) != self._asked_at:
             self._asked_at, self._n_asked = place, 0
         self._n_asked += 1
         if self._n_asked > MOST_ASKED:
             raise self.refusal(f"{why}, {MOST_ASKED} times in a row, as if a loop ended by nothing else")
-        return found.answer
+        return assumed.answer
 
     def falling(self) -> float:
         """Return a loss for LBFGS, smaller than the one before."""

@@ -108,19 +108,19 @@ class Source:
         """
         if (scope, returned) in self._read:
             return self._read[scope, returned]
-        found: set[str] = set()
+        names: set[str] = set()
         flows: dict[str, set[str]] = defaultdict(set)
         for node in ast.walk(scope):
             if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
                 name, into = _key(node), self._read_into(node, returned)
                 if into is None:
-                    found.add(name)
+                    names.add(name)
                 else:
                     flows[name] |= into
-        while more := {name for name, into in flows.items() if into & found} - found:
-            found |= more
-        self._read[scope, returned] = found
-        return found
+        while more := {name for name, into in flows.items() if into & names} - names:
+            names |= more
+        self._read[scope, returned] = names
+        return names
 
     def _read_into(self, node: ast.AST, returned: bool) -> set[str] | None:
         """Return the names that a value flows into: none if only reported, compared or saved; None if it may decide."""
@@ -225,20 +225,20 @@ def _called(statement: ast.stmt) -> str:
 
 def _name(call: ast.Call) -> str:
     """Return the called function's name, without its module or object."""
-    found = getattr(call.func, "attr", "") or getattr(call.func, "id", "")
-    assert isinstance(found, str)
-    return found
+    name = getattr(call.func, "attr", "") or getattr(call.func, "id", "")
+    assert isinstance(name, str)
+    return name
 
 
 def _targets(node: ast.AST) -> list[str]:
     """Return the names that a statement assigns to; none if any target is not a name."""
     if isinstance(node, ast.Assign):
-        found = [inside for target in node.targets for inside in _unpacked(target)]
+        targets = [inside for target in node.targets for inside in _unpacked(target)]
     elif isinstance(node, ast.AnnAssign | ast.AugAssign):
-        found = [node.target]
+        targets = [node.target]
     else:
         return []
-    return [_key(target) for target in found] if all(map(_key, found)) else []
+    return [_key(target) for target in targets] if all(map(_key, targets)) else []
 
 
 def _unpacked(target: ast.expr) -> Iterator[ast.expr]:

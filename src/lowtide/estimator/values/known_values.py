@@ -126,9 +126,9 @@ def share(fake: Tensor, copy: Tensor) -> None:
         contents.owned = False
         _put(copy, _Contents(contents.memory, contents.assumed, alike=contents.alike))
     elif fake.numel() * fake.element_size() <= LARGEST_COPIED:
-        found = value(fake)
-        assert found is not None
-        learn(copy, found, contents.assumed)
+        known = value(fake)
+        assert known is not None
+        learn(copy, known, contents.assumed)
 
 
 def forget(fake: Tensor) -> None:

@@ -49,7 +49,7 @@ class _Check(NamedTuple):
     taken: Taken | None
 
 
-class _Found(NamedTuple):
+class _Places(NamedTuple):
     """Places in a source, by kind: checks, asserts, text, divisions, choices."""
 
     checks: list[_Check]
@@ -70,10 +70,10 @@ def passing() -> Taken | None:
         return None
     if frame.f_globals.get("__name__") == _CONSTRAINTS:
         return _PASSES
-    span, found = _span(frame), _found(frame)
-    if span in found.asserts:
+    span, places = _span(frame), _places(frame)
+    if span in places.asserts:
         return _PASSES
-    for check in found.checks:
+    for check in places.checks:
         if span is not None and _is_within(span, _of(check.test)):
             taken = check.taken
             if taken is None or (taken.outside and _in_module()):
@@ -89,7 +89,7 @@ def is_telling() -> bool:
     span = None if frame is None else _span(frame)
     if frame is None or span is None:
         return False
-    return any(_is_within(span, place) for place in _found(frame).telling)
+    return any(_is_within(span, place) for place in _places(frame).telling)
 
 
 def is_counted() -> bool:
@@ -98,8 +98,8 @@ def is_counted() -> bool:
     span = None if frame is None else _span(frame)
     if frame is None or span is None:
         return False
-    found = _found(frame)
-    return any(_is_within(span, place) for place in (*found.telling, *found.divided))
+    places = _places(frame)
+    return any(_is_within(span, place) for place in (*places.telling, *places.divided))
 
 
 def is_scoring() -> bool:
@@ -126,7 +126,7 @@ def choosing() -> str:
     """Return "max" or "min" if one of them is being called, else ""; in an optimizer they are ordinary comparisons."""
     frame = _asking()
     span = None if frame is None or in_optimizer() else _span(frame)
-    return "" if frame is None or span is None else _found(frame).choices.get(span, "")
+    return "" if frame is None or span is None else _places(frame).choices.get(span, "")
 
 
 def _in_module() -> bool:
@@ -150,46 +150,46 @@ def _span(frame: FrameType) -> _Span | None:
     place = frame.f_lasti // 2
     if "JUMP" in dis.opname[frame.f_code.co_code[frame.f_lasti]]:
         place -= 1  # the jump itself has the whole statement's place, or any
-    found = next(itertools.islice(frame.f_code.co_positions(), place, None))
-    return None if None in found else found  # type: ignore[return-value]
+    positions = next(itertools.islice(frame.f_code.co_positions(), place, None))
+    return None if None in positions else positions  # type: ignore[return-value]
 
 
-def _found(frame: FrameType) -> _Found:
+def _places(frame: FrameType) -> _Places:
     name = frame.f_code.co_filename
     linecache.checkcache(name)
     return _searched("".join(linecache.getlines(name, frame.f_globals)))
 
 
 @functools.lru_cache(maxsize=64)
-def _searched(source: str) -> _Found:
+def _searched(source: str) -> _Places:
     """Return the places found in a whole file."""
-    found = _Found([], set(), [], [], {})
+    places = _Places([], set(), [], [], {})
     try:
         tree = ast.parse(source)
     except SyntaxError:  # for example code typed into a notebook
-        return found
+        return places
     branches = Source(tree)
     whole: list[_Span] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
-            found.checks.append(_Check(node.test, _PASSES))
-            found.asserts.add(_of(node))
+            places.checks.append(_Check(node.test, _PASSES))
+            places.asserts.add(_of(node))
         elif isinstance(node, ast.If):
-            found.checks.append(_Check(node.test, branches.branch(node)))
+            places.checks.append(_Check(node.test, branches.branch(node)))
         elif isinstance(node, ast.IfExp):
-            found.checks.append(_Check(node.test, branches.choice(node)))
+            places.checks.append(_Check(node.test, branches.choice(node)))
         if isinstance(node, ast.expr) and makes_text(node):
-            found.telling.append(_of(node))
+            places.telling.append(_of(node))
         elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
-            found.telling.append(_of(node.value))
+            places.telling.append(_of(node.value))
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            found.divided.append(_of(node.left))
+            places.divided.append(_of(node.left))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CHOOSING:
-            found.choices[_of(node)] = node.func.id
+            places.choices[_of(node)] = node.func.id
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _ROUNDING:
             whole.append(_of(node))
-    found.divided[:] = [span for span in found.divided if not any(_is_within(span, place) for place in whole)]
-    return found
+    places.divided[:] = [span for span in places.divided if not any(_is_within(span, place) for place in whole)]
+    return places
 
 
 def _asked(test: ast.expr, passes: bool, span: _Span) -> bool | None:

@@ -110,25 +110,25 @@ class UnknownArray(np.ndarray[Any, Any]):
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         given = {name: _plain(value) for name, value in kwargs.items()}
         with np.errstate(all="ignore"):
-            found = getattr(ufunc, method)(*map(_plain, inputs), **given)
+            result = getattr(ufunc, method)(*map(_plain, inputs), **given)
         targets = kwargs.get("out", ())
-        return self._unknown(found) if not targets else targets[0] if len(targets) == 1 else targets
+        return self._unknown(result) if not targets else targets[0] if len(targets) == 1 else targets
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in _SIZED or (func is np.where and len(args) == 1):
             self._sizes(f"the size of what numpy.{func.__name__} gives depends on contents")
         given = {name: _plain(value) for name, value in kwargs.items()}
         with np.errstate(all="ignore"):
-            found = func(*map(_plain, args), **given)
-        return Unknown(self._answers) if func in _COMPARING else self._unknown(found)
+            result = func(*map(_plain, args), **given)
+        return Unknown(self._answers) if func in _COMPARING else self._unknown(result)
 
-    def _unknown(self, found: Any) -> Any:
+    def _unknown(self, result: Any) -> Any:
         """Mark results computed from this array as unknown."""
-        if isinstance(found, tuple | list):
-            return type(found)(map(self._unknown, found))
-        if isinstance(found, np.ndarray):
-            return unknown_array(found, self._answers)
-        return Unknown(self._answers) if isinstance(found, np.generic) else found
+        if isinstance(result, tuple | list):
+            return type(result)(map(self._unknown, result))
+        if isinstance(result, np.ndarray):
+            return unknown_array(result, self._answers)
+        return Unknown(self._answers) if isinstance(result, np.generic) else result
 
     def __getitem__(self, key: Any) -> Any:
         parts = key if isinstance(key, tuple) else (key,)
@@ -181,10 +181,10 @@ class UnknownArray(np.ndarray[Any, Any]):
 
 def unknown_array(array: np.ndarray[Any, Any], answers: ValueOracle) -> UnknownArray:
     """Return the same array with its numbers marked as unknown."""
-    found = array.view(UnknownArray)
-    found._answers = answers
-    answers.arrays[id(found)] = found
-    return found
+    view = array.view(UnknownArray)
+    view._answers = answers
+    answers.arrays[id(view)] = view
+    return view
 
 
 def is_unknown(thing: Any, depth: int = 3) -> bool:

@@ -2,7 +2,7 @@
 
 A value with no other reader may also be overwritten by its successor.
 
-Values are computed in the engine's order (`materialize` in `runtime/saved_values.py`): of the missing operands the last
+Values are computed in the engine's order (`materialize` in `runtime/saved_fields.py`): of the missing operands the last
 one comes first, after the values that it needs in turn. So the bytes in use are known at every moment, and also when an
 operand is demanded that may itself have to be recomputed.
 """

@@ -20,18 +20,18 @@ class OtherBlock(Rule):
 
 @rule(
     "LT027",
-    name="BatchNorm statistics counted twice by a checkpoint",
-    what="A checkpointed block contains BatchNorm in training: its running statistics are updated in forward, and "
-    "again when backward recomputes the block.",
+    name="running statistics counted twice by a checkpoint",
+    what="A checkpointed block updates buffers in training, as BatchNorm and codebooks with running averages do: in "
+    "forward, and again when backward recomputes the block.",
     why="Each batch counts twice: `num_batches_tracked` is doubled, and running statistics move at nearly twice the "
     "momentum, so evaluation differs from a model trained without checkpointing.",
     bad="x = checkpoint(nn.Sequential(conv, batch_norm, relu), x, use_reentrant=False)",
     good="x = batch_norm(checkpoint(conv, x, use_reentrant=False))",
-    fix="leave BatchNorm outside the checkpointed part, or set its momentum to 1 - sqrt(1 - momentum); recomputation "
-    "by `lowtide.fit` restores the statistics",
+    fix="leave `{name}` outside the checkpointed part; for BatchNorm, a momentum of 1 - sqrt(1 - momentum) does, too. "
+    "Recomputation by `lowtide.fit` restores the statistics",
 )
 class CountedTwice(Rule):
-    """Rule for BatchNorm in a checkpoint, recorded when backward runs it in training again."""
+    """Rule for buffers that forward has updated, recorded when backward updates them again."""
 
 
 @rule(

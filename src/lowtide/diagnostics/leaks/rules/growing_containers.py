@@ -55,6 +55,7 @@ class ListOfGraphs(Rule):
 class RunningSumOfGraphs(Rule):
     """Rule for a scalar summed over several calls at one line. Two calls in one step may share a backward pass."""
 
+    fix_of_part = "give `{owner}` numbers to add up: `.detach()` or `.item()`"
     is_refuted_by_backward = True
 
     def matches(self, item: RetainedObject, history: History) -> bool:

@@ -16,8 +16,7 @@ SHARE = 0.05
     "GPT-2, 19 % with checkpointing (bench/retention.py).",
     bad="outputs = model(**batch)\noutputs.loss.backward()",
     good="loss = model(**batch).loss\nloss.backward()",
-    fix="drop `{name}` before backward (`loss = model(...).loss`, or `del {name}`); `lowtide.loss_only(model)` does it "
-    "for transformers",
+    fix="compute all that reads `{name}` before backward, then `del {name}`{remedy}",
 )
 class AliveDuringBackward(Rule):
     """Rule for outputs alive in backward, recorded when a backward pass begins."""

@@ -20,6 +20,9 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 class RetainGraph(Rule):
     """Rule for a graph that a backward pass was told to retain."""
 
+    fix_of_part = (
+        "`.detach()` what is kept in `{name}`, and remove `retain_graph=True` at {backward} if no backward pass follows"
+    )
     follows_from = "LT011"
 
     def matches(self, item: RetainedObject, history: History) -> bool:

@@ -55,7 +55,9 @@ class HookStore(Rule):
 class ModuleAttribute(Rule):
     """Rule for tensors that an attribute of a module holds, buffers excluded."""
 
-    fix_of_container = "put less in `self.{name}` (a number, a `.clone()` of a small part), or clear it each step"
+    fix_of_container = (
+        "put less in `self.{name}` (a number, a `.detach().clone()` of a small part), or clear it each step"
+    )
     is_refuted_by_backward = True
 
     def matches(self, item: RetainedObject, history: History) -> bool:

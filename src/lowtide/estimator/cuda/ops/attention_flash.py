@@ -71,8 +71,8 @@ def _differs(parts: int, n: int) -> bool:
 def _bounds_of_splits(blocks: int, parts: int) -> tuple[int, int]:
     if parts == 1:
         return 1, 1
-    found = [_splits(blocks, parts, processors) for processors in _MULTIPROCESSORS]
-    return min(found), max(found)
+    splits = [_splits(blocks, parts, processors) for processors in _MULTIPROCESSORS]
+    return min(splits), max(splits)
 
 
 @cuda_op(aten._scaled_dot_product_flash_attention.default, of=_FORWARD)
@@ -88,11 +88,11 @@ def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     least, most = _bounds_of_splits(batch * heads * -(-length // 64), -(-key.shape[2] // columns))
     rows = batch * heads * length * 4
     widths = _widths(head)
-    found = []
+    scratch = []
     for width in ((1, 1), widths):
         least_bytes, most_bytes = (n * rows * w if n > 1 else 0 for n, w in zip((least, most), width, strict=True))
-        found.append(ScratchBlock(most_bytes, least_bytes, most_bytes))
-    return [inside for inside in found if inside.most]
+        scratch.append(ScratchBlock(most_bytes, least_bytes, most_bytes))
+    return [inside for inside in scratch if inside.most]
 
 
 def _widths(head: int) -> tuple[int, int]:

@@ -128,8 +128,8 @@ def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
             ScratchBlock.exactly(rows * 4, through=1)
         ]
     inside.append(ScratchBlock.exactly(rows * 4))
-    found = [_workspace(each, query, key, value) for each in tiles]
-    inside.append(ScratchBlock(found[0], min(found), max(found)))
+    workspaces = [_workspace(each, query, key, value) for each in tiles]
+    inside.append(ScratchBlock(workspaces[0], min(workspaces), max(workspaces)))
     return [block for block in inside if block.most]
 
 

@@ -153,10 +153,10 @@ def _cached_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     )
     if not cached:
         return tensor.to(dtype)
-    found: Tensor | None = _casts.get(tensor)  # type: ignore[no-untyped-call]
-    if found is None:
-        found = _casts[tensor] = tensor.to(dtype)
-    return found
+    cast: Tensor | None = _casts.get(tensor)  # type: ignore[no-untyped-call]
+    if cast is None:
+        cast = _casts[tensor] = tensor.to(dtype)
+    return cast
 
 
 def _is_eligible(value: Any) -> bool:

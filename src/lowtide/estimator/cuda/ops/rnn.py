@@ -71,15 +71,15 @@ def reserve_bytes(kind: str, rows: int, settings: dict[str, Any], itemsize: int)
 def workspace_bytes(kind: str, rows: int, settings: dict[str, Any], itemsize: int) -> int:
     """Return the bytes of the workspace of a pass over all steps."""
     layers, directions, hidden = settings["layers"], settings["directions"], settings["hidden"]
-    gates, found = _GATES[kind], 768
+    gates, n_bytes = _GATES[kind], 768
     for layer in range(layers):
         width = settings["in"] if layer == 0 else directions * settings["out"]
         numbers = gates * hidden * (width + hidden) + 2 * gates * settings["batch"] * hidden
-        found += directions * (_EACH + numbers * itemsize)
+        n_bytes += directions * (_EACH + numbers * itemsize)
     of_hidden, of_input = (_IN_WORK if hidden < MANY else _IN_WORK_OF_MANY)[kind]
     units = of_hidden * hidden + of_input * settings["in"] + (directions - 1) * _BACKWARDS * hidden
     between = (layers - 1) * hidden if settings["dropout"] and directions == 1 else 0
-    return int(found + rows * (units + between) * itemsize)
+    return int(n_bytes + rows * (units + between) * itemsize)
 
 
 class _Recurrent(torch.autograd.Function):
@@ -121,8 +121,8 @@ class _Recurrent(torch.autograd.Function):
         del copies, work
         if ctx.settings["batch first"]:
             for_x = for_x.transpose(0, 1)
-        found = (for_x, *for_states, *for_weights)
-        return (None, None, *(t if n else None for t, n in zip(found, ctx.needs_input_grad[2:], strict=True)))
+        grads_in = (for_x, *for_states, *for_weights)
+        return (None, None, *(t if n else None for t, n in zip(grads_in, ctx.needs_input_grad[2:], strict=True)))
 
 
 def _sequence_first(x: Tensor, settings: dict[str, Any]) -> Tensor:

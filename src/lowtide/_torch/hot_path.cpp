@@ -1,0 +1,660 @@
+// The way of a saved tensor through pack and unpack, without Python: as in saved_fields.py and the hooks, to the bit.
+//
+// Only common cases are here. Each other one is passed on to the Python function that serves it without this
+// extension, before anything has been changed. Private names of torch, read in 2.13: THPVariable_Unpack, THPVariable_Wrap,
+// functionToPyObject, Node::metadata (a PyAnomalyMetadata), get_current_graph_task_id.
+#include <Python.h>
+#include <structmember.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_anomaly_mode.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <vector>
+
+namespace {
+
+using torch::autograd::Node;
+
+constexpr long long NEVER = -2;
+enum Turn { ABSENT, SLOT, EDGE, LEAF, FURTHER };
+
+// --- owned references
+
+struct Ref {
+  PyObject* it = nullptr;
+  Ref() = default;
+  explicit Ref(PyObject* owned) : it(owned) {}
+  Ref(const Ref&) = delete;
+  Ref& operator=(const Ref&) = delete;
+  Ref(Ref&& other) noexcept : it(other.it) { other.it = nullptr; }
+  Ref& operator=(Ref&& other) noexcept {
+    std::swap(it, other.it);
+    return *this;
+  }
+  ~Ref() { Py_XDECREF(it); }
+  PyObject* release() {
+    PyObject* found = it;
+    it = nullptr;
+    return found;
+  }
+  explicit operator bool() const { return it != nullptr; }
+};
+
+Ref borrowed(PyObject* it) {
+  Py_XINCREF(it);
+  return Ref(it);
+}
+bool is_none(PyObject* it) { return it == nullptr || it == Py_None; }
+
+// --- what Python lends: see `lend`
+
+#define NAMES(X)                                                                                                      \
+  X(scope) X(frame) X(probe) X(needed) X(ordinal) X(learnt) X(held) X(actions) X(recompute) X(path) X(engine)         \
+  X(versions) X(address) X(node) X(builder) X(owners) X(relied_on) X(of_leaf) X(recipe) X(turns) X(recorded)          \
+  X(is_common) X(unless) X(kind) X(data) X(unpack_hook) X(function) X(into) X(operands) X(make) X(follow)
+#define DECLARE(name) PyObject* s_##name;
+NAMES(DECLARE)
+#define LENT(X)                                                                                                       \
+  X(Value) X(Handle) X(Recompute) X(observed) X(materialize) X(make_in_python) X(changed_in_place) X(lay_out)         \
+  X(set_version) X(signed_constant) X(in_slot) X(is_any_autocast) X(unpack_in_python) X(strided) X(keys)
+#define DECLARE_LENT(name) PyObject* lent_##name;
+LENT(DECLARE_LENT)
+
+// --- values, handles and recomputes: the fields of saved_fields.py
+
+struct Value {
+  PyObject_HEAD PyObject *tensor, *maker, *leaf, *original, *places;
+  long long version, output, readers, reads, last_backward;
+  char partial, passing;
+};
+struct Handle {
+  PyObject_HEAD PyObject *value, *view;
+  long long last_backward;
+};
+struct Recompute {
+  PyObject_HEAD PyObject *recipe, *operands, *places, *constants, *stride, *noted, *sharded, *over;
+  char has_passed;
+};
+
+Value* value_of(Handle* handle) { return reinterpret_cast<Value*>(handle->value); }
+const at::Tensor& unwrapped(PyObject* tensor) { return THPVariable_Unpack(tensor); }
+long long version_of(PyObject* tensor) { return static_cast<long long>(unwrapped(tensor)._version()); }
+void set(PyObject*& field, PyObject* owned) {
+  PyObject* before = field;
+  field = owned;
+  Py_XDECREF(before);
+}
+
+#define VISIT_VALUE(F) F(tensor) F(maker) F(leaf) F(original) F(places)
+#define VISIT_HANDLE(F) F(value) F(view)
+#define VISIT_RECOMPUTE(F) F(recipe) F(operands) F(places) F(constants) F(stride) F(noted) F(sharded) F(over)
+#define TRAVERSE(name) Py_VISIT(self->name);
+#define CLEAR(name) Py_CLEAR(self->name);
+
+int value_traverse(Value* self, visitproc visit, void* arg) {
+  VISIT_VALUE(TRAVERSE)
+  return 0;
+}
+int value_clear(Value* self) {
+  VISIT_VALUE(CLEAR)
+  return 0;
+}
+void value_dealloc(Value* self) {
+  PyObject_GC_UnTrack(self);
+  value_clear(self);
+  Py_TYPE(self)->tp_free(reinterpret_cast<PyObject*>(self));
+}
+int handle_traverse(Handle* self, visitproc visit, void* arg) {
+  VISIT_HANDLE(TRAVERSE)
+  return 0;
+}
+int handle_clear(Handle* self) {
+  if (self->value != nullptr) {
+    Value* value = value_of(self);
+    value->readers -= 1;
+    if (self->last_backward != NEVER && self->last_backward == value->last_backward) {
+      value->reads -= 1;
+    } else if (value->reads == value->readers && !is_none(value->maker)) {
+      Py_CLEAR(value->tensor);
+    }
+  }
+  VISIT_HANDLE(CLEAR)
+  return 0;
+}
+void handle_dealloc(Handle* self) {
+  PyObject_GC_UnTrack(self);
+  handle_clear(self);
+  Py_TYPE(self)->tp_free(reinterpret_cast<PyObject*>(self));
+}
+int recompute_traverse(Recompute* self, visitproc visit, void* arg) {
+  VISIT_RECOMPUTE(TRAVERSE)
+  return 0;
+}
+int recompute_clear(Recompute* self) {
+  VISIT_RECOMPUTE(CLEAR)
+  return 0;
+}
+void recompute_dealloc(Recompute* self) {
+  PyObject_GC_UnTrack(self);
+  recompute_clear(self);
+  Py_TYPE(self)->tp_free(reinterpret_cast<PyObject*>(self));
+}
+
+void fill(Value* self, PyObject* tensor, PyObject* maker, long long output) {
+  self->version = is_none(tensor) ? -1 : version_of(tensor);
+  set(self->tensor, is_none(tensor) ? nullptr : Py_NewRef(tensor));
+  set(self->maker, is_none(maker) ? nullptr : Py_NewRef(maker));
+  self->output = output;
+  self->last_backward = NEVER;
+}
+int value_init(Value* self, PyObject* args, PyObject* kwargs) {
+  HANDLE_TH_ERRORS
+  static const char* names[] = {"tensor", "maker", "output", nullptr};
+  PyObject *tensor = nullptr, *maker = nullptr;
+  long long output = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O$OL", const_cast<char**>(names), &tensor, &maker, &output)) return -1;
+  fill(self, tensor, maker, output);
+  set(self->leaf, PyLong_FromLong(0));
+  return 0;
+  END_HANDLE_TH_ERRORS_RET(-1)
+}
+int handle_init(Handle* self, PyObject* args, PyObject* kwargs) {
+  static const char* names[] = {"value", "view", nullptr};
+  PyObject *value = nullptr, *view = nullptr;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O", const_cast<char**>(names), &value, &view)) return -1;
+  set(self->value, Py_NewRef(value));
+  set(self->view, is_none(view) ? nullptr : Py_NewRef(view));
+  self->last_backward = NEVER;
+  value_of(self)->readers += 1;
+  return 0;
+}
+int recompute_init(Recompute* self, PyObject* args, PyObject*) {
+  PyObject *recipe, *operands, *places, *constants, *stride, *noted = nullptr;
+  if (!PyArg_ParseTuple(args, "OOOOO|O", &recipe, &operands, &places, &constants, &stride, &noted)) return -1;
+  set(self->recipe, Py_NewRef(recipe));
+  set(self->operands, Py_NewRef(operands));
+  set(self->places, Py_NewRef(places));
+  set(self->constants, Py_NewRef(constants));
+  set(self->stride, Py_NewRef(stride));
+  set(self->noted, noted == nullptr ? PyFrozenSet_New(nullptr) : Py_NewRef(noted));
+  set(self->sharded, PyTuple_New(0));
+  Ref into(PyObject_GetAttr(recipe, s_into));
+  if (!into) return -1;
+  self->has_passed = 0;
+  if (into.it == Py_True) {
+    for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(operands); ++n) {
+      PyObject* each = PyTuple_GET_ITEM(operands, n);
+      if (each != Py_None) self->has_passed |= value_of(reinterpret_cast<Handle*>(each))->passing;
+    }
+  }
+  return 0;
+}
+
+template <class T>
+T* fresh(PyObject* kind) {
+  return reinterpret_cast<T*>(reinterpret_cast<PyTypeObject*>(kind)->tp_alloc(reinterpret_cast<PyTypeObject*>(kind), 0));
+}
+Ref new_value(PyObject* tensor, PyObject* maker, long long output) {
+  Value* self = fresh<Value>(lent_Value);
+  if (self == nullptr) throw python_error();
+  Ref owned(reinterpret_cast<PyObject*>(self));
+  fill(self, tensor, maker, output);
+  self->leaf = PyLong_FromLong(0);
+  return owned;
+}
+Ref new_handle(PyObject* value, PyObject* view) {
+  Handle* self = fresh<Handle>(lent_Handle);
+  if (self == nullptr) throw python_error();
+  self->value = Py_NewRef(value);
+  self->view = is_none(view) ? nullptr : Py_NewRef(view);
+  self->last_backward = NEVER;
+  value_of(self)->readers += 1;
+  return Ref(reinterpret_cast<PyObject*>(self));
+}
+
+Ref checked(PyObject* owned) {
+  if (owned == nullptr) throw python_error();
+  return Ref(owned);
+}
+Ref attribute(PyObject* of, PyObject* name) { return checked(PyObject_GetAttr(of, name)); }
+Ref call(PyObject* function, std::initializer_list<PyObject*> arguments) {
+  return checked(PyObject_Vectorcall(function, arguments.begin(), arguments.size(), nullptr));
+}
+
+// --- unpacking
+
+[[noreturn]] void raise_changed(PyObject* tensor, long long version) {
+  Ref number = checked(PyLong_FromLongLong(version));
+  Ref text = call(lent_changed_in_place, {tensor, number.it});
+  PyErr_SetObject(PyExc_RuntimeError, text.it);
+  throw python_error();
+}
+bool is_observed() {
+  PyObject* probe = PyDict_GetItem(lent_observed, s_probe);
+  return !is_none(probe);
+}
+
+Ref read(Handle* handle);
+
+Ref run_recipe(Recompute* self, Value* value) {
+  bool is_common = !self->has_passed && is_none(self->places) && !PyTuple_GET_SIZE(self->sharded) && !is_observed() &&
+      !at::GradMode::is_enabled();
+  if (is_common) is_common = call(lent_is_any_autocast, {}).it == Py_False;
+  Py_ssize_t count = PyTuple_GET_SIZE(self->operands);
+  for (Py_ssize_t n = 0; is_common && n < count; ++n) {
+    PyObject* each = PyTuple_GET_ITEM(self->operands, n);
+    if (each == Py_None) continue;
+    Value* held = value_of(reinterpret_cast<Handle*>(each));
+    is_common = !(is_none(held->maker) && !is_none(held->tensor) && version_of(held->tensor) != held->version);
+  }
+  if (!is_common)
+    return call(lent_make_in_python, {reinterpret_cast<PyObject*>(self), reinterpret_cast<PyObject*>(value)});
+  std::vector<Ref> tensors;
+  std::vector<PyObject*> arguments;
+  tensors.reserve(count);
+  for (Py_ssize_t n = 0; n < count; ++n) {
+    PyObject* each = PyTuple_GET_ITEM(self->operands, n);
+    tensors.push_back(each == Py_None ? borrowed(Py_None) : read(reinterpret_cast<Handle*>(each)));
+    arguments.push_back(tensors.back().it);
+  }
+  Ref function = attribute(self->recipe, s_function);
+  Ref made = checked(PyObject_VectorcallDict(function.it, arguments.data(), count, self->constants));
+  if (PyTuple_Check(made.it)) made = borrowed(PyTuple_GET_ITEM(made.it, value->output));
+  if (!is_none(self->stride)) {
+    const at::Tensor& tensor = unwrapped(made.it);
+    at::IntArrayRef strides = tensor.strides();
+    bool is_same = tensor.storage_offset() == 0 && static_cast<Py_ssize_t>(strides.size()) == PyTuple_GET_SIZE(self->stride);
+    for (size_t n = 0; is_same && n < strides.size(); ++n)
+      is_same = PyLong_AsLongLong(PyTuple_GET_ITEM(self->stride, n)) == strides[n];
+    if (!is_same) made = call(lent_lay_out, {made.it, self->stride});
+  }
+  if (value->version != -1 && value->version != version_of(made.it)) {
+    Ref version = checked(PyLong_FromLongLong(value->version));
+    call(lent_set_version, {made.it, version.it});
+  }
+  long long number = torch::autograd::get_current_graph_task_id();
+  if (value->last_backward != number) value->last_backward = number, value->reads = 0;
+  if (is_none(value->tensor) && value->readers > value->reads) set(value->tensor, Py_NewRef(made.it));
+  return made;
+}
+
+Ref make(PyObject* maker, Value* value) {
+  if (Py_TYPE(maker) == reinterpret_cast<PyTypeObject*>(lent_Recompute))
+    return run_recipe(reinterpret_cast<Recompute*>(maker), value);
+  return checked(PyObject_CallMethodOneArg(maker, s_make, reinterpret_cast<PyObject*>(value)));
+}
+
+// `materialize` of saved_fields.py
+Ref materialized(Value* value) {
+  std::vector<Value*> pending{value};
+  while (true) {
+    Value* top = pending.back();
+    if (!is_none(top->tensor) && top != value) {
+      pending.pop_back();
+      continue;
+    }
+    PyObject* maker = top->maker;
+    if (is_none(maker) || Py_TYPE(maker) != reinterpret_cast<PyTypeObject*>(lent_Recompute)) {
+      if (top == value) return call(lent_materialize, {reinterpret_cast<PyObject*>(value)});
+      call(lent_materialize, {reinterpret_cast<PyObject*>(top)});
+      continue;
+    }
+    PyObject* operands = reinterpret_cast<Recompute*>(maker)->operands;
+    size_t before = pending.size();
+    for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(operands); ++n) {
+      if (PyTuple_GET_ITEM(operands, n) == Py_None) continue;
+      Handle* operand = reinterpret_cast<Handle*>(PyTuple_GET_ITEM(operands, n));
+      Value* held = value_of(operand);
+      if (operand->last_backward != NEVER) {  // as `Handle.wait`
+        if (operand->last_backward == held->last_backward) held->reads -= 1;
+        operand->last_backward = NEVER;
+      }
+      if (is_none(held->tensor)) pending.push_back(held);
+    }
+    if (pending.size() > before) continue;
+    Ref owned = borrowed(maker);
+    Ref made = make(maker, top);
+    if (top == value) return made;
+  }
+}
+
+Ref read(Handle* handle) {
+  Value* value = value_of(handle);
+  Ref tensor = borrowed(is_none(value->tensor) ? nullptr : value->tensor);
+  if (!is_none(value->maker)) {
+    if (!tensor) tensor = materialized(value);
+    long long number = torch::autograd::get_current_graph_task_id();
+    if (value->last_backward != number) value->last_backward = number, value->reads = 0;
+    if (handle->last_backward != number) handle->last_backward = number, value->reads += 1;
+    if (value->reads == value->readers) Py_CLEAR(value->tensor);
+  } else if (!tensor) {
+    PyErr_SetString(PyExc_AssertionError, "a kept value without a tensor");
+    throw python_error();
+  } else if (version_of(tensor.it) != value->version) {
+    raise_changed(tensor.it, value->version);
+  }
+  PyObject* view = handle->view;
+  if (is_none(view)) return tensor;
+  if (!PyTuple_Check(view)) return borrowed(view);
+  return call(lent_strided, {tensor.it, PyTuple_GET_ITEM(view, 0), PyTuple_GET_ITEM(view, 1), PyTuple_GET_ITEM(view, 2)});
+}
+
+PyObject* handle_get(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  Ref alive = borrowed(self);
+  return read(reinterpret_cast<Handle*>(self)).release();
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* unpack(PyObject*, PyObject* packed) {
+  HANDLE_TH_ERRORS
+  if (PyTuple_CheckExact(packed)) {
+    PyObject* tensor = PyTuple_GET_ITEM(packed, 0);
+    long long version = PyLong_AsLongLong(PyTuple_GET_ITEM(packed, 1));
+    if (version_of(tensor) != version) raise_changed(tensor, version);
+    return Py_NewRef(tensor);
+  }
+  if (is_observed()) return call(lent_unpack_in_python, {packed}).release();
+  return read(reinterpret_cast<Handle*>(packed)).release();
+  END_HANDLE_TH_ERRORS
+}
+
+// --- packing
+
+// The values of a node's outputs are in its metadata, under the keys that Python uses: both paths find them.
+PyObject* metadata(Node& node) {
+  return static_cast<torch::autograd::PyAnomalyMetadata*>(node.metadata())->dict();
+}
+PyObject* key_of(long long output) {
+  return output < PyTuple_GET_SIZE(lent_keys) ? PyTuple_GET_ITEM(lent_keys, output) : nullptr;
+}
+Ref registered(Node& node, long long output) {
+  PyObject* reference = PyDict_GetItem(metadata(node), key_of(output));
+  if (reference == nullptr) return Ref();
+  PyObject* found = PyWeakref_GetObject(reference);
+  return borrowed(found == Py_None ? nullptr : found);
+}
+void enter(Node& node, long long output, PyObject* value) {
+  Ref reference = checked(PyWeakref_NewRef(value, nullptr));
+  if (PyDict_SetItem(metadata(node), key_of(output), reference.it)) throw python_error();
+}
+
+using NodePointer = decltype(torch::autograd::Edge::function);  // shared_ptr before 2.13, intrusive_ptr since
+
+// `RecomputePath.follow` of common paths; nothing if the path has changed
+Ref follow(
+    PyObject* path, PyObject* builder, const Ref* given, const NodePointer& owner, long long output, const at::Tensor* like) {
+  Node& node = *owner;
+  Ref recipe = attribute(path, s_recipe), recorded = attribute(path, s_recorded), turns = attribute(path, s_turns);
+  Ref python_node(given != nullptr ? Py_NewRef(given->it) : nullptr);
+  auto as_object = [&]() -> PyObject* {
+    if (!python_node) python_node = checked(torch::autograd::functionToPyObject(owner));
+    return python_node.it;
+  };
+  Ref constants = checked(PyDict_New());
+  for (Py_ssize_t n = 0; n < PyList_GET_SIZE(recorded.it); ++n) {
+    PyObject* pair = PyList_GET_ITEM(recorded.it, n);
+    Ref constant = attribute(as_object(), PyTuple_GET_ITEM(pair, 1));
+    if (!(PyBool_Check(constant.it) || PyFloat_CheckExact(constant.it) || constant.it == Py_None))
+      constant = call(lent_signed_constant, {constant.it});
+    if (PyDict_SetItem(constants.it, PyTuple_GET_ITEM(pair, 0), constant.it)) throw python_error();
+  }
+  Py_ssize_t count = PyTuple_GET_SIZE(turns.it);
+  Ref operands = checked(PyTuple_New(count));
+  for (Py_ssize_t n = 0; n < count; ++n) PyTuple_SET_ITEM(operands.it, n, Py_NewRef(Py_None));
+  for (Py_ssize_t n = 0; n < count; ++n) {
+    PyObject* turn = PyTuple_GET_ITEM(turns.it, n);
+    PyObject *name = PyTuple_GET_ITEM(turn, 1), *empty = PyTuple_GET_ITEM(turn, 2);
+    long kind = PyLong_AsLong(PyTuple_GET_ITEM(turn, 0)), place = PyLong_AsLong(PyTuple_GET_ITEM(turn, 3));
+    if (PyUnicode_GET_LENGTH(empty)) {
+      Ref slot = attribute(as_object(), empty);
+      if (!is_none(attribute(slot.it, s_data).it) || !is_none(attribute(slot.it, s_unpack_hook).it)) return Ref();
+    }
+    Ref operand;
+    if (kind == SLOT) {
+      operand = call(lent_in_slot, {as_object(), name});
+      if (operand.it == Py_None) return Ref();
+    } else if (kind == ABSENT) {
+      Ref unless = attribute(recipe.it, s_unless);
+      Ref flag = checked(PyObject_GetItem(unless.it, name));
+      PyObject* constant = PyDict_GetItem(constants.it, flag.it);
+      if (constant == nullptr || !PyObject_IsTrue(constant)) return Ref();
+      continue;
+    } else {
+      if (static_cast<size_t>(place) >= node.num_outputs()) return Ref();
+      const torch::autograd::Edge& edge = node.next_edge(place);
+      if (!edge.is_valid()) return Ref();
+      if (kind == EDGE) {
+        Ref held = registered(*edge.function, edge.input_nr);
+        if (!held) return Ref();
+        operand = new_handle(held.it, nullptr);
+      } else {
+        Ref there = checked(torch::autograd::functionToPyObject(edge.function));
+        if (kind == LEAF) {
+          Ref leaf(PyObject_GetAttrString(there.it, "variable"));
+          if (!leaf) {
+            PyErr_Clear();
+            return Ref();
+          }
+          Ref owners = attribute(builder, s_owners), relied_on = attribute(owners.it, s_relied_on);
+          Ref held = checked(PyObject_CallMethodOneArg(relied_on.it, s_of_leaf, leaf.it));
+          operand = new_handle(held.it, nullptr);
+        } else {
+          PyObject* further = PyTuple_GET_ITEM(turn, 4);
+          Ref kind_of = attribute(further, s_kind);
+          if (edge.function->name() != PyUnicode_AsUTF8(kind_of.it) || registered(*edge.function, edge.input_nr)) return Ref();
+          Ref held = follow(further, builder, &there, edge.function, edge.input_nr, nullptr);
+          if (!held) return Ref();
+          operand = new_handle(held.it, nullptr);
+        }
+      }
+    }
+    PyObject* before = PyTuple_GET_ITEM(operands.it, n);
+    PyTuple_SET_ITEM(operands.it, n, operand.release());
+    Py_DECREF(before);
+  }
+  Ref stride = borrowed(Py_None);
+  if (like != nullptr) {
+    at::IntArrayRef strides = like->strides();
+    stride = checked(PyTuple_New(strides.size()));
+    for (size_t n = 0; n < strides.size(); ++n) PyTuple_SET_ITEM(stride.it, n, PyLong_FromLongLong(strides[n]));
+  }
+  Ref maker = call(lent_Recompute, {recipe.it, operands.it, Py_None, constants.it, stride.it});
+  Ref value = new_value(nullptr, maker.it, output);
+  reinterpret_cast<Value*>(value.it)->passing = like == nullptr;
+  enter(node, output, value.it);
+  return value;
+}
+
+// `Engine.along_path` of tensors that are no views; nothing for all that has to be looked into
+Ref along_path(PyObject* engine, PyObject* wrapped, PyObject* decision, PyObject* path) {
+  const at::Tensor& tensor = unwrapped(wrapped);
+  if (!THPVariable_CheckExact(wrapped) || tensor.layout() != at::kStrided || tensor.is_view()) return Ref();
+  NodePointer owner = tensor.grad_fn();
+  long long version = static_cast<long long>(tensor._version());
+  if (!owner || tensor.output_nr() || tensor.storage_offset()) return Ref();
+  if (attribute(path, s_is_common).it != Py_True) return Ref();
+  Ref kind = attribute(decision, s_node), versions = attribute(engine, s_versions), address = attribute(decision, s_address);
+  if (owner->name() != PyUnicode_AsUTF8(kind.it)) return Ref();
+  PyObject* expected = PyDict_GetItem(versions.it, address.it);
+  if (expected == nullptr || PyLong_AsLongLong(expected) != version || registered(*owner, 0)) return Ref();
+  Ref builder = attribute(engine, s_builder);
+  Ref value = follow(path, builder.it, nullptr, owner, 0, &tensor);
+  if (!value) return Ref();
+  reinterpret_cast<Value*>(value.it)->version = version;
+  return new_handle(value.it, nullptr);
+}
+
+// `Engine.keep` of tensors that are no views and have a node
+Ref kept(PyObject* wrapped) {
+  const at::Tensor& tensor = unwrapped(wrapped);
+  if (!THPVariable_CheckExact(wrapped) || tensor.is_view()) return Ref();
+  NodePointer owner = tensor.grad_fn();
+  long long output = static_cast<long long>(tensor.output_nr()), version = static_cast<long long>(tensor._version());
+  if (!owner || key_of(output) == nullptr) return Ref();
+  Ref value = registered(*owner, output);
+  if (value) {
+    Value* found = reinterpret_cast<Value*>(value.it);
+    if (!is_none(found->maker)) return Ref();
+    if (found->version == version) return new_handle(value.it, nullptr);
+  }
+  Ref detached = checked(THPVariable_Wrap(tensor.detach()));
+  value = new_value(detached.it, nullptr, output);
+  enter(*owner, output, value.it);
+  return new_handle(value.it, nullptr);
+}
+
+struct Pack {
+  PyObject_HEAD PyObject *run, *in_python;
+  vectorcallfunc vectorcall;
+};
+
+PyObject* pack_call(PyObject* callable, PyObject* const* arguments, size_t, PyObject*) {
+  HANDLE_TH_ERRORS
+  Pack* self = reinterpret_cast<Pack*>(callable);
+  PyObject* tensor = arguments[0];
+  Ref run = borrowed(PyWeakref_GetObject(self->run));
+  if (run.it == Py_None) return call(self->in_python, {tensor}).release();
+  Ref scope = attribute(run.it, s_scope), needed = attribute(scope.it, s_needed);
+  if (needed.it == Py_None || !is_none(attribute(run.it, s_frame).it)) return call(self->in_python, {tensor}).release();
+  Ref ordinal = attribute(scope.it, s_ordinal);
+  Ref handle;
+  int is_needed = PySet_Contains(needed.it, ordinal.it);
+  if (is_needed < 0) throw python_error();
+  if (!is_needed) {
+    const at::Tensor& saved = unwrapped(tensor);
+    if (!THPVariable_CheckExact(tensor)) return call(self->in_python, {tensor}).release();
+    handle = checked(PyTuple_New(2));
+    PyTuple_SET_ITEM(handle.it, 0, checked(THPVariable_Wrap(saved.detach())).release());
+    PyTuple_SET_ITEM(handle.it, 1, PyLong_FromLongLong(static_cast<long long>(saved._version())));
+  } else {
+    Ref probe = attribute(run.it, s_probe), learnt = attribute(scope.it, s_learnt), held = attribute(scope.it, s_held);
+    if (!is_none(probe.it) || !is_none(learnt.it) || PyList_GET_SIZE(held.it))
+      return call(self->in_python, {tensor}).release();
+    Ref actions = attribute(scope.it, s_actions), decisions = attribute(actions.it, s_recompute);
+    PyObject* decision = PyDict_GetItem(decisions.it, ordinal.it);
+    if (decision == nullptr) {
+      handle = kept(tensor);
+    } else {
+      Ref path = attribute(decision, s_path);
+      if (!is_none(path.it)) {
+        Ref engine = attribute(run.it, s_engine);
+        try {
+          handle = along_path(engine.it, tensor, decision, path.it);
+        } catch (python_error& error) {  // an operand that must not be read: Python looks for it, and says so
+          error.restore();
+          if (!PyErr_ExceptionMatches(PyExc_Exception)) throw;
+          PyErr_Clear();
+        }
+      }
+    }
+    if (!handle) return call(self->in_python, {tensor}).release();
+  }
+  Ref next = checked(PyLong_FromLongLong(PyLong_AsLongLong(ordinal.it) + 1));
+  if (PyObject_SetAttr(scope.it, s_ordinal, next.it)) throw python_error();
+  return handle.release();
+  END_HANDLE_TH_ERRORS
+}
+int pack_init(Pack* self, PyObject* args, PyObject*) {
+  PyObject *run, *in_python;
+  if (!PyArg_ParseTuple(args, "OO", &run, &in_python)) return -1;
+  set(self->run, Py_NewRef(run));
+  set(self->in_python, Py_NewRef(in_python));
+  self->vectorcall = pack_call;
+  return 0;
+}
+int pack_traverse(Pack* self, visitproc visit, void* arg) {
+  Py_VISIT(self->run);
+  Py_VISIT(self->in_python);
+  return 0;
+}
+int pack_clear(Pack* self) {
+  Py_CLEAR(self->run);
+  Py_CLEAR(self->in_python);
+  return 0;
+}
+void pack_dealloc(Pack* self) {
+  PyObject_GC_UnTrack(self);
+  pack_clear(self);
+  Py_TYPE(self)->tp_free(reinterpret_cast<PyObject*>(self));
+}
+
+// --- the module
+
+#define OBJECT(T, name) {#name, T_OBJECT, offsetof(T, name), 0, nullptr}
+#define NUMBER(T, name) {#name, T_LONGLONG, offsetof(T, name), 0, nullptr}
+#define FLAG(T, name) {#name, T_BOOL, offsetof(T, name), 0, nullptr}
+PyMemberDef value_members[] = {
+    OBJECT(Value, tensor), OBJECT(Value, maker), OBJECT(Value, leaf), OBJECT(Value, original), OBJECT(Value, places),
+    NUMBER(Value, version), NUMBER(Value, output), NUMBER(Value, readers), NUMBER(Value, reads), NUMBER(Value, last_backward),
+    FLAG(Value, partial), FLAG(Value, passing), {nullptr}};
+PyMemberDef handle_members[] = {
+    OBJECT(Handle, value), OBJECT(Handle, view), NUMBER(Handle, last_backward), {nullptr}};
+PyMemberDef recompute_members[] = {
+    OBJECT(Recompute, recipe), OBJECT(Recompute, operands), OBJECT(Recompute, places), OBJECT(Recompute, constants),
+    OBJECT(Recompute, stride), OBJECT(Recompute, noted), OBJECT(Recompute, sharded), OBJECT(Recompute, over),
+    FLAG(Recompute, has_passed), {nullptr}};
+PyMethodDef handle_methods[] = {{"get", handle_get, METH_NOARGS, nullptr}, {nullptr}};
+PyTypeObject value_type = {PyVarObject_HEAD_INIT(nullptr, 0)}, handle_type = {PyVarObject_HEAD_INIT(nullptr, 0)},
+             recompute_type = {PyVarObject_HEAD_INIT(nullptr, 0)}, pack_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+template <class T>
+bool ready(PyTypeObject& type, const char* name, initproc init, destructor dealloc, traverseproc traverse, inquiry clear, PyMemberDef* members) {
+  type.tp_name = name;
+  type.tp_basicsize = sizeof(T);
+  type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC;
+  type.tp_new = PyType_GenericNew;
+  type.tp_init = init;
+  type.tp_dealloc = dealloc;
+  type.tp_traverse = traverse;
+  type.tp_clear = clear;
+  type.tp_members = members;
+  return PyType_Ready(&type) == 0;
+}
+
+// Takes the classes and functions of the Python path by name: the classes are built on those of this module.
+PyObject* lend(PyObject*, PyObject* args, PyObject* kwargs) {
+#define TAKE(name)                                                             \
+  if (PyObject* it = PyDict_GetItemString(kwargs, #name)) set(lent_##name, Py_NewRef(it));
+  if (kwargs != nullptr) {
+    LENT(TAKE)
+  }
+  Py_RETURN_NONE;
+}
+
+PyMethodDef functions[] = {
+    {"unpack", unpack, METH_O, nullptr},
+    {"lend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(lend)), METH_VARARGS | METH_KEYWORDS, nullptr},
+    {nullptr}};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "lowtide_hot_path", nullptr, -1, functions};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_lowtide_hot_path() {
+#define INTERN(name) s_##name = PyUnicode_InternFromString(#name);
+  NAMES(INTERN)
+  handle_type.tp_methods = handle_methods;
+  pack_type.tp_vectorcall_offset = offsetof(Pack, vectorcall);
+  pack_type.tp_call = PyVectorcall_Call;
+#define INQUIRY(f) reinterpret_cast<inquiry>(f)
+#define READY(T, type, name, prefix, members)                                                             \
+  ready<T>(type, name, reinterpret_cast<initproc>(prefix##_init), reinterpret_cast<destructor>(prefix##_dealloc), \
+           reinterpret_cast<traverseproc>(prefix##_traverse), INQUIRY(prefix##_clear), members)
+  if (!READY(Value, value_type, "lowtide_hot_path.ValueFields", value, value_members) ||
+      !READY(Handle, handle_type, "lowtide_hot_path.HandleFields", handle, handle_members) ||
+      !READY(Recompute, recompute_type, "lowtide_hot_path.RecomputeFields", recompute, recompute_members) ||
+      !READY(Pack, pack_type, "lowtide_hot_path.Pack", pack, nullptr))
+    return nullptr;
+  pack_type.tp_flags |= Py_TPFLAGS_HAVE_VECTORCALL;
+  PyObject* made = PyModule_Create(&module);
+  if (made == nullptr) return nullptr;
+  PyModule_AddObjectRef(made, "ValueFields", reinterpret_cast<PyObject*>(&value_type));
+  PyModule_AddObjectRef(made, "HandleFields", reinterpret_cast<PyObject*>(&handle_type));
+  PyModule_AddObjectRef(made, "RecomputeFields", reinterpret_cast<PyObject*>(&recompute_type));
+  PyModule_AddObjectRef(made, "Pack", reinterpret_cast<PyObject*>(&pack_type));
+  return made;
+}

@@ -1,0 +1,79 @@
+"""The compiled saved-tensor hooks: hot_path.cpp, built with torch's own tools. Its private names are listed there."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from lowtide.utils import native_cache
+
+
+class BuildFailed(Exception):
+    """The compiler, or the absence of one, in its words."""
+
+
+def build() -> Path:
+    """Compile the hooks for this torch and Python, and return the library. Raises BuildFailed."""
+    library = native_cache.library(torch.__version__)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # Not in place: a build that is broken off leaves neither half a library nor a lock.
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        try:
+            from torch.utils import cpp_extension
+
+            cpp_extension.load(
+                native_cache.NAME,
+                [str(native_cache.SOURCE)],
+                extra_cflags=["-O2"],
+                build_directory=folder,
+                with_cuda=False,
+                is_python_module=False,
+            )
+            shutil.move(Path(folder) / library.name, library)
+        except Exception as error:  # of ninja, of the compiler, of the loader
+            raise BuildFailed(str(error).strip().split("\n")[-1]) from error
+    return library
+
+
+def load() -> ModuleType | None:
+    """Return the compiled hooks, or None: not built, not wanted, or broken, which is said."""
+    setting = os.environ.get(native_cache.SETTING)
+    if setting == "0" or not sys.platform.startswith(("linux", "darwin")):
+        return None
+    library = native_cache.library(torch.__version__)
+    try:
+        if not library.exists():
+            if setting != "1":
+                return None
+            build()
+        return _imported(library)
+    except BuildFailed as error:
+        _say(f"could not be built: {error}")
+    except (ImportError, OSError) as error:
+        _say(f"could not be loaded: {error}. `lowtide native --build` builds them again")
+    return None
+
+
+def _imported(library: Path) -> ModuleType:
+    loader: Any = importlib.machinery.ExtensionFileLoader(native_cache.NAME, str(library))
+    spec = importlib.util.spec_from_loader(native_cache.NAME, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def _say(what: str) -> None:
+    warnings.warn(
+        f"Lowtide's compiled hooks {what}. Its hooks in Python are used: the same bits, more time.", stacklevel=2
+    )

@@ -1,0 +1,32 @@
+"""`lowtide native`: say which saved-tensor hooks are used, and compile them."""
+
+from __future__ import annotations
+
+import click
+
+from lowtide.utils import native_cache
+from lowtide.utils.installed_versions import torch_version
+
+
+@click.command("native")
+@click.option("--build", is_flag=True, help="Compile the hooks for this torch and Python, which takes about a minute.")
+def native(build: bool) -> int:
+    """Say which saved-tensor hooks Lowtide uses, and compile them.
+
+    Plans are carried out by hooks in Python, or by the same hooks in C++, which take less host time: the same plans,
+    the same bits. Compiled ones need a C++ compiler and ninja once, and are used by every process that starts after
+    that. LOWTIDE_NATIVE=0 leaves them out, LOWTIDE_NATIVE=1 compiles them on first use.
+    """
+    if build:
+        from lowtide._torch.native_extension import BuildFailed
+        from lowtide._torch.native_extension import build as compile_hooks
+
+        try:
+            click.echo(f"compiled: {compile_hooks()}")
+        except BuildFailed as error:
+            click.echo(
+                f"could not be compiled: {error}\n  Hooks in Python are used: the same bits, more time.", err=True
+            )
+            return 1
+    click.echo(f"hooks: {native_cache.state(torch_version())}")
+    return 0

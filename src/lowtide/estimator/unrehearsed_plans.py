@@ -1,0 +1,114 @@
+"""Engines that save memory in an estimated step without a rehearsal: the two ends of the plans that `fit` looks for.
+
+`fit` chooses for each saved tensor, by its measured time. Without a rehearsal no time is known, so all tensors of a
+kind are treated alike: recomputed where that takes no matrix product, and with it, in the second way, each repeated
+block replayed. Every recompute is taken to be exact here; a rehearsal would check that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Literal
+
+from torch import nn
+
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.plan_table import Decision, actions_for
+from lowtide.runtime.recipes import RECIPES, CannotRecompute
+from lowtide.runtime.recompute import Recompute
+from lowtide.runtime.view_geometry import producer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.autograd.graph import Node
+
+    from lowtide.runtime.forward_pass import CallScope, ForwardPass
+    from lowtide.runtime.saved_values import Handle, Value
+
+How = Literal["plain", "recomputed", "replayed"]
+"""Ways to take a step: plainly, with cheap tensors recomputed, and with every repeated block replayed as well."""
+
+MIN_BYTES = 4096
+"""Smallest tensor that is recomputed."""
+
+
+class Unrehearsed(Engine):
+    """An engine that recomputes each saved tensor outside of replays that takes no matrix product to recompute."""
+
+    learns = False
+
+    def __init__(self, model: nn.Module, replayed: Iterable[str]) -> None:
+        super().__init__(model, actions_for({}, replayed))
+
+    @property
+    def does_anything(self) -> bool:
+        return True
+
+    def pack_saved_tensor(self, now: ForwardPass, tensor: Tensor) -> Handle:
+        scope = now.scope
+        assert scope is not None
+        if now.frame is None and tensor.nbytes >= MIN_BYTES:
+            node = producer(tensor)[1]
+            recipe = None if node is None else RECIPES.get(node.name())
+            if recipe is not None and not recipe.expensive:
+                decision = Decision(recipe.node, f"{scope.id}:{scope.ordinal}")
+                scope.ordinal += 1
+                handle = self.hold(tensor, decision, None, scope)
+                if now.probe is not None:
+                    now.probe.packed(handle, tensor)
+                return handle
+        return super().pack_saved_tensor(now, tensor)
+
+    def recomputed(
+        self, node: Node, output: int, base: Tensor, found: Value | None, decision: Decision, scope: CallScope
+    ) -> Value:
+        value = super().recomputed(node, output, base, found, decision, scope)
+        if _takes_a_product(value.maker):
+            raise CannotRecompute("it takes a matrix product")
+        return value
+
+    def drift(self, decision: Decision, node: Node | None = None) -> None:
+        """Report nothing: a tensor that can't be recomputed is kept."""
+
+    def say(self, what: str) -> None:
+        """Report nothing: nothing is trained."""
+
+
+def _takes_a_product(maker: object) -> bool:
+    """Return True if a recompute, or one that it passes through, is expensive."""
+    if not isinstance(maker, Recompute):
+        return False
+    passed = (handle.value for handle in maker.operands if handle is not None and handle.value.passing)
+    return maker.recipe.expensive or any(_takes_a_product(value.maker) for value in passed)
+
+
+def engine_for(how: How, model: nn.Module) -> Engine | None:
+    """Return the engine for a way to take a step; None for the plain step."""
+    if how == "plain":
+        return None
+    return Unrehearsed(model, [f"{path}#0" for path in repeated_blocks(model)] if how == "replayed" else [])
+
+
+def repeated_blocks(model: nn.Module) -> Sequence[str]:
+    """Return the paths of the outermost blocks of one class that follow each other, such as a transformer's layers."""
+    return [*_blocks(model, "")]
+
+
+def _blocks(module: nn.Module, path: str) -> Iterator[str]:
+    prefix = f"{path}." if path else ""
+    children = dict(module.named_children())
+    first, *others = children.values() or (None,)
+    is_row = (
+        isinstance(module, nn.ModuleList | nn.Sequential) and others and len(set(map(type, children.values()))) == 1
+    )
+    if first is not None and is_row and _is_composed(first):
+        yield from (f"{prefix}{name}" for name in children)
+        return
+    for name, child in children.items():
+        yield from _blocks(child, f"{prefix}{name}")
+
+
+def _is_composed(module: nn.Module) -> bool:
+    return any(True for _ in module.children())

@@ -1,0 +1,248 @@
+"""The way to the operands of one recompute, by position: nothing is looked for again in steps of the same structure.
+
+The builder (`recompute_builder.py`) searches for each operand: in the node's slots, on its edges, among captured
+operands. A path remembers where it found each: "slot `self`", "edge 0". The next step follows the path, checks at each
+turn that the node is of the same kind and has the same there, and gives up otherwise; then the builder searches again.
+Constants, versions and values are always read from the node at hand.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from lowtide._torch.nodes import RAW_SAVED, SAVED, node_metadata, output_metadata
+from lowtide.runtime.operand_capture import NUMBERS, CaptureSite, noted
+from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, claim, leaf_behind, same, signed
+from lowtide.runtime.recompute import Recompute
+from lowtide.runtime.saved_values import KEYS, Handle, Value, native, register, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
+    from torch.autograd.graph import Node
+
+    from lowtide.runtime.recipes import Recipe
+    from lowtide.runtime.recompute_builder import Builder
+
+ABSENT: Final = 0
+"""No operand: the recipe does without it where a constant is true."""
+SLOT: Final = 1
+"""The tensor that the node has saved."""
+EDGE: Final = 2
+"""The held value of the node on an edge."""
+LEAF: Final = 3
+"""The leaf on an edge."""
+FURTHER: Final = 4
+"""The result of the node on an edge, recomputed as well."""
+CAPTURED: Final = 5
+"""A captured tensor."""
+
+
+class Turn(NamedTuple):
+    """The place of one operand."""
+
+    kind: int
+    name: str
+    empty: str = ""
+    """Attribute of a slot that has to be empty: it would come first."""
+    edge: int = 0
+    path: RecomputePath | None = None
+
+
+class RecomputePath:
+    """The places of one node's operands and constants."""
+
+    __slots__ = ("computed", "is_common", "kind", "numbers", "owned", "places", "recipe", "recorded", "turns")
+
+    def __init__(self, recipe: Recipe, turns: tuple[Turn, ...]) -> None:
+        self.recipe, self.turns = recipe, turns
+        self.kind = recipe.node
+        """Name of the node."""
+        self.recorded: list[tuple[str, str]] = []
+        """Constants that the node records, with its attributes."""
+        self.computed: tuple[str, ...] = recipe.computed
+        self.owned: list[tuple[str, int, int, tuple[nn.Module, ...]]] = []
+        """Constants of modules: the name, the edge of their parameter, its `id`, and the modules that own it."""
+        self.numbers: list[str] = []
+        """Captured operands that are numbers."""
+        self.places: dict[str, int | slice] | None = None
+        """Positions among the operands, by the recipe's parameters: see `Recompute`."""
+        self.is_common = False
+        """True if the compiled hooks can follow it."""
+
+    def follow(self, builder: Builder, node: Node, output: int, like: Tensor | None) -> Value | None:
+        """Return a value that recomputes the output of `node`, as the builder would; None if the path has changed."""
+        recipe = self.recipe
+        if recipe.device is not None and output_metadata(node, output).device.type != recipe.device:
+            return None
+        constants: dict[str, Any] = {}
+        for name, attribute in self.recorded:
+            constant = getattr(node, attribute)
+            constants[name] = constant if type(constant) in AS_RECORDED else signed(constant)
+        for name, wanted in recipe.when.items():
+            if constants.get(name, wanted) != wanted:
+                return None
+        edges = node.next_functions
+        sites: frozenset[CaptureSite] = frozenset()
+        operands: list[Handle | None] = []
+        for kind, name, empty, edge, path in self.turns:
+            if empty and ((slot := getattr(node, empty)).data is not None or slot.unpack_hook is not None):
+                return None
+            if kind == EDGE:
+                upstream, number = edges[edge]
+                if upstream is None:
+                    return None
+                reference = node_metadata(upstream).get(KEYS[number])
+                if reference is None or (value := reference()) is None:
+                    return None
+                operands.append(Handle(value))
+            elif kind == SLOT:
+                if (handle := in_slot(node, name)) is None:
+                    return None
+                operands.append(handle)
+            elif kind == LEAF:
+                leaf = getattr(edges[edge][0], "variable", None)
+                if leaf is None:
+                    return None
+                operands.append(Handle(builder.owners.relied_on.of_leaf(leaf)))
+            elif kind == FURTHER:
+                upstream, number = edges[edge]
+                if upstream is None or path is None or upstream.name() != path.kind:
+                    return None
+                reference = node_metadata(upstream).get(KEYS[number])
+                if reference is not None and reference() is not None:
+                    return None
+                further = path.follow(builder, upstream, number, None)
+                if further is None:
+                    return None
+                operands.append(Handle(further))
+            elif kind == CAPTURED:
+                if (found := noted(node, name)) is None or isinstance(found[1], NUMBERS):
+                    return None
+                sites |= {found[0]}
+                operands.append(Handle(found[1] if isinstance(found[1], Value) else Value(found[1])))
+            else:
+                if not constants[recipe.unless[name]]:
+                    return None
+                operands.append(None)
+        for name in self.numbers:
+            if (found := noted(node, name)) is None or not isinstance(found[1], NUMBERS):
+                return None
+            sites |= {found[0]}
+            constants[name] = found[1]
+        for name, edge, key, modules in self.owned:
+            if leaf_behind(edges[edge][0]) != key:
+                return None
+            found_there = [it for module in modules if (it := getattr(module, name, None)) is not None]
+            if not found_there or not all(same(it, found_there[0]) for it in found_there):
+                return None
+            constants[name] = found_there[0]
+        if self.computed:
+            source = OperandLookup(builder, node, recipe, output, like, 0)
+            for name in self.computed:
+                constants[name] = source.constant(name)
+        stride = None if like is None else like.stride()
+        value = Value(maker=Recompute(recipe, tuple(operands), self.places, constants, stride, sites), output=output)
+        value.passing = like is None
+        register(node, output, value)
+        return value
+
+
+def in_slot(node: Node, name: str) -> Handle | None:
+    """Return a new handle on the tensor that a node has saved; None for an empty slot, or one of other hooks."""
+    slot = getattr(node, RAW_SAVED + name)
+    data = slot.data
+    if type(data) is Handle:
+        return None if data.value.partial else Handle(data.value, data.view)
+    if data is None:
+        return None
+    if slot.unpack_hook is None:
+        try:
+            return claim(getattr(node, SAVED + name))
+        except RuntimeError:  # it has been written to
+            return None
+    if slot.unpack_hook is unpack and data[0]._version == data[1]:
+        return claim(data[0])
+    return None
+
+
+def describe(
+    builder: Builder,
+    node: Node,
+    recipe: Recipe,
+    arguments: Mapping[str, Handle | list[Handle | None] | None],
+    constants: Mapping[str, Any],
+    places: dict[str, int | slice] | None,
+) -> RecomputePath | None:
+    """Return the path on which the builder has found these operands; None if it is none of the common ones."""
+    if recipe.lists or builder.owners.sharded:
+        return None
+    turns = []
+    for name, attribute in recipe.saved:
+        if name not in arguments:
+            continue
+        turn = turn_to(builder, node, recipe, name, attribute, arguments[name])
+        if turn is None:
+            return None
+        turns.append(turn)
+    path = RecomputePath(recipe, tuple(turns))
+    path.kind, path.places = node.name(), places
+    path.numbers = [name for name in recipe.operands if name not in arguments]
+    for name, attribute in recipe.recorded:
+        if hasattr(node, attribute):
+            path.recorded.append((name, attribute))
+            continue
+        edge = None if recipe.owner is None else recipe.edges.get(recipe.owner)
+        key = 0 if edge is None else leaf_behind(node.next_functions[edge][0])
+        if edge is None or not key or constants[name] is None:
+            return None
+        path.owned.append((name, edge, key, builder.owners.of(key)))
+    if not recipe.when.keys() <= {name for name, _ in path.recorded}:
+        return None
+    if any(number not in constants for number in path.numbers):
+        return None
+    path.is_common = recipe.device is None and places is None and not (recipe.when or path.owned or path.computed)
+    path.is_common &= all(t.kind != CAPTURED and (t.path is None or t.path.is_common) for t in turns)
+    return path
+
+
+def turn_to(
+    builder: Builder,
+    node: Node,
+    recipe: Recipe,
+    name: str,
+    attribute: str,
+    operand: Handle | list[Handle | None] | None,
+) -> Turn | None:
+    """Return the place where the builder has found one operand."""
+    slot = getattr(node, attribute, None)
+    data, is_empty = None, True
+    if slot is not None:
+        data = slot.data
+        is_empty = data is None and slot.unpack_hook is None
+    if operand is None:
+        return Turn(ABSENT, name) if name in recipe.unless else None
+    if isinstance(operand, list):
+        return None
+    if not is_empty:
+        is_other = isinstance(data, Handle) and data.value is not operand.value
+        return None if is_other else Turn(SLOT, name)
+    empty = "" if slot is None else attribute
+    edge = recipe.edges.get(name)
+    upstream, number = (None, 0) if edge is None else node.next_functions[edge]
+    if edge is not None and upstream is not None:
+        if hasattr(upstream, "variable"):
+            return Turn(LEAF, name, empty, edge)
+        if number >= len(KEYS):
+            return None
+        if operand.value in builder.paths:
+            path = builder.paths[operand.value]
+            return None if path is None else Turn(FURTHER, name, empty, edge, path)
+        return Turn(EDGE, name, empty, edge)
+    found = noted(node, name)
+    return Turn(CAPTURED, name, empty) if found is not None and not isinstance(found[1], NUMBERS) else None
+
+
+if native is not None:
+    native.lend(signed_constant=signed, in_slot=in_slot)

@@ -1,0 +1,148 @@
+"""Fields of values and handles, and their way through unpack, in Python: the reference for hot_path.cpp.
+
+`saved_values.py` builds its classes on these, or on the compiled ones that do the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lowtide._torch.backward import backward_number
+
+if TYPE_CHECKING:
+    import weakref
+
+    import torch
+    from torch import Tensor
+
+Geometry = tuple["torch.Size", tuple[int, ...], int]
+"""Size, stride and storage offset of a view, in elements."""
+
+NEVER = -2
+"""Number of no pass: backward numbers its passes from 0, and outside any pass the number is -1."""
+
+
+class ValueFields:
+    """Fields of a `Value`."""
+
+    __slots__ = (
+        "last_backward",
+        "leaf",
+        "maker",
+        "original",
+        "output",
+        "partial",
+        "passing",
+        "places",
+        "readers",
+        "reads",
+        "tensor",
+        "version",
+    )  # fmt: skip
+
+    def __init__(self, tensor: Tensor | None = None, *, maker: Any = None, output: int = 0) -> None:
+        self.tensor = tensor
+        self.version = -1 if tensor is None else tensor._version
+        """The tensor's version when it was saved; -1 without a tensor."""
+        self.maker = maker
+        self.output = output
+        self.passing = False
+        """True if only recomputes, never autograd, have read this value."""
+        self.partial = False
+        """True if it holds, or will hold, only the part that its reader needs: no recompute can use it."""
+        self.leaf = 0
+        """`id` of the parameter that this is; 0 for anything else."""
+        self.original: weakref.ref[Tensor] | None = None
+        """The original tensor, if a recompute reads it and autograd has not saved it for that."""
+        self.places: list[tuple[set[int], int]] | None = None
+        """Sets of needed ordinals that are being learnt, with this value's ordinal in each: see `need`."""
+        self.readers = 0
+        """Number of handles."""
+        self.reads = 0
+        """Number of handles that were read in the backward pass `last_backward`."""
+        self.last_backward = NEVER
+
+
+class HandleFields:
+    """Fields of a `Handle`, and what autograd calls."""
+
+    __slots__ = ("last_backward", "value", "view")
+
+    def __init__(self, value: Any, view: Geometry | Tensor | None = None) -> None:
+        self.value = value
+        self.view = view
+        """Geometry within the value; for a kept one also the view itself, which is faster to hold than to take."""
+        self.last_backward = NEVER
+        """The backward pass that read it last."""
+        value.readers += 1
+
+    def get(self) -> Tensor:
+        """Return the tensor with the geometry it was saved with. May be called any number of times.
+
+        A tensor that can be recomputed is freed once its last reader has it.
+        """
+        value, view = self.value, self.view
+        tensor: Tensor | None = value.tensor
+        if value.maker is not None:
+            if tensor is None:
+                tensor = materialize(value)
+            number = backward_number()
+            if value.last_backward != number:
+                value.last_backward, value.reads = number, 0
+            if self.last_backward != number:
+                self.last_backward = number
+                value.reads += 1
+            if value.reads == value.readers:  # this was the last reader
+                value.tensor = None
+        else:
+            assert tensor is not None
+            if tensor._version != value.version:
+                raise RuntimeError(changed_in_place(tensor, value.version))
+        if view is None:
+            return tensor
+        return tensor.as_strided(*view) if isinstance(view, tuple) else view
+
+    def __del__(self) -> None:
+        value = self.value
+        value.readers -= 1
+        if self.last_backward != NEVER and self.last_backward == value.last_backward:
+            value.reads -= 1
+        elif value.reads == value.readers and value.maker is not None:
+            value.tensor = None
+
+
+def materialize(value: Any) -> Tensor:
+    """Recompute `value`, and before it the operands that are not available.
+
+    It does not recurse: a chain of recomputes may be as long as a model is deep.
+    """
+    pending = [value]
+    while True:
+        top = pending[-1]
+        if top.tensor is not None and top is not value:
+            pending.pop()
+            continue
+        maker, missing = top.maker, []
+        assert maker is not None
+        for operand in maker.operands:
+            if operand is not None:
+                if operand.last_backward != NEVER:
+                    operand.wait()  # so that its recomputed value stays until it is read
+                if operand.value.tensor is None:
+                    missing.append(operand.value)
+        if missing:
+            pending += missing
+        elif top is value:
+            tensor: Tensor = maker.make(top)
+            return tensor
+        else:
+            maker.make(top)
+
+
+def changed_in_place(tensor: Tensor, version: int) -> str:
+    """Return PyTorch's own message for a saved tensor that was modified, which tools and people know."""
+    kind = f"{tensor.type()} {list(tensor.shape)}"
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind}] is at version {tensor._version}; expected version {version} instead."
+    )

@@ -1,0 +1,49 @@
+"""The place of Lowtide's compiled hooks on this machine, and the setting that says if they are used. No torch."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Final
+
+SETTING: Final = "LOWTIDE_NATIVE"
+"""Environment variable: 0 never uses compiled hooks, 1 builds them if need be; without it they are used if built."""
+
+SOURCE: Final = Path(__file__).parents[1] / "_torch" / "hot_path.cpp"
+NAME: Final = "lowtide_hot_path"
+
+
+def library(torch_version: str) -> Path:
+    """Return the path of the library for this torch, this Python and this source, built or not."""
+    return _root() / "lowtide" / _key(torch_version) / f"{NAME}.so"
+
+
+def state(torch_version: str | None) -> str:
+    """Return in words which saved-tensor hooks a process will use that starts now."""
+    setting = os.environ.get(SETTING)
+    if setting == "0":
+        return f"Python ({SETTING}=0)"
+    if torch_version is not None and library(torch_version).exists():
+        return "compiled"
+    if setting == "1":
+        return f"compiled on first use ({SETTING}=1)"
+    return "Python (`lowtide native --build` compiles them, if there is a C++ compiler)"
+
+
+def _root() -> Path:
+    """Return torch's own folder of extensions."""
+    if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(given)
+    cache = Path.home() / "Library" / "Caches" if sys.platform == "darwin" else Path.home() / ".cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or cache) / "torch_extensions"
+
+
+@functools.cache
+def _key(torch_version: str) -> str:
+    found = hashlib.sha256(SOURCE.read_bytes())
+    found.update(f"{torch_version} {sys.implementation.cache_tag} {sys.platform} {platform.machine()}".encode())
+    return found.hexdigest()[:16]

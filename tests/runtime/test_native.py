@@ -1,0 +1,107 @@
+"""Compiled saved-tensor hooks: used where they are built, the same bits, and Python's wherever they can't be had."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.utils import native_cache
+
+STEP = Path(__file__).parents[1] / "native_step.py"
+USED = (
+    "import warnings; warnings.simplefilter('always')\n"
+    "import lowtide.runtime.engine, lowtide.runtime.recompute\n"
+    "from lowtide.runtime import saved_values\n"
+    "print('python' if saved_values.native is None else 'compiled')"
+)
+
+
+def run(*args: str, timeout: int = 300, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run Python with these variables of the environment; without LOWTIDE_NATIVE unless it is among them."""
+    env = {name: it for name, it in os.environ.items() if name != native_cache.SETTING} | environment
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(lowtide.__file__).parents[1]), str(STEP.parent)])
+    return subprocess.run(
+        [sys.executable, *args], env=env, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def test_hooks_in_python_are_used_where_nothing_is_built(tmp_path):
+    done = run("-c", USED, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert (done.stdout, done.stderr) == ("python\n", "")
+    assert not [*tmp_path.iterdir()]  # nothing is built, either
+    said = run("-m", "lowtide", "--version", TORCH_EXTENSIONS_DIR=str(tmp_path)).stdout.splitlines()[3]
+    assert said == "hooks: Python (`lowtide native --build` compiles them, if there is a C++ compiler)"
+
+
+def test_a_broken_library_is_said_once_and_left(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    library = native_cache.library(torch.__version__)
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"no library")
+    done = run("-c", USED, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert done.stdout == "python\n"
+    assert done.stderr.count("compiled hooks could not be loaded") == 1
+    assert "lowtide native --build" in done.stderr
+    off = run("-c", USED, TORCH_EXTENSIONS_DIR=str(tmp_path), LOWTIDE_NATIVE="0")
+    assert (off.stdout, off.stderr) == ("python\n", "")
+
+
+def test_a_build_without_a_compiler_is_said_once_and_leaves_nothing(tmp_path):
+    path = os.pathsep.join([str(Path(sys.executable).parent)])
+    done = run("-c", USED, TORCH_EXTENSIONS_DIR=str(tmp_path), LOWTIDE_NATIVE="1", PATH=path, CXX="no-compiler")
+    assert done.stdout == "python\n"
+    assert done.stderr.count("compiled hooks could not be built") == 1
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    by_hand = run(
+        "-m", "lowtide", "native", "--build", TORCH_EXTENSIONS_DIR=str(tmp_path), PATH=path, CXX="no-compiler"
+    )
+    assert by_hand.returncode == 1
+    assert by_hand.stderr.startswith("could not be compiled: ")
+
+
+def test_the_library_is_of_one_torch_and_one_source(monkeypatch):
+    one, other = native_cache.library("2.13.0"), native_cache.library("2.13.1")
+    assert one != other
+    assert native_cache.SOURCE.is_file()  # part of the package
+
+
+def test_the_source_states_the_torch_that_its_private_names_are_from():
+    assert "Private names of torch, read in 2.13" in native_cache.SOURCE.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def built():
+    """Compiled hooks, in torch's own folder of extensions: a minute, unless they are there."""
+    if not native_cache.library(torch.__version__).exists():
+        done = run("-m", "lowtide", "native", "--build", timeout=900)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("way", ["kept", "recomputed", "replayed", "offloaded"])
+@pytest.mark.parametrize("model", ["gpt2", "bert", "resnet"])
+def test_real_models_have_the_same_bits_bytes_and_operators(built, model, way):
+    """Gradients and losses of four steps, saved tensors by kind and their bytes, operators, and what drifted."""
+    python, compiled = (run(str(STEP), model, way, LOWTIDE_NATIVE=setting) for setting in "01")
+    assert python.stdout.startswith("python "), python.stderr
+    assert compiled.stdout.startswith("compiled "), compiled.stderr
+    assert python.stdout.split(maxsplit=1)[1] == compiled.stdout.split(maxsplit=1)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("file", ["test_needed_slots.py", "test_recompute_path.py", "test_leaks.py", "test_writers.py"])
+def test_what_is_noticed_by_hooks_in_python_is_noticed_by_compiled_ones(built, file):
+    own = Path(__file__).with_name(file)
+    root = Path(__file__).parents[2]
+    done = run(
+        *("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow", f"--rootdir={root}", str(own)),
+        LOWTIDE_NATIVE="1",
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
