@@ -171,13 +171,13 @@ class FindingLog:
         entry.since_step = min(entry.since_step, born)
         entry.held_bytes = max(entry.held_bytes, rule.reported_bytes(history))
         if rule.names_holder(main):
-            entry.fix = rule.fix_for(main)
+            entry.fix = rule.fix_for(main, history)
             n_others = len({item.holder.text for item in group if item.holder is not None}) - 1
             entry.text = _text(main) + (f" and {n_others} more like it" if n_others else "")
             entry.name = main.holder.name if main.holder else ""
             entry.owner = main.holder.owner if main.holder else ""
             variables = [h for h in main.holders if h.kind == "variable" and h.name]
-            parts = [h for h in variables if h.is_part and rule.fix_of_part]
+            parts = [h for h in variables if rule.names_part(h, history)]
             entry.names = tuple(dict.fromkeys(h.name for h in variables if h not in parts))
             entry.parts = tuple(dict.fromkeys(h.name for h in parts))
         self._note_calls(entry, rule, group)

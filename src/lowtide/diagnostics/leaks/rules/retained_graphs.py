@@ -2,6 +2,7 @@
 
 from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.inspection import RetainedObject
+from lowtide.diagnostics.leaks.referrers import Holder
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 
@@ -27,6 +28,11 @@ class RetainGraph(Rule):
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return item.has_graph and any(b.retain_graph for b in item.backwards)
+
+    def names_part(self, holder: Holder, history: History) -> bool:
+        """Return True if the entry stays from step to step: a container that each step makes anew can be deleted."""
+        is_the_same = len(history.held_bytes) > 1 and not history.has_changed
+        return is_the_same and super().names_part(holder, history)
 
 
 @rule(

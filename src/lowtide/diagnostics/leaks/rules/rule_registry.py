@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.call_log import SiteStats
     from lowtide.diagnostics.leaks.holder_history import History
     from lowtide.diagnostics.leaks.inspection import RetainedObject
+    from lowtide.diagnostics.leaks.referrers import Holder
 
 
 class Rule:
@@ -56,10 +57,14 @@ class Rule:
         """Return True if the holder of `item` is the one to report."""
         return True
 
-    def fix_for(self, item: RetainedObject) -> str:
+    def names_part(self, holder: Holder, history: History) -> bool:
+        """Return True if the advice for `holder` is about its entry or attribute, not about the variable."""
+        return holder.is_part and bool(self.fix_of_part)
+
+    def fix_for(self, item: RetainedObject, history: History) -> str:
         """Return the advice for `item`."""
         holder = item.holder
-        if holder is not None and holder.is_part and self.fix_of_part:
+        if holder is not None and self.names_part(holder, history):
             return self.fix_of_part
         if holder is not None and holder.gathers and self.fix_of_container:
             return self.fix_of_container
