@@ -236,7 +236,7 @@ def test_another_writer_ends_one_step_in_words_and_the_plan_gives_way() -> None:
     with lowtide.apply(model, plan, say=lambda what: None):
         with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
             step(model)
-        assert " again from shift, which was written to once between forward and backward" in str(error.value)
+        assert " from shift, which was written to once between forward and backward" in str(error.value)
         assert "From here on values computed from that tensor are kept" in str(error.value)
         step(plain)
         assert same(step(model), step(plain))
