@@ -3,10 +3,11 @@
     python bench/compiled.py                   # some 8 minutes on two cores; writes docs/compiled.md
     python bench/compiled.py --models llama    # prints the rows of this model alone
 
-Each repeated block is compiled in place by inductor. Peaks are the CPU allocator's. Times are the fastest of 8 steps
-over the fastest of 8 plain ones before; they scatter by some 10 %. A way's bits are compared with those of the plain
-step of the same compiled blocks. Other bits under `activation_memory_budget` with dropout are wrong gradients: below 1
-torch draws the random numbers again in backward, and others.
+Each repeated block is compiled in place by inductor. Peaks are the CPU allocator's. *Time* is the fastest of 8 steps,
+divided by the fastest of 8 plain steps before them; times scatter by some 10 %. *Bits* compares loss, gradients and
+buffers with those of the plain step of the same compiled blocks. With dropout, `other` bits under
+`activation_memory_budget` mean wrong gradients: below 1, torch draws the random numbers again in backward, and gets
+other numbers.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@
     KERNELS=0 python bench/compiled_whole.py ...     # soon: leaves out inductor's kernels, and compares no bits
 
 Each model is compiled by `torch.compile(model)` with inductor. Peaks are the CPU allocator's, parameters and gradients
-included; MFLOP are those of the matrix products, convolutions and attention that backward computes again, as torch
-counts them. Lowtide is asked for each other way's peak, and for shares of the plain step's. Up to four plans are
-scheduled by inductor without kernels, and their steps measured; the best of them is compiled, and at most two more if
-its peak is above the budget. Gradients are compared bit by bit with those of
-the compiled step without a budget, in rows where inductor's kernels were compiled, too: in other rows kernels that
-write zeros take their place, and the same memory. Where backward draws other random numbers, gradients are wrong.
+included. *MFLOP again* counts the matrix products, convolutions and attention that backward computes again, as torch
+counts FLOPs. Lowtide's budgets are the peaks of the other methods, and shares of the plain step's peak. Up to four
+plans are scheduled by inductor without kernels, and their steps measured; the best of them is compiled, and at most two
+more if its peak is above the budget. Gradients are compared bit by bit with those of the compiled step without a
+budget, but only in rows for which inductor compiled its kernels. In the other rows (*not compared*), code that writes
+zeros and needs the same memory takes the kernels' place. If backward draws other random numbers, gradients are wrong.
 """
 
 from __future__ import annotations

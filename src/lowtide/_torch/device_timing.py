@@ -53,10 +53,10 @@ class Times(NamedTuple):
 
 
 class Stopwatch:
-    """Times of host and device for the work between `start` and `stop`, without waiting around it.
+    """Stopwatch for the host time and the device time of the work between `start` and `stop`.
 
-    The device's time is that between two events behind other queued work, so that launches are not part of it. Where
-    host and device are one resource, as on a CPU, all time counts as the device's.
+    Device time is measured between two events that are queued behind other work, so it leaves out launches. If host and
+    device are one resource, as on a CPU, all time counts as device time.
     """
 
     def __init__(self, device: torch.device) -> None:

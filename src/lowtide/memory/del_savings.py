@@ -109,7 +109,7 @@ class DelObserver:
         self._undo = [replace_function(torch.autograd, ENGINE, wrap_engine), hook.remove]
 
     def end(self, *, has_failed: bool) -> None:
-        """Take the last look, unless an exception ends the block; then restore torch."""
+        """Restore torch, and inspect the variables a last time, unless an exception has ended the block."""
         while self._undo:
             self._undo.pop()()
         if not has_failed:

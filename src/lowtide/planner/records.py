@@ -25,7 +25,7 @@ CHECKPOINTED: Final = "torch.utils.checkpoint"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint(Record):
-    """Identity of the model, batch and setup of a profile or plan. A plan is applied only if all of it still holds."""
+    """Model, batch and setup of a profile or plan. A plan is applied to an equal model and setup only."""
 
     torch: str
     model: str

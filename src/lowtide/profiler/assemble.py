@@ -275,9 +275,9 @@ class _Records:
 
 
 def _one_storage_a_value(index: TraceIndex, slots: list[SlotDraft]) -> None:
-    """Assign copies of a recomputed value, saved by a graph that backward made, to the block of its first slot.
+    """Map each slot that saves a copy of a recomputed value to the block of the value's first slot.
 
-    Under a plan that keeps the value, those slots save the kept memory itself.
+    Graphs that backward creates save such copies. Under a plan that keeps the value, these slots save the kept memory.
     """
     first: dict[int, int] = {}
     for n, block in index.block_of_slot.items():

@@ -74,7 +74,7 @@ def _named(graphs: Sequence[JointSlots]) -> list[JointSlots]:
 
 
 def _transients(stream: EventStream, span: tuple[int, int] | None) -> list[int]:
-    """Return the sizes of blocks that were freed before anything else was allocated or freed."""
+    """Return the sizes of blocks whose next event after the allocation is their own free."""
     begin, end = span or (0, 0)
     return [
         event.bytes

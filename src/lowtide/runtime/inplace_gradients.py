@@ -261,7 +261,7 @@ def wanting(node: str, n_bytes: int) -> InPlace | None:
 
 
 def wanted_from(operator: Any, args: Sequence[Any]) -> bool:
-    """Return True if an autograd node calls the operator, and its gradient is to be written over if not shared."""
+    """Return True if an autograd node calls `operator`, and a plan wants its gradient overwritten if unshared."""
     node = running_node_name()
     if node not in OPERATORS or operator.name().partition(".")[0] != f"aten::{OPERATORS[node].name}":
         return False

@@ -394,7 +394,7 @@ class Steps:
                 self._close()
 
     def _updates_afterwards(self, monitor: PostPlanMonitor, optimizer: Optimizer) -> None:
-        """Check if more steps are needed. Makes few calls, because this runs in every training step."""
+        """Count an update, and detect steps again if more are needed. It runs in every step, so it makes few calls."""
         if not monitor.knows(optimizer):
             if self._is_elsewhere(optimizer):
                 return

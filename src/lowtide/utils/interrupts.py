@@ -176,7 +176,7 @@ def removed_if_interrupted(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _pass_on() -> None:
-    """Call the process's handler for an interrupt that waits."""
+    """Pass a delayed interrupt on to the process's own handler."""
     global _waits
     if threading.get_ident() != threading.main_thread().ident:
         return

@@ -40,9 +40,9 @@ class Backward:
 
 @dataclass(slots=True, weakref_slot=True)
 class Call:
-    """One call of a model from outside all modules, in training or evaluation.
+    """One call of a model that no other module makes, in training or evaluation.
 
-    Its nodes have the numbers `first <= number < stop`.
+    The autograd nodes that the call creates have the numbers `first <= number < stop`.
     """
 
     number: int

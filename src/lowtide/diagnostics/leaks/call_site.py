@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 class Site(NamedTuple):
-    """The user's calling line, and a key that distinguishes its calls and the call chains that led to it."""
+    """The user's calling line, and a key for the call within the line and the chain of callers."""
 
     place: Place
     key: int

@@ -47,7 +47,7 @@ class Scratch:
     def of(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]
     ) -> tuple[dict[int, int], list[int]]:
-        """Return sizes of results that differ from their fake storages' sizes, by number, and the scratch bytes."""
+        """Return real sizes by the result's number, where a fake storage has another size, and the sizes of scratch."""
         if func is aten._efficientzerotensor.default:
             return {0: 0}, []
         if self._device != "cpu" or func.namespace in SHARDING_OPERATORS:

@@ -111,7 +111,7 @@ class Sweeper:
         self._segments = Segments(index)
 
     def sweep(self, choice: DecisionVector) -> Sweep:
-        """Return the step under `choice`. Searches return to the same choices, so the latest sweeps are cached."""
+        """Return the memory sweep of the step under `choice`. Recent ones are cached: searches revisit choices."""
         key = choice.key
         sweep = self._recent.pop(key, None) or self._compute_sweep(choice)
         self._recent[key] = sweep

@@ -46,4 +46,4 @@ class CountedTwice(Rule):
     "`model.enable_input_require_grads()`",
 )
 class LostGradients(Rule):
-    """Rule for checkpoints without gradients, recorded when the block is called."""
+    """Rule for checkpointed blocks whose parameters get no gradient, recorded when the block is called."""

@@ -103,7 +103,7 @@ def _widths(head: int) -> tuple[int, int]:
 
 @cuda_op(aten._scaled_dot_product_flash_attention_backward.default, of=_BACKWARD)
 def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Return softmax_d and dq_accum; keys and values shared by groups of queries get a gradient for each query head."""
+    """Return the scratch: copies, softmax_d, dq_accum, and gradients for each query head of shared keys and values."""
     gradient, query, key = args[:3]
     batch, heads, length, head = query.shape
     rows = batch * heads * -(-length // 128) * 128 * 4
