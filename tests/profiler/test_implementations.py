@@ -127,5 +127,19 @@ def test_plans_that_differ_in_an_implementation_are_told_apart() -> None:
     assert compare(one, other).only_second == (f"implementation of {NODE}: saved statistics",)
 
 
+def test_a_name_that_no_implementation_has_stands_for_the_first_one() -> None:
+    model, plain = network(), network()
+    profile, batch = rehearsed(model)
+    made = replace(lowtide.plan(profile, "70%"), implementations={NODE: "of another version"})
+    assert made.recompute
+    with lowtide.apply(model, made):
+        loss = step_of(model)(batch)
+    assert torch.equal(loss, step_of(plain)(batch))
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
 def test_every_other_implementation_is_of_a_recipe() -> None:
     assert IMPLEMENTATIONS.keys() <= RECIPES.keys()

@@ -280,6 +280,11 @@ def _fit(
                 "its repeated blocks "
                 "instead (block.compile())."
             )
+    if profile.graphs and has_blocks and (set(levers) - set(DEFAULT) or offload or shapes is not None):
+        raise LowtideError(
+            f"this profile is of plans inside the compiled blocks of {type(model).__name__}, which can't be combined "
+            "with other levers, offload or shapes: leave profile= out, and the blocks are rehearsed to be replayed."
+        )
     if shapes is not None:
         sizes = Range(batch, None if isinstance(shapes, str) else shapes)
         return _fit_sizes(model, step, sizes, budget, budget_for, optimizer, profile)
@@ -362,7 +367,8 @@ def _compiled(site: StepContext, choice: Choice, made: Plan, budget_for: BudgetF
         made = best or made
     n_compiled, best = cheapest_within(choice, made, proven, COMPILED_REPAIRS)
     assert best is not None  # the first one is proven
-    if best.predicted.peak_bytes > made.budget_bytes and best.predicted != best.plain:
+    is_compiled = best.predicted != best.plain or budget_for == "reserved"
+    if is_compiled and not verdicts[best.decisions].within_budget:
         raise _compiled_over(choice, best, f"plans that were compiled and measured: {n_compiled}")
     if n_compiled > 1:
         best = replace(best, notes=(*best.notes, f"{n_compiled} plans were compiled and measured"))

@@ -30,11 +30,11 @@ def rehearse(
 ) -> Profile:
     """Run `step(batch)` on trial: measure its memory, and the cost of saving each part of it.
 
-    The step is run five times, for real, on the model's device. Afterwards, also after an error, parameters, gradients,
-    buffers, optimizer state, batch and random number generators are restored; so are other modules, tensors, schedulers
-    and gradient scalers that its code refers to, and its own numbers, strings and containers. The profile notes how far
-    iterators, files and data sets have advanced. A step that runs out of memory is tried again under the plan
-    with the smallest peak, and the peak of the plain step is then a prediction.
+    The step is run five times, on a GPU seven times, for real, on the model's device. Afterwards, also after an error,
+    parameters, gradients, buffers, optimizer state, batch and random number generators are restored; so are other
+    modules, tensors, schedulers and gradient scalers that its code refers to, and its own numbers, strings and
+    containers. The profile notes how far iterators, files and data sets have advanced. A step that runs out of memory
+    is tried again under the plan with the smallest peak, and the peak of the plain step is then a prediction.
 
     Args:
         model: The model, on its device.

@@ -253,7 +253,7 @@ class RecomputeAudit(Engine):
         """Try to keep a tensor without a node as the bits of a mask, or as small integers."""
         kind = INDICES if tensor.dtype is torch.int64 else MASK
         watch = Stopwatch(self._place)
-        watch.start()
+        watch.start(ahead_ms=0.0 if kind == INDICES else 0.2)  # packing of indices waits for the device
         try:
             value = packed(kind, tensor)
         except CannotRecompute:

@@ -2,7 +2,7 @@
 
 Every implementation is run in the audit, on each saved tensor that the first one recomputes exactly. One that differs
 in a single bit, or fails, at any of them is dropped for this kind of node. Of the others the one that took least in all
-is taken, in the engine for the whole model: also where a recompute only passes through such a node.
+is taken, in the engine for the whole model. A recompute that only passes through such a node runs the first one.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from lowtide.runtime import saved_values as values
 from lowtide.runtime.call_shapes import elements, shapes_in, shapes_of
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.plan_table import Actions, actions_for, with_like_blocks
+from lowtide.runtime.recipes import IMPLEMENTATIONS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,9 +31,13 @@ def most_elements(plan: Plan) -> float:
 
 
 def shared_implementations(plans: Sequence[Plan]) -> dict[str, str]:
-    """Return the implementations of recipes that all plans name; for other nodes the first one, which is as exact."""
+    """Return the implementations of recipes that all plans name; other nodes have the first one, which is as exact."""
     common = dict(plans[0].implementations) if plans else {}
-    return {node: name for node, name in common.items() if all(p.implementations.get(node) == name for p in plans)}
+    return {
+        node: name
+        for node, name in common.items()
+        if name in IMPLEMENTATIONS.get(node, ()) and all(p.implementations.get(node) == name for p in plans)
+    }
 
 
 class Planned(Engine):

@@ -101,7 +101,7 @@ class Builder:
         """
         self.length += 1
         kind = node.name()
-        recipe = self.recipe_of(kind)
+        recipe = RECIPES.get(kind) if like is None else self.recipe_of(kind)  # others are audited on saved tensors only
         if recipe is None:
             raise CannotRecompute(f"no recipe for {kind}")
         if output and not recipe.several:

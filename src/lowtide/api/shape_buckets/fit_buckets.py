@@ -80,7 +80,7 @@ def buckets_for(
         known = large if share == 1 else small if share == 0 else None
         if known is None and same_work:
             known = between(small, large, share, fingerprint(model, batch))
-        profile = known or rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
+        profile = known or _rehearsed(model, step, batch, optimizer, in_place)
         try:
             plan, verdict = fit_one(batch, budget_bytes, profile)
             holds = not verdict.drifted
@@ -89,11 +89,18 @@ def buckets_for(
                 raise
             holds = False
         if not holds and PREDICTED in profile.notes:
-            profile = rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
+            profile = _rehearsed(model, step, batch, optimizer, in_place)
             plan, verdict = fit_one(batch, budget_bytes, profile)
         shapes = shapes_between(few, many, share)
         buckets.append(Bucket(size=sizes.say(share), shapes=shapes, profile=profile, plan=plan, verdict=verdict))
     return buckets[::-1]
+
+
+def _rehearsed(
+    model: nn.Module, step: Callable[[Any], Any], batch: Any, optimizer: Optimizers, in_place: bool
+) -> Profile:
+    """Rehearse a batch; compiled blocks are replayed, because plans inside them are for one size."""
+    return rehearse(model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=False)
 
 
 def _small(
@@ -101,7 +108,7 @@ def _small(
 ) -> Profile:
     """Rehearse the smallest batch. Raises RehearsalError if a step on a part of the large batch fails."""
     try:
-        return rehearse(model, step, sizes.batch(0.0), optimizer=optimizer, in_place=in_place)
+        return _rehearsed(model, step, sizes.batch(0.0), optimizer, in_place)
     except Exception as error:
         if isinstance(error, LowtideError) or is_out_of_memory(error):
             raise
