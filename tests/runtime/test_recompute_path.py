@@ -167,3 +167,27 @@ def test_a_plan_that_is_put_in_force_again_keeps_its_paths(monkeypatch):
         model(X).sum().backward()
     assert not names
     engine.remove()
+
+
+class Pieces(nn.Module):
+    """A module that uses one of many outputs of a node, another one in each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 64).view(4, 16))
+
+    def forward(self, x, number):
+        h = x * self.weight
+        return (h * h).chunk(16, -1)[number].tanh().sum()
+
+
+def test_an_output_of_a_higher_number_than_before_is_searched_for():
+    model, plain = Pieces(), Pieces()
+    x = torch.linspace(-1, 1, 64).view(4, 16)
+    engine = planned(model, {f"#0:{slot}": "TanhBackward0" for slot in range(6)})
+    for number in (1, 1, 1, 2, 9, 15, 1):
+        for net in (model, plain):
+            net.zero_grad()
+            net(x, number).backward()
+        assert torch.equal(model.weight.grad, plain.weight.grad)
+    engine.remove()

@@ -427,7 +427,7 @@ Ref follow(
     } else {
       if (static_cast<size_t>(place) >= node.num_outputs()) return Ref();
       const torch::autograd::Edge& edge = node.next_edge(place);
-      if (!edge.is_valid()) return Ref();
+      if (!edge.is_valid() || (kind != LEAF && key_of(edge.input_nr) == nullptr)) return Ref();
       if (kind == EDGE) {
         Ref held = registered(*edge.function, edge.input_nr);
         if (!held) return Ref();

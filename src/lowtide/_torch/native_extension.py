@@ -24,11 +24,11 @@ class BuildFailed(Exception):
 
 def build() -> Path:
     """Compile the hooks for this torch and Python, and return the library. Raises BuildFailed."""
-    library = native_cache.library(torch.__version__)
-    library.parent.mkdir(parents=True, exist_ok=True)
-    # Not in place: a build that is broken off leaves neither half a library nor a lock.
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        try:
+    try:
+        library = native_cache.library(torch.__version__)
+        library.parent.mkdir(parents=True, exist_ok=True)
+        # Not in place: a build that is broken off leaves neither half a library nor a lock.
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             from torch.utils import cpp_extension
 
             cpp_extension.load(
@@ -40,8 +40,11 @@ def build() -> Path:
                 is_python_module=False,
             )
             shutil.move(Path(folder) / library.name, library)
-        except Exception as error:  # of ninja, of the compiler, of the loader
-            raise BuildFailed(str(error).strip().split("\n")[-1]) from error
+    except Exception as error:  # of the file system, of ninja, of the compiler, of the loader
+        lines = str(error).strip().split("\n")
+        # torch's first line only names the extension, and ninja's last one only says that it stopped
+        causes = [line for line in lines[1:] if "error:" in line or "not found" in line]
+        raise BuildFailed((causes or lines[-1:])[0]) from error
     return library
 
 
@@ -50,8 +53,8 @@ def load() -> ModuleType | None:
     setting = os.environ.get(native_cache.SETTING)
     if setting == "0" or not sys.platform.startswith(("linux", "darwin")):
         return None
-    library = native_cache.library(torch.__version__)
     try:
+        library = native_cache.library(torch.__version__)
         if not library.exists():
             if setting != "1":
                 return None

@@ -88,7 +88,7 @@ class Builder:
         self.describes = True
         try:
             value = self.recompute(node, output, like)
-            return value, self.paths[value]
+            return value, self.paths.get(value)  # the forward of another thread may have cleared them
         finally:
             self.describes = False
             self.paths.clear()

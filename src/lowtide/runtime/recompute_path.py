@@ -91,7 +91,7 @@ class RecomputePath:
                 return None
             if kind == EDGE:
                 upstream, number = edges[edge]
-                if upstream is None:
+                if upstream is None or number >= len(KEYS):
                     return None
                 reference = node_metadata(upstream).get(KEYS[number])
                 if reference is None or (value := reference()) is None:
@@ -108,7 +108,7 @@ class RecomputePath:
                 operands.append(Handle(builder.owners.relied_on.of_leaf(leaf)))
             elif kind == FURTHER:
                 upstream, number = edges[edge]
-                if upstream is None or path is None or upstream.name() != path.kind:
+                if upstream is None or path is None or upstream.name() != path.kind or number >= len(KEYS):
                     return None
                 reference = node_metadata(upstream).get(KEYS[number])
                 if reference is not None and reference() is not None:

@@ -1,8 +1,10 @@
 """Versions of Lowtide and torch as installed, and the versions of torch that the tests have passed with."""
 
+import importlib.util
 import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from lowtide.utils import native_cache
 
@@ -41,6 +43,19 @@ def torch_version() -> str | None:
     return _installed("torch")
 
 
+def torch_build() -> str | None:
+    """Return `torch.__version__` without importing torch: unlike its package's version it names the build."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return torch_version()
+    named = re.search(r"^__version__ = '(.+)'", text, re.MULTILINE)
+    return torch_version() if named is None else named[1]
+
+
 def versions_in_words() -> str:
     """Return the lines of `lowtide --version`, without importing torch."""
     installed = torch_version()
@@ -49,7 +64,7 @@ def versions_in_words() -> str:
         f"lowtide {own_version()}",
         f"torch {installed or 'not installed'} (tested: {tested})",
         f"Python {platform.python_version()}",
-        f"hooks: {native_cache.state(installed)}",
+        f"hooks: {native_cache.state(torch_build())}",
     ]
     if installed is not None and (remark := newer_than_tested(installed)) is not None:
         lines.append(remark)

@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +28,11 @@ def state(torch_version: str | None) -> str:
     setting = os.environ.get(SETTING)
     if setting == "0":
         return f"Python ({SETTING}=0)"
-    if torch_version is not None and library(torch_version).exists():
+    try:
+        is_built = torch_version is not None and library(torch_version).exists()
+    except OSError:
+        return f"Python ({SOURCE.name} is not installed)"
+    if is_built:
         return "compiled"
     if setting == "1":
         return f"compiled on first use ({SETTING}=1)"
@@ -38,12 +43,14 @@ def _root() -> Path:
     """Return torch's own folder of extensions."""
     if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(given)
-    cache = Path.home() / "Library" / "Caches" if sys.platform == "darwin" else Path.home() / ".cache"
+    home = Path(os.path.expanduser("~"))  # unlike `Path.home()`, without an error where there is none
+    cache = home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache"
     return Path(os.environ.get("XDG_CACHE_HOME") or cache) / "torch_extensions"
 
 
 @functools.cache
 def _key(torch_version: str) -> str:
     found = hashlib.sha256(SOURCE.read_bytes())
-    found.update(f"{torch_version} {sys.implementation.cache_tag} {sys.platform} {platform.machine()}".encode())
+    abi = sysconfig.get_config_var("SOABI")  # not `cache_tag`, which builds without a GIL and debug builds share
+    found.update(f"{torch_version} {abi} {sys.platform} {platform.machine()}".encode())
     return found.hexdigest()[:16]
