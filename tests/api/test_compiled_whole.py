@@ -20,6 +20,7 @@ import lowtide
 from compiled_by_hand import plan_for
 from joint_graphs import masked
 from lowtide._torch.joint_graph import always_partitioned, kernels_left_out
+from lowtide.api.fit import as_measured
 from lowtide.planner.records import Plan
 from lowtide.runtime.joint_slots import JointSlots
 
@@ -229,6 +230,14 @@ def test_code_that_cuda_graphs_replay_is_refused_by_the_name_of_the_mode() -> No
     graph: Any = SimpleNamespace(fx_kwargs={"cudagraphs": True})
     with watched_calls(lambda *_: None), pytest.raises(lowtide.RehearsalError, match='mode="reduce-overhead"'):
         CompiledFxGraph.__call__(graph, [])
+
+
+def test_a_plan_that_keeps_everything_is_held_to_its_measured_peak_as_any_other_is() -> None:
+    made = plan_for(nn.Linear(8, 8), torch.randn(2, 8))
+    kept = replace(made, predicted=made.plain, budget_bytes=made.plain.peak_bytes + 64)
+    assert as_measured(kept, kept.budget_bytes) is kept
+    over = as_measured(kept, kept.budget_bytes + 1)
+    assert over.predicted.peak_bytes == kept.budget_bytes + 1
 
 
 @pytest.mark.parametrize("changed", [{"torch": "2.9.0"}, {"device": "cuda"}])

@@ -367,8 +367,7 @@ def _compiled(site: StepContext, choice: Choice, made: Plan, budget_for: BudgetF
         made = best or made
     n_compiled, best = cheapest_within(choice, made, proven, COMPILED_REPAIRS)
     assert best is not None  # the first one is proven
-    is_compiled = best.predicted != best.plain or budget_for == "reserved"
-    if is_compiled and not verdicts[best.decisions].within_budget:
+    if best.predicted.peak_bytes > made.budget_bytes:
         raise _compiled_over(choice, best, f"plans that were compiled and measured: {n_compiled}")
     if n_compiled > 1:
         best = replace(best, notes=(*best.notes, f"{n_compiled} plans were compiled and measured"))
@@ -427,7 +426,7 @@ def _compiled_over(choice: Choice, lowest: Plan, tried: str) -> Infeasible:
 
 def as_measured(made: Plan, peak_bytes: int) -> Plan:
     """Return a compiled plan with its measured peak as prediction; a note says how far off the forecast was."""
-    if made.predicted == made.plain:  # nothing is compiled for the plan
+    if made.predicted == made.plain and peak_bytes <= made.budget_bytes:  # nothing is compiled for the plan
         return made
     apart = peak_bytes / made.predicted.peak_bytes - 1
     made = replace(made, notes=tuple(note for note in made.notes if not note.startswith(FORECAST)))

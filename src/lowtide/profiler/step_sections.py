@@ -39,7 +39,7 @@ LEAST_AHEAD_MS = 0.05
 
 
 class Boundary(NamedTuple):
-    """Where a section begins: a module call, in forward or in backward."""
+    """The module call, in forward or in backward, with which a section begins."""
 
     call: str
     """Path and number of the call: `transformer.h.3#0`."""
@@ -47,7 +47,7 @@ class Boundary(NamedTuple):
 
 
 START = Boundary("", False)
-"""Begin of the step."""
+"""The begin of the step."""
 
 
 @dataclass(frozen=True, slots=True)

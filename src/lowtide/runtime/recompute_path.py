@@ -55,9 +55,11 @@ class RecomputePath:
 
     __slots__ = ("computed", "is_common", "kind", "numbers", "owned", "places", "recipe", "recorded", "turns")
 
-    def __init__(self, recipe: Recipe, turns: tuple[Turn, ...]) -> None:
+    def __init__(
+        self, recipe: Recipe, kind: str, turns: tuple[Turn, ...], places: dict[str, int | slice] | None
+    ) -> None:
         self.recipe, self.turns = recipe, turns
-        self.kind = recipe.node
+        self.kind = kind
         """Name of the node."""
         self.recorded: list[tuple[str, str]] = []
         """Constants that the node records, with its attributes."""
@@ -66,7 +68,7 @@ class RecomputePath:
         """Constants of modules: the name, the edge of their parameter, its `id`, and the modules that own it."""
         self.numbers: list[str] = []
         """Captured operands that are numbers."""
-        self.places: dict[str, int | slice] | None = None
+        self.places = places
         """Positions among the operands, by the recipe's parameters: see `Recompute`."""
         self.is_common = False
         """True if the compiled hooks can follow it."""
@@ -186,8 +188,7 @@ def describe(
         if turn is None:
             return None
         turns.append(turn)
-    path = RecomputePath(recipe, tuple(turns))
-    path.kind, path.places = node.name(), places
+    path = RecomputePath(recipe, node.name(), tuple(turns), places)
     path.numbers = [name for name in recipe.operands if name not in arguments]
     for name, attribute in recipe.recorded:
         if hasattr(node, attribute):

@@ -126,7 +126,7 @@ class Rehearsing(StepListener):
         self.done, self.profile, self._observed = False, None, None
 
     def replays_blocks(self, model: nn.Module) -> bool:
-        """Rehearse compiled blocks anew, to be replayed as a whole. Returns False if not only blocks are compiled."""
+        """Return True if compiled blocks are rehearsed anew, to be replayed; False if more than blocks is compiled."""
         if not self.inside_blocks or self.compiled is not None or is_compiled(model):
             return False
         self.gives_up(model)
