@@ -10,6 +10,7 @@ are allocations and frees, the best of several runs on one thread; the whole of 
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -21,7 +22,9 @@ RUNS = 7
 
 
 def main() -> int:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RECORDINGS
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=RECORDINGS)
+    folder = parser.parse_args().folder
     paths = sorted(folder.glob("*.json.gz"))
     if not paths:
         print(f"no *.json.gz in {folder}")

@@ -9,6 +9,7 @@ frontier of 200 blocks is to take at most 2.5 times that of 96, and four times t
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import itertools
 import sys
@@ -67,13 +68,16 @@ def table(name: str, cases: Iterable[tuple[str, Callable[[], object]]]) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("profiles", nargs="*", type=Path)
+    profiles = parser.parse_args().profiles
     importlib.import_module("scipy.optimize")
     rehearsed(nn.RNNCell, 10, stacks=True)  # what is loaded and set up once
     for kind, stacks in itertools.product((nn.RNNCell, nn.GRUCell), (False, True)):
         name = f"rehearsal, {kind.__name__}" + (", stacked" if stacks else "")
         table(name, ((f"{n} steps", partial(rehearsed, kind, n, stacks=stacks)) for n in STEPS))
     table("frontier", ((f"{n} blocks", partial(frontier, transformer(n))) for n in BLOCKS))
-    files = [(path.stem, Profile.from_json(path)) for path in map(Path, sys.argv[1:])]
+    files = [(path.stem, Profile.from_json(path)) for path in profiles]
     table("frontier", ((stem, partial(frontier, profile)) for stem, profile in files))
 
 

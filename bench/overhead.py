@@ -11,7 +11,7 @@ that the plan runs again, over the number of tensors or calls. The models are re
 interleaved runs, so that a busy machine changes little.
 
 The first row of the first table are hooks in Python that only detach a tensor and give it back. It says how fast the
-machine is and how busy: 0.6 us on the idle one that the limits were written for. LOWTIDE_NATIVE=0 measures Lowtide's
+machine is: 0.6 us on the one that the limits were written for. LOWTIDE_NATIVE=0 measures Lowtide's
 hooks in Python, LOWTIDE_NATIVE=1 its compiled ones.
 
 In the third table the budget is above the plain step's peak, or no plan fits and training goes on without one. Steps in
@@ -20,6 +20,7 @@ the block and outside of it take turns; beside the time there are the Python cal
 
 from __future__ import annotations
 
+import argparse
 import gc
 import sys
 import time
@@ -279,12 +280,19 @@ def tiny_gpt2() -> tuple[nn.Module, Callable[[], object]]:
     return model, step_of(model.train(), batch)
 
 
+BUILDERS: dict[str, Callable[[], tuple[nn.Module, Callable[[], object]]]] = {
+    "mlp": mlp,
+    "gpt2": tiny_gpt2,
+    "demo": demo,
+}
+"""Steps for `idle`, with their models."""
+
+
 def idle(*names: str) -> None:
     """Print what a block adds to a step that it changes nothing in."""
     print(f"{'model':10} {'block':22} {'us a step':>11} {'more us':>9} {'more %':>7} {'more Python calls':>18}")
-    builders = {"mlp": mlp, "gpt2": tiny_gpt2, "demo": demo}
-    for name in names or builders:
-        _, step = builders[name]()
+    for name in names or BUILDERS:
+        _, step = BUILDERS[name]()
         runs = 1 if name == "demo" else RUNS // ROUNDS
         for block, settings in {
             "budget above the peak": {"budget": 10**12},
@@ -304,10 +312,16 @@ def idle(*names: str) -> None:
 
 
 if __name__ == "__main__":
+    tables: dict[str, Callable[..., None]] = {"slots": slots, "models": models, "within": idle}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", nargs="?", choices=tables, default="slots")
+    parser.add_argument("names", nargs="*", help="steps of `within`: mlp, gpt2, demo; all by default")
+    arguments = parser.parse_args()
+    if arguments.names and (arguments.table != "within" or not {*arguments.names} <= {*BUILDERS}):
+        parser.error(f"{' '.join(arguments.names)}: only `within` takes names, of {', '.join(BUILDERS)}")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     gc.disable()
     print(f"hooks: {'Python' if saved_values.native is None else 'compiled'}")
-    what, *names = sys.argv[1:] or ["slots"]
-    {"models": models, "within": idle, "slots": slots}[what](*names)
+    tables[arguments.table](*arguments.names)
