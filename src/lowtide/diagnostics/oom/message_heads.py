@@ -293,7 +293,7 @@ HEADS = (
         certain=False,
     ),
     _head(
-        "1455|WinError|paging|pagina|Auslagerungsdatei|页面文件|ページング|페이징|подкачки",
+        "os error 1455|WinError|aging file|file di paging|pagina|Auslagerungsdatei|页面文件|ページング|페이징|подкачки",
         r"\[?WinError (?:1455|1450|8)\]|\bos error 1455\b|WinError 1455|[Pp]aging file is too small"
         r"|Auslagerungsdatei ist zu klein|fichier de pagination est insuffisant|archivo de paginación es demasiado"
         r"|arquivo de paginação é muito|file di paging|页面文件太小|ページング ?ファイルが小さ|페이징 파일이 너무"
@@ -350,7 +350,7 @@ HEADS = (
     _head("by the OOM killer", r"killed by the OOM killer", "system", "Linux"),
     _head("sending SIG", r"earlyoom.{0,40}: sending SIG(?:TERM|KILL) to process", "system", "a memory daemon"),
     _head(
-        "137|-9|xit|SIGKILL|illed|signal 9",
+        "xit|rror 137|return code|status code|returncode|statuscode|SIGKILL|illed|signal 9",
         r"[Ee]xit(?:ed with)?(?: status| ?_?[Cc]ode)?\"?[:=]* *137\b|[Ee]rror 137\b"
         r"|\b[Ee]xit ?_?[Cc]ode\"? *[:=]? *-9\b|Signal 9 \(SIGKILL\)|Signals\.SIGKILL|(?:return|status) code:? 137\b"
         r"|(?:return|status|exit) ?code *[:=]? *-9\b|non-zero exit \(137\)|\bExited \(137\)|\bSIGKILL\b"
