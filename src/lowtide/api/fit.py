@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 REPAIRS = 4
-"""Plans that are tried before a budget is given up: each aims lower by the excess of the one before."""
+"""Most plans that are tried for a budget. Each aims lower by the excess of the one before."""
 FORECAST = "before it was compiled"
 """Beginning of the note on the forecast of a compiled plan's peak."""
 SCHEDULED = 4

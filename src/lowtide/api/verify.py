@@ -63,11 +63,11 @@ class Verdict(Record):
     budget_bytes: int
     predicted_peak_bytes: int
     measured_peak_bytes: int
-    """Static memory included; reserved bytes if the budget is for these."""
+    """Peak of the step under the plan, static memory included; in reserved bytes if the budget is for those."""
     budget_for: BudgetFor = "requested"
     planned_ms: float
     plain_ms: float | None
-    """None if the plain step does not fit in memory."""
+    """Time of the plain step; None if it does not fit in memory."""
     predicted_extra: float | None = None
     """Extra time that the plan predicts, as a share of the rehearsed step's; None if no time was measured."""
     differences: dict[str, tuple[str, ...]] | None

@@ -19,7 +19,7 @@ gpus_per_node = [1]
 """Numbers of GPUs that a script sees on its machine, as a stack: the last one is in force."""
 
 GPUS_PER_NODE = 8
-"""GPUs per machine; fewer if there are fewer processes."""
+"""Number of GPUs per machine; fewer if there are fewer processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

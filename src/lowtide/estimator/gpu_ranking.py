@@ -23,7 +23,7 @@ SMALLEST = 2
 MOST = 2**20
 """Largest size at which the step is estimated."""
 LARGEST_STEP = 256
-"""Largest ratio of a size to the one before."""
+"""Largest ratio of an estimated size to the previous one."""
 N_ESTIMATES = 5
 """Usual number of estimates, for progress."""
 

@@ -95,7 +95,7 @@ class CommonNorm:
         """The number of the second pass; the first one runs inside it."""
         self._is_first = False
         self.n_known_steps = 0
-        """Steps whose norm was known in time."""
+        """Number of steps whose common norm was known in time."""
         self.differed = False
         """True once gradients had other norms when they were computed again. On trial this is no error."""
         self.changed = ""
@@ -128,7 +128,7 @@ class CommonNorm:
         self._compute_total()
 
     def take_first_gradient(self, parameter: Tensor) -> bool:
-        """Return True for a gradient of the first pass, after taking its norm and freeing it."""
+        """If the first pass is running, take the norm of the parameter's gradient, free it and return True."""
         if not self._is_first or backward_number() == self._pass:
             return False
         assert parameter.grad is not None

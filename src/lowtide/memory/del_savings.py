@@ -68,7 +68,7 @@ class _Inspection:
     held: list[tuple[int, int, frozenset[str]]]
     is_first: bool = False
     position: int = -1
-    """Number of events before it."""
+    """Number of events before the inspection."""
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ class GpuSpec:
     source: str
     """Address of the report that states the size."""
     shared: bool = False
-    """True if its memory is the host's, from which the system and the process take theirs."""
+    """True if the GPU shares the host's memory, of which the system and the process take a part."""
 
     def cublas_workspace_bytes(self, environment: Mapping[str, str] = os.environ) -> int | None:
         """Return the bytes of each cuBLAS handle's workspace (see `cublas_workspace_bytes`); None if the capability is

@@ -55,7 +55,9 @@ class Memory(Displayed):
         self._dels: tuple[Del, ...] = ()
         self._peak_bytes = 0
         self.reserved_peak_bytes: int | None = None
-        """CUDA: the most bytes that the allocator held from the device at once, entry included. None on CPU."""
+        """On CUDA the most bytes that the allocator held from the device at once, including those at entry; None on a
+        CPU.
+        """
 
     @property
     def peak_bytes(self) -> int:

@@ -72,9 +72,9 @@ class Storage(Record):
 
     bytes: int
     allocated_at: int
-    """First position at which it is allocated."""
+    """First position at which the storage is allocated."""
     freed_at: int
-    """First position at which it would be freed if autograd did not hold it."""
+    """First position at which the storage would be freed if autograd did not hold it."""
     label: str
     """Module that allocated it, for people: `transformer.h.3.mlp.act`."""
     category: str = "activations"
@@ -110,7 +110,7 @@ class Value(Record):
     transient_bytes: int = 0
     """Bytes allocated inside the recompute beyond the result, freed at its end."""
     refused: str | None = None
-    """Reason for which it cannot be recomputed."""
+    """Reason why the value cannot be recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,13 +157,15 @@ class Call(Record):
     group: str | None = None
     """Name shared by the calls of blocks with the same structure and shapes."""
     result_value: int | None = None
-    """Value of its result, if running forward again reproduced that bit for bit; else None."""
+    """Index of the value that is the call's result, if running forward again gave the same bits; else None."""
     advance_ms: float = 0.0
-    """Time of running forward to its result; a replay stops at the last tensor that it saves."""
+    """Time of running the call forward to its result; a replay stops at the last saved tensor."""
     advance_host_ms: float = 0.0
     advance_flops: int = 0
     state_bytes: int = 0
-    """RNG state and buffers that it holds for replay; while it replays, as many bytes are set aside."""
+    """Bytes of RNG state and buffers that the call holds for its replay; during the replay as many bytes are set
+    aside.
+    """
     begins_at: int | None = None
     """Bytes, of `base_bytes`, that exist when the call begins; None if not recorded."""
 
@@ -177,7 +179,7 @@ class AppliedLever(Record):
     what: str
     """Its effect, in words."""
     exact: bool
-    """True if the step produces the same bits with it."""
+    """True if the step with the lever gives the same bits."""
     settings: dict[str, float] = field(default_factory=dict)
     """Its parameters, given or derived from the step, for example the number of micro-batches."""
     bytes: int = 0
@@ -185,7 +187,7 @@ class AppliedLever(Record):
     reduction of the smallest reachable one.
     """
     extra_ms: float = 0.0
-    """Its cost per step; 0 if it does no more work than the plain step."""
+    """Extra time per step with the lever; 0 if it does no more work than the plain step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +201,7 @@ class InPlace(Record):
     saved_bytes: tuple[int, ...]
     """Reduction of `base_bytes` at each position, when all earlier entries of `Profile.in_place` are applied too."""
     extra_ms: float = 0.0
-    """Its cost per step."""
+    """Extra time per step of writing these gradients in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +297,7 @@ class Prediction(Record):
     """Peak, `static` included."""
     peak_position: int
     held_bytes: int
-    """Activations held when forward has ended and backward has not begun."""
+    """Bytes of activations held between forward and backward."""
     extra_ms: float
     extra_flops: int
     parts: dict[str, int]
@@ -384,7 +386,9 @@ class Plan(Decided):
     input_shapes: tuple[str, ...] = ()
     """Shapes of the model's arguments in the rehearsal (`Profile.input_shapes`); larger ones may exceed the budget."""
     ambiguous_addresses: tuple[str, ...] = ()
-    """Addresses at which some call of the model keeps the tensor, or recomputes another one."""
+    """Addresses at which calls of the model save tensors of different nodes, so that a decision holds for a part of
+    them only.
+    """
     draws: int = 0
     """Number of steps, with other random numbers, in which the plan has to be measured (`Profile.draws`)."""
     implementations: dict[str, str] = field(default_factory=dict)

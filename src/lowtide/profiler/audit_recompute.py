@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.operand_capture import CaptureSite
 
 MIN_BYTES = 4096
-"""Smaller saved tensors are always kept."""
+"""Smallest saved tensor that may be recomputed; smaller ones are always kept."""
 
 NOTED_ELSEWHERE = "it takes what an operator was given in another call than the one that saves it"
 

@@ -25,8 +25,7 @@ CALL = "compiled call"
 """Label of the marks at calls of compiled graphs; their data are the arguments that `watched_calls` notes."""
 
 BYTES_PER_FLOP = 12.0
-"""FLOPs that take as long as a separate kernel takes to write a byte; in a fused kernel a byte counts a quarter of
-that.
+"""Number of FLOPs that take as long as writing a byte in a separate kernel; in a fused kernel a byte counts a quarter.
 """
 
 

@@ -30,7 +30,7 @@ CAN_GO_WRONG = (RuntimeError, TypeError, ValueError, KeyError, IndexError, Attri
 """Exceptions that a second run of a call may raise if the call must not be run twice."""
 
 SHORT_MS = 20.0
-"""Runs shorter than this are timed again."""
+"""Time in ms below which a run is timed a second time."""
 
 
 def attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:

@@ -61,7 +61,9 @@ VARIES = (
 )
 
 PATIENCE = 20
-"""Steps during which the profiler waits for the largest size to recur. After them the largest traced size is used."""
+"""Number of steps for which the profiler waits for the largest size to recur. After them the largest traced size is
+used.
+"""
 
 GROWN = 2
 """Largest ratio of a batch to an audited batch at which the batch is not audited itself."""

@@ -21,7 +21,7 @@ from lowtide.units import format_bytes, format_ratio, format_time
 from lowtide.utils.tables import Styled, Table
 
 _DEEPEST_OPEN = 2
-"""Levels of the module tree that are expanded at first."""
+"""Number of levels of the module tree that are expanded at first."""
 
 
 def asset(name: str) -> str:

@@ -36,7 +36,9 @@ class Proof(Record):
     """Measurements of the step under a plan, and the comparison with the plain step."""
 
     measured_peak_bytes: int | None
-    """Static memory included, reserved bytes if the plan's budget is for these; None if no step was measured."""
+    """Peak of the step under the plan, static memory included; in reserved bytes if the plan's budget is for those.
+    None if no step was measured.
+    """
     is_within_budget: bool
     text: str
     """Result of the comparison, in words."""
@@ -113,7 +115,7 @@ class RunRecord(Record):
     findings: tuple[Finding, ...] | None = None
     """Memory that outlives its step; None if the run did not watch for it."""
     n_steps: int | None = None
-    """Steps that were watched."""
+    """Number of steps that were watched."""
     measured: tuple[str, ...] = ()
     predicted: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()

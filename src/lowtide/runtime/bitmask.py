@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEAST_BYTES = 4096
-"""Smaller masks are kept."""
+"""Smallest mask that is stored as bits; smaller ones are kept."""
 
 AT_ONCE = 2**17
-"""Elements per chunk on a CPU: a multiple of 8, few enough to stay in its cache."""
+"""Number of elements per chunk on a CPU: a multiple of 8, few enough to stay in its cache."""
 MANY_AT_ONCE = 2**23
-"""Elements per chunk on a GPU, few enough that temporaries need little memory."""
+"""Number of elements per chunk on a GPU, few enough that temporaries need little memory."""
 
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by element size, as which numbers are compared: by their bits, so that -0.0 is not 0.0."""

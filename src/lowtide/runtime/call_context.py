@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SMALL_BYTES = 2**16
-"""Buffers up to this size are copied for every call: batch norm writes to its own without a new version."""
+"""Largest size in bytes of a buffer that is copied for every call, because batch norm writes to its buffers without a
+new version.
+"""
 
 LARGEST_SUMMED = 2**20
 """Largest size in bytes of a buffer on the CPU for which writes to its `.data` are detected."""

@@ -106,9 +106,9 @@ class Engine:
         self.excluded_modules: frozenset[str] = frozenset()
         """Paths of modules whose saved tensors autograd keeps, as without a plan: they differ from step to step."""
         self.n_runs = 0
-        """Calls from outside that reached the engine and may be followed by a training backward."""
+        """Number of calls from outside that reached the engine and may be followed by a training backward."""
         self.n_runs_in_eval_mode = 0
-        """Calls from outside that were passed through because the model was in eval mode."""
+        """Number of calls from outside that were passed through because the model was in eval mode."""
         self.bypassed: str | None = None
         """Description of a call whose saved tensors the plan could not reach, with a remedy."""
         self.here = ThreadState()

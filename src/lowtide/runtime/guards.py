@@ -136,7 +136,7 @@ class PlanGuard:
 
 
 STATE_LOOKS = 2
-"""Updates by each optimizer of a model after which its state is measured; the first one creates it."""
+"""Number of updates by each optimizer of a model after which its state is measured; the first one creates the state."""
 
 
 def more_state(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> RemovableHandle:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 MIN_BYTES: Final = 4096
-"""Smaller gradients get their own memory, as without a plan."""
+"""Smallest gradient that is written in place; smaller ones get their own memory, as without a plan."""
 DEVICES: Final = frozenset({"cpu", "cuda"})
 
 
@@ -86,12 +86,12 @@ class InPlace(Removable):
         self._graphs: list[weakref.ref[_Graph]] = []
         """Graphs of the model's runs that await their backward, oldest first."""
         self._unseen: list[_Graph] = []
-        """Graphs of runs without an output that leads to them."""
+        """Graphs of runs whose outputs have no node that leads to them."""
         self._has_written = False
         _IN_FORCE.append(weakref.ref(self, _IN_FORCE.remove))
 
     def wants(self, node: str, n_bytes: int) -> bool:
-        """Return True if a gradient of `n_bytes` that arrives at such a node is to be written over."""
+        """Return True if a gradient of `n_bytes` that arrives at `node` is to be written over."""
         return node in self.least and n_bytes >= self.least[node]
 
     def of_all(self, least: Mapping[str, int]) -> None:
@@ -155,7 +155,7 @@ class InPlace(Removable):
 
 
 _IN_FORCE: list[weakref.ref[InPlace]] = []
-"""Weak references, so that a dropped model is freed with its plan."""
+"""Permissions in force, by weak references, so that a dropped model is freed with its plan."""
 
 _kernels: dict[str, torch.library.Library] = {}
 """Lowtide's registered kernels, by operator."""

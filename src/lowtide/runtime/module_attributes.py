@@ -38,9 +38,9 @@ class Attributes:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._plain: list[tuple[Table, str, Any, Any]] = []
-        """Attributes without tensors, and their contents."""
+        """Attributes without tensors (table, name, object) and copies of their contents."""
         self._long: list[tuple[Table, str, Any, int]] = []
-        """Long containers, and their lengths."""
+        """Long containers (table, name, container) and their lengths."""
         self._there: list[tuple[Table, str, int, list[tuple[weakref.ref[Tensor], int]]]] = []
         """Attributes that hold tensors: table, name, id of the object, and its tensors (weakly) with their versions."""
         self._tensors: list[tuple[Table, str, Any, Any, list[tuple[Tensor, int]]]] = []

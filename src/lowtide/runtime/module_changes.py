@@ -21,7 +21,7 @@ class _Look(NamedTuple):
 
     kind: type
     forward: Any
-    """An implementation set on the instance, over that of its class."""
+    """A `forward` that is set on the instance and replaces that of its class."""
     children: dict[str, Any]
     names: set[str]
     """Names of parameters and buffers."""

@@ -225,7 +225,7 @@ def bytes_of(base: Tensor) -> Tensor:
 
 
 def view_in(data: Tensor, layout: _Layout) -> Tensor:
-    """Return a tensor as a view of the bytes of its storage."""
+    """Return a tensor with this dtype and geometry, as a view of the bytes `data` of its storage."""
     dtype, (size, stride, offset) = layout
     return torch.empty(0, dtype=dtype, device=data.device).set_(data.untyped_storage(), offset, size, stride)
 

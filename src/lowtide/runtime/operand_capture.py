@@ -82,7 +82,7 @@ _SIZED_BY_CONTENTS: dict[Callable[..., Any], str] = {
     torch.linalg.matrix_exp: "matrix_exp",
     torch.Tensor.matrix_exp: "matrix_exp",
 }
-"""Operators whose memory depends on the contents of their arguments, with a description."""
+"""Operators whose memory depends on the contents of their arguments, each with a description."""
 
 _WATCHED = frozenset({*_OPERANDS, *_SIZED_BY_CONTENTS, F.scaled_dot_product_attention})
 

@@ -49,7 +49,7 @@ BY_HAND = "a step is over when the model is called after its parameters changed:
 NO_GROUP = "the script has started no process group (torch.distributed.init_process_group): each process is alone"
 
 MOST_PASSES = 32
-"""Forward and backward passes after which a script without an optimizer is ended."""
+"""Number of forward and backward passes after which a script without an optimizer is ended."""
 
 
 class Estimating(StepListener):
@@ -96,7 +96,7 @@ class Estimating(StepListener):
         self.compiles = False
         """True if the script compiles anything."""
         self._n_passes = 0
-        """Forward and backward passes since the first forward, as long as no optimizer exists."""
+        """Number of forward and backward passes since the first forward, as long as no optimizer exists."""
         self._has_gone_back = False
         """True if a backward pass ran since the model was called last."""
         self._held_up: tuple[nn.Module, tuple[Optimizer, ...]] | None = None

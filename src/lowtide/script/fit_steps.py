@@ -72,7 +72,9 @@ class RunVerdict(Displayed):
     budget_bytes: int
     predicted_peak_bytes: int
     measured_peak_bytes: int | None
-    """Static memory included, reserved bytes if the budget is for these; None if no step could be measured."""
+    """Largest peak of the measured steps, static memory included; in reserved bytes if the budget is for those. None if
+    no step could be measured.
+    """
     budget_for: BudgetFor = "requested"
     is_of_planned_size: bool
     """False if only smaller batches than the planned ones came."""
@@ -157,7 +159,7 @@ class Fitting(PlanMonitor):
         self._preceding: Counter[str] = Counter()
         """Counts, by name, of models called between steps."""
         self._n_waited = 0
-        """Steps after the rehearsal in which other models might have taken turns."""
+        """Number of steps after the rehearsal in which other models that take turns were waited for."""
         self._smaller: list[Plan] = []
         """Plans for smaller batches than those of `plan`, the smallest first."""
         self._in_force: weakref.ref[_InForce] | None = None
@@ -165,17 +167,17 @@ class Fitting(PlanMonitor):
         self._is_outgrown = False
         """True once a batch has come that is larger than the batches of all plans."""
         self._n_looked: int | None = None
-        """Steps spent waiting for another batch of that size; None if none is awaited."""
+        """Number of steps in which another batch of the outgrown size was waited for; None if none is awaited."""
         self._is_rehearsed = False
-        """True if this step's batch is of such a size."""
+        """True if this step's batch is larger than all planned ones."""
         self._n_growths = 0
         self._proof = AUDITED
         self._compared: Plan | None = None
         """Plan under which compiled code was compared last."""
         self._n_compiled = 0
-        """Graphs that were compiled when the measured step began."""
+        """Number of graphs that torch.compile had compiled when the measured step began."""
         self._n_compiling = 0
-        """Steps under the plan in which code was compiled."""
+        """Number of steps under the plan in which code was compiled."""
 
     @property
     def awaits(self) -> str:

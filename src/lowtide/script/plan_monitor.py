@@ -41,7 +41,7 @@ class PlanMonitor(StepListener):
         """Begin without a plan; with `retry` a step that runs out of memory under one is repeated once."""
         self.done = False
         self.n_repeated = 0
-        """Steps that ran out of memory and were repeated."""
+        """Number of steps that ran out of memory and were repeated."""
         self._say, self._retry = say, retry
         self._applied: Applied | None = None
         self._to_remove: Applied | None = None
@@ -50,9 +50,9 @@ class PlanMonitor(StepListener):
         self._is_planned = False
         """True if this step's batch has the size that the plan is for."""
         self._n_others = 0
-        """Steps on other batches."""
+        """Number of measured steps on batches of other sizes."""
         self._most = 0
-        """The largest measured peak of steps on other batches."""
+        """Largest measured peak in bytes of steps on batches of other sizes."""
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Remove the plan from a model that was given up."""

@@ -59,9 +59,9 @@ class Rehearsing(StepListener):
         """False if compiled blocks are to be replayed as a whole."""
         self._on: LeverStack | None = None
         self.n_steps = 0
-        """Steps observed to their end."""
+        """Number of steps that were observed to their end."""
         self.n_hidden = 0
-        """Steps that could not be observed, because another recorder was active."""
+        """Number of steps that could not be observed, because another recorder was active."""
         self._is_hidden = False
         self._plain, self._stop = plain, stop
         self._observed: OnlineProfiler | OnlineCompiledProfiler | None = None

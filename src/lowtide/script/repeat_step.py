@@ -59,7 +59,9 @@ LOOKS: Final = 3
 """Number of calls that are checked for changes outside the model's modules. The first one may fill caches."""
 
 HELD_SHARE: Final = 20
-"""Gradients of the model's outputs are held through backward if they take at most this fraction of the peak."""
+"""Divisor of the peak: gradients of the model's outputs are held through backward if they take at most that part of
+it.
+"""
 
 
 class StepRepeater(Removable):

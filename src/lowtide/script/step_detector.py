@@ -68,9 +68,9 @@ class Steps:
         self.listener = listener
         self._is_given, self._when_failed = model is not None, when_failed
         self.n_updates = 0
-        """Updates by optimizers so far."""
+        """Number of updates by optimizers so far."""
         self.n_compiled_before = n_compiled()
-        """Graphs that torch.compile had compiled when the block began."""
+        """Number of graphs that torch.compile had compiled when the block began."""
         self.model: nn.Module | None = model
         """The model, as far as it is known."""
         self.failed: LowtideError | Enough | None = None

@@ -57,7 +57,7 @@ class Run(Displayed):
 
     @property
     def n_repeated(self) -> int:
-        """Steps that ran out of memory and were repeated."""
+        """Number of steps that ran out of memory and were repeated."""
         return self._fitting.n_repeated
 
     def metrics(self) -> dict[str, float]:

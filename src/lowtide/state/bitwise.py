@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from lowtide.runtime.saved_fields import Geometry
 
 PIECE = 2**18
-"""Elements processed at a time: few, so that little memory is needed, but enough that a recording gets few events."""
+"""Number of elements processed at a time: few, so that little memory is needed, but enough that a recording gets few
+events.
+"""
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by element size in bytes."""

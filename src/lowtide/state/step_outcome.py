@@ -52,7 +52,7 @@ def unless_out_of_memory(run: Callable[[], T], refuse: Callable[[str], LowtideEr
 
 
 _PIECE = 1 << 22
-"""Elements digested at a time."""
+"""Number of elements digested at a time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,17 +55,17 @@ class Call:
     stop: int = 0
     has_graph: bool = False
     is_alive: bool = False
-    """True while the node of one of its outputs exists."""
+    """True while the node of an output of the call exists."""
     n_marks: int = 0
     outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     memory: list[weakref.ref[UntypedStorage]] = field(default_factory=list)
     """Storages of the outputs, which views and detached copies share."""
     graph_bytes: int = 0
-    """Bytes that its graph keeps in addition to the outputs, where measured."""
+    """Bytes that the call's graph keeps in addition to the outputs, where measured."""
     backwards: list[Backward] = field(default_factory=list)
     is_reached_at_output: bool = False
     is_explained: bool = False
-    """True if a finding already says why no backward pass reached it."""
+    """True if a finding already says why no backward pass reached the call."""
 
     @property
     def place(self) -> Place:
@@ -78,7 +78,7 @@ class Call:
 
 @dataclass(slots=True)
 class SiteStats:
-    """Counts over all calls of one model from one place."""
+    """Counts over all calls of one model from one line of code."""
 
     site: Site
     model: str

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.finding_log import FindingLog
 
 _MOST_REGIONS = 512
-"""Checkpointed calls that are observed; a mistake shows in the first steps."""
+"""Most checkpointed calls that are observed: mistakes show in the first steps."""
 
 
 class CheckpointChecks:
@@ -150,7 +150,7 @@ class _Calls:
             self._before.setdefault(id(module), _versions(module))
 
     def note_written(self) -> None:
-        """Compare all buffers with those from before the calls."""
+        """Record the buffers that the calls wrote to, by comparing them with those from before."""
         for module in self.modules():
             before = self._before.pop(id(module), {})
             after = _versions(module) if before else {}

@@ -15,7 +15,7 @@ from lowtide.diagnostics.leaks.rules import RULES, Rule
 from lowtide.report.finding import Finding
 
 _HISTORY = 8
-"""Earlier inspections of a holder that rules can look back on."""
+"""Number of earlier inspections of a holder that rules can look back on."""
 
 
 @dataclass(slots=True)

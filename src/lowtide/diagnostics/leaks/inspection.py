@@ -44,7 +44,7 @@ class RetainedObject:
     """True if the tensors have a graph that backward could still go through."""
     is_scalar: bool = False
     is_input: bool = False
-    """True if one of its tensors is an input of the current call."""
+    """True if one of the object's tensors is an input of the current call."""
     is_output: bool = False
     is_view: bool = False
     """True if the tensors are views of less than half of the memory that they keep alive."""
@@ -59,7 +59,7 @@ class RetainedObject:
     tensors that are found during an evaluation, between calls without gradients.
     """
     is_older: bool = False
-    """True if its graph was made before the watch began."""
+    """True if the object's graph was made before the watch began."""
     is_of_gradients: bool = False
     """True if the `.grad` of a parameter has this graph."""
     buffer: str | None = None
@@ -85,14 +85,14 @@ class InspectionInput:
     inputs: frozenset[int]
     """Storages of the current call's inputs."""
     new_from: int
-    """First graph node of the step that begins now."""
+    """Number of the first graph node of the step that begins now."""
     least_bytes: int
     in_evaluation: bool = False
     """True between calls without gradients."""
     watched_from: int = 0
-    """First graph node that the watch saw being made."""
+    """Number of the first graph node that was made under the watch."""
     last_step: int = 0
-    """The step that has just ended, or is about to."""
+    """Number of the step that has just ended, or is about to."""
 
 
 def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:

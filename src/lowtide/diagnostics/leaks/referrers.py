@@ -74,9 +74,9 @@ class Holder:
     key: str
     name: str = ""
     owner: str = ""
-    """The object whose attribute holds them, as code; else `name`."""
+    """The object whose attribute holds the tensors, as code; else `name`."""
     entries: int | None = None
-    """Entries of all unbounded lists, dicts and sets on the path, added up; None without any."""
+    """Total number of entries of all unbounded lists, dicts and sets on the path; None without any."""
     gathers: bool = False
     """True for a list, or another container whose entries have no names."""
     is_part: bool = False
@@ -92,12 +92,12 @@ class _ReferencePath:
     tensors: set[int]
     path: tuple[str, ...] = ()
     entries: int | None = None
-    """Entries of the containers inside `obj`."""
+    """Total number of entries of the containers inside `obj`; None without any."""
     container: type | None = None
 
     @property
     def all_entries(self) -> int | None:
-        """Entries of this path, including those of `obj` itself."""
+        """Total number of entries on the path, including those of `obj` itself."""
         is_queue = isinstance(self.obj, deque) and self.obj.maxlen is not None  # bounded
         if is_queue or not isinstance(self.obj, list | deque | set | dict):
             return self.entries
@@ -330,7 +330,7 @@ def _attribute(step: str) -> str:
 
 
 def _referring_to(things: tuple[Any, ...]) -> list[Any]:
-    """Return all objects that refer to one of `things`, except `things` itself."""
+    """Return all objects that refer to an item of `things`, except the tuple `things` itself."""
     if len(things) <= _MANY:
         return gc.get_referrers(*things)
     numbers, own = {id(obj) for obj in things}, id(things)

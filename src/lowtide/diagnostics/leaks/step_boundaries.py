@@ -8,7 +8,9 @@ import time
 import torch
 
 FIRST = 4
-"""First boundaries, all of which are inspected. Later inspections are at powers of two, and where memory has grown."""
+"""Number of boundaries at the start that are all inspected. Later inspections are at powers of two, and where memory
+has grown.
+"""
 
 MOST_TIME = 0.01
 """Share of the time since the watch began that later inspections may take."""
@@ -28,7 +30,7 @@ class StepBoundaries:
         self.first_number = 0
         """Number of the first graph node after the last optimizer step."""
         self.n_updates = 0
-        """Updates by optimizers."""
+        """Number of updates by optimizers."""
         self._called: dict[int, int] = {}  # place -> optimizer steps before its last call
         self._n = 0
         self._began = time.perf_counter()

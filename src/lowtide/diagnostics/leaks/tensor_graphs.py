@@ -48,9 +48,9 @@ class Graph:
     others.
     """
     n_slots: int = 0
-    """Tensors that the nodes can save, whether they still do or not."""
+    """Number of tensors that the nodes can save, whether they still hold them or not."""
     gradient_of: list[int] = field(default_factory=list)
-    """Leaves whose `.grad` ends in this graph."""
+    """Indices of the leaves whose `.grad` was computed by this graph."""
 
     @property
     def node_bytes(self) -> int:

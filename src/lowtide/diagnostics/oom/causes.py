@@ -26,15 +26,15 @@ _ONE_TENSOR_SHARE = 0.25
 _GAPS_SHARE = 0.05
 _POOLS_SHARE = 0.25
 _HOST_TENSOR_BYTES = 16 * _GIB
-"""Where the capacity is unknown, a larger request counts as one huge tensor."""
+"""Request from which on, where the capacity is unknown, a single huge tensor is the cause."""
 _IMPOSSIBLE_BYTES = 1 << 50
-"""A request of a PiB or more is an error in a size."""
+"""Request from which on a size must be wrong: a PiB."""
 TINY_BYTES = 64 * _KIB
-"""A host request below this fails for a limit, not for its size."""
+"""Host request below which a limit is the cause, not the size."""
 _ONE_ALLOCATION_BYTES = 4 * _GIB
 """Largest single allocation of Intel GPUs without relaxed limits."""
 _ROWS_OF_A_SET = 1000
-"""An array of at least so many rows, and columns, is an evaluation set's logits rather than a batch's."""
+"""Number of rows, and of columns, from which on a failed array is taken for the logits of a whole evaluation set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from lowtide.planner.serialization import Record
 from lowtide.units import format_bytes
 
 _MOST_PROCESSES = 1024
-"""Processes of a log whose messages are kept apart."""
+"""Most processes of a log whose messages are kept apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,9 @@ class Explanation(Record):
     processes: tuple[Explanation, ...] = ()
     """Explanations of other processes that failed for another cause."""
     further: int = 0
-    """Differing messages in the same text: of other processes, or consequences of the first. Beyond `MOST_KNOWN` they
-    are not counted."""
+    """Number of other messages in the same text: of other processes, or consequences of the first. Beyond `MOST_KNOWN`
+    none is counted.
+    """
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -83,7 +84,7 @@ def _parts(piece: str) -> Iterator[str]:
 
 
 def _with_last(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Yield each part with False, then an empty one with True."""
+    """Yield each part of the text with False, then an empty one with True, which marks the end."""
     yield from ((part, False) for part in parts)
     yield "", True
 

@@ -53,14 +53,14 @@ _SHAPE = re.compile(r"for an array with shape \(([\d, ]{1,200})\)")
 _PROCESS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 
 _LONGEST = 2000
-"""Characters of the longest message, which lists some twenty processes."""
+"""Most characters of a message: the longest one lists some twenty processes."""
 MOST_KNOWN = 1 << 18
 """Most messages that are distinguished from each other."""
 
 _USUAL_OVERHEAD_BYTES = 2 << 30
 """Usual upper bound of a context and its libraries."""
 _MOST_BYTES = 1 << 60
-"""Larger amounts, of sizes that have overflowed, are read as this one."""
+"""Largest amount: larger ones, of sizes that have overflowed, are read as this one."""
 _SLACK_BYTES = 1 << 26
 """Tolerance for rounded amounts."""
 
@@ -130,7 +130,7 @@ class _MessageStart(NamedTuple):
 
     start: int
     number: int
-    """Number of its head."""
+    """Index of the message's head in HEADS."""
     end: int
     """End of the head's match."""
     kind: str

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 PIECE = 1 << 18
-"""Characters read at once."""
+"""Number of characters that are read at once."""
 LONGEST = 5000
-"""Characters of the longest match; more than the longest message."""
+"""Most characters of a match, which is more than the longest message has."""
 
 PREFIX = re.compile(
     r"^(?:\x1b\[[0-9;]{0,60}m)*(?:\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}(?:Z|[+-]\d\d:?\d\d)? )?"

@@ -77,7 +77,7 @@ class GpuAllocationTracker(AllocationTracker):
         return len(self._entered), self._n_corrected
 
     def since(self, position: int) -> Iterator[Event]:
-        """Return the events of the whole recording so far, from this position on."""
+        """Return the events of the whole recording from `position` on."""
         for part in (self._entered, self._earlier, self._events):
             yield from part[position:]
             position = max(position - len(part), 0)

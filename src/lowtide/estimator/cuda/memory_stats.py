@@ -30,7 +30,7 @@ class Source(Protocol):
 
     @property
     def streams(self) -> Mapping[int, int]:
-        """CUDA streams of blocks that are not on the default one, by block."""
+        """Streams of the blocks that are not on CUDA's default stream, by block."""
 
     @property
     def version(self) -> object:

@@ -160,7 +160,7 @@ def _autocast_on_gpu(answers: ValueOracle) -> Iterator[None]:
     enter, leave, clear = torch.autocast.__enter__, torch.autocast.__exit__, torch.clear_autocast_cache
 
     def follow(device: str) -> None:
-        """Set autocast on the GPU as it is on `device`."""
+        """Set autocast for the GPU to its state for `device`."""
         torch.set_autocast_enabled(NAME, is_on(device))
         torch.set_autocast_dtype(NAME, dtype(device))
 

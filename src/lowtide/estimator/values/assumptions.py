@@ -108,7 +108,7 @@ class ValueOracle:
         self.written: set[int] = set()
         """Storages that operators wrote to, until a caller clears the set."""
         self._asked_at, self._n_asked = "", 0
-        """The line that last got an assumed answer, and how often in a row."""
+        """Line of code that last got an assumed answer, and the number of times in a row."""
         self._n_searched = 0
         """Number of losses given to LBFGS."""
 
@@ -418,7 +418,7 @@ class ValueOracle:
         return assumed.answer
 
     def falling(self) -> float:
-        """Return a loss for LBFGS, smaller than the one before."""
+        """Return an assumed loss for LBFGS, smaller than the previous one."""
         self.note(SEARCHING)
         self._n_searched += 1
         return 1 / self._n_searched

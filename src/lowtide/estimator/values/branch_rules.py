@@ -218,7 +218,7 @@ def _tells(statement: ast.stmt) -> bool:
 
 
 def _called(statement: ast.stmt) -> str:
-    """Return the name of the function if the statement is just its call."""
+    """Return the name of the called function if the statement is only a call; empty otherwise."""
     expression = statement.value if isinstance(statement, ast.Expr) else None
     return _name(expression) if isinstance(expression, ast.Call) else ""
 

@@ -65,7 +65,9 @@ def value(tensor: Tensor) -> Tensor | None:
 
 
 def alike(tensor: Tensor, assumed: str) -> bool | None:
-    """Return the value of every element of a boolean tensor, if made under this assumption; None otherwise."""
+    """Return the value that all elements of a boolean tensor have, if `assumed` is the assumption behind them; None
+    otherwise.
+    """
     contents = _of(tensor)
     if contents is None or contents.alike is None or contents.assumed != assumed:
         return None

@@ -106,7 +106,7 @@ def accumulated_by_representations(
 
 
 def _filled(outline: Any, leaves: Sequence[Tensor]) -> Any:
-    """Return containers of the form of `outline` with these leaves, in order."""
+    """Return a copy of the nested containers `outline` with these leaves, in order."""
     remaining = iter(leaves)
     return tree_map(lambda _: next(remaining), outline)
 
@@ -125,7 +125,7 @@ def _leaves(made: Any, rows: int) -> list[Tensor]:
 
 
 def _check_alike(number: int, leaves: Sequence[Tensor], cached: Sequence[Tensor]) -> None:
-    """Raise LowtideError if a piece has other representations than the first time."""
+    """Raise LowtideError if the second encoding of a piece gives other representations than the first."""
     for leaf, before in zip(leaves, cached, strict=True):
         tolerance = _TOLERANCE.get(leaf.dtype, _LOW_PRECISION_TOLERANCE)
         now = leaf.detach()

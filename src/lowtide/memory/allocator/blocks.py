@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from operator import attrgetter
 
 ADDRESS_BITS = 64
-"""Bits for the address in a key, below the size."""
+"""Number of bits for the address in a sort key, below the size."""
 
 
 class Block:

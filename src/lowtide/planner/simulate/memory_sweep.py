@@ -90,7 +90,7 @@ class Sweep:
     copies: Copies
     """Recomputed memory, and one entry per position at which a node runs: its scratch memory beyond later results."""
     host_bytes: int
-    """Host memory that offloaded tensors occupy."""
+    """Bytes of host memory that offloaded tensors occupy."""
 
 
 class Sweeper:

@@ -193,9 +193,9 @@ class Index:
         input, the call. For each slot the innermost call comes first.
         """
         self.result_value: list[int] = [self._result_value_of(call) for call in range(len(calls))]
-        """For each call the value that it can be run forward again for, or -1."""
+        """For each call the value that running it forward again produces, or -1."""
         self._calls_by_result: dict[int, list[int]] = {}
-        """Calls by the value that they can be run forward again for."""
+        """Calls by the value that running them forward again produces."""
         for call, value in enumerate(self.result_value):
             self._calls_by_result.setdefault(value, []).append(call)
         self.rows_within: list[list[int]] = [

@@ -23,7 +23,7 @@ from lowtide.planner.simulate.recompute_cost import RecomputeCost
 from lowtide.planner.simulate.two_clocks import ns_of
 
 REMEMBERED = 128
-"""Cached visits per segment."""
+"""Number of visits that are cached per segment."""
 
 
 NodeDemand = tuple[int, int, int, int]

@@ -91,7 +91,7 @@ class Simulator:
         return choice
 
     def keep_everything(self) -> DecisionVector:
-        """Return the choice to keep everything."""
+        """Return the choice that keeps everything."""
         addresses, ids = len(self.index.addresses), len(self.index.ids)
         return DecisionVector(*(np.zeros(size, np.bool_) for size in (addresses, ids, ids, addresses)))
 

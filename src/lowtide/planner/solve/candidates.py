@@ -30,7 +30,7 @@ class Group:
     cost: float
     expensive: bool
     inside: frozenset[int]
-    """Ids of the calls whose replay would restore all of it."""
+    """Ids of the calls whose replay restores all storages of the group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,12 +41,12 @@ class Replay:
     start: int
     """First position of its forward."""
     storages: frozenset[int]
-    """Storages that it can restore."""
+    """Storages that the replay can restore."""
     cost: float
     around: frozenset[int]
-    """Ids of the replayable calls around it."""
+    """Ids of the replayable calls around this call."""
     within: frozenset[int]
-    """Ids of the replayable calls inside it."""
+    """Ids of the replayable calls inside this call."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +57,7 @@ class Advance:
     start: int
     """First position of its forward."""
     storages: frozenset[int]
-    """Storages of its results."""
+    """Storages of the call's results."""
     cost: float
 
 

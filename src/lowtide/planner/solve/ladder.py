@@ -55,9 +55,9 @@ POOR = 1.2
 NEAR_PLAIN = 0.5
 """Share of the plain peak above which greedy searches also start from an empty choice, a few moves away."""
 NOTHING_NEW = 1e-3
-"""Share of the cost: a rung that costs less than the one below by no more than this tells nothing new ..."""
+"""Relative difference of costs up to which a rung tells nothing new beside the one below."""
 STUCK = 0.05
-"""... and if costs differ by no more than this share, no more rungs are solved above it."""
+"""Relative difference of costs up to which no further rungs are solved above a rung that tells nothing new."""
 
 
 NOTHING_SAVED = 0.97

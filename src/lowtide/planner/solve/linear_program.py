@@ -46,7 +46,7 @@ HAND_OVERS = 8
 one. They divide the plain step's times into equal parts.
 """
 NEAREST = 16
-"""Values whose early recompute is considered, for one position."""
+"""Most values whose early recompute is considered at one position."""
 
 
 class Rows(NamedTuple):

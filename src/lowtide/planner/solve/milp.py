@@ -19,7 +19,7 @@ from lowtide.planner.solve.linear_program import CoveringProblem, Floats, Row
 from lowtide.utils.stderr_filter import without_noise
 
 AT_ONCE = 4
-"""Positions that are added from one round to the next."""
+"""Most positions that are added from one round to the next."""
 ROUNDS = 8
 """Most relaxations that are solved until no position is over the limit."""
 NODES = 10

@@ -8,7 +8,7 @@ from lowtide.diagnostics.leaks.inspection import RetainedObject
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 GROWTHS = 3
-"""Consecutive inspections at which a container must have grown."""
+"""Number of consecutive inspections at which a container must have grown."""
 
 
 def _accumulates(item: RetainedObject) -> bool:
@@ -86,7 +86,7 @@ class GrowingList(Rule):
 
 
 LEAST_HOST_BYTES = 100 * 1024
-"""Host memory a step below which empty graphs are not reported."""
+"""Bytes of host memory a step below which empty graphs are not reported."""
 
 
 @rule(
@@ -115,7 +115,7 @@ class RunningTotalOfEmptyGraphs(Rule):
 
 
 LEAST_GATHERED_BYTES = 2**20
-"""Outputs gathered by an evaluation below which nothing is reported."""
+"""Bytes of outputs gathered by an evaluation below which nothing is reported."""
 
 
 @rule(

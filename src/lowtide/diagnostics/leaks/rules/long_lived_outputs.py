@@ -5,7 +5,7 @@ from lowtide.diagnostics.leaks.inspection import RetainedObject
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 SHARE = 0.05
-"""Outputs smaller than this share of the graph are not reported."""
+"""Smallest share of the graph's bytes from which on an output is reported."""
 
 
 @rule(

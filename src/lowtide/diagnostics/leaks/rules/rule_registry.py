@@ -17,14 +17,17 @@ class Rule:
 
     code: str
     priority: int | None
-    """Rules are tried in this order on a retained object, and the first match wins; None: only events report it."""
+    """Position in the order in which rules are tried on a retained object; the first match counts. None for a rule that
+    only events report.
+    """
     name: str
     what: str
     why: str
     bad: str
     good: str
     fix: str
-    """One line; may contain {name} (the variable or attribute), {owner} (the object whose attribute it is), {names}
+    """One line of advice; may contain {name} (the variable or attribute), {owner} (the object whose attribute it is),
+    {names}
     (all variables), {remedy} (words of the event), {made} and {backward} (places in the code).
     """
 

@@ -44,7 +44,7 @@ _WARP, _THREADS = 32, 1024
 """Threads of a warp, and of a block at most (MAX_BLOCK_SIZE)."""
 
 _BLOCKS_EACH = 4
-"""Blocks for each multiprocessor below which all rows are added up in one pass (MAX_ATOMIC_ACCUM_BLOCKS_PER_SM)."""
+"""Thread blocks per multiprocessor below which all rows are added up in one pass (MAX_ATOMIC_ACCUM_BLOCKS_PER_SM)."""
 
 _MULTIPROCESSORS = (4, 192)
 """Multiprocessors of a GPU, at least and at most."""
