@@ -164,8 +164,8 @@ if not TYPE_CHECKING:  # hidden from type checkers, for which any name would els
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
-            globals()[name] = found = import_module("lowtide.utils.installed_versions").own_version()
-            return found
+            globals()[name] = version = import_module("lowtide.utils.installed_versions").own_version()
+            return version
         home = _HOMES.get(name)
         if home is None:
             raise AttributeError(f"module 'lowtide' has no attribute {name!r}")

@@ -54,7 +54,7 @@ def sent_parameters(
 
 def bucket_limits(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[list[int], list[int]]:
     """Return the limits of DDP's bucket sizes in bytes: for the first forward, and from the second one on. Torch
-    Torch 2.13.
+    2.13.
     """
     config = wrapper._bucket_config
     first, then = config.compute_bucket_size_limits(
@@ -110,7 +110,7 @@ def n_groups() -> int:
 @contextlib.contextmanager
 def sharding_without_modes() -> Iterator[None]:
     """Let DTensor compute shapes, and device meshes their ranks, without dispatch modes inside this `with` block. Torch
-    Torch 2.13.
+    2.13.
 
     DTensor runs operators on fake tensors of the global shape, which take no memory. A mesh reads its tensor of ranks.
     """
@@ -156,7 +156,7 @@ def meshes_on(device_type: str, shown: str | None = None) -> Iterator[None]:
 
 def ring_attention() -> tuple[Any, tuple[str, ...]] | None:
     """Return the module of context parallel, if imported, and its functions that begin and run attention. Torch
-    Torch 2.13.
+    2.13.
     """
     module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
     if module is None:
@@ -167,7 +167,7 @@ def ring_attention() -> tuple[Any, tuple[str, ...]] | None:
 
 def symmetric_memory() -> Iterator[tuple[Any, str]]:
     """Yield the functions, as owner and name, that begin to use symmetric memory, if this torch has them. Torch
-    Torch 2.13.
+    2.13.
     """
     from torch.distributed import _symmetric_memory
     from torch.distributed.fsdp import FSDPModule

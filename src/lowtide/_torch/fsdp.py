@@ -153,7 +153,7 @@ def parts_by_itself(module: Any) -> bool:
 @contextlib.contextmanager
 def as_in_backward(module: Any) -> Iterator[None]:
     """Treat forward inside this `with` block as a recompute in backward: gathered parameters stay gathered. Torch
-    Torch 2.13.
+    2.13.
     """
     state = module._get_fsdp_state()
     before, state._training_state = state._training_state, type(state._training_state).PRE_BACKWARD

@@ -95,7 +95,7 @@ _names_of: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()  # wea
 
 def sequence_number(node: Node) -> int:
     """Return the node's number in its thread's order of creation; nodes of leaves have the largest number. Torch
-    Torch 2.13.
+    2.13.
     """
     return node._sequence_nr()
 

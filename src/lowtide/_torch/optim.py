@@ -28,7 +28,7 @@ def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def clipped(names: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the gradients in the local variables of a returning `clip_grad_norm_` or `clip_grad_value_`. Torch
-    Torch 2.13.
+    2.13.
     """
     if "grouped_grads" in names:
         return [gradient for (gradients,), _ in names["grouped_grads"].values() for gradient in gradients]
@@ -52,7 +52,7 @@ def as_grouped(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def scaler_stages(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
     """Return each optimizer's stage (unscaled, stepped) since the last `update()`; not in the state_dict. Torch
-    Torch 2.13.
+    2.13.
     """
     return {key: {**state} for key, state in scaler._per_optimizer_states.items()}
 

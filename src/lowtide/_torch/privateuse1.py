@@ -57,7 +57,7 @@ class _DeviceGuard(backend_registration._DummyDeviceGuard):
 @contextlib.contextmanager
 def constants_made_on_cpu() -> Iterator[None]:
     """Let `torch.tensor(..., device=...)` make its tensor on the CPU, then move it visibly, in a `with` block. Torch
-    Torch 2.13.
+    2.13.
     """
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)
@@ -104,30 +104,30 @@ def register_kernels(namespace: str, kernels: Mapping[str, Any], key: str) -> to
     return library
 
 
-ASIDE = "TESTING_ONLY_GenericMode"
+OVERRIDE_KEY = "TESTING_ONLY_GenericMode"
 """Dispatch key before all others, which torch considers only in a thread that includes it. Torch 2.13, since 1.12."""
 
-_ASIDE = torch._C._dispatch_key_parse(ASIDE)
-_BEHIND_ASIDE = torch._C._dispatch_keyset_full_after(_ASIDE)
+_OVERRIDE = torch._C._dispatch_key_parse(OVERRIDE_KEY)
+_BEHIND_OVERRIDE = torch._C._dispatch_keyset_full_after(_OVERRIDE)
 _BEHIND_AUTOGRAD = torch._C._dispatch_keyset_full_after(torch._C._dispatch_key_parse("ADInplaceOrView"))
 
 
-_aside: list[torch.library.Library] = []
-"""Fallthrough for operators without a kernel for ASIDE; registered with the first such kernel."""
+_fallthrough: list[torch.library.Library] = []
+"""Fallthrough for operators without a kernel for OVERRIDE_KEY; registered with the first such kernel."""
 
 
-def put_aside(kernels: Mapping[str, Callable[..., Any]]) -> torch.library.Library:
-    """Run `kernels` instead of the kernels of `aten` operators inside a block of `with_aside`. Torch 2.13, since 2.10.
+def override_kernels(kernels: Mapping[str, Callable[..., Any]]) -> torch.library.Library:
+    """Run `kernels` in place of the kernels of `aten` operators in a block of `with_overrides`. Torch 2.13, since 2.10.
 
     Each gets, before the arguments, a function that continues with torch's own kernel and one that continues past
     autograd; and, after the arguments, an object without other references, for `references`.
     """
-    if not _aside:
-        _aside.append(pass_through(ASIDE))
+    if not _fallthrough:
+        _fallthrough.append(pass_through(OVERRIDE_KEY))
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, kernel in kernels.items():
         given = _given_its_own(kernel, getattr(torch.ops.aten, name).default)
-        library.impl(name, given, ASIDE, with_keyset=True, allow_override=False)  # type: ignore[no-untyped-call]
+        library.impl(name, given, OVERRIDE_KEY, with_keyset=True, allow_override=False)  # type: ignore[no-untyped-call]
     return library
 
 
@@ -136,7 +136,7 @@ def _given_its_own(kernel: Callable[..., Any], operator: Any) -> Callable[..., A
 
     @never_compiled  # otherwise compiled, with its callees, wherever a compiled function runs backward
     def replaced(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        on = functools.partial(redispatch, keys & _BEHIND_ASIDE)
+        on = functools.partial(redispatch, keys & _BEHIND_OVERRIDE)
         past = functools.partial(redispatch, keys & _BEHIND_AUTOGRAD)
         return kernel(on, past, *args, object(), **kwargs)
 
@@ -144,25 +144,25 @@ def _given_its_own(kernel: Callable[..., Any], operator: Any) -> Callable[..., A
 
 
 @never_compiled
-def with_aside() -> contextlib.AbstractContextManager[Any]:
-    """Use kernels of `put_aside` inside this `with` block, and in backward passes that begin in it. Torch 2.13."""
-    return torch._C._IncludeDispatchKeyGuard(_ASIDE)
+def with_overrides() -> contextlib.AbstractContextManager[Any]:
+    """Use kernels of `override_kernels` in this `with` block, and in backward passes that begin in it. Torch 2.13."""
+    return torch._C._IncludeDispatchKeyGuard(_OVERRIDE)
 
 
-def without_aside() -> contextlib.AbstractContextManager[None]:
-    """Hide kernels of `put_aside` from compiled code inside this `with` block, which avoids recompilation. Torch
-    Torch 2.13.
+def without_overrides() -> contextlib.AbstractContextManager[None]:
+    """Hide kernels of `override_kernels` from compiled code inside this `with` block, which avoids recompilation. Torch
+    2.13.
     """
-    return _aside_off() if torch._C._dispatch_tls_is_dispatch_key_included(_ASIDE) else _NOTHING
+    return _override_off() if torch._C._dispatch_tls_is_dispatch_key_included(_OVERRIDE) else _NOTHING
 
 
 @contextlib.contextmanager
-def _aside_off() -> Iterator[None]:
-    torch._C._dispatch_tls_set_dispatch_key_included(_ASIDE, False)
+def _override_off() -> Iterator[None]:
+    torch._C._dispatch_tls_set_dispatch_key_included(_OVERRIDE, False)
     try:
         yield
     finally:
-        torch._C._dispatch_tls_set_dispatch_key_included(_ASIDE, True)
+        torch._C._dispatch_tls_set_dispatch_key_included(_OVERRIDE, True)
 
 
 _NOTHING = contextlib.nullcontext()
@@ -170,7 +170,7 @@ _NOTHING = contextlib.nullcontext()
 
 def below_autograd() -> contextlib.AbstractContextManager[Any]:
     """Run operators below autograd inside this `with` block: no graph, no new versions of written tensors. Torch
-    Torch 2.13.
+    2.13.
     """
     return torch._C._AutoDispatchBelowADInplaceOrView()
 

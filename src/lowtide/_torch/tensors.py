@@ -108,7 +108,7 @@ def references(things: tuple[Any, ...]) -> tuple[int, ...]:
 
 def held_by_python(tensors: Sequence[Any], index: int, known: int) -> bool:
     """Return True if Python holds more than `known` references to `tensors[index]`; C++ references don't count. Torch
-    Torch 2.13.
+    2.13.
 
     The Python object stays with its C++ tensor, which owns one reference to the object while other C++ owners exist.
     """
@@ -164,7 +164,7 @@ def is_leaf_tensor(tensor: torch.Tensor) -> bool:
     """Return True if no autograd node computed `tensor`.
 
     False for one of several views that one call returned, once its base was written to: `is_leaf` raises then. Torch
-    Torch 2.13.
+    2.13.
     """
     try:
         return tensor.is_leaf

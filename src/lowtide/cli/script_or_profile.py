@@ -27,14 +27,16 @@ def script_arguments(
     """Add `-m`, the script and its arguments to a command."""
 
     def add(body: Callable[..., Any]) -> Callable[..., Any]:
-        body = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", callback=_told_apart)(body)
+        body = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", callback=_own_options)(
+            body
+        )
         body = click.argument("target", metavar=metavar, required=required)(body)
         return click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module, as for `python -m`.")(body)
 
     return add
 
 
-def _told_apart(ctx: click.Context, parameter: click.Parameter, args: tuple[str, ...]) -> tuple[str, ...]:
+def _own_options(ctx: click.Context, parameter: click.Parameter, args: tuple[str, ...]) -> tuple[str, ...]:
     """Return the script's arguments. An option of this command that follows the script is reported, unless the script's
     source mentions it.
     """

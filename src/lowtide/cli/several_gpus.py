@@ -61,7 +61,7 @@ class SeveralGpus:
             write(json.dumps(records, indent=1), json_to)
         return max(run.code for run in runs)
 
-    def _by_number(self, folder: Path, n_gpus: int, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _by_number(self, folder: Path, n_gpus: int, requested: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the memory that the first process needs for each number of GPUs that is tried, the smallest number
         first.
 
@@ -70,7 +70,7 @@ class SeveralGpus:
         """
         smallest = next(gpu.name for gpu in self._alike())
         powers = [2**power for power in range(MOST_GPUS.bit_length())]
-        rows = {n_gpus: _row(n_gpus, asked)}
+        rows = {n_gpus: _row(n_gpus, requested)}
         for numbers, enough in (
             (sorted((n for n in powers if n < n_gpus), reverse=True), lambda row: row["smallest_gpu"] is None),
             ([n for n in powers if n > n_gpus], lambda row: row["smallest_gpu"] == smallest),

@@ -33,7 +33,7 @@ RECEIVED = {
     "gather": (1, "gather_list"),
     "scatter": (0, "tensor"),
 }
-"""Arguments of `SENDING` that other processes fill: place and name."""
+"""For functions of `SENDING`, the argument that other processes fill: its position and its name."""
 
 
 class Done:

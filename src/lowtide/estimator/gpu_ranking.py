@@ -113,7 +113,7 @@ def rank_gpus(estimate_at: EstimateAt, gpus: Sequence[GpuSpec]) -> GpuRanking:
     return GpuRanking(
         limits=tuple(limits),
         extra_flops=extra_flops,
-        sizes=tuple(sorted({size for work in works for found in work.estimates.values() for size in found})),
+        sizes=tuple(sorted({size for work in works for by_size in work.estimates.values() for size in by_size})),
         unknown=tuple(dict.fromkeys(line for each in plains for line in each.unknown)),
         assumed=tuple(dict.fromkeys(line for each in plains for line in each.assumed)),
     )
@@ -141,16 +141,16 @@ def _estimate(estimate_at: EstimateAt, work: _Work) -> None:
     smallest = work.estimates["plain"][SMALLEST]
     first = size = _too_large(work, SMALLEST, smallest)
     for how, share in (("plain", 1.0), *SAVING.items()):
-        found = work.estimates.setdefault(how, {})
+        by_size = work.estimates.setdefault(how, {})
         size = min(int(first * share), LARGEST_STEP * SMALLEST if how == "plain" else MOST, MOST)
         while True:
-            found[size] = estimate = estimate_at(work.shown, size, how)
+            by_size[size] = estimate = estimate_at(work.shown, size, how)
             advance()
             if estimate.interval[1] > work.room or size >= MOST:
                 break
             size = min(max(_too_large(work, size, estimate), 2 * size), LARGEST_STEP * size, MOST)
         if how == "plain":
-            first = max(found)
+            first = max(by_size)
 
 
 def _too_large(work: _Work, size: int, estimate: GpuMemoryEstimate) -> int:
@@ -164,12 +164,12 @@ def _extra_flops(work: _Work) -> dict[How, float]:
     """Return the additional FLOPs of each way that saves memory, as a share of the plain step's at the same size."""
     plain = work.estimates["plain"]
     (small, few), (large, many) = ((size, plain[size].flops) for size in (min(plain), max(plain)))
-    found: dict[How, float] = {}
+    shares: dict[How, float] = {}
     for how in SAVING:
         size = max(work.estimates[how])
         expected = few + (many - few) * (size - small) / max(large - small, 1)
-        found[how] = max(work.estimates[how][size].flops / max(expected, 1) - 1, 0.0)
-    return found
+        shares[how] = max(work.estimates[how][size].flops / max(expected, 1) - 1, 0.0)
+    return shares
 
 
 def _room(gpu: GpuSpec) -> int:
@@ -182,8 +182,8 @@ def _largest(gpu: GpuSpec, estimates: Mapping[How, Mapping[int, GpuMemoryEstimat
 
     The plain step at the smallest size begins each line: no other way needs more there.
     """
-    found = {SMALLEST: estimates["plain"][SMALLEST], **estimates[how]}
-    room, peaks = _room(gpu), {size: estimate.interval[1] for size, estimate in sorted(found.items())}
+    by_size = {SMALLEST: estimates["plain"][SMALLEST], **estimates[how]}
+    room, peaks = _room(gpu), {size: estimate.interval[1] for size, estimate in sorted(by_size.items())}
     within = [size for size, peak in peaks.items() if peak <= room]
     if not within:
         return 0

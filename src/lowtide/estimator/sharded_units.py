@@ -75,8 +75,8 @@ def sharding(modules: Iterable[Any], ledger: AllocationTracker) -> Iterator[None
 
 
 @contextlib.contextmanager
-def units_on(device: torch.device, modules: Iterable[Any], twin: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Make FSDP2 and meshes compute on `device` in this block; `twin` returns the fake tensor for a CPU shard."""
+def units_on(device: torch.device, modules: Iterable[Any], twin_of: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Make FSDP2 and meshes compute on `device` in this block; `twin_of` returns the fake tensor for a CPU shard."""
     modules = tuple(module for module in modules if isinstance(module, torch.nn.Module))
     groups = list(_groups(modules))
     with contextlib.ExitStack() as stack:
@@ -86,7 +86,7 @@ def units_on(device: torch.device, modules: Iterable[Any], twin: Callable[[Tenso
                 stack.enter_context(patch.object(owner, name, value))
         del modules  # one that the program drops is to be freed
         for group in groups:
-            for owner, name, value in group.on_device(device, twin):
+            for owner, name, value in group.on_device(device, twin_of):
                 stack.enter_context(patch.object(owner, name, value))
         yield
 

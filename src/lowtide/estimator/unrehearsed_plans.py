@@ -62,9 +62,9 @@ class Unrehearsed(Engine):
         return super().pack_saved_tensor(now, tensor)
 
     def recomputed(
-        self, node: Node, output: int, base: Tensor, found: Value | None, decision: Decision, scope: CallScope
+        self, node: Node, output: int, base: Tensor, earlier: Value | None, decision: Decision, scope: CallScope
     ) -> Value:
-        value = super().recomputed(node, output, base, found, decision, scope)
+        value = super().recomputed(node, output, base, earlier, decision, scope)
         if _takes_a_product(value.maker):
             raise CannotRecompute("it takes a matrix product")
         return value

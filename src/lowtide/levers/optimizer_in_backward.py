@@ -68,25 +68,25 @@ class StepInBackward(Lever):
         step runs to check that the norm can be known in time.
         """
         optimizer = _steppable(site.only_optimizer)
-        seen = observe(site, optimizer)
-        if seen.scaled:
+        observed = observe(site, optimizer)
+        if observed.scaled:
             raise LeverNotApplicable("a GradScaler looks at all gradients before each step")
-        if not seen.backwards:
+        if not observed.backwards:
             raise LeverNotApplicable("the optimizer does not step after a backward pass in the step")
-        if seen.set_late:
+        if observed.set_late:
             raise LeverNotApplicable(
-                f"{seen.set_late!r} of a parameter group is set between backward and optimizer.step()"
+                f"{observed.set_late!r} of a parameter group is set between backward and optimizer.step()"
             )
-        if seen.moved:
+        if observed.moved:
             raise LeverNotApplicable("parameters are written to between backward and optimizer.step(), as SAM does")
-        if seen.clip is None and seen.changed:
+        if observed.clip is None and observed.changed:
             raise LeverNotApplicable("gradients are changed between backward and optimizer.step(), and not by clipping")
-        if seen.clip is not None and seen.clip.why_not:
-            raise LeverNotApplicable(seen.clip.why_not)
-        settings = {"backwards": float(seen.backwards), **({} if seen.clip is None else seen.clip.settings)}
-        if seen.clip is not None and seen.clip.kind == BY_COMMON_NORM:
-            settings["order"] = float(order_of(site.model, optimizer, seen.clip.clipped))
-            _check_two_passes(site.model, seen)
+        if observed.clip is not None and observed.clip.why_not:
+            raise LeverNotApplicable(observed.clip.why_not)
+        settings = {"backwards": float(observed.backwards), **({} if observed.clip is None else observed.clip.settings)}
+        if observed.clip is not None and observed.clip.kind == BY_COMMON_NORM:
+            settings["order"] = float(order_of(site.model, optimizer, observed.clip.clipped))
+            _check_two_passes(site.model, observed)
             _try_two_passes(site, optimizer, settings)
         return settings
 
@@ -217,9 +217,9 @@ def _steppable(optimizer: Optimizer | None) -> Optimizer:
     return optimizer
 
 
-def _check_two_passes(model: nn.Module, seen: ObservedStep) -> None:
+def _check_two_passes(model: nn.Module, observed: ObservedStep) -> None:
     """Raise LeverNotApplicable if a gradient may not be computed twice."""
-    if seen.backwards > 1:
+    if observed.backwards > 1:
         raise LeverNotApplicable(
             "gradients are clipped by their common norm and accumulated over several backward passes: all of them are "
             "there before the last one"
@@ -229,7 +229,7 @@ def _check_two_passes(model: nn.Module, seen: ObservedStep) -> None:
     hooked = next((n for n, p in named if has_gradient_hooks(p) or has_accumulation_hooks(p)), None)
     if hooked is not None:
         raise LeverNotApplicable(f"there is a hook on the gradient of {hooked}, {twice}")
-    if seen.hooked or any(map(has_backward_hooks, model.modules())):
+    if observed.hooked or any(map(has_backward_hooks, model.modules())):
         raise LeverNotApplicable(f"there are hooks on gradients in the step, {twice}")
 
 

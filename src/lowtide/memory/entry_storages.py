@@ -85,14 +85,14 @@ def existing_tensors() -> Iterator[Tensor]:
 
 def _on_the_host(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
     """Yield the storages of `tensors` that are not empty, each once."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     for tensor in tensors:
         try:
             for part in parts_of(tensor):
                 storage = part.untyped_storage()
                 is_there = storage.device.type == "cpu" and storage.nbytes()
-                if is_there and (address := storage.data_ptr()) and address not in seen:
-                    seen.add(address)
+                if is_there and (address := storage.data_ptr()) and address not in visited:
+                    visited.add(address)
                     yield storage
         except (RuntimeError, NotImplementedError, TypeError):
             # a fake or wrapped tensor, or one internal to a graph, has no storage

@@ -157,13 +157,13 @@ class _Owners:
         return sys.getrefcount(self._objects[index]) - 1 - n_known > 0
 
     def _reachable(self, first: Iterable[int]) -> set[int]:
-        seen = set(first)
-        pending = list(seen)
+        reached = set(first)
+        pending = list(reached)
         while pending:
-            new = [index for index in self._inside[pending.pop()] if index not in seen]
-            seen.update(new)
+            new = [index for index in self._inside[pending.pop()] if index not in reached]
+            reached.update(new)
             pending += new
-        return seen
+        return reached
 
 
 def _spread(roots: list[tuple[Tensor, int]], marks: dict[int, int], kept: dict[int, Tensor]) -> None:

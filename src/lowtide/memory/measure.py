@@ -213,9 +213,9 @@ def _measuring_frame() -> FrameType | None:
     return None if frame is None or frame.f_code.co_filename.startswith(_NO_VARIABLES) else frame
 
 
-def _device(model: nn.Module | None, asked: torch.device | str | int | None) -> torch.device:
-    if asked is not None:
-        return torch.device(asked)
+def _device(model: nn.Module | None, device: torch.device | str | int | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
     first = next(model.parameters(), None) if model is not None else None
     if first is not None:
         return first.device

@@ -99,7 +99,7 @@ _COMMANDS = {
     "Frontier": "lowtide frontier --json FILE SCRIPT",
     "RunRecord": "lowtide run --budget AMOUNT --report FILE.json SCRIPT",
 }
-_TOLD_BY = {
+_FIELD_OF_KIND = {
     "command": "RunRecord",
     "storages": "Profile",
     "decisions": "Plan",
@@ -115,7 +115,7 @@ def kind_of(text: bytes) -> str | None:
         fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    return next((kind for field, kind in _TOLD_BY.items() if field in fields), None)
+    return next((kind for field, kind in _FIELD_OF_KIND.items() if field in fields), None)
 
 
 class _Versioned(msgspec.Struct):

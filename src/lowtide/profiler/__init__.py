@@ -137,24 +137,24 @@ def rehearse(
             audit, frugal = _audited(model, step, batch, unchanged, refused, in_place, frugal=frugal)
             updates.follow()
             updates.undo()
-            there = static_bytes(model, batch, unchanged.optimizers)
+            static = static_bytes(model, batch, unchanged.optimizers)
             unchanged.restore_for_rerun()
             engine, sent = MaxSavingEngine(model, audit), n_sent()
             trace, recorder = unless_out_of_memory(lambda: _trace(engine, run, batch), _does_not_fit)
             check_waits_for_no_process(sent)
-            return _Tried(audit, frugal, there, engine, trace, recorder)
+            return _Tried(audit, frugal, static, engine, trace, recorder)
 
         def profiled() -> tuple[_Tried, Profile]:
             attempt = _without_mismatch(tried, unchanged, refused)
             # An audit needs more memory than the plain step, so the plain step may still fit. On a CPU, running out of
             # memory may end the process.
             hopeless = attempt.frugal and place_of(model).type == "cpu"
-            there, places = static_bytes(model, batch, unchanged.optimizers)  # gradients lie at other addresses now
+            static, places = static_bytes(model, batch, unchanged.optimizers)  # gradients lie at other addresses now
             plain, step_ms = (None, 0.0) if hopeless else _plain(model, updates, batch, run)
             sections = None if plain is None else timed_sections(model, updates, batch)
             measured = None
             if plain is not None:
-                measured = with_others(there, places, plain).total + Timeline(plain.stream).peak_bytes
+                measured = with_others(static, places, plain).total + Timeline(plain.stream).peak_bytes
             check_same_work(model, attempt.audit, attempt.trace)
             notes = [NOT_MEASURED] * (measured is None) + [OVERFLOWS] * unchanged.overflows + [*updates.notes()]
             return attempt, attempt.profile(model, made_for, (measured, step_ms), notes, sections)

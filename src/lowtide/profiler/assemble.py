@@ -116,8 +116,8 @@ class _Records:
         seeds = {n for n in index.block_of_slot if values[step.slots[n].value].is_seed}
         always = {index.block_of_slot.pop(n) for n in seeds}  # present under any plan, and so part of the level
         index.block_of_input = {at: block for at, block in index.block_of_input.items() if block not in always}
-        there = {*index.block_of_slot.values(), *index.block_of_input.values(), *noted.values()}
-        self.blocks = sorted(there, key=index.allocated_at.__getitem__)
+        planned = {*index.block_of_slot.values(), *index.block_of_input.values(), *noted.values()}
+        self.blocks = sorted(planned, key=index.allocated_at.__getitem__)
         """Blocks that a plan decides on."""
         self._number = {block: i for i, block in enumerate(self.blocks)}
         self.cuts = sorted(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.memory.events import PHASE, Allocate, Category, EventStream, Free, Label, Mark
 from lowtide.profiler.repeated_blocks import repeated_blocks
 from lowtide.profiler.trace import Trace
-from lowtide.profiler.trace_marks import Gradients, Left, OptimizerState, Packed
+from lowtide.profiler.trace_marks import Exited, Gradients, OptimizerState, Packed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,7 @@ def labels(stream: EventStream, names: Names) -> dict[int, Label]:
     leaves = [
         i
         for i, event in enumerate(stream)
-        if type(event) is Mark and isinstance(event.data, Left) and event.data.call in names.blocks
+        if type(event) is Mark and isinstance(event.data, Exited) and event.data.call in names.blocks
     ]
     last = max(leaves, default=len(stream))
     for i, event in enumerate(stream):

@@ -32,8 +32,8 @@ class FsdpUnits:
     def __init__(self, model: nn.Module) -> None:
         all_units = units(model.modules())
         inside = {below for unit in all_units for below in unit.modules() if below is not unit}
-        asked = (unit for unit in all_units if unit in inside or not parts_by_itself(unit))
-        self.apart = frozenset(u for u in asked if any(group.parts_after_forward for group in shard_groups(u)))
+        resharding = (unit for unit in all_units if unit in inside or not parts_by_itself(unit))
+        self.apart = frozenset(u for u in resharding if any(group.parts_after_forward for group in shard_groups(u)))
         self.not_gathered = frozenset(u for u in self.apart if not all(g.is_whole_in_backward for g in shard_groups(u)))
         """Units of `apart` that are not gathered for their backward."""
         modules = model.modules() if self.apart else ()

@@ -67,8 +67,8 @@ def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
             f"no parameter of {type(model).__name__} requires a gradient, and nothing else that the step has: there is "
             "no backward to plan."
         )
-    named = (found for function in user_functions(step) for _, _, found in variables(function))
-    check_not_in_zero(*(found for found in (model, *named) if isinstance(found, torch.nn.Module)))
+    named = (content for function in user_functions(step) for _, _, content in variables(function))
+    check_not_in_zero(*(content for content in (model, *named) if isinstance(content, torch.nn.Module)))
     check_one_device(model)
     check_sharding(model.modules())
 

@@ -71,8 +71,8 @@ class Lent:
         more = sum(self._drafts[self._index[each]].bytes for each in missing)
         if not more:
             return True
-        there = [(each, n) for each, n in self._index.items() if n in self._saved]
-        held = sum(self._drafts[n].bytes for each, n in there if each.tensor is not None)
+        saved = [(each, n) for each, n in self._index.items() if n in self._saved]
+        held = sum(self._drafts[n].bytes for each, n in saved if each.tensor is not None)
         if self._most is None:
-            self._most = sum(self._drafts[n].bytes for _, n in there)
+            self._most = sum(self._drafts[n].bytes for _, n in saved)
         return more <= self._most - held

@@ -28,10 +28,10 @@ from lowtide.profiler.replay_check import Witness
 from lowtide.profiler.trace_marks import (
     TRACE,
     Entered,
+    Exited,
     GivenAway,
     Gradients,
     HeldForRecompute,
-    Left,
     OperandNoted,
     OptimizerStep,
     Packed,
@@ -161,7 +161,7 @@ class Trace(Observer):
         self._watched_before.append(self._holding.n_watched)
 
     def leaving(self, seam: CallInterceptor) -> None:
-        self.mark(Left(self._open.pop()), since=self._watched_before.pop())
+        self.mark(Exited(self._open.pop()), since=self._watched_before.pop())
 
     def packed(self, handle: Handle, tensor: Tensor) -> None:
         slot = self.packs

@@ -17,7 +17,7 @@ class Entered(NamedTuple):
     addresses: tuple[int, ...]
 
 
-class Left(NamedTuple):
+class Exited(NamedTuple):
     """End of a module call."""
 
     call: int
@@ -122,7 +122,7 @@ class OwnKernelEnded(NamedTuple):
 
 TraceMark: TypeAlias = (
     Entered
-    | Left
+    | Exited
     | Packed
     | Unreferenced
     | HeldForRecompute

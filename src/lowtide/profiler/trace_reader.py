@@ -10,10 +10,10 @@ from lowtide.memory.events import Allocate, EventStream, Free, Mark
 from lowtide.profiler.drafts import SlotDraft
 from lowtide.profiler.trace_marks import (
     Entered,
+    Exited,
     GivenAway,
     Gradients,
     HeldForRecompute,
-    Left,
     OperandNoted,
     Packed,
     ReadInBackward,
@@ -134,7 +134,7 @@ def _note(index: TraceIndex, at: dict[int, int], i: int, mark: object) -> None:
             for place, where in enumerate(inputs):
                 if where in at:
                     index.block_of_input[call, place] = at[where]
-        case Left(call):
+        case Exited(call):
             index.leave[call] = i
         case WrittenInPlace(kind, n_bytes):
             index.in_place.append((i, kind, n_bytes))

@@ -8,7 +8,7 @@ from importlib.resources import files
 
 from lowtide.planner.budget_frontier import Frontier, Point
 from lowtide.planner.records import Plan
-from lowtide.report.decision_tree import FATES, Branch, decision_tree
+from lowtide.report.decision_tree import DECISIONS, Branch, decision_tree
 from lowtide.report.finding import Finding
 from lowtide.report.frontier_table import extra_time, table
 from lowtide.report.pictures import escape, frontier_plot, legend, memory_plot, places
@@ -308,10 +308,10 @@ def decided(run: RunRecord) -> str:
         return f"{listing}<ul>{rows}</ul>"
     tree = decision_tree(run.profile, plan)
     chips = "".join(
-        f'<span class="lt-chip lt-fate-{fate}" data-bytes="{tree.bytes[fate]}"><i></i>{fate} '
-        f"<b>{format_bytes(tree.bytes[fate])}</b></span>"
-        for fate in FATES
-        if tree.bytes[fate]
+        f'<span class="lt-chip lt-decision-{decision}" data-bytes="{tree.bytes[decision]}"><i></i>{decision} '
+        f"<b>{format_bytes(tree.bytes[decision])}</b></span>"
+        for decision in DECISIONS
+        if tree.bytes[decision]
     )
     return (
         f'<p class="lt-chips">{chips}</p>'
@@ -329,15 +329,15 @@ def _branch(branch: Branch, whole: int, depth: int) -> Iterator[str]:
     if branch.n_alike > 1:
         name += f" <small>{branch.n_alike} alike</small>"
     bar = "".join(
-        f'<i class="lt-fate-{fate}" style="width:{100 * branch.bytes[fate] / whole:.2f}%"></i>'
-        for fate in FATES
-        if branch.bytes[fate] and whole
+        f'<i class="lt-decision-{decision}" style="width:{100 * branch.bytes[decision] / whole:.2f}%"></i>'
+        for decision in DECISIONS
+        if branch.bytes[decision] and whole
     )
-    parts = [f"{fate} {format_bytes(branch.bytes[fate])}" for fate in FATES if branch.bytes[fate]]
+    parts = [f"{decision} {format_bytes(branch.bytes[decision])}" for decision in DECISIONS if branch.bytes[decision]]
     if branch.ms >= 0.0005:
         parts.append(f"+{format_time(branch.ms)}")
     row = (
-        f'<span class="lt-name">{name}</span><span class="lt-fates" aria-hidden="true">{bar}</span>'
+        f'<span class="lt-name">{name}</span><span class="lt-decisions" aria-hidden="true">{bar}</span>'
         f'<span class="lt-told">{" · ".join(parts)}</span>'
     )
     children = [b for b in branch.branches.values() if b.total or b.ms >= 0.0005]

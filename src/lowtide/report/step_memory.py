@@ -133,7 +133,7 @@ class StepMemory(Record):
             raise ValueError("a phase or tensor is at moments that there are not")
         if any(each not in CATEGORIES for each in (*self.bytes, *(t.category for t in self.tensors))):
             raise ValueError("a category of memory is not known")
-        if any(here >= there for here, there in pairwise(self.at)):
+        if any(earlier >= later for earlier, later in pairwise(self.at)):
             raise ValueError("moments are not in order")
 
 
@@ -256,7 +256,7 @@ def _predicted_columns(profile: Profile, sweep: Sweep) -> dict[str, Ints]:
 
 
 def _alive(first: Ints, stop: Ints, amounts: Ints, n: int) -> Ints:
-    """Return the sum of the amounts alive at each position."""
+    """Return for each of `n` positions the sum of the amounts alive there: those with `first <= position < stop`."""
     changes = np.zeros(n + 1, np.int64)
     np.add.at(changes, first, amounts)
     np.subtract.at(changes, np.maximum(first, stop), amounts)

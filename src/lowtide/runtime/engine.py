@@ -22,7 +22,7 @@ from lowtide._torch.fake_modes import without_function_modes
 from lowtide._torch.modes import off_in_transforms, saved_tensor_hooks
 from lowtide._torch.modules import CALL
 from lowtide._torch.nodes import node_metadata
-from lowtide._torch.privateuse1 import without_aside
+from lowtide._torch.privateuse1 import without_overrides
 from lowtide._torch.tensors import base_of, is_plain, is_same_memory
 from lowtide.errors import LowtideError
 from lowtide.planner.address_nodes import OFFLOAD, SHAPE, SIGNS
@@ -370,7 +370,7 @@ class Engine:
     def begin(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model, or a part of it called directly, with hooks if a training backward will follow."""
         if not torch.is_grad_enabled() or in_backward():
-            with without_aside():  # a call inside backward, where a torch.utils.checkpoint recomputes
+            with without_overrides():  # a call inside backward, where a torch.utils.checkpoint recomputes
                 return seam.inner(*args, **kwargs)
         if not self.model.training:
             self.n_runs_in_eval_mode += 1

@@ -41,9 +41,9 @@ from lowtide._torch.privateuse1 import (
     below_autograd,
     is_dispatched_plainly,
     is_replaced,
-    put_aside,
+    override_kernels,
     remove_kernels,
-    with_aside,
+    with_overrides,
 )
 from lowtide._torch.pytree import tree_leaves
 from lowtide._torch.tensors import is_plain, references
@@ -173,7 +173,7 @@ def _register_wanted(tried: Iterable[str] = ()) -> None:
         asked = {OPERATORS[node].name for ruling in in_force for node in ruling.least if node in OPERATORS}
         wanted = asked.union(tried)
         for name in wanted - _kernels.keys():
-            _kernels[name] = put_aside({name: _kernel(name)})
+            _kernels[name] = override_kernels({name: _kernel(name)})
         for name in _kernels.keys() - wanted if not _n_passes else ():
             remove_kernels(_kernels.pop(name))
 
@@ -207,7 +207,7 @@ def _backward(
         return run(tensors, gradients, keep_graph, *args, **kwargs)
     _begins_pass()
     try:
-        with with_aside():
+        with with_overrides():
             return run(tensors, gradients, keep_graph, *args, **kwargs)
     finally:
         _has_passed(rulings, keep_graph)
@@ -374,7 +374,7 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
             _register_wanted(tried=[operator.name for operator in OPERATORS.values()])
             with (
                 without_modes(),
-                with_aside(),
+                with_overrides(),
                 torch.autocast(device, enabled=False),
                 torch.enable_grad(),
             ):

@@ -127,7 +127,7 @@ class OffloadedStorage:
         "_leaving",
         "_out",
         "_spoiled",
-        "travellers",
+        "offloaded_values",
         "version",
     )
 
@@ -142,7 +142,7 @@ class OffloadedStorage:
         self._leaving = base.detach()
         self._before = before
         """The storage that was offloaded before this one."""
-        self.travellers: list[tuple[weakref.ref[Value], _Layout]] = []
+        self.offloaded_values: list[tuple[weakref.ref[Value], _Layout]] = []
         """Values in this storage, each with its dtype and geometry."""
 
     def settle(self) -> None:
@@ -171,7 +171,7 @@ class OffloadedStorage:
         assert self._back is not None
         (data, token), self._back = self._back, None
         self._copying.wait(token, data)
-        for reference, layout in self.travellers:
+        for reference, layout in self.offloaded_values:
             if (there := reference()) is not None:
                 there.arrive(view_in(data, layout))
         before = None if self._before is None else self._before()
@@ -181,7 +181,7 @@ class OffloadedStorage:
 
     def awaited(self) -> bool:
         """Return True if a handle has still to read from this storage in this backward pass."""
-        there = (value for reference, _ in self.travellers if (value := reference()) is not None)
+        there = (value for reference, _ in self.offloaded_values if (value := reference()) is not None)
         number = backward_number()
         return any(v.tensor is None and (v.last_backward != number or v.reads < v.readers) for v in there)
 
@@ -243,18 +243,18 @@ class OffloadQueue:
         copying = copying_for(base.device)
         if copying is None or isinstance(base, torch.nn.Parameter) or not is_plain(base) or not storage_id(base):
             return False
-        trip = self._trip_of(base)
+        trip = self._existing_storage(base)
         if trip is None:
             self.close()
             trip = self._leaving = OffloadedStorage(base, copying, self._before)
             self._before = weakref.ref(trip)
             self._known[storage_id(base)] = StorageWeakRef(base.untyped_storage()), self._before  # type: ignore[no-untyped-call]
         layout = base.dtype, (base.size(), base.stride(), int(base.storage_offset()))
-        trip.travellers.append((weakref.ref(value), layout))
+        trip.offloaded_values.append((weakref.ref(value), layout))
         value.tensor, value.version, value.maker = None, base._version, Offloaded(trip, layout)
         return True
 
-    def _trip_of(self, base: Tensor) -> OffloadedStorage | None:
+    def _existing_storage(self, base: Tensor) -> OffloadedStorage | None:
         """Return the OffloadedStorage that exists for the storage of `base`, if any. A weak reference keeps the
         storage's id from reuse.
         """

@@ -78,7 +78,7 @@ class Builder:
     def __init__(self, owners: ParameterOwners) -> None:
         self.owners = owners
         self.implementations: Mapping[str, str] = {}
-        """Names of the recipes' implementations by node, where it is not the first one."""
+        """Name of the recipe's implementation, for each kind of node for which it is not the first one."""
         self.length = 0
         """Number of nodes visited."""
         self.describes = False

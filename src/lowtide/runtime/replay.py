@@ -23,7 +23,7 @@ import torch
 from lowtide._torch.compiled_code import never_compiled
 from lowtide._torch.modes import hooks_but_in_transforms
 from lowtide._torch.nodes import next_sequence_number
-from lowtide._torch.privateuse1 import without_aside
+from lowtide._torch.privateuse1 import without_overrides
 from lowtide._torch.tensors import base_of, storage_id
 from lowtide.errors import ReplayMismatch
 from lowtide.runtime import module_hooks as hooks
@@ -243,7 +243,7 @@ class ReplayFrame:
                 raise Overwritten(value.tensor, value.version, str(seam), type(seam.module))
         args, kwargs = self.arguments.again(operands)
         with (
-            without_aside(),
+            without_overrides(),
             run_again(reach.units) if reach.units else _NOTHING,
             self.call_context.again(),
             hooks.only(self._listening.acting, reach.modules),

@@ -254,9 +254,9 @@ class Estimating(StepListener):
         self._rehearsal, self.answers = rehearsal, rehearsal.answers
         self._on_entered()
         # Parameters outside of modules, and sums whose device a loop compares, as transformers' Trainer does.
-        there = [t for t in state.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
-        there += (t for t in state.visited if isinstance(t, torch.Tensor) and not t.is_leaf and is_given(t))
-        rehearsal.put([tensor for tensor in there if not _is_in(resizing, tensor)], lambda tensor: tensor)
+        tensors = [t for t in state.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
+        tensors += (t for t in state.visited if isinstance(t, torch.Tensor) and not t.is_leaf and is_given(t))
+        rehearsal.put([tensor for tensor in tensors if not _is_in(resizing, tensor)], lambda tensor: tensor)
 
     def ends(self, model: nn.Module) -> None:
         """Count a step; after the second, restore all real tensors and end the script."""

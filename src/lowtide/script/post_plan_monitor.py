@@ -39,8 +39,8 @@ class PostPlanMonitor:
         """Note a step of an optimizer that is not known."""
         if not self._modules:
             return
-        there = [module for reference in self._modules if (module := reference()) is not None]
-        if any(held_by(optimizer) & ids(module.parameters(recurse=False)) for module in there):
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        if any(held_by(optimizer) & ids(module.parameters(recurse=False)) for module in modules):
             self._known[id(optimizer)] = weakref.ref(optimizer)
         else:
             self._modules.clear()

@@ -31,7 +31,7 @@ from lowtide._torch.backward import ENGINE, in_backward, in_transform
 from lowtide._torch.compiled_code import not_compiled_alone
 from lowtide._torch.device_timing import accelerator_in_use
 from lowtide._torch.patching import replace_function
-from lowtide._torch.privateuse1 import without_aside
+from lowtide._torch.privateuse1 import without_overrides
 from lowtide._torch.tensors import is_plain
 from lowtide.api.release import release
 from lowtide.diagnostics.oom.explain_oom import explain_oom
@@ -352,7 +352,7 @@ class _Call:
         """Run the call again from the state before it; return its outputs with the gradients received."""
         assert self._listening is not None
         acting, modules = self._listening.acting, self.context.reach.modules
-        with without_aside(), self.context.again(), hooks.only(acting, modules):
+        with without_overrides(), self.context.again(), hooks.only(acting, modules):
             outputs = [*_with_graph(self.inner(*self.args, **self.kwargs)).values()]
         assert self.gradients is not None
         assert len(outputs) == len(self._outputs)

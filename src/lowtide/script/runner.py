@@ -99,11 +99,11 @@ class Script:
             yield main
             # left out if the script was ended early: exit functions must not save a partly trained model
             _LAST.append(_Program())
-            atexit.unregister(_last_comes_back)
+            atexit.unregister(_restore_last)
             # registered after the exit functions of the script, so it runs before them
-            atexit.register(_last_comes_back)
+            atexit.register(_restore_last)
         finally:
-            before.comes_back()
+            before.restore()
 
 
 class _Program:
@@ -115,7 +115,7 @@ class _Program:
         with contextlib.suppress(OSError):  # the folder was deleted
             self._folder = os.getcwd()
 
-    def comes_back(self) -> None:
+    def restore(self) -> None:
         """Restore the state of the process that the script had changed."""
         sys.modules["__main__"], sys.argv, sys.path[:] = self._main, self._argv, self._path
         with contextlib.suppress(OSError):
@@ -127,10 +127,10 @@ _LAST: list[_Program] = []
 """Snapshot for the script that ended last, if any."""
 
 
-def _last_comes_back() -> None:
+def _restore_last() -> None:
     """Make the script the main module again at exit, before Python calls the exit functions that it registered."""
     for script in _LAST:
-        script.comes_back()
+        script.restore()
 
 
 def _exit_code(end: SystemExit) -> int:

@@ -267,10 +267,10 @@ class Steps:
     @never_compiled
     def _is_here(self) -> bool:
         """Return True in the observed thread, or in one that may become the observed thread."""
-        here = threading.current_thread()
+        current = threading.current_thread()
         if os.getpid() != self._process:
             return False
-        return here is self._thread if self._thread is not None else here not in self._other_threads
+        return current is self._thread if self._thread is not None else current not in self._other_threads
 
     @never_compiled
     def _handle_outermost_call(self, module: nn.Module, batch: Any) -> None:

@@ -121,12 +121,12 @@ def user_functions(start: Any) -> Iterator[FunctionType]:
     """Yield the functions of the user's own code that calling `start` may reach, as far as names lead to them."""
     named = NamedAttributes()
     pending: list[Any] = [start]
-    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
+    visited: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
     while pending:
         obj = pending.pop()
-        if id(obj) in seen or isinstance(obj, _LEAVES):
+        if id(obj) in visited or isinstance(obj, _LEAVES):
             continue
-        seen[id(obj)] = obj
+        visited[id(obj)] = obj
         if isinstance(obj, FunctionType):
             if is_user_code(obj):
                 yield obj

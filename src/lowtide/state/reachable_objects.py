@@ -141,21 +141,21 @@ class ReachableObjects(ReachableState):
         """Release objects that `roots` no longer reach: neither they nor the places that held them are restored."""
         walk = type(self)()
         walk.visit(*roots)
-        gone = self._seen.keys() - walk._seen.keys()
+        unreached = self._seen.keys() - walk._seen.keys()
         walk.close()
         self._places = [
             places
             for places in self._places
-            if id(places.container) not in gone and not any(id(content) in gone for content in places.held)
+            if id(places.container) not in unreached and not any(id(content) in unreached for content in places.held)
         ]
-        self._other_restores = [pair for pair in self._other_restores if id(pair[0]) not in gone]
-        self._watched = [watched for watched in self._watched if id(watched.obj) not in gone]
+        self._other_restores = [pair for pair in self._other_restores if id(pair[0]) not in unreached]
+        self._watched = [watched for watched in self._watched if id(watched.obj) not in unreached]
         for objects in (self._empty, self.modules, self.tensors, self.stateful):
-            _remove(objects, gone)
+            _remove(objects, unreached)
         for others in (self.generators, self.reached_optimizers):
-            _remove(others, gone)
-        self._named.forget(gone)
-        for key in gone:
+            _remove(others, unreached)
+        self._named.forget(unreached)
+        for key in unreached:
             del self._seen[key]
 
     def counts(self) -> dict[str, str]:
@@ -375,8 +375,8 @@ def observe_changes(*roots: Any) -> Callable[[], tuple[str, ...]]:
     return ReachableObjects(*roots).changes
 
 
-def _remove(objects: list[Any], gone: Collection[int]) -> None:
-    objects[:] = [obj for obj in objects if id(obj) not in gone]
+def _remove(objects: list[Any], ids: Collection[int]) -> None:
+    objects[:] = [obj for obj in objects if id(obj) not in ids]
 
 
 _WORDS: Final = frozenset({str, int, float, bool, bytes, complex, types.NoneType, types.ModuleType, WeakContent})

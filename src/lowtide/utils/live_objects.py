@@ -48,9 +48,9 @@ class LiveObjectFinder:
         return objects
 
     def _remember(self, objects: Iterable[object]) -> list[object]:
-        found = list(objects)
-        self._known = {id(obj): weakref.ref(obj) for obj in found}
-        return found
+        survivors = list(objects)
+        self._known = {id(obj): weakref.ref(obj) for obj in survivors}
+        return survivors
 
 
 _HAS_GENERATIONS = sys.version_info < (3, 14)

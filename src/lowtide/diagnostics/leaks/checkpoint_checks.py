@@ -170,8 +170,8 @@ class _Calls:
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Return the identity and version of each buffer; writes through `.data` change neither."""
-    there = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-    return {name: (id(buffer), buffer._version) for name, buffer in there.items() if not buffer.is_inference()}
+    buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+    return {name: (id(buffer), buffer._version) for name, buffer in buffers.items() if not buffer.is_inference()}
 
 
 def _is_norm(module: nn.Module) -> bool:

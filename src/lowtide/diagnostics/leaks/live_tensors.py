@@ -19,7 +19,7 @@ _finder = LiveObjectFinder(Tensor, nn.Module, Optimizer)
 
 
 def storage_bytes(tensor: Tensor) -> int:
-    """Return the size of the whole storage of a tensor."""
+    """Return the size in bytes of the whole storage of a tensor."""
     try:
         return tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):

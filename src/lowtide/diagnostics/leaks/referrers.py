@@ -86,7 +86,9 @@ class Holder:
 
 @dataclass(slots=True)
 class _ReferencePath:
-    """Path from tensors (by number) to `obj`, which reaches them by `path`, written from the outside in."""
+    """Path of references from `obj` to tensors, which are given by number. `path` is written as code, from the outside
+    in.
+    """
 
     obj: Any
     tensors: set[int]
@@ -127,14 +129,14 @@ class HolderSearch:
         """
         holders_of: dict[int, list[Holder]] = {}
         ways = [_ReferencePath(tensor, {number}) for number, tensor in tensors]
-        seen: dict[int, set[int]] = {}  # ids of objects -> tensors with paths through them
+        tensors_through: dict[int, set[int]] = {}  # ids of objects -> tensors with paths through them
         for _ in range(LEVELS):
             if not ways:
                 break
             by_id: dict[int, list[_ReferencePath]] = {}
             for way in ways:
                 by_id.setdefault(id(way.obj), []).append(way)
-                seen.setdefault(id(way.obj), set()).update(way.tensors)
+                tensors_through.setdefault(id(way.obj), set()).update(way.tensors)
                 for variable in self.variables.referring_to(way.obj):
                     name, place, entries = variable.name, variable.place, way.all_entries
                     _add(holders_of, way, self._variable(way, name, place, "local variable", entries))
@@ -145,7 +147,7 @@ class HolderSearch:
                 if id(referrer) in self.ignored or self._is_ours(referrer):
                     continue
                 met = dict.fromkeys(number for r in gc.get_referents(referrer) if (number := id(r)) in by_id)
-                known = seen.setdefault(id(referrer), set())
+                known = tensors_through.setdefault(id(referrer), set())
                 for way, inner in self._outward(referrer, [way for number in met for way in by_id[number]]):
                     if way.tensors <= known:
                         continue

@@ -36,7 +36,7 @@ class StepBoundaries:
         self._began = time.perf_counter()
         self._spent = 0.0
         self._level = 0
-        self._asked = 0.0
+        self._last_read_s = 0.0
         self._exempt = 0.0
 
     @property
@@ -77,9 +77,9 @@ class StepBoundaries:
     def _has_grown(self) -> bool:
         """Return True if memory has grown since the last inspection; read at most once in _BETWEEN seconds."""
         now = time.perf_counter()
-        if now - self._asked < _BETWEEN:
+        if now - self._last_read_s < _BETWEEN:
             return False
-        self._asked = now
+        self._last_read_s = now
         return _level() - self._level > _LEAST_GROWTH
 
     def inspected(self, seconds: float) -> None:

@@ -67,7 +67,7 @@ class UnreadGradients:
         self._n_updates = 0
         self._has_looked = False
         self._candidates: dict[int, _Candidate] = {}
-        self._found: list[_Idle] = []
+        self._idle: list[_Idle] = []
 
     def updated(self) -> None:
         """Handle an optimizer's update."""
@@ -95,21 +95,21 @@ class UnreadGradients:
                     name = ".".join((root_name, *name.split(".")[1:]))
                 gradient_bytes = sum(storage_bytes(p.grad) for p in module.parameters() if p.grad is not None)
                 if gradient_bytes >= least_bytes:
-                    self._found.append(_Idle(weakref.ref(module), name, gradient_bytes, step))
+                    self._idle.append(_Idle(weakref.ref(module), name, gradient_bytes, step))
         self._candidates.clear()
 
     def backward_begins(self, nodes: Iterable[Node], stats: Iterable[SiteStats]) -> None:
         """Handle the first backward pass after idle modules were found: measure in its graph the bytes that they
         cost.
         """
-        if not self._found:
+        if not self._idle:
             return
         graph = computing(nodes)
-        for idle in self._found:
+        for idle in self._idle:
             module = idle.module()
             if module is not None:
                 self._report(idle, module, graph, list(stats))
-        self._found.clear()
+        self._idle.clear()
 
     def _report(self, idle: _Idle, module: nn.Module, graph: list[Node], stats: list[SiteStats]) -> None:
         name, gradient_bytes, step = idle.name, idle.gradient_bytes, idle.step

@@ -277,7 +277,7 @@ class _Traceback:
     def add(self, place: Place) -> None:
         if not self._is_over:
             self.places.append(place)
-            self.places = _telling(self.places)
+            self.places = _informative(self.places)
 
     def complete(self, line: int, code: str) -> None:
         """Note the statement that a rich or notebook traceback marks below its last place."""
@@ -373,7 +373,7 @@ def _place(kind: str, match: re.Match[str], process: str | None) -> Place:
     )
 
 
-def _telling(places: list[Place]) -> list[Place]:
+def _informative(places: list[Place]) -> list[Place]:
     """Return the last of very many places, and earlier ones that carry a fact of their own."""
     if len(places) < 2 * MOST_PLACES:
         return places

@@ -141,13 +141,13 @@ def messages(text: str) -> list[Message]:
     return list(Messages().read(text, is_last=True))
 
 
-def most_telling(known: list[Message]) -> Message:
+def most_informative(known: list[Message]) -> Message:
     """Return the message to explain: the first with numbers of a device, else with any, else the first certain one."""
     return next(message for tells in _TELLING for message in known if tells(message))
 
 
 def candidates(known: list[Message]) -> list[Message]:
-    """Return the messages that `most_telling` can still choose after further messages."""
+    """Return the messages that `most_informative` can still choose after further messages."""
     kept = (next((n for n, message in enumerate(known) if tells(message)), None) for tells in _TELLING)
     return [known[n] for n in sorted({n for n in kept if n is not None})]
 

@@ -128,7 +128,7 @@ class AbsentGpuRun(TwoStepRun):
                 stack.enter_context(_rare_collections())
             stack.enter_context(self._placed)
             device = torch.device(NAME, 0)
-            stack.enter_context(units_on(device, self._state.reached, self._placed.twin))
+            stack.enter_context(units_on(device, self._state.reached, self._placed.twin_of))
             self._placed.put(at_entry)
             means, usage = CudaRedirect(NAME, self._ledger), Usage(self._ledger, self._config)
             stack.enter_context(cuda_is_there(self._gpu, means, usage, self._ledger, self.answers))

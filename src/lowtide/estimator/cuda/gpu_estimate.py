@@ -29,7 +29,7 @@ Verdict: TypeAlias = Literal["fits", "does not fit", "unknown"]
 class GpuMemoryEstimate(MemoryEstimate):
     """A `MemoryEstimate` for a GPU, over both steps and the memory before them. `print` it for a table.
 
-    Memory known only within bounds is counted as expected, unless a name says otherwise.
+    Of memory that is known only within bounds the expected bytes are counted, except where an attribute states bounds.
     """
 
     gpu: GpuSpec

@@ -41,8 +41,8 @@ class GpuPlacement:
         self._done: list[tuple[Callable[[], Tensor | None], Tensor]] = []
 
     @property
-    def twin(self) -> Callable[[Tensor], Tensor]:
-        """Function that returns the twin of a plain tensor."""
+    def twin_of(self) -> Callable[[Tensor], Tensor]:
+        """Function that returns the fake twin of a plain tensor."""
         return self._twins.of
 
     def has(self, tensor: Tensor) -> bool:

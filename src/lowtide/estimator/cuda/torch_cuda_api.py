@@ -258,10 +258,10 @@ def _restored(restore: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
 def _alone(self: torch.nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
     """Call the wrapped module itself, with its inputs on the one GPU."""
 
-    def there(leaf: Any) -> Any:
+    def on_the_gpu(leaf: Any) -> Any:
         return leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf
 
-    inputs, kwargs = tree_map(there, (inputs, kwargs))
+    inputs, kwargs = tree_map(on_the_gpu, (inputs, kwargs))
     return self.module(*inputs, **kwargs)
 
 

@@ -84,11 +84,11 @@ class GreedySearch:
             promising = [
                 (float(worth[n]), self.moves.moves[n]) for n in np.argsort(-worth, kind="stable") if worth[n] > 0
             ]
-            here = (choice, sweep, limit)
+            state = (choice, sweep, limit)
             move = (
-                self._best(*here, [pair for pair in promising if pair[1] not in useless], useless)
-                or self._best(*here, [pair for pair in promising if pair[1] in useless], set())
-                or self._best_detour(*here, self.moves.detours(choice, sweep))
+                self._best(*state, [pair for pair in promising if pair[1] not in useless], useless)
+                or self._best(*state, [pair for pair in promising if pair[1] in useless], set())
+                or self._best_detour(*state, self.moves.detours(choice, sweep))
             )
             if move is None:
                 break

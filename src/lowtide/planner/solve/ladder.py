@@ -165,7 +165,8 @@ class BudgetLadder:
     def best(self, limit: int, until: float | None = None) -> Candidate | None:
         """Return the plan for peaks of at most `limit`, or None below the smallest. See the top of this file.
 
-        If `until` ends the search, the plan is the cheapest one found so far, and not part of the order.
+        If `until` ends the search, the plan is the cheapest one found so far, and a larger budget may get a costlier
+        one.
         """
         if limit < self.bottom.peak:
             return None
@@ -206,13 +207,13 @@ class BudgetLadder:
 
     def _solve_step(self, limit: int, span: CostRange, path: list[BudgetStep], until: float | None) -> BudgetStep:
         """Return the rung `limit`, with a cost in `span`; the rungs in `path` lead to it. Ends early at `until`."""
-        search, seen = GreedySearch(self.moves), [rung.pool for rung in path]
+        search, pools = GreedySearch(self.moves), [rung.pool for rung in path]
         # Where the rows leave out too much for this limit, they may still be good enough for a larger one.
         guides = (rung for rung in reversed(path) if rung.limit > limit or not is_rough(rung.omitted_bytes, rung.limit))
         bound, omitted_bytes = 0.0, next(guides).omitted_bytes
         if self.exact is not None:
             bound, omitted_bytes = self.exact.search(search, limit, span, omitted_bytes, until)
-        cheapest = _cheapest(limit, span, [*seen, search.pool])
+        cheapest = _cheapest(limit, span, [*pools, search.pool])
         enough = GOOD if self._quick else POOR
         if not is_over(until) and (self.exact is None or self.exact.cost_of(cheapest) > enough * bound):
             if self._quick:
@@ -225,7 +226,7 @@ class BudgetLadder:
             for choice in {choice.key: choice for choice in starts}.values():
                 if not is_over(until) and search.fits(choice, limit):
                     search.prune(choice, limit)
-            cheapest = _cheapest(limit, span, [*seen, search.pool])
+            cheapest = _cheapest(limit, span, [*pools, search.pool])
         return BudgetStep(limit, cheapest, search.pool, omitted_bytes)
 
 
@@ -242,11 +243,11 @@ def _smallest_candidates(profile: Profile, is_quick: bool) -> list[Candidate]:
     return sorted(search.pool.candidates, key=lambda candidate: (candidate.peak, candidate.cost))
 
 
-def _cheapest(limit: int, span: CostRange, seen: Sequence[ParetoPool]) -> Candidate:
-    """Return the cheapest choice in the pools `seen` that fits and has a cost within `span`."""
+def _cheapest(limit: int, span: CostRange, pools: Sequence[ParetoPool]) -> Candidate:
+    """Return the cheapest choice in one of `pools` that fits and has a cost within `span`."""
     if span.least.peak <= limit:
         return span.least
-    fitting = (pool.best(limit, span) for pool in seen)
+    fitting = (pool.best(limit, span) for pool in pools)
     return min((span.most, *(each for each in fitting if each is not None)), key=lambda each: each.cost)
 
 
