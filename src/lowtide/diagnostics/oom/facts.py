@@ -217,7 +217,7 @@ def _shares_memory(place: Place) -> bool:
     return bool(_SHARING.search(place.file))
 
 
-_TELLING: tuple[Callable[[Place], object], ...] = (
+_INFORMATIVE: tuple[Callable[[Place], object], ...] = (
     _in_optimizer,
     _makes_state,
     _updates_parameters,
@@ -378,6 +378,6 @@ def _informative(places: list[Place]) -> list[Place]:
     if len(places) < 2 * MOST_PLACES:
         return places
     before, last = places[:-MOST_PLACES], places[-MOST_PLACES:]
-    first = [next((n for n, place in enumerate(before) if tells(place)), -1) for tells in _TELLING]
+    first = [next((n for n, place in enumerate(before) if tells(place)), -1) for tells in _INFORMATIVE]
     own = max((n for n, place in enumerate(before) if not _INSTALLED.search(place.file)), default=-1)
     return [*(before[n] for n in sorted({*first, own} - {-1})), *last]

@@ -143,16 +143,16 @@ def messages(text: str) -> list[Message]:
 
 def most_informative(known: list[Message]) -> Message:
     """Return the message to explain: the first with numbers of a device, else with any, else the first certain one."""
-    return next(message for tells in _TELLING for message in known if tells(message))
+    return next(message for tells in _INFORMATIVE for message in known if tells(message))
 
 
 def candidates(known: list[Message]) -> list[Message]:
     """Return the messages that `most_informative` can still choose after further messages."""
-    kept = (next((n for n, message in enumerate(known) if tells(message)), None) for tells in _TELLING)
+    kept = (next((n for n, message in enumerate(known) if tells(message)), None) for tells in _INFORMATIVE)
     return [known[n] for n in sorted({n for n in kept if n is not None})]
 
 
-_TELLING: tuple[Callable[[Message], bool], ...] = (
+_INFORMATIVE: tuple[Callable[[Message], bool], ...] = (
     lambda m: m.tried_bytes is not None and m.total_bytes is not None,
     lambda m: m.tried_bytes is not None,
     lambda m: m.certain,
