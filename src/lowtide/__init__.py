@@ -96,7 +96,7 @@ __all__ = [
     "within",
 ]
 
-# Where each public name lives. tests/test_package.py holds this, __all__ and the imports above to the same set.
+# The module of each public name. tests/test_package.py checks that this table, __all__ and the imports above agree.
 _HOMES = {
     "Applied": "lowtide.api.apply",
     "BudgetError": "lowtide.errors",

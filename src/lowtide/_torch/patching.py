@@ -128,5 +128,7 @@ def _call_observed(
     return output
 
 
-TOLD_CODE = _call_observed.__code__
-"""Code of the frame that calls `begins` and `ends`; its `args` and `kwargs` are the module's arguments."""
+OBSERVED_CALL_CODE = _call_observed.__code__
+"""Code object of the frame that calls `begins` and `ends`; its locals `args` and `kwargs` are the module's
+arguments.
+"""

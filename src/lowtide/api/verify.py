@@ -40,10 +40,14 @@ up in another order only now and then.
 """
 
 DRAWN = "random numbers"
-"""The kind that every step has; a step that draws no random numbers leaves it unchanged whatever else it does."""
+"""Kind of result for the states of random number generators. It proves little alone: a step that draws nothing leaves
+them unchanged.
+"""
 
 _RUNS: Final = 4
-"""Advances of a verification: a planned step to compare, another to measure, a third to time, and the plain steps."""
+"""Progress of a verification, in units: a planned step to compare, another to measure, a third to time, and the plain
+steps.
+"""
 
 _FOLLOWING = {
     "loss": ("gradients", "parameters", "buffers", "optimizer state", "counters"),
@@ -54,7 +58,7 @@ _FOLLOWING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict(Record):
-    """Needs and results of a step under a plan, beside the plain step's."""
+    """Memory, time and results of a step under a plan, compared with the plain step."""
 
     budget_bytes: int
     predicted_peak_bytes: int

@@ -35,7 +35,9 @@ def script_arguments(
 
 
 def _told_apart(ctx: click.Context, parameter: click.Parameter, args: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the script's arguments. Report options of this command among them that the script's source lacks."""
+    """Return the script's arguments. An option of this command that follows the script is reported, unless the script's
+    source mentions it.
+    """
     script = Path(ctx.params.get("target") or "")
     ours = {option for each in ctx.command.params for option in each.opts if option.startswith("--")}
     given = [name for name in (arg.partition("=")[0] for arg in args) if name in ours]

@@ -28,7 +28,7 @@ N_ESTIMATES = 5
 """Usual number of estimates, for progress."""
 
 EstimateAt = Callable[[GpuSpec, int, How], GpuMemoryEstimate]
-"""Estimates the step on a GPU, at a size of the batch, taken in a given way."""
+"""Function that estimates the step on a GPU, for a size of the batch, plainly or with recomputes."""
 
 SAVING: Mapping[How, float] = {"recomputed": 1.5, "replayed": 2.5}
 """Ways that save memory, with a guess of how many times as large a batch each makes room for."""
@@ -69,14 +69,14 @@ class GpuRanking(Displayed):
 
 @dataclass(slots=True, kw_only=True)
 class _Work:
-    """Estimates of one generation of kernels, by way and size. All its GPUs request the same memory."""
+    """Estimates for GPUs with the same generation of kernels, which all request the same memory, by way and size."""
 
     gpus: list[GpuSpec]
     estimates: dict[How, dict[int, GpuMemoryEstimate]] = field(default_factory=dict)
 
     @property
     def shown(self) -> GpuSpec:
-        """The GPU with the largest workspaces: the others need no more."""
+        """GPU that stands for all of them: the one with the largest workspaces."""
         return max(self.gpus, key=workspace_bytes)
 
     @property
@@ -154,14 +154,14 @@ def _estimate(estimate_at: EstimateAt, work: _Work) -> None:
 
 
 def _too_large(work: _Work, size: int, estimate: GpuMemoryEstimate) -> int:
-    """Return a size that needs more than the largest GPU has, if the peak goes on as up to `size`."""
+    """Return a size that needs more than the largest GPU has, extrapolated from the peaks up to `size`."""
     peak = estimate.interval[1]
     row_bytes = max((peak - estimate.static.total) / size, 1.0)
     return size + max(int(1.05 * (work.room - peak) / row_bytes) + 1, 1)
 
 
 def _extra_flops(work: _Work) -> dict[How, float]:
-    """Return the additional work of each way that saves memory, beside the plain step at the same size."""
+    """Return the additional FLOPs of each way that saves memory, as a share of the plain step's at the same size."""
     plain = work.estimates["plain"]
     (small, few), (large, many) = ((size, plain[size].flops) for size in (min(plain), max(plain)))
     found: dict[How, float] = {}

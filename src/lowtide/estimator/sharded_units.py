@@ -18,8 +18,8 @@ from lowtide._torch.distributed import meshes_on, ring_attention, sharding_witho
 from lowtide._torch.fsdp import (
     ShardGroup,
     devices_of_states,
+    observe_resizes,
     purposes_known,
-    resizes_told,
     shard_groups,
 )
 from lowtide.errors import RehearsalError
@@ -69,7 +69,7 @@ def sharding(modules: Iterable[Any], ledger: AllocationTracker) -> Iterator[None
         if groups:
             for group in groups:
                 stack.callback(group.set_aside())
-            stack.enter_context(resizes_told(ledger.resized, (ledger.device, "meta")))
+            stack.enter_context(observe_resizes(ledger.resized, (ledger.device, "meta")))
             stack.enter_context(purposes_known(ledger.purpose, ledger.becomes))
         yield
 

@@ -16,7 +16,7 @@ Settings = Mapping[str, float]
 
 
 class LeverNotApplicable(Exception):
-    """A lever can't be enabled on this model or step, or changes nothing there; the text says why."""
+    """Error for a lever that can't be enabled on this model or step, or changes nothing there; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)

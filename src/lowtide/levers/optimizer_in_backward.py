@@ -140,9 +140,9 @@ class _Active:
             isinstance(self._clip, CommonNorm) and self._clip.take_first_gradient(parameter)
         ):
             return
-        if several_processes():  # may have started after the lever was enabled
+        if several_processes():  # a backward pass may have started after the lever was enabled
             raise LowtideError(f"the lever 'step in backward' can't stay on: {TOGETHER}. Fit without it.")
-        with self._lock:  # each GPU has a thread
+        with self._lock:  # backward has a thread for each GPU
             arrived = self._arrived[parameter] = self._arrived.get(parameter, 0) + 1
             if arrived > self._backwards:
                 raise LowtideError(
@@ -154,7 +154,7 @@ class _Active:
                 self._update(parameter)
 
     def _update(self, parameter: Tensor) -> None:
-        """Step on one parameter alone, as the optimizer would with all."""
+        """Run the optimizer's step on one parameter alone."""
         if self._clip is not None:
             self._clip.apply(parameter)
         self._settings = self._settings or group_settings(self._optimizer)
@@ -167,7 +167,9 @@ class _Active:
         parameter.grad = None
 
     def _finish_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Finish the step after `optimizer.step()`, which found gradients only if backward ran less often."""
+        """Check after `optimizer.step()` that it found no gradients: it finds some if backward ran less often than
+        observed.
+        """
         self._arrived.clear()
         settings, self._settings = self._settings, []
         if settings and (name := changed_setting(settings, group_settings(optimizer))):

@@ -27,7 +27,8 @@ from lowtide.utils import interrupts as _interrupts
 from lowtide.utils.interrupts import entering, whole
 from lowtide.utils.rendering import Displayed
 
-_NO_VARIABLES = (str(Path(__file__).parents[1]), contextlib.__file__)  # files whose variables users cannot delete
+# files of Lowtide, whose variables users cannot delete
+_NO_VARIABLES = (str(Path(__file__).parents[1]), contextlib.__file__)
 
 
 def recorder_for(device: torch.device | str | int) -> Recorder:

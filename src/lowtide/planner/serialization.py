@@ -70,7 +70,9 @@ class Record(Displayed):
 
     @classmethod
     def expect(cls, obj: object, by: str) -> Self:
-        """Return `obj` if it is such a record, else raise LowtideError. `by` names the function that takes it."""
+        """Return `obj` if it is a record of this class, else raise LowtideError. `by` names the function that takes
+        it.
+        """
         if not isinstance(obj, cls):
             hint = f"; {cls.__name__}.from_json(path) reads one" if isinstance(obj, str | os.PathLike) else ""
             raise LowtideError(f"{by} takes a {cls.__name__}, found {type(obj).__name__}{hint}.")
@@ -104,7 +106,7 @@ _TOLD_BY = {
     "points": "Frontier",
     "measured_peak_bytes": "Verdict",
 }
-"""Kinds of records that people have in files, by a field that only each kind has."""
+"""Kinds of records that are saved in files, each by a field that no other kind has."""
 
 
 def kind_of(text: bytes) -> str | None:

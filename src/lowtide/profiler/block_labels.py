@@ -87,6 +87,6 @@ def labels(stream: EventStream, names: Names) -> dict[int, Label]:
 def _labelled(
     category: Category, addresses: Iterable[int], at: Mapping[int, Allocate], known: Mapping[int, Label]
 ) -> dict[int, Label]:
-    """Return a label for each block at one of the addresses that has none yet."""
+    """Return labels of one category for the blocks at `addresses` that have none yet."""
     blocks = {at[where].block for where in addresses if where in at}
     return dict.fromkeys(blocks - known.keys(), Label(category))

@@ -199,7 +199,7 @@ def memory(
     budget_bytes: int | None = None,
     words: tuple[str, str] = ("before: the plain step", "after: under the plan"),
 ) -> str:
-    """Return the memory plot of one or two steps, named by `words`, with a description of each moment."""
+    """Return the memory plot of one step or two, which `words` name, with a description of each moment."""
     tracks = [(name, each) for name, each in (("before", before), ("after", after)) if each is not None]
     if not tracks:
         return ""
@@ -241,7 +241,9 @@ def memory(
 
 
 def _heading(words: str) -> str:
-    """Return the name before a colon as a sentence begins, `Before`; other words, such as a file's name, unchanged."""
+    """Capitalize a name such as `before`, without what follows a colon; return other words, such as a file's name,
+    unchanged.
+    """
     name, colon, _ = words.partition(":")
     return name.capitalize() if colon else words
 

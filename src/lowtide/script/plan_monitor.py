@@ -62,9 +62,10 @@ class PlanMonitor(StepListener):
 
     def gives_up(self, model: nn.Module) -> None:
         """Forget `model`, which is not the trained one, and its measurements."""
-        PlanMonitor.leaves(self)  # changes no hooks
+        PlanMonitor.leaves(self)  # this changes no hooks
         if self._applied is not None:
-            self._to_remove, self._applied = self._applied, None  # until the next step: here no hooks may be removed
+            # removed in the next step, because no hooks may be removed here
+            self._to_remove, self._applied = self._applied, None
         self.done, self._n_others, self._most = False, 0, 0
 
     def passes_over(self) -> None:
@@ -85,7 +86,7 @@ class PlanMonitor(StepListener):
         """Repeat steps of `model` that run out of memory while the plan is in force, if `retry` is set."""
         if not self._retry:
             return
-        if applied.plan.graphs:  # nor may a wrapper precede a model whose calls are compiled
+        if applied.plan.graphs:  # and because a model whose calls are compiled must not have a wrapper in front
             self._say(_NOT_REPEATED)
         else:
             applied.also(StepRepeater(model, applied, self._say, self._has_repeated).remove)

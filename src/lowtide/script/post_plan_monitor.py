@@ -24,7 +24,7 @@ class PostPlanMonitor:
         self._modules = [weakref.ref(module) for module in model.modules()]
         mine = ids(model.parameters())
         self._known = {id(o): weakref.ref(o) for o in optimizers if mine & held_by(o)}
-        """The model's optimizers, those observed since included."""
+        """Optimizers of the model, including those that were first observed after the plan was made."""
 
     def optimizers(self) -> list[Optimizer]:
         """Return the model's optimizers that are alive."""

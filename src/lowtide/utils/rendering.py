@@ -14,7 +14,7 @@ _HTML: list[str] = []
 
 
 def register_renderers(modules: Mapping[str, str], html: str) -> None:
-    """Name the modules that show records: they are imported when the first record is shown.
+    """Set the modules that show records. They are imported when the first record is shown.
 
     Args:
         modules: Class name -> module with a function `show(record) -> str`.

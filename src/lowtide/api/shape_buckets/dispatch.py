@@ -41,7 +41,7 @@ class Switching(Engine):
         return any(self.tables[: len(self._shapes)]) or any(self.in_place[: len(self._shapes)])
 
     def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Choose a plan by the shapes of the outermost call's arguments: a few comparisons."""
+        """Return the number of the plan for the shapes of the outermost call's arguments."""
         chosen = len(self._shapes) - 1
         if seam.path in self._telling:
             given, last = shapes_of(args, kwargs), self._shapes[-1]

@@ -34,8 +34,9 @@ class Kept:
     parameter: bool
     """True for memory in use anyway: of a parameter, a buffer or another leaf that needs a gradient."""
     packed: str = ""
-    """Type of the object that a saved-tensor hook made of it; it was not unpacked, so this may be one of several
-    parts."""
+    """Type of the object that a pack hook returned for it. That object was not unpacked, so this may be one of several
+    parts.
+    """
 
 
 class Value:

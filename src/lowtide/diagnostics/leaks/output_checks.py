@@ -1,4 +1,6 @@
-"""Checks of single tensors: outputs alive when backward begins, and inputs that are in memory twice."""
+"""Checks at the beginning of forward and backward: outputs that are still alive, sums of separate graphs, inputs that
+are in memory twice.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import time
 import torch
 
 FIRST = 4
-"""Boundaries that are always inspected; later ones are at powers of two, and where memory has grown."""
+"""First boundaries, all of which are inspected. Later inspections are at powers of two, and where memory has grown."""
 
 MOST_TIME = 0.01
 """Share of the time since the watch began that later inspections may take."""
@@ -18,7 +18,7 @@ _BETWEEN = 0.002
 
 
 class StepBoundaries:
-    """A step begins when a place in the code calls a model again and an optimizer has stepped in between.
+    """Detector of steps: one begins when a line of code calls a model again and an optimizer has stepped in between.
 
     This holds for loops with several models, losses, accumulation or optimizers: a graph may live from one model's call
     to another's, but not around the loop.
@@ -89,7 +89,7 @@ class StepBoundaries:
 
 
 def _level() -> int:
-    """Return the bytes in use: torch's on CUDA, else the process's, as far as the system reports them cheaply."""
+    """Return the bytes in use: torch's on CUDA, else those of the process; 0 where no cheap query exists."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.memory_allocated()
     try:

@@ -1,4 +1,6 @@
-"""Gradients of parameters that no optimizer has: they are added to over several updates, and never reset."""
+"""Gradients of parameters that are in no optimizer: backward adds to them over several updates, and nothing resets
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.live_tensors import LiveObjects
 
 _INSPECTED_UPDATES = (2, 4)
-"""Updates after which a step is looked at: first for candidates, then for whether they are still there."""
+"""Numbers of updates after which a step is inspected: the first time for candidates, then to check that they are still
+there.
+"""
 
 
 @dataclass(slots=True)
@@ -56,7 +60,7 @@ class _Idle:
 
 
 class UnreadGradients:
-    """Looks after an early update and a later one for gradients that no optimizer has."""
+    """Check for gradients that no optimizer reads, made after an early update and after a later one."""
 
     def __init__(self, log: FindingLog) -> None:
         self._log = log
@@ -95,7 +99,9 @@ class UnreadGradients:
         self._candidates.clear()
 
     def backward_begins(self, nodes: Iterable[Node], stats: Iterable[SiteStats]) -> None:
-        """Handle the first backward pass after idle modules were found: its graph tells what they cost."""
+        """Handle the first backward pass after idle modules were found: measure in its graph the bytes that they
+        cost.
+        """
         if not self._found:
             return
         graph = computing(nodes)

@@ -275,7 +275,9 @@ class Watch(Displayed):
         self._largest_graph_bytes = max(self._largest_graph_bytes, call.graph_bytes)
 
     def _inspect_suspect(self, key: int, module: nn.Module) -> None:
-        """Inspect if a place calls again within one step and its last call's graph is still waiting."""
+        """Inspect if a line calls a model again within one step while the graph of its last call still waits for
+        backward.
+        """
         stats = self._calls.stats.get((key, type(module).__name__))
         if stats is None or (stats.n_calls & (stats.n_calls - 1) and stats.n_calls > _SUSPICIONS):
             return
@@ -352,7 +354,7 @@ class Watch(Displayed):
     def _inspect_end(self) -> None:
         if self._has_begun:
             self._calls.forget_old()
-            self._inspect(  # an output left over at the end is in no forward's way
+            self._inspect(  # no forward follows that an output left over at the end could add to
                 next_sequence_number(),
                 only=lambda s: s.has_graph or self._finding_log.knows(s),
                 is_later=True,

@@ -21,7 +21,7 @@ from lowtide.units import format_bytes, format_ratio
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
 _SHARE = 0.1
-"""Share of the device's capacity below which a part of it does not decide whether a step fits."""
+"""Smallest share of the device's capacity that counts as a cause."""
 _ONE_TENSOR_SHARE = 0.25
 _GAPS_SHARE = 0.05
 _POOLS_SHARE = 0.25
@@ -44,7 +44,8 @@ class Cause(Record):
     code: str
     """Stable: `cap`, `huge-tensor`, `other-process`, `not-pytorch`, `private-pools`, `fragmentation`, `driver`,
     `evaluation-with-gradients`, `evaluation-gathers`, `leak`, `optimizer-first-step`, `optimizer-temporaries`,
-    `loading`, `pinned-memory`, `host-memory`, `true-need`."""
+    `loading`, `pinned-memory`, `host-memory`, `true-need`.
+    """
     claim: str
     evidence: tuple[str, ...]
 
@@ -175,7 +176,7 @@ def _leak(m: Message, f: Facts) -> Cause | None:
 
 
 def _would_do(n_bytes: int, m: Message) -> bool:
-    """Return True if the request would have had room without these bytes, and they are no splinter of the whole."""
+    """Return True if the request would have fitted without these bytes, and they are a sizable part of the capacity."""
     return n_bytes > 0 and n_bytes >= (m.tried_bytes or 0) and n_bytes >= _SHARE * (m.allocated_bytes or 0)
 
 
@@ -237,7 +238,7 @@ def _host_limit(m: Message, f: Facts) -> Cause | None:
         free = ""
     elif tried > f.host_free_bytes:
         return None
-    else:  # without the limit it would have worked; the memory of the failed call itself is free again by now
+    else:  # without the limit the request would have fitted; the memory of the failed call itself is free again by now
         free = f", while {format_bytes(f.host_free_bytes)} of the machine are free"
     return Cause(
         code="cap",

@@ -60,7 +60,7 @@ class Facts(Record):
     """Main memory of the machine."""
     host_free_bytes: int | None = None
     smallest_peak_bytes: int | None = None
-    """Peak of the step under the plan that saves most; from a rehearsal."""
+    """Peak of the step under the plan with the smallest peak; from a rehearsal."""
     plain_peak_bytes: int | None = None
     static_bytes: int | None = None
     """Memory in use before the step begins, which no plan lowers."""
@@ -285,7 +285,7 @@ class _Traceback:
             self.places[-1] = replace(self.places[-1], code=code)
 
     def end(self) -> None:
-        """Handle words of an out-of-memory error."""
+        """Record that the error of this traceback is an out-of-memory error."""
         self._is_over = self._is_over or bool(self.places)
 
 

@@ -55,7 +55,7 @@ _PROCESS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 _LONGEST = 2000
 """Characters of the longest message, which lists some twenty processes."""
 MOST_KNOWN = 1 << 18
-"""Messages that are distinguished from each other."""
+"""Most messages that are distinguished from each other."""
 
 _USUAL_OVERHEAD_BYTES = 2 << 30
 """Usual upper bound of a context and its libraries."""
@@ -147,7 +147,7 @@ def most_telling(known: list[Message]) -> Message:
 
 
 def candidates(known: list[Message]) -> list[Message]:
-    """Return the messages among which `most_telling` will choose, whatever else comes."""
+    """Return the messages that `most_telling` can still choose after further messages."""
     kept = (next((n for n, message in enumerate(known) if tells(message)), None) for tells in _TELLING)
     return [known[n] for n in sorted({n for n in kept if n is not None})]
 
@@ -162,7 +162,9 @@ _TELLING: tuple[Callable[[Message], bool], ...] = (
 
 @lru_cache(maxsize=64)
 def _read(number: int, kind: str, text: str) -> Message:
-    """Read the message in `text`, which begins with head `number`; `kind` is what the head's match says of it."""
+    """Read the message in `text`, which begins with head `number`; `kind` is the kind of memory, if the head names
+    it.
+    """
     head = HEADS[number]
     amounts = {name: _amount(pattern, text) for name, pattern in _CLAUSES.items()}
     form = head.form or next((name for clause, name in _FORMS if re.search(clause, text)), "torch")
@@ -255,10 +257,10 @@ def _bytes(number: str, unit: str) -> int:
 
 
 _NEXT = re.compile(r"(?:\s+[\w.]*(?:Error|Exception):)+\s*$")
-"""Class of the next error, which its own message begins after."""
+"""Class of the next error, at whose name a message ends."""
 
 
 def _sentences(text: str) -> str:
-    """Return the message up to torch's own advice, or to its first sentence where it has no numbers."""
+    """Return the message without torch's own advice; only its first sentence where it has no numbers."""
     text = re.split(r" If reserved | Please use | Use PYTORCH_| Buy new RAM", text)[0]
     return _NEXT.sub("", text[:600]).strip()

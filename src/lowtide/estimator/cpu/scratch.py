@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 Rule = Callable[[Any, Any, list["Tensor"]], list[int] | None]
-"""(args, kwargs, results) -> bytes of each block, other than results, that is alive at the operator's peak.
+"""Function from args, kwargs and results to the bytes of each other block that is alive at the operator's peak.
 
-None if the bytes depend on more than these, so that the operator is to be tried out.
+It returns None if the bytes depend on more than these; the operator is then tried out.
 """
 
 
 _BY_CONTENTS = (aten.linalg_matrix_exp.default,)
-"""Operators whose scratch depends on contents: the larger a matrix's values, the more of its powers."""
+"""Operators whose scratch depends on contents: `matrix_exp` keeps more powers of a matrix with larger values."""
 
 
 class Scratch:
@@ -47,7 +47,9 @@ class Scratch:
     def of(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]
     ) -> tuple[dict[int, int], list[int]]:
-        """Return real sizes by the result's number, where a fake storage has another size, and the sizes of scratch."""
+        """Return the true sizes of results (by number) whose fake storage has another size, and the sizes of scratch
+        blocks.
+        """
         if func is aten._efficientzerotensor.default:
             return {0: 0}, []
         if self._device != "cpu" or func.namespace in SHARDING_OPERATORS:
@@ -55,7 +57,7 @@ class Scratch:
         if func in REDUCED_LATE and not made[0].dim():
             return {0: args[0].numel() * args[0].element_size()}, []
         if func in _BY_CONTENTS:
-            self._trials.leave(func, args, kwargs)  # counted as in the trial, if it is tried
+            self._trials.leave(func, args, kwargs)  # an operator that is tried counts as in the trial
         if func.namespace not in OWN_OPERATORS:
             self._trials.leave(func, args, kwargs)  # a custom operator may allocate more
             return {}, []
@@ -77,10 +79,12 @@ def _copied(*places: int) -> Callable[[Any, Any, list[Tensor]], list[int]]:
 
 
 def _promoted(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Count the casts of TensorIterator: tensors not of the common dtype, except those without dimensions."""
+    """Count the copies that TensorIterator casts: of tensors not of the common dtype, except those without
+    dimensions.
+    """
     one, other = args[:2]
     dtype = torch.result_type(one, other)
-    if made[0].dtype.is_floating_point and not dtype.is_floating_point:  # a quotient of integers
+    if made[0].dtype.is_floating_point and not dtype.is_floating_point:  # integers are divided in floating point
         dtype = made[0].dtype
     return [
         operand.numel() * dtype.itemsize

@@ -147,7 +147,7 @@ class AbsentGpuRun(TwoStepRun):
         return self
 
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor]) -> None:
-        """Put more tensors on the GPU, in the sizes that `resized` gives; fake ones keep their device."""
+        """Put more tensors on the GPU, in the sizes that `resized` returns; fake tensors keep their device."""
         fakes: list[Tensor] = []
         real: list[Tensor] = []
         for tensor in {id(t): t for t in tensors if id(t) not in self._on_host}.values():
@@ -165,7 +165,7 @@ class AbsentGpuRun(TwoStepRun):
         """Do nothing: kernels of an absent GPU can't be tried."""
 
     def finish(self) -> None:
-        """End the step that counts."""
+        """End the second step, which is the estimated one."""
         super().finish()
         self._ledger.unbounded |= unbounded
         self._measured = tuple(measured.values())

@@ -155,7 +155,7 @@ class GpuAllocationTracker(AllocationTracker):
             for part in sparse.parts([copy]):
                 self._follow(part, "aten::_to_copy")
         if is_strided(leaf):
-            self._answers.pass_on(leaf, copy)  # each time, because the tensor may have been written to since
+            self._answers.pass_on(leaf, copy)  # at each use, because the tensor may have been written to since
         return copy
 
     def _empty(self, tensor: Tensor) -> Tensor:

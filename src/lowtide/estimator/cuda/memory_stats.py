@@ -17,7 +17,7 @@ from lowtide.memory.memory_timeline import Timeline
 from lowtide.memory.snapshots.write import snapshot_of
 
 RESET_PEAKS, RESET_SUMS = "reset peaks", "reset sums"
-"""Data of marks ALLOCATOR: calls of the script that change statistics, but no allocation."""
+"""Data of ALLOCATOR marks: calls of the script that change statistics, but no allocation."""
 
 _BYTES = ("allocated_bytes", "active_bytes", "requested_bytes")
 _KINDS = (*_BYTES, "reserved_bytes", "allocation", "active", "segment", "inactive_split", "inactive_split_bytes")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class CudaRedirect(TorchFunctionMode):
-    """Function mode in which "cuda" in arguments is another device, whose tensors report to be on CUDA.
+    """Function mode that replaces "cuda" in arguments by another device, whose tensors report that they are on CUDA.
 
     `ledger` moves CPU tensors to the GPU before they require gradients, because autograd sends no gradients across
     devices.
@@ -155,7 +155,7 @@ def _autocast_on_gpu(answers: ValueOracle) -> Iterator[None]:
     """Redirect autocast for CUDA to the GPU; also autocast for the CPU, which a script without a GPU would request."""
     entered: dict[int, str] = {}
     asked: list[str] = []
-    """Devices requested by the autocasts in force."""
+    """Devices of the autocast contexts in force, the innermost last."""
     is_on, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     enter, leave, clear = torch.autocast.__enter__, torch.autocast.__exit__, torch.clear_autocast_cache
 

@@ -169,7 +169,7 @@ def _ends(way: list[ast.stmt]) -> bool:
 
 
 def _leaves(way: list[ast.stmt]) -> bool:
-    """Return True if a branch leaves the loop; or, having done nothing else, the function or this iteration."""
+    """Return True if a branch leaves the loop, or does nothing but leave the function or this iteration."""
     if not way:
         return False
     *before, last = way
@@ -184,7 +184,7 @@ def _leaves(way: list[ast.stmt]) -> bool:
 
 
 def _is_harmless(statement: ast.stmt) -> bool:
-    """Return True if a statement needs only memory that it saves or copies, and assigns only plain values."""
+    """Return True if a statement allocates memory only to save or copy values, and assigns only plain values."""
     if isinstance(statement, ast.If):
         return all(map(_is_harmless, [*statement.body, *statement.orelse]))
     if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):

@@ -146,10 +146,10 @@ def _asking() -> FrameType | None:
 
 
 def _span(frame: FrameType) -> _Span | None:
-    """Return the source span of the value that a frame is computing, or has just computed before a jump."""
+    """Return the source span of the expression that a frame is evaluating, or has just evaluated for a jump."""
     place = frame.f_lasti // 2
     if "JUMP" in dis.opname[frame.f_code.co_code[frame.f_lasti]]:
-        place -= 1  # the jump itself has the whole statement's place, or any
+        place -= 1  # the position of the jump itself is that of the whole statement, or any
     positions = next(itertools.islice(frame.f_code.co_positions(), place, None))
     return None if None in positions else positions  # type: ignore[return-value]
 
@@ -193,7 +193,9 @@ def _searched(source: str) -> _Places:
 
 
 def _asked(test: ast.expr, passes: bool, span: _Span) -> bool | None:
-    """Return the value for a condition's part at `span`; None if it is combined by more than `not`, `and`, `or`."""
+    """Return the value of the part of a condition at `span` for which the whole is `passes`; None if more than `not`,
+    `and` and `or` combine the parts.
+    """
     while True:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             test, passes = test.operand, not passes

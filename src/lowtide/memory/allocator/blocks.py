@@ -58,7 +58,7 @@ class FreeBlocks:
         self.is_small = is_small
         self.smallest_rest = smallest_rest
         self.blocks: list[Block] = []
-        self.keys: list[int] = []  # of the blocks, in the same order: bisecting over numbers is fast
+        self.keys: list[int] = []  # keys of the blocks, in the same order: bisecting over numbers is fast
         self.unmapped: list[Block] = []
 
     def first(self, size: int) -> int:

@@ -30,7 +30,9 @@ _LENGTH_BYTES = {
 _LINES = frozenset(b"FILSVg")
 """Opcodes that end with their line: numbers and text of the first protocol."""
 _REFUSED = frozenset(b"c\x93iobR\x81\x92PQ")
-"""Opcodes that name a class, call one or refer elsewhere: the reader refuses them by name."""
+"""Opcodes that name a class, call one or refer to other objects. The scan skips them, because the reader refuses
+them.
+"""
 _TUPLES = frozenset(b"t\x85\x86\x87")
 _APART = 4
 """Least bytes per list or dict, beyond the first ones."""

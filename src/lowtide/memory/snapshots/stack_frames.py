@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-_OPERATOR = re.compile(r"^at::_ops::(\w+?)(?:_[A-Z]\w*)?::(?:call|redispatch)\b")  # without the overload: div_Tensor
+# the operator without its overload: div_Tensor
+_OPERATOR = re.compile(r"^at::_ops::(\w+?)(?:_[A-Z]\w*)?::(?:call|redispatch)\b")
 _NOT_TOLD = re.compile(r"(?:site|dist)-packages[/\\](?:torch|torchvision|einops)[/\\]")
 
 Frames = Sequence[Mapping[str, Any]]

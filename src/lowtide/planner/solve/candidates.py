@@ -1,4 +1,4 @@
-"""The single decisions of a solver: groups of recomputes, replays and advances, each with its savings and cost.
+"""The decisions from which solvers choose: groups of recomputes, replays and advances, each with its savings and cost.
 
 A storage is freed only when every value in it is dropped, and an address stands for the slots of every call of the
 model in the step. So recomputes come in groups: storages that share an address go together. A replay or an advance is

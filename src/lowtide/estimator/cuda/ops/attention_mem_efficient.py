@@ -39,7 +39,7 @@ _BACKWARD = Behaviour(
 
 _HEAD_IN_REGISTERS = 128
 _LOCK = 16
-"""Bytes before each tile of the queries' gradients."""
+"""Bytes of the lock before each tile of the queries' gradients."""
 
 _MANY = 256
 _MOST_SPLITS = 200
