@@ -274,7 +274,7 @@ print("kernels:", sum("GenericMode" in key for key in torch.library._impls))
 """
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", [[], ["--no-in-place"]], ids=["as usual", "switched off"])
 def test_a_script_runs_without_kernels_of_ours(switch: list[str], run_python: RunPython, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -323,6 +323,7 @@ def test_settings_that_leave_no_room_for_a_plan_are_found() -> None:
         assert "activation_memory_budget is 0.5" in next(joint_graph.hindrances())
 
 
+@pytest.mark.slow
 def test_a_partitioner_is_asked_where_inductor_compiles_and_calls_of_its_graphs_are_seen() -> None:
     seen: list[joint_graph.JointGraph] = []
     calls: list[tuple[str, int, bool]] = []

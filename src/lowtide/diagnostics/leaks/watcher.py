@@ -241,7 +241,8 @@ class Watch(Displayed):
             self._watched_from = next_sequence_number() or 1
             self._known.note(LiveObjects().tensors, 0)
         if not torch.is_grad_enabled():
-            self._inspect_evaluation(site.key)
+            if not self._checkpoints.is_recording:  # a reentrant checkpoint's forward is no evaluation
+                self._inspect_evaluation(site.key)
         else:
             if not self._has_begun:
                 self._has_begun = True
