@@ -316,7 +316,8 @@ class ValueOracle:
         return all(_is_small(t) and contents.is_known(t) for t in tensors) and all(map(_is_small, made))
 
     def _compute(self, func: Any, args: Any, kwargs: Any, targets: list[Tensor], made: list[Tensor]) -> bool:
-        """Run an operator on contents and record its results. Return False, with no effect, if it can't run.
+        """Run an operator on the contents of its arguments and record its results. Return False, with no effect, if it
+        can't run.
 
         Assumed contents may be invalid for the operator, such as an index that is too large; and some operators exist
         only on GPUs.
@@ -360,7 +361,9 @@ class ValueOracle:
         return None
 
     def _run(self, func: Any, args: Any, kwargs: Any, written: dict[int, Tensor | None] | None = None) -> Any:
-        """Run an operator on contents. `written`: contents of its write targets, by id of the fake tensor."""
+        """Run an operator on the contents of its arguments. `written`: contents of its write targets, by fake tensor's
+        id.
+        """
         targets = written or {}
         borrowed: set[int] = set()
 
