@@ -200,7 +200,9 @@ def _updates(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _writes(parameter: Tensor, method: str) -> bool:
-    """Copy tensors that a method of `parameter` is about to write to and a plan reads again; False if none reads."""
+    """Copy tensors that a plan reads again and a method of `parameter` is about to write to. Return False if no further
+    write has to be reported.
+    """
     plans = _at_work()
     for relied_on in plans:
         relied_on.before_write({storage_id(parameter)}, f"Tensor.{method}")

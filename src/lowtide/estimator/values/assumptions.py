@@ -64,7 +64,7 @@ LARGEST_ASKED = 2**26
 """Largest number of elements of a batch that is searched for NaN and infinity."""
 
 MOST_ASKED = 10_000
-"""Most times in a row that one line gets the answer "the loop goes on"."""
+"""Largest number of times in a row that one line gets the answer "the loop goes on"."""
 
 _AS_NUMBER = (aten._local_scalar_dense.default, aten.item.default)
 """Operators behind `.item()`; the second is seen only for inference-mode tensors, else it is composed of the first."""
