@@ -296,7 +296,7 @@ class ForwardPass:
         if outer is not None:
             outer.count += 1
         handle = self.engine.hold(tensor, scope.actions.inputs.get(next(places)), outer, scope)
-        if handle.value.kept and tensor.grad_fn is None:  # a mask, which autograd need not save
+        if handle.value.maker is None and tensor.grad_fn is None:  # a mask, which autograd need not save
             self.engine.relied_on.of(handle.value, tensor)
         return handle
 
