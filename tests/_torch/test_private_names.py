@@ -323,6 +323,7 @@ def test_settings_that_leave_no_room_for_a_plan_are_found() -> None:
         assert "activation_memory_budget is 0.5" in next(joint_graph.hindrances())
 
 
+@pytest.mark.slow
 def test_a_partitioner_is_asked_where_inductor_compiles_and_calls_of_its_graphs_are_seen() -> None:
     seen: list[joint_graph.JointGraph] = []
     calls: list[tuple[str, int, bool]] = []
@@ -495,13 +496,13 @@ def test_kernels_that_are_put_aside_are_asked_only_where_a_block_says_so() -> No
         return torch.autograd.grad(nn.functional.hardswish(x).sum(), x, create_graph=create_graph)[0]
 
     plain, second = gradient(), torch.autograd.grad(gradient(create_graph=True).sum(), x)[0]
-    library = privateuse1.put_aside({"hardswish_backward": kernel})
+    library = privateuse1.override_kernels({"hardswish_backward": kernel})
     assert torch.equal(gradient(), plain)
     assert calls == []
-    with privateuse1.with_aside():
+    with privateuse1.with_overrides():
         assert torch.equal(gradient(), plain)
         assert torch.equal(torch.autograd.grad(gradient(create_graph=True).sum(), x)[0], second)
-        with privateuse1.without_aside():
+        with privateuse1.without_overrides():
             gradient()
         assert calls[0] == (2, object, {})
         assert len(calls) == 2

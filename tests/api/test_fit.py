@@ -219,7 +219,7 @@ def test_it_is_said_also_where_a_step_calls_parts_of_the_model(unfrozen):
         step(torch.randn(400, 64))  # another warning would be an error
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*the peak may be above the budget")
 @pytest.mark.parametrize("budget", ["70%", "100%"])
 def test_a_batch_that_is_larger_than_the_planned_one_gets_the_most_saving_plan(tmp_path, budget):

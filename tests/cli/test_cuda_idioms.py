@@ -248,6 +248,7 @@ for name in ORDER:
 """
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("order", [("plain", "sequential"), ("sequential", "plain"), ("whole",)])
 def test_a_loop_without_an_optimizer_is_rehearsed_and_prints_the_allocators_peaks(
     estimate: Estimate, order: tuple[str, ...]

@@ -844,7 +844,7 @@ for step in range(STEPS):
 """
 
 
-@pytest.mark.default_cases(2)
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("steps", ["9", "2"])
 @pytest.mark.parametrize(
     "update",

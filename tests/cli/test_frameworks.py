@@ -52,7 +52,7 @@ say()
 """
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "text"),
     [pytest.param("accelerate", TRAINER, id="Trainer"), pytest.param("lightning", LIGHTNING, id="Lightning")],

@@ -151,6 +151,7 @@ def test_the_blocks_are_the_outermost_ones_of_one_class() -> None:
     assert not repeated_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))  # nothing inside that a replay frees
 
 
+@pytest.mark.slow
 def test_a_gpu_that_shares_the_hosts_memory_only_probably_has_room() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
 

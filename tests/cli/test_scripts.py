@@ -79,10 +79,12 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
     return command
 
 
-@pytest.fixture
-def plain(script: Callable[[str], str], run_python: RunPython) -> str:
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the script prints when Lowtide is nowhere near."""
-    return run_python(script(TRAIN)).stdout
+    path = tmp_path_factory.mktemp("plain") / "train.py"
+    path.write_text(TRAIN, encoding="utf-8")
+    return subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=300, check=True).stdout
 
 
 def test_a_script_within_a_budget_trains_to_the_same_bits(
@@ -412,6 +414,7 @@ NO_TWO_ALIKE = TRAIN.replace("x = torch.randn(", "x = torch.randn(*[1] * step, "
 EVAL = TRAIN.replace("for step in", "model.eval()\nfor step in")
 
 
+@pytest.mark.default_cases(7)
 @pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "50%")], ids=lambda command: command[0])
 @pytest.mark.parametrize(
     ("text", "args", "says"),
@@ -442,7 +445,7 @@ def test_what_was_not_there_is_said_in_words(
     assert says in done.err
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "args"), [(TRAIN, ("--help",)), (NEVER, ()), (NEVER + "raise SystemExit(0)", ())])
 def test_a_script_that_trains_nothing_is_no_failure_but_for_who_wants_to_know_about_it(
     text: str, args: tuple[str, ...], script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
@@ -475,7 +478,7 @@ for p in optimizers:
 )
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("n_steps", ["3", "5"])
 def test_a_script_whose_optimizers_step_inside_of_backward_trains_to_the_same_bits(
     n_steps: str, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
@@ -502,6 +505,7 @@ def test_updates_without_an_optimizer_of_torch_are_refused_early(
     assert "no torch.optim.Optimizer stepped: something else updates Linear" in done.err
 
 
+@pytest.mark.slow
 def test_many_calls_before_the_first_update_are_no_updates(script: Callable[[str], str], run: Run) -> None:
     accumulates = TRAIN.replace("    optimizer.step()", "    if step % 10 < 9: continue\n    optimizer.step()")
     assert accumulates != TRAIN
@@ -638,7 +642,7 @@ print(bits.hexdigest())
 """
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_critic", "late"), [(1, 0), (2, 1), (5, 0), (5, 1)])
 def test_a_script_whose_models_take_turns_has_one_plan_for_both(
     n_critic: int, late: int, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
@@ -693,6 +697,7 @@ GROWN = (
 )
 
 
+@pytest.mark.slow
 def test_batches_that_are_larger_than_the_planned_one_are_said_once(
     script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
 ) -> None:
@@ -752,6 +757,7 @@ def test_a_model_inside_of_a_reentrant_checkpoint_is_said(
     assert "use_reentrant=False" in done.err
 
 
+@pytest.mark.slow
 def test_a_scripts_own_error_is_shown_as_python_shows_it(
     script: Callable[[str], str], run: Run, run_python: RunPython
 ) -> None:
@@ -1084,7 +1090,7 @@ for step in range(5):
 OTHERS = ["count", "mean", "slots", "drawn", "bound", "sobol"]
 
 
-@pytest.mark.default_cases(2)
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("kind", ["torch", "global", "env", "iterator", *OTHERS])
 def test_a_script_whose_blocks_draw_from_generators_of_their_own(
     kind: str, script: Callable[[str], str], run: Run, run_python: RunPython
@@ -1153,7 +1159,7 @@ print(prompt.sum().item().hex())
 """
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_prompt_of_no_module_is_trained_through_a_frozen_model(
     mode: str, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
@@ -1191,6 +1197,7 @@ for step in range(5):
 """
 
 
+@pytest.mark.slow
 def test_a_script_with_lazy_modules(script: Callable[[str], str], run: Run, run_python: RunPython) -> None:
     plain = run_python(script(LAZY)).stdout
     done = run("run", "--budget", "90%", script(LAZY))
@@ -1344,6 +1351,7 @@ def test_a_script_that_runs_out_of_memory_runs_within_a_budget(
 EPISODES = TRAIN.replace("    x = torch", "    for _ in range(step): model(torch.randn(8, 64))\n    x = torch")
 
 
+@pytest.mark.slow
 def test_calls_that_are_alike_are_named_once(script: Callable[[str], str], run: Run) -> None:
     done = run("rehearse", script(EPISODES), "--steps", "20")
     assert done.code == 2

@@ -52,6 +52,7 @@ def test_phases_categories_and_static_bytes_are_the_measured_ones(name: str) -> 
     assert estimated.peak_bytes == estimated.static.total + estimated.timeline.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_plan_can_be_estimated_for_its_own_model(name: str) -> None:
     case = build(name)

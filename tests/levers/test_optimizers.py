@@ -303,6 +303,7 @@ def test_a_gradient_scaler_is_refused() -> None:
         LEVERS[STEP].settings(StepContext(model, step, rows(), optimizer))
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_fused_kernels_take_no_temporaries_and_go_again(kind: Any) -> None:
     model, optimizer = build(kind, foreach=True)

@@ -196,6 +196,7 @@ def _reads_every_hundredth_time(model: nn.Module) -> Step:
     return step
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("made", [_reads_in_the_rehearsal, _reads_every_hundredth_time])
 def test_a_step_that_may_read_more_keeps_its_outputs(made: Callable[[nn.Module], Step]) -> None:
     model, batch = model_of("gpt2"), batch_of()

@@ -317,6 +317,7 @@ def test_an_exception_passes_through_and_what_came_before_it_is_there() -> None:
     assert sizes(recorder.stream) == [5]
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(
     "left_open", ["lowtide.measure()", "torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])"]
 )

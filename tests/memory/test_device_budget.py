@@ -107,6 +107,7 @@ def test_the_excess_is_that_of_a_new_allocator_that_holds_what_was_there() -> No
     assert reserved_excess_bytes(recorder) == (20 + 2 + 30) * 2**20 - 33 * 2**20 - 700
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("way", ["fit", "within"])
 def test_a_budget_for_reserved_bytes_holds_in_the_simulated_allocator(
     way: str, monkeypatch: pytest.MonkeyPatch

@@ -151,6 +151,7 @@ def test_more_budget_never_costs_more_on_any_step(profile: Profile, shares: list
     assert costs == sorted(costs, reverse=True)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("costs_seed", range(2))
 def test_more_budget_never_costs_more_with_noisy_costs(costs_seed: int) -> None:
     """Identical blocks are never measured to take identical times."""
@@ -184,6 +185,7 @@ def test_how_far_down_plans_can_go_is_no_matter_of_measured_times(seed: int) -> 
         assert plan(each, min(smallest)).predicted.peak_bytes <= min(smallest)
 
 
+@pytest.mark.slow
 def test_what_was_planned_before_changes_nothing() -> None:
     asked = [plan(TRANSFORMER, f"{share}%") for share in (90, 50, 65, 51)]
     for made in asked:
@@ -270,6 +272,7 @@ def test_the_error_says_where_plans_save_nothing(at: int, told: str) -> None:
     assert f"Note: plans save next to nothing of this step: {temporaries} at its peak, {told}" in str(caught.value)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("limit_s", [0.0, 0.3])
 def test_a_time_limit_gives_the_best_so_far_and_its_gap(limit_s: float) -> None:
     profile = replace(TRANSFORMER)

@@ -117,6 +117,7 @@ def test_of_batches_of_several_sizes_the_largest_is_rehearsed() -> None:
     assert predict(found, Decisions()).peak_bytes == predict(alone.profile, Decisions()).peak_bytes
 
 
+@pytest.mark.slow
 def test_a_step_is_traced_on_the_decisions_of_an_audit_on_another_size() -> None:
     """What is saved is exactly that of the size itself; what else a plan needs is held against what it really takes."""
     case = build("gpt2")
@@ -183,6 +184,7 @@ def test_when_no_step_comes_any_more_the_largest_that_came_often_enough_has_to_d
     assert observed.profile.fingerprint.batch == "[2, 64] int64, [2, 64] int64"
 
 
+@pytest.mark.slow
 def test_steps_that_begin_alike_and_go_on_with_other_batches_are_not_taken_for_one() -> None:
     case = build("gpt2")
     observed = OnlineProfiler(case.model)

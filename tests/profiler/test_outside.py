@@ -86,7 +86,7 @@ def step_of(model: nn.Module) -> Any:
     return step
 
 
-@pytest.mark.default_cases(3)
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("places", [FOUND, HIDDEN], ids=["found", "hidden"])
 @pytest.mark.parametrize("where", WHERE)
 def test_such_a_block_is_recomputed_and_not_replayed(where: str, places: Any) -> None:

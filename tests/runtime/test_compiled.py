@@ -99,7 +99,7 @@ def train(case: Case, *sizes: int) -> None:
         case.step(case.batch[:size])  # type: ignore[index]
 
 
-@pytest.mark.default_cases(2)
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_compiled_blocks_are_run_again_to_the_same_bits(name: str) -> None:
     planned = KINDS[name]()
@@ -155,6 +155,7 @@ class ScratchBlock(nn.Module):
         return x + self.down(self.activate(self.up(self.attends(x))))
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("attends", [False, True])
 def test_compiled_code_inside_of_what_is_replayed_stays_compiled(attends: bool) -> None:
     torch.manual_seed(0)

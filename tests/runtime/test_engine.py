@@ -81,7 +81,7 @@ PLANS = {
 }
 
 
-@pytest.mark.default_cases(6)
+@pytest.mark.default_cases(4)
 @pytest.mark.parametrize("name", ZOO)
 def test_loss_gradients_buffers_and_random_numbers_are_those_of_the_plain_step(name):
     model, batch, step = ZOO[name]()

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import lowtide
 from comparing import equal
-from lowtide._torch.privateuse1 import ASIDE, is_replaced, remove_kernels
+from lowtide._torch.privateuse1 import OVERRIDE_KEY, is_replaced, remove_kernels
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner import smallest_peak
@@ -826,11 +826,11 @@ def test_kernels_are_registered_only_while_a_plan_asks_for_them():
     engine = Engine(model, {}, in_place=[{"ReluBackward0": 4096}])
     engine.install()
     loss = model(x).sum()
-    assert is_replaced("threshold_backward", ASIDE)
-    assert not is_replaced("native_batch_norm_backward", ASIDE)
+    assert is_replaced("threshold_backward", OVERRIDE_KEY)
+    assert not is_replaced("native_batch_norm_backward", OVERRIDE_KEY)
     loss.register_hook(lambda gradient: engine.remove())  # its pass may call the kernel yet
     loss.backward()
-    assert is_replaced("threshold_backward", ASIDE)
+    assert is_replaced("threshold_backward", OVERRIDE_KEY)
     engine.install()
     engine.remove()
-    assert not is_replaced("threshold_backward", ASIDE)
+    assert not is_replaced("threshold_backward", OVERRIDE_KEY)

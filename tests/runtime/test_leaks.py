@@ -137,7 +137,7 @@ def ours() -> list[object]:
     return [found for found in gc.get_objects() if type(found) in kinds]
 
 
-@pytest.mark.default_cases(12)
+@pytest.mark.default_cases(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "step",

@@ -50,6 +50,7 @@ def test_a_broken_library_is_said_once_and_left(tmp_path, monkeypatch):
     assert (off.stdout, off.stderr) == ("python\n", "")
 
 
+@pytest.mark.slow
 def test_a_build_without_a_compiler_is_said_once_and_leaves_nothing(tmp_path):
     path = os.pathsep.join([str(Path(sys.executable).parent)])
     done = run("-c", USED, TORCH_EXTENSIONS_DIR=str(tmp_path), LOWTIDE_NATIVE="1", PATH=path, CXX="no-compiler")

@@ -192,9 +192,7 @@ class Shifting(nn.Module):
         self.register_buffer("mask", torch.randn(512, WIDTH) if own else None)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        mask = self.mask if mask is None else mask
-        assert mask is not None
-        shift = mask[: len(x), None]
+        shift = (self.get_buffer("mask") if mask is None else mask)[: len(x), None]
         return torch.tanh(F.gelu(self.linear(x + shift)) + 0.5 * shift)
 
 

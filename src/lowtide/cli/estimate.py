@@ -104,7 +104,7 @@ def estimate(
     from lowtide.memory.gpu_specs import parse_gpus
     from lowtide.utils.amounts import parse_bytes
 
-    gpu, n_gpus = (None, None) if device is None else parse_gpus(device)  # reject nonsense before torch is loaded
+    gpu, n_gpus = (None, None) if device is None else parse_gpus(device)  # reject invalid values before torch is loaded
     if gpu is not None and budget is not None:
         raise click.UsageError(f"--budget is for this machine, and --device asks if the step fits on {gpu.name}.")
     budget_bytes = None if budget is None else parse_bytes(budget)
@@ -166,7 +166,7 @@ def estimate(
 
 
 def _against(budget_bytes: int, estimates: Mapping[int | None, MemoryEstimate]) -> Iterator[str]:
-    """Yield a line for each size: the peak beside the budget."""
+    """Yield a line for each batch size: the peak compared with the budget."""
     for size, estimate in estimates.items():
         budget, peak = format_apart(budget_bytes, estimate.peak_bytes)
         words = "is within" if estimate.peak_bytes <= budget_bytes else "is above"

@@ -66,7 +66,7 @@ def largest_batch(
         raise click.UsageError("--layers, --seq and --bf16 go with --hf.")
     from lowtide.memory.gpu_specs import GPUS, parse_gpu
 
-    gpus = [parse_gpu(name) for name in names] or [*GPUS]  # reject nonsense before torch is loaded
+    gpus = [parse_gpu(name) for name in names] or [*GPUS]  # reject invalid values before torch is loaded
     from lowtide.utils.optional_deps import require_torch
 
     require_torch("lowtide largest-batch")

@@ -155,12 +155,12 @@ def run(
 
 def _train(script: Script, monitor: PlanMonitor) -> int:
     """Run the script; count its repeated steps at the end."""
-    from lowtide.script.repeat_step import told_repeated
+    from lowtide.script.repeat_step import count_in_words
     from lowtide.script.run_listened import run_watched
 
     code = run_watched(script, monitor, untrained=say)
     if monitor.n_repeated:
-        say(told_repeated(monitor.n_repeated))
+        say(count_in_words(monitor.n_repeated))
     return code
 
 

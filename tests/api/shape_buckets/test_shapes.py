@@ -38,6 +38,7 @@ def fitted():
     fitted.remove()
 
 
+@pytest.mark.slow
 def test_every_bucket_is_measured_to_be_within_the_budget(fitted):
     _, fitted = fitted
     budget = fitted.plan.budget_bytes
@@ -265,6 +266,7 @@ def test_images_vary_in_number():
     assert not any(CALL in vars(module) for module in case.model.modules())
 
 
+@pytest.mark.slow
 def test_where_everything_fits_nothing_is_done():
     case = build("llama")
     with lowtide.fit(case.model, case.step, case.batch, budget="100%", shapes="auto") as fitted:

@@ -45,7 +45,7 @@ def test_a_real_one_is_explained_and_the_process_goes_on() -> None:
     assert done.stdout.endswith("goes on True\n")
 
 
-@pytest.mark.default_cases(2)
+@pytest.mark.default_cases(1)
 @linux_only
 @pytest.mark.parametrize(
     ("script", "code", "says"),

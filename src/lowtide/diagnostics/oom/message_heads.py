@@ -30,7 +30,7 @@ _SHELLS = "shells, torchrun and containers"
 _SHM = "shared memory of workers"
 
 HEADS = (
-    # torch's allocators, with numbers
+    # torch's own allocators, whose messages have numbers
     _head("out of memory", r"\b(CUDA|HIP|XPU|NPU|MUSA|GCU|MLU|HPU) out of memory\b", ""),
     _head("would exceed allowed memory", r"Allocation on device \d{1,4} would exceed allowed memory", "cuda", "async"),
     _head(
