@@ -105,8 +105,8 @@ class CallContext:
             if reach.written is None or (module, name) in reach.written or buffer.nbytes <= SMALL_BYTES
         }
         self.copied: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-        """Parameters and buffers that were written to since, with copies of their earlier contents: table, name, tensor,
-        copy.
+        """Parameters and buffers that were written to since, with copies of their contents before: table, name,
+        tensor, copy.
         """
         self.held = self._held()
         self.sums = self._sums()
