@@ -146,7 +146,7 @@ def test_another_model_between_forward_and_backward_of_a_planned_one(words, aske
         assert asked == []
 
 
-def test_what_is_forwarded_and_dropped_is_awaited_no_longer(words, asked) -> None:
+def test_a_dropped_forward_is_awaited_no_longer(words, asked) -> None:
     model, step, x = words
     with lowtide.fit(model, step, x, budget="99%"):
         loss = model(x)

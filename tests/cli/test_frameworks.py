@@ -1,4 +1,4 @@
-"""Scripts whose loop is somebody else's, as they are: the Trainer of transformers, Lightning."""
+"""Unedited scripts whose loop is a framework's: the Trainer of transformers, Lightning."""
 
 from pathlib import Path
 

@@ -84,7 +84,7 @@ def test_a_model_of_transformers_is_ranked_with_random_weights(capsys: pytest.Ca
         (("--gpu", "rtx 40900", "train.py"), "no GPU that is known"),
     ],
 )
-def test_what_can_not_be_ranked_is_refused(
+def test_models_that_can_not_be_ranked_are_refused(
     arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(("largest-batch", *arguments)) == 2

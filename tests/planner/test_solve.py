@@ -55,7 +55,7 @@ def test_the_last_block_is_dropped_too_only_where_that_helps() -> None:
     assert plan(profile, 110).predicted.peak_bytes == 110
 
 
-def test_what_has_no_recipe_is_replayed() -> None:
+def test_values_without_a_recipe_are_replayed() -> None:
     profile = chain(6, inner=2)
     without = replace(profile, values=tuple(replace(value, recipe=None) for value in profile.values))
     peak = plain_peak(without)
@@ -186,7 +186,7 @@ def test_how_far_down_plans_can_go_is_no_matter_of_measured_times(seed: int) -> 
 
 
 @pytest.mark.slow
-def test_what_was_planned_before_changes_nothing() -> None:
+def test_earlier_plans_change_nothing() -> None:
     asked = [plan(TRANSFORMER, f"{share}%") for share in (90, 50, 65, 51)]
     for made in asked:
         assert plan(Profile.from_json(TRANSFORMER.to_json()), made.budget_bytes) == made
@@ -224,7 +224,7 @@ def test_where_rows_are_no_guide_at_a_small_budget_they_may_be_one_at_a_larger_o
     assert all(bytes_ > limit for limit, left_out in given for bytes_ in left_out.values())
 
 
-def test_offloading_is_for_those_who_ask() -> None:
+def test_offloading_is_used_only_on_request() -> None:
     """At 10 bytes a millisecond the norms' inputs go, and a matrix product is not redone."""
     profile = replace(TRANSFORMER, offload_bytes_per_ms=100.0)
     assert plan(profile, "60%").offload == ()

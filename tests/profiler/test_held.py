@@ -1,4 +1,4 @@
-"""What is predicted to be held after forward is what is held, to the byte."""
+"""Bytes held after forward are as predicted, to the byte."""
 
 import pytest
 import torch

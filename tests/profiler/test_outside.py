@@ -102,7 +102,7 @@ def test_such_a_block_is_recomputed_and_not_replayed(where: str, places: Any) ->
     assert not WHERE[where]
 
 
-def test_what_cannot_be_found_is_not_rehearsed_with() -> None:
+def test_a_call_whose_leak_can_not_be_found_is_not_replayed() -> None:
     """A list that the garbage collector does not look at: the step is audited once more."""
     gc.freeze()
     model = Model("list")

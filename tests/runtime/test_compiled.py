@@ -41,7 +41,7 @@ class Convolves(nn.Module):
 
 @pytest.fixture(autouse=True)
 def compiled_anew() -> Iterator[None]:
-    """What other tests compiled counts for nothing here, and the other way round."""
+    """Drop compiled code before and after each test, so that tests do not share any."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -118,7 +118,7 @@ def test_compiled_blocks_are_run_again_to_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_inductor_makes_is_planned_for_too(inductor: None) -> None:
+def test_blocks_compiled_by_inductor_are_planned_too(inductor: None) -> None:
     planned = KINDS["attention"](backend="inductor")
     with lowtide.fit(planned.model, planned.step, planned.batch, budget="65%") as fitted:
         assert fitted.plan.recompute or fitted.plan.replay

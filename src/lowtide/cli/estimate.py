@@ -81,7 +81,8 @@ def estimate(
     """Predict the memory that a training step of SCRIPT needs, without taking the step.
 
     From the first training forward on, the script runs on tensors without memory. Lowtide ends it after two steps; a
-    loop without an optimizer runs to its end. Options of this command come before SCRIPT; everything after it is passed
+    loop without an optimizer runs to its end, or for 32 passes. Options of this command come before SCRIPT; everything
+    after it is passed
     to the script. With --batch the script is run once for each size.
 
     Without --device the answer is the peak of the step on this machine, in the bytes that its tensors request. Exit

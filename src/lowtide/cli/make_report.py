@@ -53,7 +53,7 @@ def report(file: Path, other: Path | None, to: str | None, github: bool, fail_ab
 
     FILE was written by `--report FILE.json` of `lowtide run`, `rehearse`, `estimate`, `watch` or `demo`, or by `lowtide
     rehearse --json`, `plan make -o` or `watch --json`. Exit code 1: the second peak is above the limit of --fail-above;
-    2: a file is no record of a run, or the two runs are of different models.
+    2: a file is not the record of a run, or the two runs are of different models.
     """
     from lowtide.report.run_record import read_run
 

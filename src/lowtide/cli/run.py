@@ -68,7 +68,7 @@ def run(
     args: tuple[str, ...],
     is_module: bool,
 ) -> int:
-    """Train with SCRIPT within a memory budget, or under a plan.
+    """Run a training SCRIPT within a memory budget, or under a plan.
 
     With --budget the first two steps of training are rehearsed; the third is the first under the plan, and its peak is
     measured. Each step trains the model as without Lowtide, bit for bit, unless --lever changes the step. With --plan

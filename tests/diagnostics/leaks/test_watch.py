@@ -228,7 +228,7 @@ raise KeyboardInterrupt
 """
 
 
-def test_what_was_found_before_an_interrupt_is_said(tmp_path: Path, run_python: RunPython) -> None:
+def test_findings_before_an_interrupt_are_reported(tmp_path: Path, run_python: RunPython) -> None:
     script, report = tmp_path / "train.py", tmp_path / "found.json"
     script.write_text(INTERRUPTED, encoding="utf-8")
     done = run_python("-m", "lowtide", "watch", "--json", str(report), str(script))
