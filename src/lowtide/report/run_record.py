@@ -84,7 +84,7 @@ class Trained(Record):
     measured_peak_bytes: int | None = None
     time_ratio: float | None = None
     is_identical: bool | None = None
-    """None for the plain loop, which is the reference."""
+    """True if all results have the plain loop's bits; None for the plain loop itself."""
     refusal: str | None = None
 
 

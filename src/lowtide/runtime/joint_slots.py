@@ -123,7 +123,7 @@ class JointSlots:
         return Recomputed(frozenset(given), frozenset(again))
 
     def _upstream(self, root: int, held: Collection[int]) -> int:
-        """Return the value of the same size, or smaller, from which fused arithmetic alone computes this one."""
+        """Return the value, no larger than `root`, from which fused arithmetic alone computes `root`."""
         nodes, source = self.joint.nodes, root
         while nodes[root].kind == "pointwise" and nodes[root].bytes > self._small:
             large = {nodes[arg].root for arg in nodes[root].args if nodes[nodes[arg].root].bytes > self._small}

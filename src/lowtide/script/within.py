@@ -52,7 +52,7 @@ class Run(Displayed):
 
     @property
     def verdict(self) -> RunVerdict | None:
-        """Memory of the steps under `plan`, as measured; None before."""
+        """Measured memory of the steps under `plan`; None until a step was measured."""
         return self._fitting.verdict
 
     @property

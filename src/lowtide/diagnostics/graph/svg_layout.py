@@ -106,7 +106,9 @@ def _place(boxes: list[Box], rows: list[list[int]]) -> float:
 
 
 def _settle(row: list[Box], wanted: list[float]) -> None:
-    """Place boxes of a row as near to the wanted positions as possible: pushed apart from both sides, averaged."""
+    """Place boxes of a row, without overlaps, near the wanted positions: the mean of a pass from the left and one from
+    the right.
+    """
     from_left, from_right = list(wanted), list(wanted)
     for i in range(1, len(row)):
         apart = (row[i - 1].width + row[i].width) / 2 + GAP_X

@@ -67,7 +67,7 @@ class GpuAllocationTracker(AllocationTracker):
         self.bounds: dict[int, ScratchBlock] = {}
         """Blocks known only within bounds, by number."""
         self.unbounded: dict[str, str] = {}
-        """Operators with unknown scratch memory, in words, by name."""
+        """Descriptions of operators with unknown scratch memory, by the operator's name."""
         self.is_inside = False
         """True while an operator runs."""
 

@@ -104,7 +104,7 @@ def minimize_peak(simulator: Simulator) -> Decisions:
 
 
 def infeasible(simulator: Simulator, budget_bytes: int, smallest: DecisionVector) -> Infeasible:
-    """Return the error for a budget below the peak of `search_smallest`."""
+    """Return the error for a budget below the peak of `smallest`, the choice with the smallest peak."""
     prediction, plain = (simulator.predict(decisions) for decisions in (simulator.decisions(smallest), Decisions()))
     step_ms = simulator.profile.step_ms
     # The simulator may have gradients in place, which saves memory, too.

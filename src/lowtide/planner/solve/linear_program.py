@@ -42,7 +42,8 @@ Row = tuple[dict[int, float], float]
 IGNORED = 0.0005
 """Share of the plain step's peak below which memory recomputed early is omitted."""
 HAND_OVERS = 8
-"""Positions at which the extra time is bounded from below, besides the first, the last, and the plain step's critical
+"""Number of positions at which the extra time is bounded from below, besides the first, the last, and the plain step's
+critical
 one. They divide the plain step's times into equal parts.
 """
 NEAREST = 16

@@ -109,7 +109,7 @@ def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
 
 @cuda_op(aten._scaled_dot_product_efficient_attention_backward.default, of=_BACKWARD)
 def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Return delta, the sum over a head of the result times its gradient, then the workspace.
+    """Return the blocks for delta, the sum over a head of the result times its gradient, then for the workspace.
 
     A gradient that is not contiguous is copied before other gradients are allocated.
     """

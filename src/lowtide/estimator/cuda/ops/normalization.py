@@ -118,7 +118,7 @@ def _layer_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Scr
 
 
 def _partial_sums(x: Tensor, width: int, n_gradients: int) -> list[ScratchBlock]:
-    """Return the partial sums for many short rows, which a GPU with few multiprocessors does not use."""
+    """Return the blocks of partial sums for many short rows, which a GPU with few multiprocessors does not use."""
     rows, columns = x.numel() // max(width, 1), -(-width // _COLUMNS_EACH)
     if rows <= _MANY_ROWS or width // _COLUMNS_EACH >= _MOST_MULTIPROCESSORS // 2:
         return []
@@ -161,7 +161,9 @@ def _is_cudnns(x: Tensor, weight: Tensor | None, training: bool) -> bool:
 
 @cuda_op(aten.native_batch_norm.default, of=_BATCH_NORM)
 def _batch_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Return no known scratch; cuDNN reports its reserve on a GPU only, and documents no bound."""
+    """Return no blocks; note that the size of cuDNN's reserve is unknown: only a GPU reports it, and it has no documented
+    bound.
+    """
     x, weight, training = args[0], args[1], args[5]
     if _is_cudnns(x, weight, training) and is_channels_last(x):
         unbounded.setdefault(

@@ -46,13 +46,13 @@ def _own(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
 
 @cuda_op(aten.max_pool2d_with_indices_backward.default, aten.avg_pool2d_backward.default, of=_POOLING)
 def _pooled(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Return copies of the input and its gradient that are not in the input's layout."""
+    """Return the blocks for copies of the input and its gradient, where these are not in the layout of the kernel."""
     gradient, x = args[:2]
     return copies(x, gradient, layout=_layout(x))
 
 
 @cuda_op(aten._adaptive_avg_pool2d_backward.default, of=_POOLING)
 def _pooled_by_shape(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Return a copy of the gradient, unless the input is channels-last; that kernel reads gradients in any layout."""
+    """Return the block for a copy of the gradient, unless the input is channels-last: that kernel reads any layout."""
     gradient, x = args[:2]
     return [] if is_channels_last(x) else copies(gradient)

@@ -35,7 +35,7 @@ def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
 
 @cuda_op(aten._softmax_backward_data.default, of=_BACKWARD)
 def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Return the product, laid out like the gradient, and copies."""
+    """Return the block of the product, laid out like the gradient, and the blocks of copies."""
     gradient, result = args[:2]
     n_bytes = gradient.numel() * gradient.element_size()
     return [ScratchBlock.exactly(n_bytes), *copies(gradient, result)]
