@@ -346,7 +346,9 @@ _D = TypeVar("_D", bound=Decided)
 
 
 def _unfolded(text: bytes, cls: type[_D]) -> _D:
-    """Return a Decided, without its fallback for larger batches. Raises ValueError for invalid text."""
+    """Return the `Decided` in a JSON text, without its fallback for larger batches. Raises ValueError for invalid
+    text.
+    """
     fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     if "decisions" not in fields:
         raise ValueError("it has no decisions")

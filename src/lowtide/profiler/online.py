@@ -168,7 +168,7 @@ class OnlineProfiler:
         self._settle(may_wait=self.n_steps < self._patience)
 
     def _trace(self, watch: _StepRecorder, known: _Audited, trace: Trace) -> None:
-        """Use a traced step. Raises _Unusable, and drops the step's audit if such steps need another one."""
+        """Use a traced step. Raises _Unusable; drops `known` if steps on such a batch need another audit."""
         audit, is_alike = known.audit, watch.size == known.fingerprint
         if trace.inputs != audit.inputs and (is_alike or len(trace.inputs) != len(audit.inputs)):
             if _n_elements(trace.inputs) > _n_elements(audit.inputs):

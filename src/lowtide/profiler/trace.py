@@ -72,7 +72,8 @@ class MaxSavingEngine(Engine):
     def __init__(self, model: nn.Module, audit: Audit, *, in_place: bool = True) -> None:
         """Take the decisions of `audit` that free the most memory.
 
-        Unless `in_place`, gradients are not written over: the audit's findings on that hold for batches of its size.
+        Unless `in_place`, no gradient is written over: a batch of another size than the audited one may allow other
+        writes.
         """
         self.decisions = decisions = most_saving(audit.values, audit.slots, audit.calls)
         nodes = nodes_at(audit.values, audit.slots)

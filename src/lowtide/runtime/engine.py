@@ -120,8 +120,8 @@ class Engine:
         """True if a recompute has taken another path since."""
         self.n_learnt_again = 0
         self._last_packed: Callable[[], object] = lambda: None
-        """Returns the last saved tensor of the learning run, until backward has read it: a step may call its model
-        several times, each time with other values on the edges of the graph.
+        """Function that returns the last saved tensor of the learning run, or None once backward has read it. Until
+        then further calls of the model are of the same step, and may need other tensors.
         """
         self._writing: InPlace | None = None
         self._thread: int | None = None

@@ -98,8 +98,8 @@ def n_with_new_buckets(modules: Iterable[torch.nn.Module]) -> int:
 class NoSync:
     """Suspension of communication by DistributedDataParallel and `fully_shard` until `end()`.
 
-    Modules wrapped or sharded by them send nothing to other processes. Raises RehearsalError if one has to send once
-    first.
+    Modules wrapped or sharded by them send nothing to other processes. Raises RehearsalError for a wrapper that learns
+    from its first backward pass and has not had it.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:

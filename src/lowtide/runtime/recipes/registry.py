@@ -86,7 +86,7 @@ class Recipe:
     into: bool = False
     implementation: str = ""
     recorded: tuple[tuple[str, str], ...] = field(init=False)
-    """Constants that the node may record, with its attributes for them."""
+    """Constants that the node may record, each with the node's attribute for it."""
     computed: tuple[str, ...] = field(init=False)
     """The other constants."""
     saved: tuple[tuple[str, str], ...] = field(init=False)
