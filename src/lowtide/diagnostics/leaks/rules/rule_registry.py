@@ -24,8 +24,9 @@ class Rule:
     bad: str
     good: str
     fix: str
-    """One line; may contain {name} (the variable or attribute), {owner} (the object whose attribute it is), {names}
-    (all variables), {remedy} (words of the event), {made} and {backward} (places in the code)."""
+    """One line; may contain {name} (the variable or attribute), {owner} (the object whose attribute it is), {part} (the
+    entry or attribute itself), {names} (all variables), {remedy} (words of the event), {made} and {backward} (places in
+    the code)."""
 
     is_refuted_by_backward = False
     """True if a later backward pass through the graph withdraws the finding."""
