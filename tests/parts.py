@@ -1,4 +1,4 @@
-"""What the zoo's models are made of: small modules that each do one thing that an engine has to cope with."""
+"""Small modules from which the test models are built: each does one thing that an engine has to cope with."""
 
 import random
 from collections.abc import Callable

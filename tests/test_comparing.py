@@ -16,7 +16,7 @@ def test_tensors_are_compared_by_their_places_and_names() -> None:
     assert not equal({"a": ONE, "b": TWO}, {"a": TWO, "b": TWO})
 
 
-def test_what_only_one_of_them_has_is_an_error() -> None:
+def test_entries_of_only_one_side_are_an_error() -> None:
     for one, other in (([ONE], []), ([ONE, TWO], iter([ONE])), ([TWO], [ONE, ONE])):
         with pytest.raises(ValueError, match="argument"):
             equal(one, other)

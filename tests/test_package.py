@@ -99,7 +99,7 @@ def test_private_names_of_torch_are_seen() -> None:
     assert sorted({*private_to_torch(ast.parse(code))}) == ["_C", "_b", "_base", "_version", "_x"]
 
 
-def test_what_is_imported_is_declared_as_a_dependency() -> None:
+def test_imported_packages_are_declared_as_dependencies() -> None:
     project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {
         re.split(r"[^A-Za-z0-9_.-]", requirement)[0].lower()

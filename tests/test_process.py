@@ -18,7 +18,7 @@ from comparing import equal
 from conftest import RunPython
 from lowtide._torch import patching as _standins
 from lowtide._torch.modes import saved_tensor_hooks
-from lowtide._torch.privateuse1 import ASIDE
+from lowtide._torch.privateuse1 import OVERRIDE_KEY
 from lowtide.cli import lowtide as command
 from lowtide.planner.inplace_savings import without_in_place
 from lowtide.planner.records import Plan
@@ -93,7 +93,7 @@ def of_torch() -> dict[str, object]:
         "before updates": [*optimizers._global_optimizer_pre_hooks],
         "of modules": (nn.modules.module._global_forward_hooks, nn.modules.module._global_backward_hooks),
         "modes": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
-        "kernels": frozenset(key for key in torch.library._impls if not key.endswith(ASIDE)),
+        "kernels": frozenset(key for key in torch.library._impls if not key.endswith(OVERRIDE_KEY)),
         "hooks of saved tensors": saved_tensor_hooks(),
         "clip": (nn.utils.clip_grad_norm_, torch.save, torch.compile, torch.Generator),
     }
@@ -146,7 +146,7 @@ def test_another_model_between_forward_and_backward_of_a_planned_one(words, aske
         assert asked == []
 
 
-def test_what_is_forwarded_and_dropped_is_awaited_no_longer(words, asked) -> None:
+def test_a_dropped_forward_is_awaited_no_longer(words, asked) -> None:
     model, step, x = words
     with lowtide.fit(model, step, x, budget="99%"):
         loss = model(x)
@@ -274,7 +274,7 @@ print("kernels:", sum("GenericMode" in key for key in torch.library._impls))
 """
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", [[], ["--no-in-place"]], ids=["as usual", "switched off"])
 def test_a_script_runs_without_kernels_of_ours(switch: list[str], run_python: RunPython, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -186,7 +186,9 @@ def test_bits_and_peak(blocks: list[list[tuple[str, int, int]]], hasty: int, res
 
 
 def test_a_replay_that_begins_with_less_than_there_was_just_before() -> None:
-    """What `x + block(x)` added is gone when the next block begins: it is no part of what that one started from."""
+    """The term that `x + block(x)` added is freed when the next block begins, so it is no part of that block's
+    input.
+    """
     torch.manual_seed(0)
     model = Network([[("gelu", 0, 0), ("max_pool", 1, 0)]] * 3, hasty=0b011, residual=True)
     step, x = step_of(model), torch.randn(2, 3, SIDE, SIDE)

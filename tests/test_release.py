@@ -1,4 +1,4 @@
-"""What a release is made of: its version, its changelog, its requirements, and its packages."""
+"""Parts of a release: its version, its changelog, its requirements, and its packages."""
 
 import re
 import subprocess

@@ -148,7 +148,7 @@ def test_a_change_says_a_shared_unit_once() -> None:
     assert format_change(3 * 2**29, 890 * 2**20) == "1.5 GiB -> 890 MiB"
 
 
-def test_amounts_that_differ_by_a_little_are_told_apart() -> None:
+def test_amounts_that_differ_by_a_little_are_shown_to_the_byte() -> None:
     assert format_apart(2**30, 2**31) == ("1 GiB", "2 GiB")
     assert format_apart(2**30, 2**30 + 1) == ("1073741824 B", "1073741825 B")
     assert format_apart(2**30, 2**30) == ("1 GiB", "1 GiB")

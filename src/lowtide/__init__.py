@@ -96,7 +96,7 @@ __all__ = [
     "within",
 ]
 
-# Where each public name lives. tests/test_package.py holds this, __all__ and the imports above to the same set.
+# The module of each public name. tests/test_package.py checks that this table, __all__ and the imports above agree.
 _HOMES = {
     "Applied": "lowtide.api.apply",
     "BudgetError": "lowtide.errors",
@@ -164,8 +164,8 @@ if not TYPE_CHECKING:  # hidden from type checkers, for which any name would els
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
-            globals()[name] = found = import_module("lowtide.utils.installed_versions").own_version()
-            return found
+            globals()[name] = version = import_module("lowtide.utils.installed_versions").own_version()
+            return version
         home = _HOMES.get(name)
         if home is None:
             raise AttributeError(f"module 'lowtide' has no attribute {name!r}")

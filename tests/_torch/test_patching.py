@@ -1,4 +1,4 @@
-"""Who stands in for a function of torch may go in any order, and others who replaced it keep their place."""
+"""Replacements for functions of torch are removed in any order, and those of other code stay in place."""
 
 import threading
 from collections.abc import Callable
@@ -126,7 +126,7 @@ def test_calls_of_modules_may_have_arguments_of_any_name() -> None:
     assert len(told) == 2
 
 
-def test_a_call_that_raises_is_told_of() -> None:
+def test_the_end_of_a_call_that_raises_is_reported() -> None:
     class Raises(nn.Module):
         def forward(self) -> None:
             raise ValueError("no")

@@ -68,7 +68,7 @@ def test_a_tensor_as_another_kind_has_the_same_memory() -> None:
         assert not isinstance(own + 1, Own)
 
 
-def test_is_cuda_is_asked_by_what_a_mode_of_functions_is_told() -> None:
+def test_is_cuda_reaches_function_modes_as_the_getter() -> None:
     asked = []
 
     class Asking(torch.overrides.TorchFunctionMode):
@@ -89,7 +89,7 @@ def test_a_context_for_a_gpu_does_nothing_without_what_sets_it_up(monkeypatch: p
     assert callable(getattr(torch.cuda, privateuse1.CUDA_INIT))
 
 
-def test_hooks_on_tensors_and_on_modules_are_seen() -> None:
+def test_hooks_on_tensors_and_on_modules_are_detected() -> None:
     w, layer = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
     seen = (tensors.has_gradient_hooks(w), tensors.has_accumulation_hooks(w), modules.has_backward_hooks(layer))
     assert seen == (False, False, False)
@@ -110,7 +110,7 @@ def test_all_batch_norms_and_convolutions_are_of_one_kind() -> None:
     assert all(isinstance(c, modules.Convolution) for c in (nn.Conv1d(1, 1, 1), nn.ConvTranspose2d(1, 1, 1)))
 
 
-def test_who_else_has_a_tensors_memory() -> None:
+def test_other_owners_of_a_tensors_memory_are_counted() -> None:
     x = torch.ones(4)
     assert tensors.has_one_owner(x)
     view = x[:2]
@@ -171,7 +171,7 @@ def test_a_wrapper_has_a_shape_and_no_memory() -> None:
         made.untyped_storage().data_ptr()
 
 
-def test_parameters_change_places_and_stay_themselves() -> None:
+def test_exchanged_parameters_keep_their_identity() -> None:
     with torch.device("meta"):
         layer = torch.nn.LSTM(4, 4)
     held = layer.weight_ih_l0
@@ -298,7 +298,7 @@ def test_a_function_mode_is_left_out() -> None:
 # --- compiled code --------------------------------------------------------------------------------------------------
 
 
-def test_what_torch_compile_made() -> None:
+def test_compiled_modules_are_recognized() -> None:
     module = torch.nn.Linear(2, 2)
     assert compiled_code.is_compiled(torch.compile(module, backend="eager"))  # type: ignore[arg-type]
     assert not compiled_code.is_compiled(module)
@@ -312,18 +312,19 @@ def test_what_torch_compile_made() -> None:
     assert not compiled_code.is_compiled(module)
 
 
-def test_functions_that_torch_compile_made() -> None:
+def test_compiled_functions_are_recognized() -> None:
     assert compiled_code.is_compiled_function(torch.compile(torch.sin, backend="eager"))
     assert not compiled_code.is_compiled_function(torch.sin)
 
 
-def test_settings_that_leave_no_room_for_a_plan_are_found() -> None:
+def test_settings_that_prevent_plans_are_found() -> None:
     assert not [*joint_graph.hindrances()]
     with torch._functorch.config.patch(activation_memory_budget=0.5):
         assert "activation_memory_budget is 0.5" in next(joint_graph.hindrances())
 
 
-def test_a_partitioner_is_asked_where_inductor_compiles_and_calls_of_its_graphs_are_seen() -> None:
+@pytest.mark.slow
+def test_a_partitioner_gets_each_graph_and_calls_of_graphs_are_noted() -> None:
     seen: list[joint_graph.JointGraph] = []
     calls: list[tuple[str, int, bool]] = []
 
@@ -376,7 +377,7 @@ def test_code_that_is_not_compiled_alone() -> None:
     assert [node.name for node in graphs[1].graph.nodes if node.op == "call_method"] == ["exp", "cos", "sin"]  # type: ignore[attr-defined]
 
 
-def test_code_that_is_traced_is_told_from_code_that_runs_while_something_compiles() -> None:
+def test_traced_code_is_distinguished_from_code_that_runs_during_compilation() -> None:
     tests = (compiled_code.is_traced, compiled_code.is_compiling_anywhere, compiled_code.is_compiling_here)
     seen: list[list[bool]] = []
 
@@ -419,7 +420,7 @@ def test_a_hook_that_compiled_code_has_called_is_not_compiled() -> None:
     assert n_compiled(hidden) == n_compiled(shown) - 1
 
 
-def test_compiled_code_lets_go_of_what_it_saved_when_it_has_read_it() -> None:
+def test_compiled_code_releases_saved_tensors_after_reading_them() -> None:
     seen: list[tuple[str, bool]] = []
 
     class Handle:
@@ -479,7 +480,7 @@ def test_the_running_node_is_the_one_that_reads() -> None:
     assert (backward.running_node_number(), backward.running_node_name()) == (-1, "")
 
 
-def test_kernels_that_are_put_aside_are_asked_only_where_a_block_says_so() -> None:
+def test_kernel_overrides_run_only_inside_their_block() -> None:
     calls = []
 
     def kernel(on: Callable[..., Any], past: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -495,13 +496,13 @@ def test_kernels_that_are_put_aside_are_asked_only_where_a_block_says_so() -> No
         return torch.autograd.grad(nn.functional.hardswish(x).sum(), x, create_graph=create_graph)[0]
 
     plain, second = gradient(), torch.autograd.grad(gradient(create_graph=True).sum(), x)[0]
-    library = privateuse1.put_aside({"hardswish_backward": kernel})
+    library = privateuse1.override_kernels({"hardswish_backward": kernel})
     assert torch.equal(gradient(), plain)
     assert calls == []
-    with privateuse1.with_aside():
+    with privateuse1.with_overrides():
         assert torch.equal(gradient(), plain)
         assert torch.equal(torch.autograd.grad(gradient(create_graph=True).sum(), x)[0], second)
-        with privateuse1.without_aside():
+        with privateuse1.without_overrides():
             gradient()
         assert calls[0] == (2, object, {})
         assert len(calls) == 2
@@ -525,7 +526,7 @@ def test_a_tensor_with_bits_of_its_own_or_under_a_mode_is_not_dispatched_plainly
     assert torch.func.vmap(lambda row: row * privateuse1.is_dispatched_plainly(row))(tensor).sum() == 0
 
 
-def test_a_kernel_of_somebody_else_is_known() -> None:
+def test_a_kernel_registered_by_other_code_is_detected() -> None:
     assert not privateuse1.is_replaced("mish_backward", "CPU")
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
@@ -596,7 +597,7 @@ def test_a_step_without_hooks(kind: type[torch.optim.Optimizer]) -> None:
     assert not torch.equal(weight, torch.ones(3))
 
 
-def test_what_clipping_clips() -> None:
+def test_the_clipped_gradients_are_found() -> None:
     weights = [torch.nn.Parameter(torch.ones(n)) for n in (1, 2, 3)]
     for weight in weights[:2]:
         weight.grad = torch.ones_like(weight)
@@ -652,7 +653,7 @@ def test_the_tensor_arguments_of_an_op() -> None:
     assert operators.tensor_arguments("no_such_op") == ()
 
 
-def test_what_operators_say_of_themselves() -> None:
+def test_properties_of_operators_are_read_from_their_schema() -> None:
     aten = torch.ops.aten
     assert operators.changes_geometry(aten.t_.default)
     assert not operators.changes_geometry(aten.add_.Tensor)
@@ -811,7 +812,7 @@ def test_the_allocators_history_carries_our_text() -> None:
 
 
 @pytest.mark.gpu
-def test_products_take_their_workspaces_anew() -> None:
+def test_products_allocate_dropped_workspaces_again() -> None:
     x = torch.ones(64, 64, device="cuda")
     cuda_history.drop_workspaces()  # also those of other threads
     x @ x
@@ -923,7 +924,7 @@ with mode, privateuse1.constants_made_on_cpu(), torch.autograd.set_multithreadin
 """
 
 
-def test_a_device_of_ones_own(run_python: RunPython) -> None:
+def test_a_registered_device_is_a_full_device(run_python: RunPython) -> None:
     """In a process of its own: the place is taken once."""
     done = run_python("-c", ON_A_DEVICE_OF_ONES_OWN)
     assert done.returncode == 0, done.stderr
@@ -945,7 +946,7 @@ def test_kernels_of_attention_in_the_order_of_their_names() -> None:
         assert (is_allowed(), public()) == (True, True)
 
 
-def test_saved_tensor_hooks_are_off_for_a_while() -> None:
+def test_saved_tensor_hooks_are_disabled_in_a_block() -> None:
     packed: list[torch.Size] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,7 @@ def test_a_plan_is_found_where_it_has_nothing_to_do() -> None:
     assert lowtide.fitted(made.model) is None
 
 
-def test_what_was_applied_is_found() -> None:
+def test_an_applied_plan_is_found() -> None:
     made = Made()
     plan = lowtide.plan(lowtide.rehearse(made.model, made.step, (X, Y)), "90%")
     applied = lowtide.apply(made.model, plan)
@@ -150,7 +150,7 @@ def test_levers_that_change_the_optimizer_want_a_single_one() -> None:
     assert any("no single optimizer is known" in note for note in fitted.plan.notes)
 
 
-def test_something_that_is_no_optimizer_is_named() -> None:
+def test_an_argument_that_is_not_an_optimizer_is_named_in_the_error() -> None:
     made = Made()
     with pytest.raises(lowtide.RehearsalError, match="or a list of them, found str"):
         lowtide.fit(made.model, made.step, (X, Y), budget="90%", optimizer=["adam"])  # type: ignore[list-item]

@@ -102,7 +102,7 @@ def test_the_summary_says_what_was_reached_and_proven(fitted):
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_what_is_fitted_is_not_copied_and_says_what_is(fitted, copied):
+def test_a_fitted_object_can_not_be_copied_and_the_error_says_what_can(fitted, copied):
     with pytest.raises(lowtide.LowtideError, match=r"lowtide\.apply\(model, fitted\.plan\)"):
         copied(fitted[1])
 
@@ -199,7 +199,7 @@ def test_a_block_that_takes_the_place_of_a_planned_one_is_said_once():
 
 
 @pytest.mark.parametrize("unfrozen", [False, True])
-def test_it_is_said_also_where_a_step_calls_parts_of_the_model(unfrozen):
+def test_larger_batches_are_reported_also_for_parts_of_the_model(unfrozen):
     torch.manual_seed(0)
     model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))})
     model["decoder"] = nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 64))
@@ -219,10 +219,10 @@ def test_it_is_said_also_where_a_step_calls_parts_of_the_model(unfrozen):
         step(torch.randn(400, 64))  # another warning would be an error
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*the peak may be above the budget")
 @pytest.mark.parametrize("budget", ["70%", "100%"])
-def test_a_batch_that_is_larger_than_the_planned_one_gets_the_most_saving_plan(tmp_path, budget):
+def test_a_batch_larger_than_planned_gets_the_plan_with_the_smallest_peak(tmp_path, budget):
     planned, plain = build("gpt2"), build("gpt2")
     larger = {key: tensor.repeat(2, 1) for key, tensor in planned.batch.items()}
     profile = lowtide.rehearse(planned.model, planned.step, planned.batch)
@@ -270,7 +270,7 @@ def test_a_batch_that_is_longer_and_has_fewer_rows_is_no_larger_one():
 
 
 @pytest.mark.slow
-def test_training_in_eval_mode_under_a_plan_is_said() -> None:
+def test_training_in_eval_mode_under_a_plan_is_reported() -> None:
     case = build("gpt2")
     with lowtide.fit(case.model, case.step, case.batch, budget="70%"):
         case.step(case.batch)
@@ -304,7 +304,7 @@ def test_several_optimizers_and_gradients_from_before_the_plan_are_no_reason_to_
         ("transformer.h.1", r"transformer.h.1 \(GPT2Block\) is"),
     ],
 )
-def test_what_is_compiled_under_a_plan_is_said_once(part: str | None, says: str) -> None:
+def test_code_compiled_under_a_plan_is_reported_once(part: str | None, says: str) -> None:
     case = build("gpt2")
     model = case.model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -338,7 +338,7 @@ def test_what_is_compiled_under_a_plan_is_said_once(part: str | None, says: str)
         ({"shapes": "auto", "levers": ["loss head"]}, "combined with levers or offload"),
     ],
 )
-def test_what_can_not_be_is_refused_before_anything_runs(asked, why):
+def test_contradicting_arguments_are_refused_before_anything_runs(asked, why):
     model = nn.Linear(2, 2)
     with pytest.raises(lowtide.LowtideError, match=why):
         lowtide.fit(model, lambda batch: pytest.fail("the step ran"), torch.ones(2), budget="50%", **asked)
@@ -353,7 +353,7 @@ def test_records_of_another_kind_are_refused():
 
 
 @pytest.mark.parametrize("budget", [0, -1, "0%", "some", "8 parsecs", 3.5, None])
-def test_a_budget_of_nonsense_is_refused_before_anything_runs(budget):
+def test_an_invalid_budget_is_refused_before_anything_runs(budget):
     def never(batch):
         raise AssertionError("the step ran")
 
@@ -495,7 +495,7 @@ print(predict(profile, Decisions()).peak_bytes)
     torch.__version__.startswith(("2.10.", "2.11.")),
     reason="its profiler does not start again once it ran out of memory",
 )
-def test_a_step_that_does_not_fit_is_rehearsed_under_the_most_saving_plan(run_python, monkeypatch):
+def test_a_step_that_does_not_fit_is_rehearsed_under_the_plan_with_the_smallest_peak(run_python, monkeypatch):
     """In a process with too little address space: a real out-of-memory error, and the peak that would have been."""
     case = build("gpt2 fused")
     ids = torch.randint(0, 500, (256, 64))
@@ -578,7 +578,7 @@ def test_a_verdict_names_only_what_the_step_has_made(ends, compared, norm):
         assert fitted.verdict.differences == dict.fromkeys(wanted, ())
 
 
-def test_what_no_two_plain_steps_agree_on_is_not_held_against_a_plan():
+def test_nondeterministic_results_are_not_held_against_a_plan():
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
     batch = torch.randn(256, 64)

@@ -62,6 +62,7 @@ def around(profile: Profile, call: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [gpt2, pytest.param(groups, marks=pytest.mark.slow)])
 def test_two_levels_reach_a_measured_peak_that_one_does_not(build):
     torch.manual_seed(0)

@@ -274,7 +274,7 @@ def test_a_loop_that_catches_every_exception_goes_on_plainly_and_is_told_in_the_
     assert equal(made.model.state_dict(), plain(steps(5)).model.state_dict())
 
 
-def test_where_nothing_fits_the_most_saving_plan_is_in_force_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_nothing_fits_smallest_keeps_the_plan_with_the_smallest_peak(capsys: pytest.CaptureFixture[str]) -> None:
     _, run = under(steps(5), "1MB", on_infeasible="smallest")
     assert run.plan is not None
     assert run.verdict is not None
@@ -284,7 +284,7 @@ def test_where_nothing_fits_the_most_saving_plan_is_in_force_if_asked(capsys: py
     assert "As asked, the plan with the smallest peak is in force" in capsys.readouterr().err
 
 
-def test_where_nothing_fits_training_goes_on_without_a_plan_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_nothing_fits_plain_goes_on_without_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     def loop(made: Made) -> None:
         steps(4)(made)
         assert is_as_it_was(made.model)
@@ -295,7 +295,7 @@ def test_where_nothing_fits_training_goes_on_without_a_plan_if_asked(capsys: pyt
     assert capsys.readouterr().err.count("Training goes on without a plan, as asked") == 1
 
 
-def test_a_word_that_is_no_way_on_is_refused() -> None:
+def test_an_unknown_on_infeasible_is_refused() -> None:
     with pytest.raises(lowtide.LowtideError, match="'raise', 'smallest', 'plain'"):
         lowtide.within("80%", on_infeasible="smaller")  # type: ignore[arg-type]
 
@@ -341,7 +341,7 @@ def test_a_model_that_is_given_may_be_called_through_a_wrapper() -> None:
     ("model", "words"),
     [("bert", "found str"), (nn.Linear(2, 2).requires_grad_(False), "requires a gradient"), (nn.GELU(), "gradient")],
 )
-def test_what_has_no_steps_is_refused(model: Any, words: str) -> None:
+def test_a_block_without_training_steps_is_refused(model: Any, words: str) -> None:
     with pytest.raises(lowtide.LowtideError, match=words):
         lowtide.within("80%", model=model)
 
@@ -374,7 +374,7 @@ def test_a_block_is_entered_once() -> None:
         pass
 
 
-def test_a_budget_below_what_is_alive_already_is_said_with_what_there_is() -> None:
+def test_the_error_for_a_budget_below_existing_memory_lists_that_memory() -> None:
     made = Made()
     held = torch.zeros(2**20)
     with pytest.raises(lowtide.Infeasible, match="other tensors") as refused, lowtide.within("3MB"):
@@ -436,7 +436,9 @@ def test_each_size_runs_under_its_plan() -> None:
     assert small.decisions != large.decisions
 
 
-def test_larger_batches_that_do_not_fit_go_on_under_the_most_saving_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_larger_batches_that_do_not_fit_run_under_the_plan_with_the_smallest_peak(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     x = torch.randn(4096, 64)
 
     def loop(made: Made) -> None:
@@ -460,7 +462,7 @@ def test_one_batch_alone_that_is_larger_is_only_said(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err.count("was given") == 1
 
 
-def test_nobody_is_held_once_the_plan_holds() -> None:
+def test_no_object_is_kept_alive_once_the_plan_is_final() -> None:
     def loop() -> weakref.ref[nn.Module]:
         made = Made()
         steps(5)(made)
@@ -473,7 +475,7 @@ def test_nobody_is_held_once_the_plan_holds() -> None:
     assert run.verdict is not None
 
 
-def test_progress_is_said_to_a_log_that_is_looked_at_or_not_at_all(
+def test_progress_goes_to_a_visible_log_only(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(logging.INFO, logger="lowtide"):
@@ -484,7 +486,7 @@ def test_progress_is_said_to_a_log_that_is_looked_at_or_not_at_all(
     assert not capsys.readouterr().err
 
 
-def test_a_plan_that_is_there_already_is_named() -> None:
+def test_an_existing_plan_is_named_in_the_error() -> None:
     made = Made()
     lowtide.fit(made.model, made.step, X, budget="90%")
     with (
@@ -498,6 +500,6 @@ def test_a_plan_that_is_there_already_is_named() -> None:
 
 
 @pytest.mark.parametrize("budget", ["8G", "0", "much"])
-def test_a_budget_that_is_none_is_refused_before_anything_runs(budget: str) -> None:
+def test_an_invalid_budget_is_refused_before_any_step(budget: str) -> None:
     with pytest.raises(lowtide.BudgetError):
         lowtide.within(budget)

@@ -1,4 +1,4 @@
-"""What the benchmark measures with: FLOPs by hand, torchtitan's counting, and a peer whose numbers are known."""
+"""The benchmark's measurements: FLOPs counted by hand, torchtitan's counting, and a peer with known numbers."""
 
 import time
 from types import SimpleNamespace
@@ -58,7 +58,7 @@ SOME = ("checkpoint every block", "selective: every second matmul", "AOT, memory
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [way for way in ways() if way.name in SOME], ids=SOME)
-def test_so_are_those_of_a_peer(way: Way) -> None:
+def test_counted_flops_of_a_peer_are_those_it_runs(way: Way) -> None:
     made = contestant("bert", quick=True)
     with functorch_config.patch(dict(way.settings)):
         steps = Steps(made.model, made.batch, way.apply(made.model))
@@ -111,7 +111,7 @@ def test_each_is_timed_beside_the_plain_steps_of_the_same_rounds() -> None:
     assert (found.seconds, found.plain_seconds, found.turns) == (1.3, 1.0, 2)
 
 
-def test_who_has_fewer_turns_is_not_set_beside_later_plain_steps() -> None:
+def test_a_way_with_fewer_turns_is_not_compared_with_later_plain_steps() -> None:
     turns = AlternatingModels(Named(1.0, 0.5))
     turns.enter("seldom", Named(2.0))
     turns.enter("often", Named(3.0, 2.9))

@@ -112,7 +112,7 @@ def test_measurements_themselves_are_not_repeated_to_six_percent() -> None:
     assert repeats(scored(tuple(ROWS.values()), measured)) == (28, 17)
 
 
-def test_what_is_near_one_of_several_measurements() -> None:
+def test_predictions_are_near_one_of_several_measurements() -> None:
     """x031 took 2,600 MiB and then 2,842, x017 also 2,856 in less memory; x009 took 3,776 and 3,764."""
     near = {"x031": 2886, "x017": 2786, "x009": 4004}
     found = [Prediction(row=name, reserved_bytes=n * MIB) for name, n in near.items()]

@@ -87,7 +87,7 @@ def raises(error: BaseException) -> Body:
 
 
 @pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (1, 1), (2, 2)])
-def test_what_a_command_returns_is_the_exit_code(
+def test_the_return_value_of_a_command_is_the_exit_code(
     returned: int | None, code: int, run_body: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_body(lambda: returned) == code

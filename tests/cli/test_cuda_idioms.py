@@ -109,7 +109,7 @@ for step in range(3):
 """
 
 
-def test_what_scripts_for_cuda_ask_of_torch_works_before_the_first_forward_and_after(estimate: Estimate) -> None:
+def test_torch_cuda_answers_before_and_after_the_first_forward(estimate: Estimate) -> None:
     code, out, err = estimate(IDIOMS)
     assert code == 0, err
     assert "it fits" in out
@@ -125,7 +125,7 @@ def test_what_scripts_for_cuda_ask_of_torch_works_before_the_first_forward_and_a
         ("torch.cuda.comm.broadcast(torch.ones(3), [0])", "torch.cuda.comm.broadcast: an estimate is for one GPU"),
     ],
 )
-def test_what_a_gpu_that_is_not_there_can_not_do_is_refused_by_name(estimate: Estimate, asked: str, said: str) -> None:
+def test_actions_that_an_absent_gpu_can_not_do_are_refused_by_name(estimate: Estimate, asked: str, said: str) -> None:
     code, _, err = estimate(f"import torch\nassert not isinstance(1, torch.cuda.CUDAGraph)\n{asked}\n")
     assert code == 2
     assert said in err
@@ -248,6 +248,7 @@ for name in ORDER:
 """
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("order", [("plain", "sequential"), ("sequential", "plain"), ("whole",)])
 def test_a_loop_without_an_optimizer_is_rehearsed_and_prints_the_allocators_peaks(
     estimate: Estimate, order: tuple[str, ...]
@@ -261,7 +262,7 @@ def test_a_loop_without_an_optimizer_is_rehearsed_and_prints_the_allocators_peak
     assert json.loads(out)[0]["peak_allocated_bytes"] == max(printed.values())
 
 
-def test_what_had_no_optimizer_is_said(estimate: Estimate) -> None:
+def test_a_loop_without_an_optimizer_is_reported(estimate: Estimate) -> None:
     text = "import torch\nmodel = torch.nn.Linear(64, 64)\nfor _ in range({}):\n    model(torch.randn(8, 64)).sum(){}"
     for n_passes, said in ((1, "1 forward and backward pass,"), (3, "3 forward and backward passes,")):
         code, out, _ = estimate(text.format(n_passes, ".backward()"))

@@ -1,4 +1,4 @@
-"""Scripts whose loop is somebody else's, as they are: the Trainer of transformers, Lightning."""
+"""Unedited scripts whose loop is a framework's: the Trainer of transformers, Lightning."""
 
 from pathlib import Path
 
@@ -52,7 +52,7 @@ say()
 """
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "text"),
     [pytest.param("accelerate", TRAINER, id="Trainer"), pytest.param("lightning", LIGHTNING, id="Lightning")],

@@ -84,7 +84,7 @@ def test_a_model_of_transformers_is_ranked_with_random_weights(capsys: pytest.Ca
         (("--gpu", "rtx 40900", "train.py"), "no GPU that is known"),
     ],
 )
-def test_what_can_not_be_ranked_is_refused(
+def test_models_that_can_not_be_ranked_are_refused(
     arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(("largest-batch", *arguments)) == 2
@@ -151,6 +151,7 @@ def test_the_blocks_are_the_outermost_ones_of_one_class() -> None:
     assert not repeated_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))  # nothing inside that a replay frees
 
 
+@pytest.mark.slow
 def test_a_gpu_that_shares_the_hosts_memory_only_probably_has_room() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
 

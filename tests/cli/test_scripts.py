@@ -1,4 +1,4 @@
-"""Scripts that nobody edits: rehearsed, run within a budget, run under a plan, and what is said when that can't be."""
+"""Unedited scripts: rehearsed, run within a budget, run under a plan, and the messages when that is impossible."""
 
 import gc
 import json
@@ -79,10 +79,12 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
     return command
 
 
-@pytest.fixture
-def plain(script: Callable[[str], str], run_python: RunPython) -> str:
-    """What the script prints when Lowtide is nowhere near."""
-    return run_python(script(TRAIN)).stdout
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Output of the script without Lowtide."""
+    path = tmp_path_factory.mktemp("plain") / "train.py"
+    path.write_text(TRAIN, encoding="utf-8")
+    return subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=300, check=True).stdout
 
 
 def test_a_script_within_a_budget_trains_to_the_same_bits(
@@ -412,6 +414,7 @@ NO_TWO_ALIKE = TRAIN.replace("x = torch.randn(", "x = torch.randn(*[1] * step, "
 EVAL = TRAIN.replace("for step in", "model.eval()\nfor step in")
 
 
+@pytest.mark.default_cases(7)
 @pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "50%")], ids=lambda command: command[0])
 @pytest.mark.parametrize(
     ("text", "args", "says"),
@@ -425,7 +428,7 @@ EVAL = TRAIN.replace("for step in", "model.eval()\nfor step in")
     ],
     ids=["eval", "eval, what to do", "no update", "too short", "all forms differ", "all depths differ"],
 )
-def test_what_was_not_there_is_said_in_words(
+def test_a_script_that_can_not_be_rehearsed_ends_with_the_reason(
     command: tuple[str, ...],
     text: str,
     args: tuple[str, ...],
@@ -442,9 +445,9 @@ def test_what_was_not_there_is_said_in_words(
     assert says in done.err
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "args"), [(TRAIN, ("--help",)), (NEVER, ()), (NEVER + "raise SystemExit(0)", ())])
-def test_a_script_that_trains_nothing_is_no_failure_but_for_who_wants_to_know_about_it(
+def test_run_passes_through_a_script_that_trains_nothing(
     text: str, args: tuple[str, ...], script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
 ) -> None:
     train, plan = script(TRAIN), str(tmp_path / "plan.json")
@@ -475,7 +478,7 @@ for p in optimizers:
 )
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("n_steps", ["3", "5"])
 def test_a_script_whose_optimizers_step_inside_of_backward_trains_to_the_same_bits(
     n_steps: str, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
@@ -502,6 +505,7 @@ def test_updates_without_an_optimizer_of_torch_are_refused_early(
     assert "no torch.optim.Optimizer stepped: something else updates Linear" in done.err
 
 
+@pytest.mark.slow
 def test_many_calls_before_the_first_update_are_no_updates(script: Callable[[str], str], run: Run) -> None:
     accumulates = TRAIN.replace("    optimizer.step()", "    if step % 10 < 9: continue\n    optimizer.step()")
     assert accumulates != TRAIN
@@ -601,9 +605,7 @@ def test_a_plan_without_a_step_under_it_is_said(script: Callable[[str], str], ru
     assert "was rehearsed" not in done.err
 
 
-def test_models_that_are_trained_after_the_first_are_said_to_have_no_plan(
-    script: Callable[[str], str], run: Run
-) -> None:
+def test_models_trained_after_the_first_are_reported_to_have_no_plan(script: Callable[[str], str], run: Run) -> None:
     head, loop = TRAIN.split("model = nn")
     loop = "".join(f"    {line}\n" for line in ("model = nn" + loop).splitlines())
     done = run("run", "--budget", "90%", script(f"{head}for fold in range(3):\n{loop}"))
@@ -638,7 +640,7 @@ print(bits.hexdigest())
 """
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_critic", "late"), [(1, 0), (2, 1), (5, 0), (5, 1)])
 def test_a_script_whose_models_take_turns_has_one_plan_for_both(
     n_critic: int, late: int, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
@@ -693,6 +695,7 @@ GROWN = (
 )
 
 
+@pytest.mark.slow
 def test_batches_that_are_larger_than_the_planned_one_are_said_once(
     script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
 ) -> None:
@@ -752,6 +755,7 @@ def test_a_model_inside_of_a_reentrant_checkpoint_is_said(
     assert "use_reentrant=False" in done.err
 
 
+@pytest.mark.slow
 def test_a_scripts_own_error_is_shown_as_python_shows_it(
     script: Callable[[str], str], run: Run, run_python: RunPython
 ) -> None:
@@ -870,7 +874,7 @@ def test_a_script_runs_as_the_main_program(script: Callable[[str], str], run: Ru
     assert (sys.argv, sys.path) == (argv, path)
 
 
-def test_a_script_is_told_its_place_as_python_tells_it(
+def test_a_script_has_the_file_and_name_that_python_gives_it(
     script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script("import sys; print(__file__, sys.argv, (lambda: 0).__code__.co_filename, sys.path[0])")
@@ -936,7 +940,7 @@ def test_a_script_that_changes_its_folder(
 
 
 @pytest.mark.parametrize("budget", ["90%", "1MB"])
-def test_what_is_said_beside_a_progress_bar_begins_a_line(budget: str, script: Callable[[str], str], run: Run) -> None:
+def test_messages_beside_a_progress_bar_begin_a_line(budget: str, script: Callable[[str], str], run: Run) -> None:
     bar = "import tqdm\nbar = tqdm.tqdm(range(given.steps), mininterval=0)\nfor step in bar:"
     done = run("run", "--budget", budget, script(TRAIN.replace("for step in range(given.steps):", bar)))
     assert "0%|" in done.err
@@ -945,7 +949,7 @@ def test_what_is_said_beside_a_progress_bar_begins_a_line(budget: str, script: C
     assert all(done.err[at - 1] in "\r\n" for at in said)
 
 
-def test_the_plan_goes_to_stdout_where_that_is_asked_for(script: Callable[[str], str], run: Run) -> None:
+def test_the_plan_goes_to_stdout_on_request(script: Callable[[str], str], run: Run) -> None:
     done = run("run", "--budget", "90%", "--save", "-", script(TRAIN))
     assert Plan.from_json(done.out[done.out.index("{\n") : done.out.rindex("}") + 1]).budget_bytes
 
@@ -1003,7 +1007,7 @@ for step in range(5):
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_a_script_whose_blocks_read_what_changes_ends_before_a_wrong_update(
+def test_a_script_whose_blocks_read_changed_state_ends_before_a_wrong_update(
     first: int, script: Callable[[str], str], run: Run
 ) -> None:
     """In each of its first three steps: the audit, the trace, and the first one under the plan."""
@@ -1084,7 +1088,7 @@ for step in range(5):
 OTHERS = ["count", "mean", "slots", "drawn", "bound", "sobol"]
 
 
-@pytest.mark.default_cases(2)
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("kind", ["torch", "global", "env", "iterator", *OTHERS])
 def test_a_script_whose_blocks_draw_from_generators_of_their_own(
     kind: str, script: Callable[[str], str], run: Run, run_python: RunPython
@@ -1153,7 +1157,7 @@ print(prompt.sum().item().hex())
 """
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_prompt_of_no_module_is_trained_through_a_frozen_model(
     mode: str, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
@@ -1191,6 +1195,7 @@ for step in range(5):
 """
 
 
+@pytest.mark.slow
 def test_a_script_with_lazy_modules(script: Callable[[str], str], run: Run, run_python: RunPython) -> None:
     plain = run_python(script(LAZY)).stdout
     done = run("run", "--budget", "90%", script(LAZY))
@@ -1281,7 +1286,7 @@ def test_a_wrong_command_line_is_refused_before_anything_runs(args: tuple[str, .
     assert says in done.err
 
 
-def test_what_is_advised_for_a_wrong_plan_file_makes_one(
+def test_the_command_advised_for_a_wrong_plan_file_makes_one(
     script: Callable[[str], str], run: Run, tmp_path: Path
 ) -> None:
     words = {"FILE": str(tmp_path / "plan.json"), "AMOUNT": "90%", "SCRIPT": script(TRAIN)}
@@ -1344,6 +1349,7 @@ def test_a_script_that_runs_out_of_memory_runs_within_a_budget(
 EPISODES = TRAIN.replace("    x = torch", "    for _ in range(step): model(torch.randn(8, 64))\n    x = torch")
 
 
+@pytest.mark.slow
 def test_calls_that_are_alike_are_named_once(script: Callable[[str], str], run: Run) -> None:
     done = run("rehearse", script(EPISODES), "--steps", "20")
     assert done.code == 2
@@ -1357,7 +1363,7 @@ EVALUATED = TRAIN.replace("    x = torch", "    with torch.no_grad(): model(torc
 
 
 @pytest.mark.parametrize(("text", "n"), [(TAUGHT, 1), (EVALUATED, 0), (TRAIN, 0)])
-def test_what_is_called_before_the_model_in_each_step_is_said(
+def test_models_called_before_the_trained_one_are_reported(
     text: str, n: int, script: Callable[[str], str], run: Run
 ) -> None:
     done = run("run", "--budget", "90%", script(text))

@@ -323,7 +323,9 @@ def test_caches_of_a_models_own_code(where: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_what_nobody_can_find_raises_when_it_is_used(where: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fake_tensor_in_an_unreachable_cache_raises_on_use(
+    where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Instead of a step without numbers, in which nothing is learned."""
     model, module = nn.Linear(8, 8), ModuleType("hidden")
     module.left = []  # type: ignore[attr-defined]
@@ -407,7 +409,7 @@ def test_classes_functions_and_defaults_hold_what_they_held(where: dict[str, Any
 
 
 def in_threads(*work: Callable[[], object]) -> list[BaseException]:
-    """What they raised, all at once."""
+    """Errors of all threads, which run at once."""
     raised: list[BaseException] = []
 
     def run(one: Callable[[], object]) -> None:

@@ -89,7 +89,7 @@ class Normed(nn.Module):
         (nn.GELU(), 0),
     ],
 )
-def test_what_a_layer_saves_beside_its_result(layer: nn.Module, saved: int) -> None:
+def test_tensors_that_a_layer_saves_beside_its_result(layer: nn.Module, saved: int) -> None:
     model = Normed(layer)
     estimated = lowtide.estimate(model, lambda _: model().sum().backward(), None, device="A100-40")
     forward = next(phase for phase in estimated.timeline.phases if phase.name == "forward")
@@ -153,7 +153,7 @@ def test_a_convolution_has_bounds_and_a_depthwise_one_needs_nothing() -> None:
         assert low <= estimated.peak_reserved_bytes <= high
 
 
-def test_what_matters_and_is_not_known_makes_no_promise() -> None:
+def test_unknown_memory_that_matters_makes_the_answer_unknown() -> None:
     """On a GPU that is between the bounds the answer is neither yes nor no."""
     model = nn.Conv2d(64, 64, 3, padding=1)
     x = torch.randn(64, 64, 64, 64)
@@ -179,7 +179,7 @@ def test_recurrent_layers_are_one_operator(kind: type[nn.RNNBase]) -> None:
     assert estimated.static.parameters == sum(p.numel() * 4 for p in model.parameters())
 
 
-def test_what_a_norm_keeps_has_its_name() -> None:
+def test_statistics_kept_by_a_norm_have_its_name() -> None:
     model = nn.RMSNorm(64)
     found = operators(model, torch.randn(8, 64, requires_grad=True), "L4")
     assert found >= {"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"}

@@ -1,4 +1,4 @@
-"""What is only checked is taken to pass, and noted with its line; what is decided otherwise is refused."""
+"""Conditions that only check are assumed to pass, and noted with their line; other branches on contents are refused."""
 
 import copy
 import logging
@@ -207,7 +207,7 @@ def inside_of_a_module(q, n):
     ],
     ids=lambda ask: ask.__name__,
 )
-def test_all_else_is_decided_by_nobody_knows_what(model, ask):
+def test_a_branch_on_unknown_contents_is_refused(model, ask):
     with pytest.raises(lowtide.DataDependentStepError, match=r"test_checks.py:\d+: it (decides by|compares)"):
         estimated(model, ask)
 
@@ -286,7 +286,7 @@ MORE = "the way that saves or copies something is taken, as the one that needs m
     ids=lambda value: getattr(value, "__name__", ""),
 )
 @pytest.mark.parametrize("device", [None, "T4"])
-def test_of_ways_that_need_the_same_memory_one_is_taken_and_training_goes_on(model, ask, said, device, capsys):
+def test_of_branches_with_equal_memory_one_is_taken_and_training_goes_on(model, ask, said, device, capsys):
     found = of_lines(estimated(model, ask, device=device).assumed)
     notes = [note.partition(".py:")[2].partition(": ") for note in found]
     notes = [(int(line), why) for line, _, why in notes if "a number from a tensor" not in why]
@@ -334,7 +334,7 @@ def test_an_assignment_gives_as_many_pairs_as_any_costs(model, device):
     assert any("the numbers of an array" in note for note in notes)
 
 
-def test_the_largest_of_numbers_is_one_that_nobody_knows(model):
+def test_the_largest_of_unknown_numbers_is_unknown(model):
     seen = []
 
     def ask(q, n):
@@ -350,7 +350,7 @@ def test_the_largest_of_numbers_is_one_that_nobody_knows(model):
     assert caught.value.args == ("1.0",) * 5 + ("2.7",)
 
 
-def test_an_optimizer_may_compare_tensors_that_nobody_knows():
+def test_an_optimizer_may_compare_unknown_tensors():
     model = nn.Linear(256, 128)
     optimizer = Adafactor(model.parameters())  # bounds its step by a tensor
 

@@ -52,6 +52,7 @@ def test_phases_categories_and_static_bytes_are_the_measured_ones(name: str) -> 
     assert estimated.peak_bytes == estimated.static.total + estimated.timeline.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_plan_can_be_estimated_for_its_own_model(name: str) -> None:
     case = build(name)
@@ -118,12 +119,12 @@ def test_it_reads_like_a_table() -> None:
     assert re.search(r"^  optimizer state  .*  there before$", text, re.MULTILINE)
 
 
-def test_what_can_not_be_rehearsed_is_refused() -> None:
+def test_steps_that_can_not_be_estimated_are_refused() -> None:
     with pytest.raises(lowtide.RehearsalError, match="eval mode"):
         lowtide.estimate(nn.Linear(2, 2).eval(), lambda batch: None, None)
 
 
-def test_what_else_the_step_has_in_memory_counts() -> None:
+def test_other_memory_of_the_step_counts() -> None:
     teacher = nn.Sequential(nn.Linear(64, 512), nn.BatchNorm1d(512)).eval().requires_grad_(False)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 512))
     scale = nn.Parameter(torch.ones(1000))
@@ -165,8 +166,8 @@ def test_gradients_of_each_sample_and_along_a_direction(device) -> None:
 
 @pytest.mark.parametrize("wrapped", [nn.utils.weight_norm, nn.utils.spectral_norm])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-def test_what_the_step_before_left_in_attributes_of_modules(wrapped: Callable[[nn.Module], nn.Module]) -> None:
-    """`self.weight` is made anew in each forward, and the old one is there until then."""
+def test_leftovers_of_the_previous_step_on_modules_count(wrapped: Callable[[nn.Module], nn.Module]) -> None:
+    """`self.weight` is computed in each forward, and the previous one lives until then."""
     model, x = nn.Sequential(wrapped(nn.Linear(128, 128)), nn.Linear(128, 128)), torch.randn(128, 128)
 
     def step(batch: torch.Tensor) -> None:
@@ -220,7 +221,7 @@ def test_a_number_of_a_tensor_that_was_made_in_inference_mode(where: dict[str, A
 
 
 class Subclass(torch.Tensor):
-    """Of somebody's own."""
+    """Tensor class of the user's own."""
 
 
 class Own(nn.Module):
@@ -251,7 +252,7 @@ class Jagged(nn.Module):
         (torch.jit.trace(nn.Linear(8, 8), torch.randn(4, 8)), torch.randn(4, 8), {"device": "L4"}, "TorchScript"),
     ],
 )
-def test_what_torch_has_no_fake_tensors_for_is_refused(model, x, where, said) -> None:
+def test_tensor_kinds_without_fake_tensors_are_refused(model, x, where, said) -> None:
     def step(batch: torch.Tensor) -> None:
         model(batch).square().mean().backward()
 
@@ -268,7 +269,7 @@ def test_gradients_of_traced_modules_are_as_they_were() -> None:
     assert [p.grad for p in model.parameters()] == [None] * 4
 
 
-def test_what_depends_on_numbers_is_said_to_be_unknown() -> None:
+def test_memory_that_depends_on_numbers_is_listed_as_unknown() -> None:
     model, x = nn.utils.parametrizations.orthogonal(nn.Linear(32, 32)), torch.randn(4, 32)
     estimated = lowtide.estimate(model, lambda batch: model(batch).sum().backward(), x)
     assert "linalg_matrix_exp" in str(estimated.unknown)

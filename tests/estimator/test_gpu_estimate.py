@@ -115,7 +115,7 @@ def test_a_model_on_the_meta_device_and_a_plan_of_the_cpu() -> None:
     assert planned.peak_bytes < 0.8 * plain.peak_bytes
 
 
-def test_an_operator_of_somebody_else_makes_no_promise() -> None:
+def test_an_operator_of_another_package_makes_the_answer_unknown() -> None:
     @torch.library.custom_op("lowtide_tests::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
         return x * 2
@@ -174,7 +174,7 @@ lowtide.estimate(model, step, torch.ones(1, 2), device="A100-40")
 """
 
 
-def test_who_has_another_device_is_told_so(run_python: RunPython) -> None:
+def test_an_estimate_is_refused_where_another_package_has_the_device_place(run_python: RunPython) -> None:
     done = run_python("-c", TAKEN)
     assert "RehearsalError" in done.stderr
     assert "the device 'npu' has torch's one place" in done.stderr
@@ -224,7 +224,7 @@ def test_gradients_of_what_a_script_made_on_the_cpu(make: Callable[[], torch.Ten
     assert any("a tensor on the CPU is assumed to be on the GPU" in line for line in estimated.assumed)
 
 
-def test_what_backward_runs_forward_again_is_on_the_gpu_as_well() -> None:
+def test_recomputed_forwards_in_backward_are_on_the_gpu_as_well() -> None:
     class Shifted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -247,7 +247,7 @@ def test_what_backward_runs_forward_again_is_on_the_gpu_as_well() -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_what_backward_runs_forward_again_is_under_the_same_autocast(device) -> None:
+def test_recomputed_forwards_in_backward_have_the_same_autocast(device) -> None:
     body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     seen = []
 
@@ -342,7 +342,7 @@ def test_a_piece_of_something_larger_comes_alone() -> None:
     assert piece.peak_reserved_bytes == alone.peak_reserved_bytes
 
 
-def test_what_is_known_of_a_tensor_on_the_cpu_is_known_on_the_gpu_and_no_longer_than_there() -> None:
+def test_known_contents_move_to_the_gpu_and_end_with_the_cpu_tensors() -> None:
     model, anchors = nn.Linear(16, 4), torch.arange(64).view(8, 8)
     rows = []
 
@@ -363,7 +363,7 @@ def test_what_is_known_of_a_tensor_on_the_cpu_is_known_on_the_gpu_and_no_longer_
     assert rows == []
 
 
-def test_what_the_gpu_gives_may_be_written_to_a_tensor_that_was_made_without_a_device() -> None:
+def test_gpu_results_may_be_written_to_a_tensor_made_without_a_device() -> None:
     model, head = nn.Linear(16, 16), nn.Linear(16, 4)
 
     def step(batch):
@@ -379,7 +379,7 @@ def test_what_the_gpu_gives_may_be_written_to_a_tensor_that_was_made_without_a_d
     assert lowtide.estimate(whole, step, torch.randn(8, 16), device="L4").verdict == "fits"
 
 
-def test_the_peak_of_both_steps_is_told_apart_from_the_one_that_is_shown() -> None:
+def test_the_peak_of_both_steps_is_distinguished_from_the_shown_one() -> None:
     model = nn.Linear(256, 256, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     sizes = [65536, 256]
@@ -397,7 +397,7 @@ def test_the_peak_of_both_steps_is_told_apart_from_the_one_that_is_shown() -> No
         sizes.reverse()
 
 
-def test_what_no_cpu_can_compute_is_not_known() -> None:
+def test_results_that_no_cpu_kernel_computes_are_unknown() -> None:
     """`histc` of integers has a kernel for CUDA alone; models take it there to count the tokens of each expert."""
     model, batch = nn.Linear(4, 4), torch.arange(12).reshape(3, 4)
 

@@ -1,4 +1,4 @@
-"""What CUDA's kernels take inside, byte for byte as their sources say."""
+"""Memory that CUDA's kernels allocate internally, to the byte, as their sources state it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -66,7 +66,7 @@ def test_efficient_attention_in_single_precision() -> None:
     assert blocks(found, EFFICIENT + "_backward") == [result] * 3 + [result, rows, rows, tiles]
 
 
-def test_the_product_is_gone_before_the_workspace_comes() -> None:
+def test_the_product_is_freed_before_the_workspace_is_allocated() -> None:
     events = [e for e in masked(SINGLE, (2, 4, 256, 64), "A100-40").whole if not hasattr(e, "name")]
     workspace = next(i for i, e in enumerate(events) if type(e) is Allocate and e.bytes == 8 * 4 * (64 * 64 * 4 + 16))
     before = events[workspace - 5 : workspace]
@@ -180,7 +180,7 @@ def test_convolutions_keep_the_layout_that_they_are_given(last: bool) -> None:
     estimated(model, x, "L4", step)
 
 
-def test_what_only_cudnn_knows_is_said_and_not_promised() -> None:
+def test_memory_that_only_cudnn_knows_is_noted_and_not_promised() -> None:
     recurrent = nn.LSTM(8, 8)
     found = estimated(recurrent, torch.randn(4, 2, 8), "L4", lambda x: recurrent(x)[0].sum().backward())
     assert found.verdict == "fits"  # as it was measured on one GPU

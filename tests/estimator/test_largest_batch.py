@@ -60,7 +60,7 @@ def test_the_largest_batch(setting):
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("kind", ["arrays", "labels in a list", "entries of rows"])
-def test_what_is_no_tensor_gets_longer_too(setting, kind):
+def test_arrays_and_lists_are_lengthened_too(setting, kind):
     model, step = setting
     batch = {"x": torch.randn(16, 64), "y": torch.arange(16) % 10}
     expected = lowtide.largest_batch(model, step, batch, budget="2MiB")

@@ -1,4 +1,4 @@
-"""What operators allocate and free, in whole numbers, against the CPU's own allocator."""
+"""Allocations and frees of operators, to the byte, compared with the CPU's own allocator."""
 
 from collections.abc import Callable
 from typing import Any

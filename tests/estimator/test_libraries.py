@@ -1,4 +1,4 @@
-"""What cuBLAS and cuDNN take, beside what they took on a GPU: data/cudnn_h200.json."""
+"""Memory of cuBLAS and cuDNN, compared with measurements on a GPU: data/cudnn_h200.json."""
 
 import json
 import statistics

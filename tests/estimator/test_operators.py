@@ -1,4 +1,4 @@
-"""What operators take inside, for all that torch has samples of, with arguments laid out in several ways."""
+"""Scratch memory of all operators for which torch has samples, with arguments in several layouts."""
 
 import itertools
 from collections.abc import Callable
@@ -109,7 +109,7 @@ def taken(calls: list[tuple[Any, Any, Any]]) -> list[tuple[Any, int]]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_operators_take_is_what_they_are_known_to_take(
+def test_scratch_memory_of_operators_is_as_known(
     layout: Callable[[Tensor], Tensor], calls: dict[Any, list[tuple[Any, Any]]]
 ) -> None:
     tried = [

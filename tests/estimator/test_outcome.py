@@ -1,4 +1,4 @@
-"""What a recorded run needs where the driver's addresses decide, and on GPUs around that."""
+"""Needs of a recorded run where the driver's addresses decide, and on GPUs of about that size."""
 
 import random
 
@@ -47,7 +47,7 @@ def test_expandable_segments_have_no_ties() -> None:
     assert interval == (needs.peak_reserved_bytes,) * 2
 
 
-def test_what_depends_on_addresses_is_neither_promised_nor_denied() -> None:
+def test_a_fit_that_depends_on_addresses_is_unknown() -> None:
     least, most = context_bytes(gpu(0))
     verdicts = [outcome().on(gpu(n_bytes)) for n_bytes in (95 * MIB + least, 96 * MIB + most, 160 * MIB + most)]
     assert verdicts == ["does not fit", "unknown", "fits"]
@@ -70,7 +70,7 @@ def test_a_share_of_the_memory_counts_as_all_of_it() -> None:
     assert verdicts == ["fits", "does not fit"]
 
 
-def test_what_takes_less_can_need_more() -> None:
+def test_smaller_blocks_can_need_more_reserved_memory() -> None:
     """Best fit does not promise that less needs less: each bound is asked for by itself before anything fits."""
     draw = random.Random(35)  # the first of which it is so
     events: list[Allocate | Free] = []

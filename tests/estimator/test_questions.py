@@ -1,4 +1,4 @@
-"""What a step asks of its tensors is answered truly, answered and noted, or refused with its line."""
+"""Queries of a step for contents of tensors are answered truly, answered with a note, or refused with their line."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -69,7 +69,7 @@ def test_a_tensor_in_a_text_is_the_number_that_it_is_or_some_number(device):
 
 
 @pytest.mark.parametrize("decide", [lambda loss: loss.item() > 2, lambda loss: loss > 2, lambda loss: int(loss)])
-def test_what_is_decided_by_an_unknown_number_is_refused_with_its_line(model, decide):
+def test_a_branch_on_an_unknown_number_is_refused_with_its_line(model, decide):
     def step(batch):
         loss = model(batch).square().mean()
         loss.backward()
@@ -139,7 +139,7 @@ def test_health_is_assumed_and_noted(model):
     assert all(note.endswith("no NaN or infinity") for note in estimated.assumed)
 
 
-def test_what_follows_from_the_batch_is_known(model):
+def test_contents_that_follow_from_the_batch_are_known(model):
     lengths = []
 
     def step(batch):
@@ -171,7 +171,7 @@ def test_a_value_written_over_is_not_known_any_longer(model):
 
 
 @pytest.mark.parametrize("device", [None, "L4"])
-def test_what_the_step_makes_from_lists_and_arrays_is_known(device):
+def test_contents_made_from_lists_and_arrays_are_known(device):
     model = nn.Embedding(128, 8)
     place = "cuda" if device else "cpu"
     texts = [b"to be", b"or not to be, that is", b"the question"]
@@ -200,7 +200,7 @@ def test_what_the_step_makes_from_lists_and_arrays_is_known(device):
     assert not of_lines(lowtide.estimate(model, step, None, **({"device": device} if device else {})).assumed)
 
 
-def test_what_is_written_through_one_view_is_seen_through_all_and_no_real_tensor_has_it(model):
+def test_a_write_through_one_view_reaches_all_views_and_no_real_tensor(model):
     mask, array = torch.ones(4, 6, dtype=torch.long), np.zeros(3)
 
     def step(batch):
@@ -230,7 +230,7 @@ def test_after_an_unknown_write_no_view_is_known(model):
     assert "test_questions.py:" in refused(model, step)
 
 
-def test_what_batch_norm_writes_is_not_known() -> None:
+def test_statistics_written_by_batch_norm_are_unknown() -> None:
     model = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 4))
 
     def step(batch):
@@ -242,7 +242,7 @@ def test_what_batch_norm_writes_is_not_known() -> None:
     lowtide.estimate(model, step, BATCH)  # frozen it writes nothing
 
 
-def test_what_is_chosen_is_no_index_that_it_could_not_be(model):
+def test_chosen_indices_are_within_bounds(model):
     table = torch.arange(3)
 
     def step(batch):
@@ -280,7 +280,7 @@ def test_which_rows_a_loader_takes_is_no_assumption(model):
     assert "random numbers" in notes[0]
 
 
-def test_what_is_decided_by_chance_is_noted_and_draws_from_no_generator_of_the_script(model):
+def test_a_branch_on_random_numbers_is_noted_and_advances_no_generator(model):
     generator = torch.Generator().manual_seed(3)
     before, of_all = generator.get_state(), torch.get_rng_state()
 
@@ -297,7 +297,7 @@ def test_what_is_decided_by_chance_is_noted_and_draws_from_no_generator_of_the_s
 
 
 @pytest.mark.parametrize("device", [None, "T4"])
-def test_an_accuracy_is_a_number_that_nobody_knows_and_nothing_is_said_of_it(model, device):
+def test_an_accuracy_is_unknown_and_needs_no_note(model, device):
     labels = torch.arange(32) % 4
 
     def step(batch):
@@ -346,7 +346,7 @@ def test_gradient_scaling_and_schedules_work_and_come_back(model):
     assert not optimizer.state
 
 
-def test_what_an_optimizer_compares_is_taken_as_small() -> None:
+def test_values_compared_by_an_optimizer_are_assumed_small() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.Adafactor(model.parameters())
 

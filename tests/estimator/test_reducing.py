@@ -48,7 +48,7 @@ CASES: list[tuple[dict[str, Any], bool, int]] = [
 ]
 
 
-@pytest.mark.default_cases(2)
+@pytest.mark.default_cases(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("settings", "set_to_none", "passes"), CASES)
 def test_a_wrapped_step_is_estimated_to_the_byte(group: None, settings, set_to_none: bool, passes: int) -> None:

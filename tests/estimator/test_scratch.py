@@ -1,4 +1,4 @@
-"""What single operators allocate inside: the rules and the trials against the CPU's own allocator."""
+"""Scratch memory of single operators: rules and trials compared with the CPU's own allocator."""
 
 from typing import Any
 
@@ -106,7 +106,7 @@ def test_a_large_convolution_is_learned_from_some_of_its_rows(monkeypatch: pytes
     assert known.of(aten.convolution.default, args, {}) == ({0: results[0]}, [extra])
 
 
-def test_what_is_too_large_to_be_tried_is_listed_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_too_large_for_a_trial_are_listed_with_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "_table", {})
     monkeypatch.setattr(trials, "LARGEST_TRIAL", 2**10)
     one = torch.ones(64, 64, dtype=torch.bfloat16)
@@ -140,7 +140,7 @@ def test_an_operator_of_others_is_listed_and_not_tried() -> None:
     assert calls == []
 
 
-def test_a_trial_draws_from_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_advances_no_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "_table", {})
     generator = torch.Generator()
     before = torch.get_rng_state(), generator.get_state()

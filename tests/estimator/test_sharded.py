@@ -223,7 +223,7 @@ def test_more_gpus_than_processes_are_refused() -> None:
         pass
 
 
-def test_what_goes_between_two_processes_is_refused() -> None:
+def test_sends_between_two_processes_are_refused() -> None:
     found = {(owner, name): function for owner, name, function in stand_ins(AbsentProcesses(size=2))}
     for name in ("send", "recv", "isend", "irecv", "batch_isend_irecv"):
         with pytest.raises(lowtide.RehearsalError, match=f"{name} sends from one process to another"):
@@ -232,7 +232,7 @@ def test_what_goes_between_two_processes_is_refused() -> None:
         found[FullyShardedDataParallel, "__init__"](None)
 
 
-def test_what_nccl_takes_lies_within_the_reports() -> None:
+def test_the_memory_of_nccl_lies_within_the_reports() -> None:
     reported = [report.n_bytes for report in REPORTS]
     assert nccl_bytes(1)[0] == min(reported)
     assert nccl_bytes(3)[1] <= max(reported) <= nccl_bytes(4)[1]

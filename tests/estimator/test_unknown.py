@@ -1,4 +1,4 @@
-"""Numbers and arrays that nobody knows may be told, counted and passed on; what is decided by them is refused."""
+"""Unknown numbers and arrays may be printed, counted and passed on; branches on them are refused."""
 
 import copy
 import pickle
@@ -34,7 +34,7 @@ def asked(model, ask, device=None):
 
 
 @pytest.mark.parametrize("device", [None, "T4"])
-def test_metrics_of_arrays_may_be_told(model, device):
+def test_metrics_of_unknown_arrays_may_be_printed(model, device):
     labels = np.arange(8) % 4
 
     def ask(out):
@@ -88,7 +88,7 @@ def test_copies_are_plain_and_large_arrays_take_no_memory(model):
         lambda a: np.allclose(a, 1) and 5,
     ],
 )
-def test_what_is_decided_by_an_array_is_refused_with_its_line(model, decide):
+def test_a_branch_on_an_unknown_array_is_refused_with_its_line(model, decide):
     def ask(out):
         found = decide(out.numpy())
         if found:
@@ -111,7 +111,7 @@ def test_what_is_decided_by_an_array_is_refused_with_its_line(model, decide):
         (lambda a: a[0][a[0] > 0], "depends on a mask"),
     ],
 )
-def test_arrays_whose_sizes_depend_on_what_nobody_knows_are_refused(model, ask, why):
+def test_arrays_whose_sizes_depend_on_unknown_contents_are_refused(model, ask, why):
     with pytest.raises(lowtide.DataDependentStepError, match=why):
         asked(model, lambda out: ask(out.numpy()))
 
@@ -131,7 +131,7 @@ def test_a_tensor_of_such_an_array_is_unknown(model, tensor_of):
         asked(model, lambda out: tensor_of(out.numpy() * 2).sum() > 3 and None)
 
 
-def test_whole_numbers_may_be_told_and_counted(model):
+def test_unknown_whole_numbers_may_be_printed_and_counted(model):
     def ask(out):
         count, n = (out > 0).sum(), 0
         n += int(count)

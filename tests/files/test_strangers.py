@@ -150,7 +150,7 @@ def test_a_compressed_file_that_stands_for_very_much(tmp_path: Path) -> None:
         Trace.read(file)
 
 
-def test_what_was_written_is_read(folder: Path) -> None:
+def test_written_files_are_read_back(folder: Path) -> None:
     profile = chain(3)
     assert Profile.from_json(folder / "profile.json") == profile
     assert Plan.from_json(folder / "plan.json") == plan(profile, "80%")

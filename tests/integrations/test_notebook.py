@@ -42,7 +42,7 @@ def test_an_error_in_the_cell_is_the_cells_own(shell: Any) -> None:
     assert shell.run_cell("%%lowtide\n1 + 1").result == 2  # and nothing is left in force
 
 
-def test_what_is_no_name_is_refused(shell: Any) -> None:
+def test_an_invalid_variable_name_is_refused(shell: Any) -> None:
     done = shell.run_cell("%%lowtide --peak 3\n1")
     assert isinstance(done.error_in_exec, lowtide.LowtideError)
     assert "'--peak 3'" in str(done.error_in_exec)

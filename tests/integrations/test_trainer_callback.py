@@ -136,7 +136,7 @@ def test_checkpointing_of_the_trainers_own_is_said_with_what_there_is_without_it
     assert "checkpoint" in capsys.readouterr().err
 
 
-def test_a_budget_that_is_none_is_refused_where_the_callback_is_made() -> None:
+def test_an_invalid_budget_is_refused_where_the_callback_is_made() -> None:
     with pytest.raises(lowtide.BudgetError):
         LowtideCallback("8G")
 

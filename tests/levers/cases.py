@@ -57,7 +57,7 @@ def batch_of(rows: int = ROWS) -> Batch:
 
 @dataclass
 class Ran:
-    """What a step gave and needed."""
+    """Results and peak of a step."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -91,12 +91,12 @@ def pulled(
 
 
 def close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float) -> bool:
-    """Whether two sets of gradients are as close as that, relatively, all in all."""
+    """Return True if the relative distance of two sets of gradients is at most this."""
     assert one.keys() == other.keys()
     apart = sum(float((one[name] - other[name]).double().square().sum()) for name in one)
     return apart <= tolerance**2 * sum(float(t.double().square().sum()) for t in one.values())
 
 
 def untouched(model: nn.Module) -> bool:
-    """Whether nothing of ours is in any module."""
+    """Return True if no module has an attribute or hook of Lowtide's."""
     return not any("_compiled_call_impl" in module.__dict__ for module in model.modules())

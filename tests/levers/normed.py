@@ -87,7 +87,7 @@ def found_out(model: nn.Module, step: Step, batch: Any, optimizer: Any) -> Setti
 
 
 def results(made: Callable[[], nn.Module], kind: Any, batch: Any, *, steps: int = 3, **step_with: Any) -> list[Any]:
-    """What some steps leave behind, buffers and random numbers included: of the plain loop, and with the lever."""
+    """Results of some steps, buffers and random numbers included: of the plain loop, and with the lever."""
     found = []
     for is_on in (False, True):
         model = made()

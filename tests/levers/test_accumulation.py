@@ -71,7 +71,7 @@ def test_spans_cover_all_rows_in_order_and_differ_by_one_at_most(rows: int, n: i
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_what_every_piece_needs_goes_to_every_piece() -> None:
+def test_shared_entries_go_to_every_piece() -> None:
     table = torch.ones(5)
     batch = {"x": X, "text": list("abcdefg"), "bias": torch.ones(1, 4), "scale": torch.tensor(2.0), "table": table}
     first, second = lowtide.micro_batches(batch, 2, shared={"table"})
@@ -93,7 +93,7 @@ def test_what_every_piece_needs_goes_to_every_piece() -> None:
         (torch.ones(0, 3), "no rows"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(batch: Any, says: str) -> None:
+def test_batches_that_can_not_be_split_are_refused(batch: Any, says: str) -> None:
     with pytest.raises(LowtideError, match=says):
         lowtide.micro_batches(batch, 2)
 
@@ -187,7 +187,7 @@ def test_gradients_and_loss_are_those_of_the_whole_batch(name: str, n: int) -> N
 
 
 def test_the_mean_of_means_would_be_wrong_here() -> None:
-    """What the tests above would not notice if all rows had the same number of labels."""
+    """Labels whose number differs from row to row, without which the tests above would prove little."""
     model, batch = Net(), tokens()
     of_tokens(model, batch).backward()
     expected = gradients(model)
@@ -262,7 +262,7 @@ def test_tokens_that_are_their_own_labels_but_for_padding(first: str, n: int) ->
     assert_equal(gradients(model), expected)
 
 
-def test_two_sets_of_labels_that_can_not_be_told_apart_are_asked_for() -> None:
+def test_two_indistinguishable_sets_of_labels_need_a_weight() -> None:
     model, batch = Net(), tokens(4)
     batch["others"] = batch["labels"].clone()
     batch["others"][2:] = -100
@@ -283,14 +283,14 @@ UNKNOWN: dict[str, Callable[[Net, dict[str, Tensor]], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_cannot_be_told_is_asked_for(name: str) -> None:
+def test_an_unrecognized_average_needs_a_weight(name: str) -> None:
     model, loss_of = Net(), UNKNOWN[name]
     with pytest.raises(LowtideError, match=r"it can't be told how this loss averages: .*weight="):
         lowtide.accumulate(lambda part: loss_of(model, part), tokens(), 2)
     assert gradients(model) == {}
 
 
-def test_what_is_said_is_used() -> None:
+def test_a_given_weight_is_used() -> None:
     model, batch = Net(), tokens()
 
     def loss_of(part: dict[str, Tensor]) -> Tensor:
@@ -416,7 +416,7 @@ def test_a_piece_that_is_smoothed_in_another_way_is_noticed() -> None:
 # --- refused --------------------------------------------------------------------------------------------------------
 
 
-def test_batch_norm_is_refused_unless_asked_for() -> None:
+def test_batch_norm_is_refused_unless_accepted() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double()
     x = X.double()

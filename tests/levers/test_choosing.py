@@ -12,5 +12,5 @@ from lowtide.levers.selection import explain_not_paying
         (-7.56, "it takes 12 ms a step, and saves nothing of recomputes and replays"),
     ],
 )
-def test_what_a_lever_takes_and_saves(saved_ms: float, why: str) -> None:
+def test_the_cost_and_saving_of_a_lever_are_measured(saved_ms: float, why: str) -> None:
     assert explain_not_paying(12.0, saved_ms) == why

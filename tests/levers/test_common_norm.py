@@ -109,7 +109,7 @@ def test_several_outputs_that_lead_to_the_loss(kind: Any) -> None:
     assert same(*results(lambda: Normed(kind), torch.optim.SGD, batch_of(), loss_of=loss_of))
 
 
-def test_what_is_saved_by_it_is_all_gradients_but_the_largest() -> None:
+def test_it_saves_all_gradients_but_the_largest() -> None:
     model, optimizer = build(torch.optim.SGD)
     step = step_of(model, optimizer)
     plain = peak_of(step, rows(1))

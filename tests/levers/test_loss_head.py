@@ -84,7 +84,7 @@ def test_autocast() -> None:
     assert close(plain.gradients, found.gradients, 2e-2)
 
 
-def test_logits_are_there_for_whoever_reads_them() -> None:
+def test_logits_are_computed_for_code_that_reads_them() -> None:
     model, batch = model_of("bert"), batch_of()
     plain = run(model, batch).outputs.logits
     with pulled(model, "loss head") as on:

@@ -48,7 +48,7 @@ def test_models_that_do_not_look_at_the_number_of_items(labels: str) -> None:
 
 
 def test_a_loss_beside_the_one_that_is_divided_is_refused() -> None:
-    """What is added once for each piece would count as often."""
+    """A term that is added once for each piece would count as often."""
     torch.manual_seed(0)
     config = transformers.MixtralConfig(
         **TINY, num_key_value_heads=2, num_local_experts=2, output_router_logits=True, use_cache=False
@@ -59,7 +59,7 @@ def test_a_loss_beside_the_one_that_is_divided_is_refused() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_what_was_in_the_gradients_before_stays() -> None:
+def test_earlier_gradients_stay() -> None:
     model, batch = model_of("gpt2", resid_pdrop=0, attn_pdrop=0, embd_pdrop=0), batch_of()
     (2 * model(**batch).loss).backward()
     model(**batch).loss.backward()
@@ -99,7 +99,7 @@ def test_batch_norm_is_refused() -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_what_a_gradient_scaler_is_for_is_refused(inside: bool) -> None:
+def test_float16_under_a_gradient_scaler_is_refused(inside: bool) -> None:
     """Also where autocast is on only inside of the model, as accelerate has it."""
     model, batch = model_of("llama"), batch_of()
     half = torch.autocast("cpu", torch.float16)

@@ -175,7 +175,7 @@ def _by_hand(model: nn.Module) -> None:
         (torch.optim.LBFGS, None, "a LBFGS may look at several parameters at once"),
     ],
 )
-def test_what_needs_all_gradients_is_refused_with_the_reason(kind: Any, between: Any, why: str) -> None:
+def test_loops_that_need_all_gradients_are_refused_with_the_reason(kind: Any, between: Any, why: str) -> None:
     model, optimizer = build(kind) if kind is not torch.optim.LBFGS else (build()[0], None)
     optimizer = optimizer or torch.optim.LBFGS(model.parameters())
     with pytest.raises(LeverNotApplicable, match=why):
@@ -221,7 +221,7 @@ def test_weights_that_are_moved_back_before_the_update_are_no_reason_to_fail(thr
     assert STEP not in str(refused.value)
 
 
-def test_a_lever_that_was_asked_for_in_vain_is_said_and_not_offered_again() -> None:
+def test_a_lever_that_was_requested_in_vain_is_noted_and_not_suggested() -> None:
     model, optimizer = build(torch.optim.AdamW, foreach=True)
     step = sharpness_aware(model, optimizer, through_data=False)
     with pytest.raises(lowtide.Infeasible) as refused:
@@ -303,6 +303,7 @@ def test_a_gradient_scaler_is_refused() -> None:
         LEVERS[STEP].settings(StepContext(model, step, rows(), optimizer))
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_fused_kernels_take_no_temporaries_and_go_again(kind: Any) -> None:
     model, optimizer = build(kind, foreach=True)

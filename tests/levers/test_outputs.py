@@ -1,4 +1,4 @@
-"""The lever `outputs`: logits go before backward, where nobody reads them, and a late reader is told."""
+"""The lever `outputs`: logits are freed before backward if no code reads them, and a late read raises."""
 
 import copy
 import gc
@@ -64,7 +64,7 @@ def test_a_late_reader_is_told_which_lever_it_was(read: Callable[[Any], object])
 
 
 @pytest.mark.loss_head
-def test_nothing_is_left_of_a_lever_that_was_taken_off() -> None:
+def test_nothing_is_left_of_a_removed_lever() -> None:
     model, batch = model_of("llama"), batch_of()
     gone = weakref.ref(model.lm_head.weight)
     gc.collect()
@@ -80,7 +80,7 @@ def test_nothing_is_left_of_a_lever_that_was_taken_off() -> None:
         gc.enable()
 
 
-def test_what_is_left_of_the_outputs_looks_as_before() -> None:
+def test_the_remaining_outputs_look_as_before() -> None:
     model, batch = model_of("gpt2"), batch_of()
     kind = type(run(model, batch).outputs)
     with pulled(model, "outputs"):
@@ -196,6 +196,7 @@ def _reads_every_hundredth_time(model: nn.Module) -> Step:
     return step
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("made", [_reads_in_the_rehearsal, _reads_every_hundredth_time])
 def test_a_step_that_may_read_more_keeps_its_outputs(made: Callable[[nn.Module], Step]) -> None:
     model, batch = model_of("gpt2"), batch_of()
@@ -277,7 +278,7 @@ def _closed_over(trainer: _Trainer) -> Callable[[Batch], Any]:
         (len, "the code of a builtin_function_or_method can't be read"),
     ],
 )
-def test_what_code_may_read(step: Callable[[Any], Any], why: str | None) -> None:
+def test_fields_that_code_may_read_are_found(step: Callable[[Any], Any], why: str | None) -> None:
     found = reason_to_read(step, ("logits", "attentions"))
     if why is None:
         assert found is None

@@ -31,7 +31,7 @@ class Tied(nn.Module):
 
 @pytest.fixture(autouse=True)
 def compiled_anew() -> Iterator[None]:
-    """What other tests compiled counts for nothing here, and the other way round."""
+    """Drop compiled code before and after each test, so that tests do not share any."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -90,7 +90,7 @@ def test_a_loss_that_mixes_rows_is_refused_by_name(weight: Any) -> None:
     assert gradients(model) == {}
 
 
-def test_what_is_encoded_in_another_way_the_second_time_is_refused() -> None:
+def test_a_second_encoding_that_differs_is_refused() -> None:
     model, batch = made()
     other = torch.Generator().manual_seed(0)
 

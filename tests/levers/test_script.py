@@ -1,4 +1,4 @@
-"""Levers on a script that nobody edits, by name on the command line."""
+"""Levers on an unedited script, by name on the command line."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_a_script_with_a_lever_trains_within_less(run: Callable[..., Done], tmp_
         (["--lever", "outputs", "--plan", __file__], "--lever goes with --budget"),
     ],
 )
-def test_what_can_not_be_pulled_is_said_before_anything_runs(
+def test_levers_that_can_not_be_used_are_refused_before_anything_runs(
     args: list[str], says: str, run: Callable[..., Done]
 ) -> None:
     done = run("run", *args, text="raise SystemExit('it ran')")

@@ -1,4 +1,4 @@
-"""Where new segments are put, beside what a driver did."""
+"""Addresses of new segments, compared with those that a driver gave."""
 
 from lowtide.memory.allocator.caching import Addresses
 from lowtide.memory.allocator.segment_addresses import CHUNK, OTHERS, DriverAddresses

@@ -98,7 +98,7 @@ def test_torch_reads_the_same_into_the_same_texts(run_python: RunPython) -> None
 
 
 @pytest.mark.parametrize("text", BAD_FOR_TORCH_TOO + BAD_FOR_LOWTIDE)
-def test_what_cannot_be_read_is_refused(text: str) -> None:
+def test_invalid_settings_are_refused(text: str) -> None:
     with pytest.raises(LowtideError):
         AllocatorConfig.parse(text)
 

@@ -84,7 +84,7 @@ def test_best_fit_counts_the_unmapped_memory_behind_a_block() -> None:
     assert allocator.reserved == 20 * MIB
 
 
-def test_the_device_limits_pages_and_the_fraction_what_is_asked_for() -> None:
+def test_the_device_limits_pages_and_the_fraction_limits_requests() -> None:
     allocator = expandable(50 * MIB)
     allocator.malloc(30 * MIB)  # two pages; a third does not fit into 50
     with pytest.raises(OutOfMemory):

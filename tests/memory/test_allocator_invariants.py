@@ -1,4 +1,4 @@
-"""What holds of the simulated allocator whatever is asked of it, and a plain version of it that judges the fast one."""
+"""Invariants of the simulated allocator for any requests, and a readable version that judges the fast one."""
 
 from itertools import pairwise
 
@@ -167,7 +167,7 @@ def test_the_fast_one_does_what_the_plain_one_does(asked: list[tuple[str, int, i
 
 
 @given(st.lists(sizes, min_size=1, max_size=20), texts)
-def test_what_is_never_freed_needs_its_peak_and_no_page_less(asked: list[int], text: str) -> None:
+def test_blocks_that_are_never_freed_need_their_peak_in_whole_pages(asked: list[int], text: str) -> None:
     stream = EventStream(tuple(Allocate(number, n_bytes, 0, "") for number, n_bytes in enumerate(asked)))
     config = AllocatorConfig.parse(text.partition(",per_process")[0])
     peak = simulate(stream, config).peak_reserved_bytes

@@ -1,4 +1,4 @@
-"""What real GPUs did, replayed, and event streams through the simulated allocator."""
+"""Recorded traces of real GPUs, replayed, and event streams through the simulated allocator."""
 
 from pathlib import Path
 

@@ -134,7 +134,7 @@ def test_the_end_of_an_existing_tensor_lowers_the_level() -> None:
     del x, y
 
 
-def test_what_the_graph_alone_holds_is_known_too() -> None:
+def test_tensors_that_only_the_graph_holds_are_known_too() -> None:
     x = torch.rand(50, requires_grad=True)
     y = x.exp().sin().sum()  # exp saves its result and sin its input, the same 200 bytes; sum saves nothing
     with CpuRecorder() as recorder:
@@ -317,6 +317,7 @@ def test_an_exception_passes_through_and_what_came_before_it_is_there() -> None:
     assert sizes(recorder.stream) == [5]
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(
     "left_open", ["lowtide.measure()", "torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])"]
 )

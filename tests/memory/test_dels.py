@@ -1,4 +1,4 @@
-"""What each `del` would save, by `measure().dels()`: counted by hand, and against steps that do delete."""
+"""Savings of each `del` by `measure().dels()`: counted by hand, and compared with steps that do delete."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_graph_that_two_variables_hold_goes_with_both(model: nn.Module) -> Non
     assert freed(memory, END) == {"out": OUT, "loss": 4, "loss, out": X + HIDDEN + OUT + 4}
 
 
-def test_what_somebody_else_holds_too_is_not_freed(model: nn.Module) -> None:
+def test_memory_with_another_holder_is_not_freed(model: nn.Module) -> None:
     kept: list[Tensor] = []
     box: dict[str, Any] = {}
 
@@ -156,7 +156,7 @@ def test_outputs_before_backward_are_the_logits_and_save_what_a_del_saves() -> N
     assert saved(plain, "outputs", AFTER) == 0
 
 
-def test_what_the_step_before_left_is_saved_at_its_end(model: nn.Module) -> None:
+def test_leftovers_of_the_previous_step_count_at_the_end(model: nn.Module) -> None:
     optimizer = sgd(model)
 
     def train(*, deletes: bool) -> tuple[Memory, int]:

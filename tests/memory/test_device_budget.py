@@ -36,7 +36,7 @@ class Small:
         self.optimizer.step()
 
 
-def test_auto_is_what_is_free_and_what_the_allocator_holds_less_a_margin() -> None:
+def test_auto_is_free_memory_plus_the_allocators_less_a_margin() -> None:
     found, text = automatic_budget(free_bytes=60 * GIB, total_bytes=80 * GIB, reserved_bytes=10 * GIB)
     assert found == 70 * GIB - int(70 * GIB * MARGIN)
     assert "80 GiB of the GPU, less 10 GiB in CUDA contexts and other processes, less 5.6 GiB" in text
@@ -50,7 +50,7 @@ def test_a_share_of_the_gpu(text: str, share: Fraction | None) -> None:
 
 
 @pytest.mark.parametrize("text", ["0% of gpu", "101% of gpu"])
-def test_what_is_no_part_of_a_gpu_is_refused(text: str) -> None:
+def test_invalid_shares_of_a_gpu_are_refused(text: str) -> None:
     with pytest.raises(lowtide.BudgetError, match="up to 100%"):
         check_budget(text, of_gpu=True)
 
@@ -107,6 +107,7 @@ def test_the_excess_is_that_of_a_new_allocator_that_holds_what_was_there() -> No
     assert reserved_excess_bytes(recorder) == (20 + 2 + 30) * 2**20 - 33 * 2**20 - 700
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("way", ["fit", "within"])
 def test_a_budget_for_reserved_bytes_holds_in_the_simulated_allocator(
     way: str, monkeypatch: pytest.MonkeyPatch

@@ -42,7 +42,7 @@ def test_blocks_know_their_lives() -> None:
     ]  # fmt: skip
 
 
-def test_what_is_alive() -> None:
+def test_living_blocks_are_listed() -> None:
     timeline = Timeline(STREAM, LABELS)
     assert timeline.alive_at(-1) == ()
     assert [b.id for b in timeline.alive_at(6)] == [0, 1, 2]
@@ -107,7 +107,7 @@ def streams(draw: st.DrawFn) -> EventStream:
 
 
 @given(streams())
-def test_the_level_is_what_is_alive_less_what_is_gone_from_entry(stream: EventStream) -> None:
+def test_the_level_is_living_bytes_less_those_freed_from_entry(stream: EventStream) -> None:
     timeline = Timeline(stream)
     for index, level in enumerate(timeline.curve):
         assert level == sum(b.bytes for b in timeline.alive_at(index)) - timeline.freed_from_entry(index)

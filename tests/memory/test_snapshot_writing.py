@@ -36,7 +36,7 @@ STREAM = EventStream(
 LABELS = {0: Label("activations", "net.act", "MulBackward0"), 2: Label("gradients", "net.weight")}
 
 
-def test_what_is_written_is_read_back_the_same(tmp_path: Path) -> None:
+def test_a_written_snapshot_is_read_back_the_same(tmp_path: Path) -> None:
     file = tmp_path / "snapshot.pickle"
     write_snapshot(Timeline(STREAM, LABELS), file, AllocatorConfig.parse("max_split_size_mb:64"), at_entry=[5000, 0])
     snapshot = Snapshot.read(file)

@@ -168,7 +168,7 @@ def test_other_data_is_refused() -> None:
         Snapshot({"segments": [{"device": 0}]}).history()
 
 
-def test_what_a_stack_says() -> None:
+def test_operator_and_place_are_read_from_a_stack() -> None:
     assert (operator(STACK), place(STACK)) == ("aten::mul", "model.py:42 forward")
     assert (operator(STACK[2:]), place(STACK[:3])) == ("forward", "activation.py:7 forward")
     assert (operator([]), place([]), place(STACK[:2])) == ("", "", "")

@@ -41,12 +41,12 @@ def test_one_search_finds_what_trying_everything_finds(inner: int) -> None:
         assert found.extra_ms == min(outcome.extra_ms for outcome in outcomes if outcome.peak_bytes <= limit)
 
 
-def test_what_cannot_be_has_an_infinite_bound() -> None:
+def test_infeasible_problems_have_an_infinite_bound() -> None:
     assert searched(chain(3), 20) == (float("inf"), None)
 
 
 @given(profiles(max_ops=20), st.integers(20, 99))
-def test_what_a_search_finds_fits_and_is_predicted_rightly(profile: Profile, percent: int) -> None:
+def test_search_results_fit_and_are_predicted_exactly(profile: Profile, percent: int) -> None:
     limit = (predict(profile, Decisions()).peak_bytes - profile.static.total) * percent // 100
     _, found = searched(profile, limit)
     if found is not None:

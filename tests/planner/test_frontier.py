@@ -45,7 +45,7 @@ def test_a_point_is_what_a_plan_for_that_peak_costs() -> None:
         assert point.share == point.peak_bytes / found.plain_bytes
 
 
-def test_it_is_told_in_one_line() -> None:
+def test_a_frontier_is_described_in_one_line() -> None:
     found = frontier(chain(3), n_budgets=4)
     smallest = format_bytes(found.points[0].peak_bytes)
     assert f"{len(found.points)} points, {smallest} to {format_bytes(found.plain_bytes)}" in repr(found)

@@ -16,7 +16,7 @@ class Counting(GreedySearch):
         return super().sweep(choice)
 
 
-def test_what_to_keep_of_a_long_chain_is_found_without_trying_everything() -> None:
+def test_values_to_keep_in_a_long_chain_are_found_without_trying_all() -> None:
     """400 recomputes of 40 bytes, one from the other, wait for the last of them. To keep the middle one halves that."""
     simulator = Simulator(chain(1, inner=400))
     search = Counting(Moves(simulator))

@@ -44,7 +44,7 @@ def test_it_lowers_the_base_and_takes_its_time() -> None:
     assert sum(slow.parts.values()) == slow.peak_bytes
 
 
-def test_what_a_profile_does_not_know_is_refused() -> None:
+def test_nodes_unknown_to_the_profile_are_refused() -> None:
     profile = with_groups(chain(4), {}, {})
     with pytest.raises(ValueError, match="TanhBackward0"):
         predict(profile, Decisions(in_place=frozenset({"TanhBackward0"})))
@@ -58,7 +58,7 @@ def test_the_plain_step_stays_as_it_is() -> None:
     assert (made.in_place, made.decisions) == ({}, Decisions())
 
 
-def test_what_costs_nothing_comes_first() -> None:
+def test_free_gradients_come_first() -> None:
     profile = with_groups(chain(4), everywhere(chain(4), 30), everywhere(chain(4), 20))
     plain = predict(profile, Decisions()).peak_bytes
     assert in_place_peak_bytes(profile) == plain - 30
@@ -71,7 +71,7 @@ def test_what_costs_nothing_comes_first() -> None:
 
 
 @pytest.mark.parametrize(("ms", "nodes"), [(0.5, SLOW), (1.5, FREE)])
-def test_what_costs_time_is_done_where_the_whole_takes_less(ms: float, nodes: frozenset[str]) -> None:
+def test_costly_gradients_are_used_where_the_whole_takes_less(ms: float, nodes: frozenset[str]) -> None:
     """Each block of the chain that is dropped takes 1 ms and leaves out 40 bytes."""
     profile = with_groups(chain(6, inner=1), {}, everywhere(chain(6, inner=1), 40), ms)
     made = plan(profile, predict(profile, Decisions()).peak_bytes - 40)

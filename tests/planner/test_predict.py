@@ -78,7 +78,7 @@ def test_static_memory_and_gradients_count() -> None:
     }
 
 
-def test_the_peak_is_told_by_category() -> None:
+def test_the_peak_is_split_by_category() -> None:
     tape = Tape(static_bytes=5)
     with tape.call("model#0"):
         x = tape.op(10)
@@ -140,7 +140,7 @@ def test_a_value_is_recomputed_once_and_waits_for_all_its_readers() -> None:
     assert predict(profile, Decisions(recompute=frozenset({"model#0:1", "model#0:2"}))).extra_ms == 2.0
 
 
-def test_what_is_never_read_costs_nothing_to_drop() -> None:
+def test_dropping_an_unread_tensor_costs_nothing() -> None:
     profile = two_readers().profile()
     unread = replace(profile, slots=tuple(replace(slot, need=None) for slot in profile.slots))
     prediction = predict(unread, Decisions(recompute=frozenset({"model#0:1", "model#0:2"})))
@@ -148,7 +148,7 @@ def test_what_is_never_read_costs_nothing_to_drop() -> None:
     assert prediction.held_bytes == 10
 
 
-def test_a_kept_operand_is_held_until_what_is_made_from_it_is_let_go() -> None:
+def test_a_kept_operand_is_held_until_values_computed_from_it_are_released() -> None:
     """X is saved by a later op, so that its own reader is done first: the recompute of y holds it on."""
     tape = Tape()
     with tape.call("model#0"):
@@ -162,7 +162,7 @@ def test_a_kept_operand_is_held_until_what_is_made_from_it_is_let_go() -> None:
     assert usage(profile, ["model#0:0"]) == [10, 30, 31, 12, 10, 30, 0, 0, 0]
 
 
-def test_a_value_that_nobody_saves_is_scratch_memory_of_the_recompute() -> None:
+def test_an_unsaved_value_is_scratch_memory_of_the_recompute() -> None:
     tape = Tape()
     with tape.call("model#0"):
         x = tape.op(10)
@@ -194,7 +194,7 @@ def test_recomputes_at_one_position_run_one_after_the_other(scratch: tuple[int, 
 
 
 @pytest.mark.parametrize(("w_first", "most"), [(True, 10 + 20 + 20 + 50 + 4), (False, 10 + 50 + 20 + 30)])
-def test_what_passes_waits_for_operands_that_are_made_after_it(w_first: bool, most: int) -> None:
+def test_intermediates_wait_for_operands_recomputed_after_them(w_first: bool, most: int) -> None:
     """Y needs `passing` and w, which is recomputed with 30 bytes of scratch memory."""
     tape = Tape()
     with tape.call("model#0"):
@@ -222,7 +222,7 @@ def test_of_a_chain_that_passes_two_are_there_at_once(n: int) -> None:
     assert predict(profile, Decisions(recompute=frozenset({"model#0:1"}))).extra_ms == n + 1
 
 
-def test_a_value_that_nobody_saves_is_made_once_for_all_that_need_it() -> None:
+def test_an_unsaved_value_is_recomputed_once_for_all_readers() -> None:
     """Y and z are both made from `passing`: at the read of z it is made, and it waits for the read of y."""
     tape = Tape()
     with tape.call("model#0"):
@@ -387,7 +387,7 @@ def test_an_advance_alone_drops_what_others_save() -> None:
     assert simulator.predict(decisions).extra_ms == 6.0
 
 
-def test_what_is_kept_inside_of_a_call_is_not_advanced() -> None:
+def test_a_result_kept_inside_a_call_is_not_advanced() -> None:
     tape = Tape()
     with tape.call("model#0", refused="the model itself"):
         x = tape.op(10)
@@ -403,7 +403,7 @@ def test_what_is_kept_inside_of_a_call_is_not_advanced() -> None:
     assert (replayed.held_bytes, replayed.extra_ms) == (10, 3.0)
 
 
-def test_what_is_offloaded_is_gone_from_the_next_one_on_until_the_one_before_is_read() -> None:
+def test_an_offloaded_storage_is_off_the_device_until_its_predecessor_is_read() -> None:
     """h0, h1, h2 of 40 bytes each: one op makes each from the last, and saves it; 2 bytes in 1 ms."""
     tape = Tape()
     with tape.call("model#0"):
@@ -480,7 +480,7 @@ def test_a_profile_that_contradicts_itself_is_refused(broken: object) -> None:
 # --- replays that save what is born elsewhere and is not their input
 
 
-def test_what_is_made_of_a_tensor_holds_the_replay_that_saves_it_too() -> None:
+def test_values_computed_from_a_tensor_hold_the_replay_that_saves_it() -> None:
     """F (20 bytes) is saved in a block that is given x (10), and makes g (40), which backward reads after f."""
     tape = Tape()
     with tape.call("model#0", refused="the model itself"):
@@ -494,7 +494,7 @@ def test_what_is_made_of_a_tensor_holds_the_replay_that_saves_it_too() -> None:
     assert usage(tape.profile(), ["model#0:0"], ["block#0"])[5:] == [10 + 20, 10 + 20 + 40, 0, 0, 0, 0]
 
 
-def test_what_is_made_of_a_tensor_holds_a_replay_around_the_one_that_saves_it_too() -> None:
+def test_values_computed_from_a_tensor_hold_a_replay_around_the_one_that_saves_it() -> None:
     """The same where the block (given f1, 20 bytes) that saves f2 (30) is in another one (given x, 10)."""
     tape = Tape()
     with tape.call("model#0", refused="the model itself"):
@@ -565,7 +565,7 @@ def test_the_simulator_sees_what_a_walk_through_the_step_sees(profile: Profile, 
     assert simulator.decisions(simulator.choice(decisions)) == decisions
 
 
-def test_what_only_replays_hold_is_made_once_for_all_that_need_it() -> None:
+def test_values_held_only_by_replays_are_recomputed_once_for_all_readers() -> None:
     """x, made from w, is the input of b; y and z are made from it outside."""
     tape = Tape()
     with tape.call("model#0"):

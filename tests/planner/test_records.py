@@ -57,7 +57,7 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
         Plan.from_json(tmp_path / "plan.json")
 
 
-def test_what_is_no_plan_is_refused_with_what_it_lacks() -> None:
+def test_an_invalid_plan_is_refused_with_what_it_lacks() -> None:
     with pytest.raises(
         LowtideError,
         match=r"not a Plan of format 3: it has no decisions.\n.*`lowtide plan make --budget",
@@ -103,7 +103,7 @@ def test_a_plan_with_another_value_somewhere_is_read_or_refused(field: str, valu
     assert plan == Plan.from_json(plan.to_json())
 
 
-def test_who_only_reads_records_does_not_wait_for_scipy(run_python: RunPython) -> None:
+def test_reading_records_does_not_import_scipy(run_python: RunPython) -> None:
     code = "import sys, lowtide.planner.budget_frontier, lowtide.report.plan_text as _\n"
     code += "print({'scipy', 'torch'} & {*sys.modules})"
     assert run_python("-c", code).stdout.strip() == "set()"

@@ -55,7 +55,7 @@ def test_the_last_block_is_dropped_too_only_where_that_helps() -> None:
     assert plan(profile, 110).predicted.peak_bytes == 110
 
 
-def test_what_has_no_recipe_is_replayed() -> None:
+def test_values_without_a_recipe_are_replayed() -> None:
     profile = chain(6, inner=2)
     without = replace(profile, values=tuple(replace(value, recipe=None) for value in profile.values))
     peak = plain_peak(without)
@@ -151,6 +151,7 @@ def test_more_budget_never_costs_more_on_any_step(profile: Profile, shares: list
     assert costs == sorted(costs, reverse=True)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("costs_seed", range(2))
 def test_more_budget_never_costs_more_with_noisy_costs(costs_seed: int) -> None:
     """Identical blocks are never measured to take identical times."""
@@ -184,7 +185,8 @@ def test_how_far_down_plans_can_go_is_no_matter_of_measured_times(seed: int) -> 
         assert plan(each, min(smallest)).predicted.peak_bytes <= min(smallest)
 
 
-def test_what_was_planned_before_changes_nothing() -> None:
+@pytest.mark.slow
+def test_earlier_plans_change_nothing() -> None:
     asked = [plan(TRANSFORMER, f"{share}%") for share in (90, 50, 65, 51)]
     for made in asked:
         assert plan(Profile.from_json(TRANSFORMER.to_json()), made.budget_bytes) == made
@@ -222,7 +224,7 @@ def test_where_rows_are_no_guide_at_a_small_budget_they_may_be_one_at_a_larger_o
     assert all(bytes_ > limit for limit, left_out in given for bytes_ in left_out.values())
 
 
-def test_offloading_is_for_those_who_ask() -> None:
+def test_offloading_is_used_only_on_request() -> None:
     """At 10 bytes a millisecond the norms' inputs go, and a matrix product is not redone."""
     profile = replace(TRANSFORMER, offload_bytes_per_ms=100.0)
     assert plan(profile, "60%").offload == ()
@@ -270,6 +272,7 @@ def test_the_error_says_where_plans_save_nothing(at: int, told: str) -> None:
     assert f"Note: plans save next to nothing of this step: {temporaries} at its peak, {told}" in str(caught.value)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("limit_s", [0.0, 0.3])
 def test_a_time_limit_gives_the_best_so_far_and_its_gap(limit_s: float) -> None:
     profile = replace(TRANSFORMER)

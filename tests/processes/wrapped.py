@@ -82,7 +82,7 @@ def fits_with_unused_parameters(rank: int) -> None:
 
 
 def counts_buckets(rank: int) -> None:
-    """What DDP sends gradients in is counted, once."""
+    """DDP's buckets of gradients are counted, once."""
     for views in (False, True):
         model, optimizer = build()
         size = sum(p.nbytes for p in model.parameters())

@@ -40,7 +40,7 @@ def test_a_model_that_is_called_on_its_own_result_keeps_to_what_was_predicted(pa
     assert verdict.identical
 
 
-def test_what_a_second_call_is_known_to_keep_is_no_surprise():
+def test_tensors_that_a_second_call_is_known_to_keep_are_not_reported():
     """Weights that were made by a step of descent: at the address of what the first call recomputes, it can't."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.LeakyReLU(), nn.Linear(256, 256), nn.LeakyReLU(), nn.Linear(256, 8))
@@ -72,7 +72,7 @@ class _Block(nn.Module):
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_other_nodes_give_to_a_second_call_is_no_surprise():
+def test_tensors_of_other_nodes_in_a_second_call_are_not_reported():
     torch.manual_seed(0)
     model, before = nn.Sequential(*[_Block() for _ in range(3)]), nn.Linear(64, 64)
 

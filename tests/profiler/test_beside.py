@@ -1,4 +1,4 @@
-"""What is in memory beside the model counts in every budget, each storage once."""
+"""Memory beside the model counts in every budget, each storage once."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_an_average_in_a_plain_object_counts_once_and_in_percent_budgets() -> No
         assert fitted.verdict.measured_peak_bytes == fitted.plan.predicted.peak_bytes
 
 
-def test_what_a_rehearsal_copies_is_not_counted() -> None:
+def test_copies_made_by_a_rehearsal_do_not_count() -> None:
     model = net()
     large = nn.Linear(512, 512)
     before = rehearsed(model).static.others

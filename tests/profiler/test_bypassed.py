@@ -112,7 +112,9 @@ def on_the_host(model: nn.Module) -> Callable[[Tensor], Any]:
 @pytest.mark.parametrize(
     ("kind", "names"), [(by_func, "torch.func"), (by_row, "torch.func"), (on_the_host, "save_on_cpu")]
 )
-def test_what_keeps_plans_out_is_named(kind: Callable[[nn.Module], Callable[[Tensor], Any]], names: str) -> None:
+def test_the_reason_why_plans_have_no_effect_is_named(
+    kind: Callable[[nn.Module], Callable[[Tensor], Any]], names: str
+) -> None:
     model = net()
     for go in (lowtide.rehearse, lambda *given: lowtide.fit(*given, budget="50%")):
         with pytest.raises(RehearsalError, match=names):

@@ -30,14 +30,16 @@ def test_a_step_that_saves_all_slots_takes_what_they_do() -> None:
 
 
 def test_bytes_that_torchs_own_partition_saves_by_its_order_are_not_taken_from_a_plans_peak() -> None:
-    """What inductor writes over memory of saved tensors in the plain step may need its own where they are not saved."""
+    """Results that inductor writes over saved tensors in the plain step may need memory of their own where these are
+    not saved.
+    """
     in_place = EventStream((*FORWARD, *TANGENT, *call(True)))
     recompute = Decisions(recompute=frozenset({"drop#0:0"}))
     found = predict(assembled([SLOTS], in_place, 1.0), recompute)
     assert found.peak_bytes == predict(assembled([SLOTS], STEP, 1.0), recompute).peak_bytes
 
 
-def test_what_is_computed_again_is_not_held_and_costs_its_time() -> None:
+def test_recomputed_values_are_not_held_and_cost_their_time() -> None:
     profile = assembled([SLOTS], STEP, 1.0)
     found = predict(profile, Decisions(recompute=frozenset({"drop#0:0"})))
     assert found.held_bytes == MANY + 2 * FEW

@@ -1,4 +1,4 @@
-"""What a recompute is said to cost is what it takes where it will run: in backward."""
+"""The cost of a recompute is its time where it will run: in backward."""
 
 import time
 from dataclasses import replace
@@ -23,7 +23,7 @@ WIDE = 128
 
 
 class Curve(nn.Module):
-    """Two saved tensors, of which the second is made on the way through one that nobody saves."""
+    """Two saved tensors; the second is recomputed through a tensor that nothing saves."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ def test_a_recompute_costs_what_it_takes_in_backward(slow, observed, node, other
     assert found[other] < SLOW_MS
 
 
-def test_what_the_first_run_pays_for_in_forward_does_not_count(slow):
+def test_setup_costs_of_the_first_run_do_not_count(slow):
     slow("TanhBackward0", lambda: not in_backward())
     assert costs()["TanhBackward0"] < SLOW_MS
 

@@ -1,4 +1,4 @@
-"""What a model computes and never uses is saved, never read, and gone early: rehearsals hold it for longer."""
+"""Results that a model never uses are saved, never read, and freed early, while rehearsals hold them for longer."""
 
 import pytest
 import torch
@@ -22,7 +22,9 @@ class MadeOfWhatIsGone(nn.Module):
 
 
 class ChangedAfterwards(nn.Module):
-    """What the linear layer has saved is written over: PyTorch would mind if backward came to read it."""
+    """The tensor that the linear layer has saved is overwritten, which is an error in PyTorch only if backward reads
+    it.
+    """
 
     def __init__(self):
         super().__init__()

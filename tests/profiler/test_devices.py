@@ -1,4 +1,4 @@
-"""What is different where the model is on a device: threads, random numbers, another GPU than the current one.
+"""Differences where the model is on a device: threads, random numbers, another GPU than the current one.
 
 Autograd runs the backward of a device's tensors in a thread of its own; here a thread of Python's stands for it.
 """
@@ -115,7 +115,7 @@ def test_random_numbers_of_the_host_are_no_memory_of_a_gpu():
     assert seen.nbytes == 0  # these buffers are on the host
 
 
-def test_what_a_step_that_ran_out_of_memory_held_is_gone_when_it_is_tried_again():
+def test_memory_of_a_failed_step_is_freed_before_it_is_tried_again():
     model, batch = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(64, 64)
     numbers, made, gone = itertools.count(), queue.SimpleQueue(), queue.SimpleQueue()  # no rehearsal puts these back
 
@@ -246,7 +246,7 @@ def test_products_workspaces_are_in_every_recording():
 
 
 @pytest.mark.gpu
-def test_what_a_step_that_failed_took_is_free_again():
+def test_memory_of_a_failed_step_is_free_again():
     model, batch = language_model("cuda")
     step, levels = training_step(model), []
     step(batch)

@@ -1,4 +1,4 @@
-"""What is predicted to be held after forward is what is held, to the byte."""
+"""Bytes held after forward are as predicted, to the byte."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def held(case: Case, recompute: dict[str, str], replay: list[str]) -> int:
     return level_after(recorder.stream, "forward is over")[0]
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "block"), [("gpt2", "GPT2Block"), ("resnet", "ResNetBasicLayer")])
 def test_under_any_decisions(name, block):
     """With dropout a mask holds its bits, and a replay one more and copies of small buffers."""

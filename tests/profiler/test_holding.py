@@ -7,7 +7,7 @@ from lowtide.profiler.external_references import RECENT, ExternalReferences
 from lowtide.runtime.saved_values import Handle, Value, value_without_grad_fn
 
 
-def test_memory_is_let_go_of_when_only_saved_tensors_are_left():
+def test_memory_is_released_when_only_saved_tensors_hold_it():
     tensor = torch.randn(64, 64)
     address = tensor.data_ptr()
     value = Value(tensor.detach())
@@ -23,7 +23,7 @@ def test_memory_is_let_go_of_when_only_saved_tensors_are_left():
     assert holding.let_go() == ()  # each once
 
 
-def test_memory_that_is_gone_altogether_is_not_let_go_of():
+def test_freed_memory_is_not_reported_as_released():
     handle = Handle(Value(torch.randn(64, 64)))
     holding = ExternalReferences()
     holding.watch(handle)
@@ -40,7 +40,7 @@ def test_parameters_are_not_watched():
     assert holding.let_go() == ()
 
 
-def test_what_a_list_holds_is_looked_at_as_often_as_there_are_marks(monkeypatch):
+def test_entries_of_a_list_are_checked_once_per_mark(monkeypatch):
     looks = 0
     owners = WeakStorage.owners
 
@@ -78,7 +78,7 @@ def test_the_end_of_a_long_list_is_seen_where_its_call_ends():
     assert holding.let_go(everything=True) == ()
 
 
-def test_what_ends_between_two_looks_is_said_to_have_been_held_at_the_first():
+def test_memory_released_between_two_looks_counts_as_held_at_the_first():
     held = [torch.randn(4) for _ in range(8 * RECENT)]
     address = held[0].data_ptr()
     handles = [Handle(Value(tensor.detach())) for tensor in held]

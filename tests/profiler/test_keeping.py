@@ -188,7 +188,7 @@ class Numbers(torch.utils.data.Dataset[int]):
 NAMES = itertools.count()
 
 
-def test_what_is_not_put_back_is_named_with_its_change(tmp_path: Path) -> None:
+def test_unrestored_changes_are_named(tmp_path: Path) -> None:
     stream, numbers, letters = Stream(), Numbers(), iter("abcdefghijklmnop")
     model, loader = nn.Linear(2, 2), iter(torch.utils.data.DataLoader([1] * 9))  # type: ignore[arg-type]
 

@@ -56,7 +56,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.default_cases(3)
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", CHOICES)
 def test_budgets_hold_in_other_draws_and_the_note_says_what_varied(name):
     torch.manual_seed(0)

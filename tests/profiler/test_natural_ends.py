@@ -1,4 +1,4 @@
-"""What a model's own variables hold longer than the calls it was given to is there for that long under any plan."""
+"""Tensors that a model's variables hold beyond the calls that took them live that long under any plan."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ class Looked(nn.Module):
 
 
 @pytest.mark.parametrize("letting_go", ["first", "last"])
-def test_what_a_sparse_gradient_shares_is_there_as_long_as_the_gradient(letting_go):
+def test_memory_shared_with_a_sparse_gradient_lives_as_long_as_the_gradient(letting_go):
     torch.manual_seed(0)
     model, x = Looked(), torch.randint(10_000, (256, 40))
     dense = torch.optim.Adam(model.last.parameters())

@@ -68,7 +68,7 @@ def test_two_steps_are_enough_without_a_plain_one():
     assert observed.profile.notes == ("no plain step was run: its peak is predicted",)
 
 
-def test_what_starting_the_recorder_takes_is_not_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_the_recorder_is_not_part_of_a_steps_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
     def slow_to_start(place: torch.device) -> Recorder:
@@ -117,8 +117,9 @@ def test_of_batches_of_several_sizes_the_largest_is_rehearsed() -> None:
     assert predict(found, Decisions()).peak_bytes == predict(alone.profile, Decisions()).peak_bytes
 
 
+@pytest.mark.slow
 def test_a_step_is_traced_on_the_decisions_of_an_audit_on_another_size() -> None:
-    """What is saved is exactly that of the size itself; what else a plan needs is held against what it really takes."""
+    """Saved bytes are exactly those of the size; other predicted needs are compared with measured ones."""
     case = build("gpt2")
     observed = OnlineProfiler(case.model)
     see(case, observed, 3, 4)
@@ -183,6 +184,7 @@ def test_when_no_step_comes_any_more_the_largest_that_came_often_enough_has_to_d
     assert observed.profile.fingerprint.batch == "[2, 64] int64, [2, 64] int64"
 
 
+@pytest.mark.slow
 def test_steps_that_begin_alike_and_go_on_with_other_batches_are_not_taken_for_one() -> None:
     case = build("gpt2")
     observed = OnlineProfiler(case.model)

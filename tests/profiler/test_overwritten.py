@@ -51,7 +51,7 @@ class Guarded(nn.Module):
     ],
     ids=["linear", "a view", "product", "layer norm"],
 )
-def test_what_is_written_to_without_autograd_is_not_recomputed(make: Callable[[nn.Module, Tensor], Tensor]) -> None:
+def test_tensors_written_without_autograd_are_not_recomputed(make: Callable[[nn.Module, Tensor], Tensor]) -> None:
     model, x = Guarded(make), torch.randn(64, 4, WIDTH)
 
     def step(x: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class Heads(nn.Module):
         return [head(hidden) for head in self.heads]
 
 
-def test_what_is_read_in_one_pass_only_is_made_once():
+def test_values_read_in_one_pass_are_recomputed_once():
     model = Heads().train()
 
     def step(batch: Tensor) -> None:
@@ -94,7 +94,7 @@ def test_what_is_read_in_one_pass_only_is_made_once():
     assert reads["heads.0.1"][0] < reads["trunk.1"][0] < reads["heads.1.1"][0] < reads["trunk.1"][1]
 
 
-def test_what_each_pass_writes_over_is_its_own():
+def test_each_pass_overwrites_gradients_of_its_own():
     torch.manual_seed(0)
     model, batch = nn.Sequential(nn.Linear(WIDTH, WIDTH), Chain(), nn.Linear(WIDTH, WIDTH)), torch.randn(ROWS, WIDTH)
     profile = lowtide.rehearse(model, _step_of(model, 2), batch)
@@ -110,7 +110,7 @@ class Chain(nn.Module):
         return x * 2 * 3
 
 
-def test_what_a_graph_of_the_gradients_holds_is_not_gone_in_between():
+def test_tensors_held_by_a_graph_of_gradients_are_not_freed_in_between():
     """`create_graph`: the graph of the first pass holds what was made again, and the second reads it there."""
     torch.manual_seed(0)
     layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), Chain(), nn.Tanh(), Chain())]
@@ -194,7 +194,7 @@ def penalty(layers: list[nn.Module]):
 @pytest.mark.parametrize("part", [0, 50])
 @pytest.mark.parametrize("activation", [nn.LeakyReLU, nn.SiLU, nn.Tanh])
 @pytest.mark.parametrize("made", [forces, penalty])
-def test_what_a_backward_that_makes_a_graph_makes_again_is_made_once_more_by_the_next(made, activation, part):
+def test_values_recomputed_under_create_graph_are_recomputed_by_the_next_pass_too(made, activation, part):
     """Both read what forward saved; in between it is gone, or held by that graph, or saved by it."""
     torch.manual_seed(0)
     sizes = (WIDTH, 2 * WIDTH, 2 * WIDTH)

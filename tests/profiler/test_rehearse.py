@@ -33,7 +33,7 @@ def rehearsed(request: pytest.FixtureRequest) -> tuple[Case, Profile]:
 
 
 @pytest.mark.default_cases(2)
-def test_the_peak_of_the_plain_step_follows_from_the_most_saving_one(rehearsed):
+def test_the_peak_of_the_plain_step_follows_from_the_trace(rehearsed):
     _, profile = rehearsed
     predicted = predict(profile, Decisions()).peak_bytes
     assert predicted == pytest.approx(profile.measured_plain_peak_bytes, rel=0.02)
@@ -314,7 +314,7 @@ def test_an_update_that_runs_out_of_memory_leaves_no_mark_on_the_scaler(fails_at
     assert same(made.model.state_dict(), plain.model.state_dict())
 
 
-def test_what_else_the_step_refers_to_is_as_it_was():
+def test_other_objects_of_the_step_are_restored():
     plain, fitted, batch = _Trainer(), _Trainer(), torch.randn(256, 64)
     known = fitted.state()
     lowtide.rehearse(fitted.model, fitted.step, batch)
@@ -586,7 +586,7 @@ def test_a_step_that_draws_its_own_batch_is_refused():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_what_two_calls_of_the_model_pass_through_is_one_tensor():
+def test_a_tensor_passed_through_two_calls_is_one_value():
     torch.manual_seed(0)
     blocks = (nn.Sequential(parametrizations.weight_norm(nn.Linear(64, 64)), nn.GELU()) for _ in range(3))
     model, x = nn.Sequential(*(layer for block in blocks for layer in block)).train(), torch.randn(64, 64)

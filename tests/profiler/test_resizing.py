@@ -1,4 +1,4 @@
-"""What an audit found, on a batch of another size."""
+"""Results of an audit, rescaled to a batch of another size."""
 
 from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.profiler.rescale import resized
@@ -26,7 +26,7 @@ def test_values_grow_as_what_is_saved_of_them_and_what_is_made_of_them() -> None
     assert [value.bytes for value in values] == [100, 30, 5, 3, 1, 8, 10]
 
 
-def test_what_was_empty_stays_as_it_is() -> None:
+def test_empty_tensors_stay_empty() -> None:
     values = [ValueDraft(bytes=0, node="A")]
     found, _ = resized(values, [slot(0)], [], audited=[0], traced=[4])
     assert found == values

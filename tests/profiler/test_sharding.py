@@ -1,4 +1,4 @@
-"""What may be decided about a sharded model: nothing is made again where the parameters for it are not whole."""
+"""Decisions for a sharded model: nothing is recomputed where the parameters for it are not gathered."""
 
 from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.profiler.fsdp_units import ELSEWHERE, NEVER, TAKES_ELSEWHERE, FsdpScopes, settle
@@ -27,23 +27,23 @@ def kept() -> ValueDraft:
     return ValueDraft(bytes=8, node="node")
 
 
-def test_what_a_unit_makes_is_made_again_for_those_who_read_it_inside():
+def test_values_of_a_unit_are_recomputed_for_readers_inside_it():
     assert settled([kept(), recomputed(0)], {0: [ONE], 1: [ONE, INSIDE]}, {0: 11, 1: 12}) == [None, None]
 
 
-def test_what_is_read_in_another_unit_is_kept():
+def test_values_read_in_another_unit_are_kept():
     assert settled([recomputed(), recomputed()], {0: [ONE, TWO], 1: [TWO]}, {0: 11, 1: 12}) == [ELSEWHERE, ELSEWHERE]
 
 
-def test_what_is_read_in_the_model_around_is_kept():
+def test_values_read_in_the_model_around_a_unit_are_kept():
     assert settled([recomputed()], {0: [MODEL]}, {0: 11}) == [ELSEWHERE]
 
 
-def test_what_the_model_makes_around_its_units_is_made_again_anywhere():
+def test_values_of_the_model_around_its_units_are_recomputed_anywhere():
     assert settled([recomputed(), recomputed(0)], {0: [ONE], 1: [TWO]}, {0: 5, 1: 25}) == [None, None]
 
 
-def test_what_takes_a_value_that_is_kept_for_it_can_be_made_again():
+def test_a_recompute_may_take_a_value_that_is_kept_for_it():
     assert settled([recomputed(), recomputed(0)], {0: [TWO], 1: [TWO]}, {0: 11, 1: 21}) == [ELSEWHERE, None]
 
 

@@ -1,4 +1,4 @@
-"""What a step changes by ways that its call does not name is found, and is as it was after a rehearsal."""
+"""Changes that a step makes through objects that its call does not name are found, and restored after a rehearsal."""
 
 import random
 import threading
@@ -33,7 +33,7 @@ class Bound(nn.Module):
         return self.linear(x * self.average)
 
 
-def test_signs_of_zeros_are_put_back_and_who_draws_without_a_state_is_let_be() -> None:
+def test_signs_of_zeros_are_restored_and_generators_without_a_state_left_alone() -> None:
     model, system = nn.BatchNorm1d(4), random.SystemRandom()
     assert model.running_mean is not None
 
@@ -155,7 +155,7 @@ WAYS: dict[str, Callable[[Trainer], Callable[[Tensor], None]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_the_steps_code_leads_to(way: str) -> None:
+def test_objects_that_the_steps_code_reaches_are_restored(way: str) -> None:
     trainer = Trainer()
     step, before = WAYS[way](trainer), trainer.state
     with StepSnapshot(trainer.model, None, None, step) as unchanged:
@@ -166,7 +166,7 @@ def test_what_the_steps_code_leads_to(way: str) -> None:
             assert all(map(_same, before, trainer.state))
 
 
-def test_what_a_global_leads_to() -> None:
+def test_objects_that_a_global_reaches_are_restored() -> None:
     before = trainer.state
     with StepSnapshot(trainer.model, None, None, step_of_a_global):
         step_of_a_global(torch.ones(2, 4))
@@ -232,7 +232,7 @@ class Counting(nn.Module):
         return torch.nn.functional.gelu(x) * (torch.rand(x.shape, generator=GENERATOR) > 0.1)
 
 
-def test_what_only_the_code_of_modules_refers_to() -> None:
+def test_objects_that_only_code_of_modules_reaches_are_restored() -> None:
     layers = [layer for _ in range(3) for layer in (nn.Linear(64, 256), Counting(), nn.Linear(256, 64))]
     model, x = nn.Sequential(*layers), torch.randn(256, 64)
 

@@ -1,4 +1,4 @@
-"""What two steps did otherwise, by modules."""
+"""Differences between two steps, by module."""
 
 from lowtide.profiler.differing_modules import CallShape, modules_that_differ
 

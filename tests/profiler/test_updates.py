@@ -61,7 +61,7 @@ def test_state_of_an_optimizer_that_steps_in_the_loop_is_in_the_budget(is_passed
     fitted.remove()
 
 
-def test_what_an_update_takes_for_a_while_is_in_the_peak() -> None:
+def test_temporaries_of_an_update_are_in_the_peak() -> None:
     """A step on one row: by far the most is needed by the update, which makes as much as its parameters are."""
     model = nn.Linear(256, 256)
     step, x = step_of(model), torch.randn(1, 256)

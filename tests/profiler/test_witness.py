@@ -1,4 +1,6 @@
-"""What backward reads is compared with what forward saved: a block that finds something else later is not run again."""
+"""Tensors that backward reads are compared with those that forward saved; a block that reads other state later is not
+replayed.
+"""
 
 import itertools
 
@@ -108,7 +110,7 @@ def test_a_block_that_finds_the_same_in_another_order_is_not_run_again() -> None
     assert verdict.within_budget
 
 
-def test_what_was_cached_in_forward_is_not_there_in_backward() -> None:
+def test_blocks_that_read_a_parametrization_cache_keep_their_bits() -> None:
     class Cached(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -129,7 +131,7 @@ def test_what_was_cached_in_forward_is_not_there_in_backward() -> None:
 
 
 def test_a_step_under_a_plan_that_would_have_other_gradients_ends_in_backward() -> None:
-    """What `lowtide run` looks at in the first step under its plan."""
+    """The check of `lowtide run` in the first step under its plan."""
     model, x = Scaled(), batch()
     model.growth = 0.0
     _, plan, _ = within(model, step_of(model), x, 0)
@@ -146,7 +148,7 @@ def test_a_step_under_a_plan_that_would_have_other_gradients_ends_in_backward() 
     applied.remove()
 
 
-def test_what_an_operator_adds_up_in_any_order_is_no_mismatch() -> None:
+def test_nondeterministic_sums_are_no_mismatch() -> None:
     class Any(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -190,7 +192,7 @@ def test_two_models_that_are_trained_in_one_step_are_fitted_one_after_the_other(
         each.remove()
 
 
-def test_what_a_witness_allocates_is_not_in_the_recording() -> None:
+def test_allocations_of_the_check_are_not_in_the_recording() -> None:
     events = [
         Allocate(0, 64, 1, "a"),
         Mark(ASIDE, True),

@@ -46,7 +46,7 @@ def measured(*peaks: int, step_ms: float = 100.0, step_flops: int = 0) -> Fronti
 
 
 def marks(figure: Figure) -> dict[str, list[tuple[float, float]]]:
-    """Where the points of each kind are, in the units of the axes."""
+    """Positions of the points of each kind, in the units of the axes."""
     lines = {str(line.get_gid()): line for line in figure.axes[0].lines if line.get_marker() != "None"}
     return {name: [(x, y) for x, y in line.get_xydata().tolist()] for name, line in lines.items()}
 
@@ -111,7 +111,7 @@ def test_names_that_begin_alike_have_the_same_colour_and_mark() -> None:
         assert len({looks[kind][i] for kind in ("AOT", "remat", "ours")}) == 3, what
 
 
-def test_with_nobody_else_there_no_names_are_needed(tmp_path: Path) -> None:
+def test_without_other_points_no_names_are_drawn(tmp_path: Path) -> None:
     save(draw(FOUND), tmp_path / "f.svg")
     assert not {"Lowtide", "the plain step"} & texts(tmp_path / "f.svg").keys()
 

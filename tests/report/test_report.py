@@ -1,4 +1,4 @@
-"""What is printed with a plan."""
+"""The text of a plan and of other records."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -86,7 +86,7 @@ def test_the_largest_size_is_printed_with_the_next_one(peaks: dict[int, int], mo
     assert str(found) == f"size 8 fits: 90 B peak predicted, and there is 100 B{more}"
 
 
-def test_the_next_size_is_told_apart_from_what_there_is() -> None:
+def test_the_next_size_is_shown_apart_from_the_available_memory() -> None:
     found = LargestBatch(size=8, estimate=None, budget_bytes=10_000_000, peaks={8: 9_998_600, 9: 10_000_400})
     assert str(found).endswith("there is 10000000 B; size 9 would need 10000400 B")
 

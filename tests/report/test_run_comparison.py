@@ -44,14 +44,14 @@ def test_a_limit_that_is_no_share_is_refused(
     assert "write it as 2% or 0.02" in capsys.readouterr().err
 
 
-def test_what_changed_is_a_page(files: tuple[str, str], tmp_path: Path) -> None:
+def test_changes_are_written_as_a_page(files: tuple[str, str], tmp_path: Path) -> None:
     assert cli.main(["report", *files, "-o", str(tmp_path / "changes.html")]) == 0
     page = (tmp_path / "changes.html").read_text(encoding="utf-8")
     assert "The peak went up" in page
     assert page.count('data-track="before"') >= 2
 
 
-def test_new_findings_are_told_apart_from_known_ones() -> None:
+def test_new_findings_are_separated_from_known_ones() -> None:
     watched, clean = replace(SMALL, findings=FINDINGS), replace(SMALL, findings=())
     assert RunComparison(clean, watched).new_findings == FINDINGS
     assert RunComparison(watched, clean).gone_findings == FINDINGS

@@ -65,12 +65,12 @@ def test_reserved_bytes_are_kept_apart_from_requested_ones() -> None:
     assert 'class="lt-hbudget"' not in page  # the budget is of other bytes than the bars
 
 
-def test_saved_bytes_by_fate_add_up_to_all_saved_bytes() -> None:
+def test_saved_bytes_by_decision_add_up_to_all_saved_bytes() -> None:
     tree = decision_tree(PROFILE, PLAN)
     held = {slot.storage for slot in PROFILE.slots if not slot.is_input and slot.storage is not None}
     assert tree.total == sum(PROFILE.storages[storage].bytes for storage in held)
-    for fate, n_bytes in tree.bytes.items():
-        assert f'lt-fate-{fate}" data-bytes="{n_bytes}"' in PAGE
+    for decision, n_bytes in tree.bytes.items():
+        assert f'lt-decision-{decision}" data-bytes="{n_bytes}"' in PAGE
         assert format_bytes(n_bytes) in PAGE
 
 

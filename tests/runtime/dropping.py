@@ -108,7 +108,7 @@ class Dropping:
         return tensor
 
     def held_bytes(self, static: nn.Module) -> int:
-        """What the graph holds now, without what the module owns."""
+        """Bytes that the graph holds now, without those that the module owns."""
         own = {tensor.untyped_storage().data_ptr() for tensor in [*static.parameters(), *static.buffers()]}
         there = [value.tensor.untyped_storage() for value in self.values if value.tensor is not None]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in there}

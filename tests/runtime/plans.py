@@ -93,7 +93,7 @@ def step_of(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class Packs:
-    """How many tensors an engine was given to keep."""
+    """Number of tensors that an engine was given to keep."""
 
     total = 0
 
@@ -110,7 +110,7 @@ def count_packs(engine: Engine) -> Packs:
 
 
 def outcome(model: nn.Module, step: Callable[[], Any]) -> dict[str, Any]:
-    """What `step()` gives, from seed 1: its result, gradients, buffers and random numbers. Starts without gradients."""
+    """Results of `step()` from seed 1: its value, gradients, buffers and random numbers. Starts without gradients."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
     random.seed(1)

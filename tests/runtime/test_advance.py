@@ -103,8 +103,8 @@ def test_a_result_that_the_call_itself_saved_is_advanced_to_as_well():
         del loss
 
 
-def test_what_an_advanced_call_was_given_is_recomputed():
-    """What was given to a block is recomputed too, where the plan says so, though the block is not replayed."""
+def test_arguments_of_an_advanced_call_are_recomputed():
+    """Arguments of a block are recomputed too, if the plan says so, although the block is not replayed."""
     model = nn.Sequential(nn.GELU(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8))
     model[1].requires_grad_(False)  # saves nothing of what it is given
     x = torch.randn(3, 8, requires_grad=True)

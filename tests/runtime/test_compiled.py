@@ -41,7 +41,7 @@ class Convolves(nn.Module):
 
 @pytest.fixture(autouse=True)
 def compiled_anew() -> Iterator[None]:
-    """What other tests compiled counts for nothing here, and the other way round."""
+    """Drop compiled code before and after each test, so that tests do not share any."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -99,7 +99,7 @@ def train(case: Case, *sizes: int) -> None:
         case.step(case.batch[:size])  # type: ignore[index]
 
 
-@pytest.mark.default_cases(2)
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_compiled_blocks_are_run_again_to_the_same_bits(name: str) -> None:
     planned = KINDS[name]()
@@ -118,7 +118,7 @@ def test_compiled_blocks_are_run_again_to_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_inductor_makes_is_planned_for_too(inductor: None) -> None:
+def test_blocks_compiled_by_inductor_are_planned_too(inductor: None) -> None:
     planned = KINDS["attention"](backend="inductor")
     with lowtide.fit(planned.model, planned.step, planned.batch, budget="65%") as fitted:
         assert fitted.plan.recompute or fitted.plan.replay
@@ -155,6 +155,7 @@ class ScratchBlock(nn.Module):
         return x + self.down(self.activate(self.up(self.attends(x))))
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("attends", [False, True])
 def test_compiled_code_inside_of_what_is_replayed_stays_compiled(attends: bool) -> None:
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What is in memory before a step, and where."""
+"""Memory in use before a step, and its device."""
 
 import torch
 from torch import nn

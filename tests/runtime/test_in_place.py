@@ -1,4 +1,4 @@
-"""Gradients are written over those that they are computed from, and over none that anybody else has."""
+"""Gradients are written over those that they are computed from, but never if other code refers to these."""
 
 import gc
 import sys
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import lowtide
 from comparing import equal
-from lowtide._torch.privateuse1 import ASIDE, is_replaced, remove_kernels
+from lowtide._torch.privateuse1 import OVERRIDE_KEY, is_replaced, remove_kernels
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner import smallest_peak
@@ -158,7 +158,7 @@ def values_in(held: object) -> Iterator[list[float]]:
     "hold", [stored, viewed, detached, as_storage, as_numpy, retained, before_the_node, after_the_node]
 )
 @pytest.mark.parametrize("node", NODES)
-def test_who_holds_a_gradient_keeps_it(node: str, hold: Callable[[torch.Tensor, list[object]], None]) -> None:
+def test_a_held_gradient_keeps_its_values(node: str, hold: Callable[[torch.Tensor, list[object]], None]) -> None:
     x = activations()
 
     def run() -> tuple[torch.Tensor, list[list[float]]]:
@@ -297,7 +297,7 @@ def test_two_branches_with_one_gradient() -> None:
 
 
 class Reused(torch.autograd.Function):
-    """A node of somebody else that calls such an operator and then looks at the gradient once more."""
+    """Node of other code that calls such an operator and then reads the gradient once more."""
 
     @staticmethod
     def forward(ctx, x):
@@ -478,7 +478,7 @@ def test_all_that_is_in_force_has_its_say() -> None:
     second.remove()
 
 
-def test_what_is_measured_has_no_others_beside_it() -> None:
+def test_a_measured_step_ignores_other_permissions() -> None:
     x, other = activations(), Written()
     with InPlace("cpu", alone=True):
         gelu(x)
@@ -505,7 +505,7 @@ def test_a_plan_of_another_model_has_no_say_in_what_a_step_is_measured_to_need()
     assert verdict.measured_peak_bytes == verdict.predicted_peak_bytes == alone.measured_plain_peak_bytes
 
 
-def test_what_nobody_refers_to_is_in_force_no_longer() -> None:
+def test_a_permission_without_references_is_no_longer_in_force() -> None:
     nodes = Written().nodes
     gc.collect()
     gelu(activations())
@@ -534,7 +534,7 @@ def calibrated_anew() -> dict[str, tuple[int, ...]]:
         in_place._COUNTS.update(before)
 
 
-def test_who_looks_at_frames_changes_no_count() -> None:
+def test_inspecting_frames_changes_no_reference_count() -> None:
     usual = in_place.available("cpu")
 
     def look(frame: FrameType, event: str, argument: object) -> Callable[..., object]:
@@ -659,7 +659,7 @@ def test_several_threads() -> None:
 
 @pytest.fixture
 def somebody_elses_kernel() -> Iterator[None]:
-    """It was there before anybody looked."""
+    """The reference existed before the first count."""
     in_place._COUNTS.clear()
     own = torch.library.get_kernel("aten::gelu_backward", "CPU")
     library = torch.library.Library("aten", "IMPL")
@@ -680,7 +680,7 @@ def test_a_plan_that_can_not_be_done_here_is_refused(somebody_elses_kernel: None
     lowtide.apply(model, plan).remove()
 
 
-def test_other_kernels_of_somebody_else_stay(somebody_elses_kernel: None) -> None:
+def test_kernels_of_other_code_stay(somebody_elses_kernel: None) -> None:
     assert "GeluBackward0" not in in_place.available("cpu")
     x = activations()
     with Written() as written:
@@ -792,7 +792,7 @@ def test_large_norms_are_done_in_pieces_where_that_pays() -> None:
         assert fitted.verdict.identical
 
 
-def test_what_gives_other_bits_is_in_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_that_give_other_bits_are_in_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(own: object, gradient: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         return gradient.zero_()
 
@@ -826,11 +826,11 @@ def test_kernels_are_registered_only_while_a_plan_asks_for_them():
     engine = Engine(model, {}, in_place=[{"ReluBackward0": 4096}])
     engine.install()
     loss = model(x).sum()
-    assert is_replaced("threshold_backward", ASIDE)
-    assert not is_replaced("native_batch_norm_backward", ASIDE)
+    assert is_replaced("threshold_backward", OVERRIDE_KEY)
+    assert not is_replaced("native_batch_norm_backward", OVERRIDE_KEY)
     loss.register_hook(lambda gradient: engine.remove())  # its pass may call the kernel yet
     loss.backward()
-    assert is_replaced("threshold_backward", ASIDE)
+    assert is_replaced("threshold_backward", OVERRIDE_KEY)
     engine.install()
     engine.remove()
-    assert not is_replaced("threshold_backward", ASIDE)
+    assert not is_replaced("threshold_backward", OVERRIDE_KEY)

@@ -1,4 +1,4 @@
-"""What of a joint graph a plan decides on, and what backward computes again."""
+"""Values of a joint graph on which a plan decides, and values that backward computes again."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def test_random_numbers_are_never_drawn_again() -> None:
     assert 2 not in found.again
 
 
-def test_forward_ends_with_what_it_gives_and_backward_lets_go_of_it() -> None:
+def test_saved_values_live_from_the_end_of_forward_to_their_last_read() -> None:
     joint = masked()
     slots = JointSlots(joint, PLAIN)
     plain = slots.as_torch()

@@ -103,7 +103,7 @@ def every_mask(profile: Profile) -> dict[str, str]:
 
 
 class Counted:
-    """How many masks are made from their bits."""
+    """Number of masks that are restored from their bits."""
 
     def __init__(self, monkeypatch):
         self.number = 0
@@ -125,7 +125,7 @@ PRECISIONS = [(name, way) for name in ("nn.Dropout", "attention") for way in ("h
 
 
 @pytest.mark.parametrize(("name", "way"), [(name, "single") for name in INNER] + PRECISIONS)
-def test_what_is_kept_as_bits(name, way, made):
+def test_masks_are_kept_as_bits(name, way, made):
     make, expected = INNER[name]
     torch.manual_seed(0)
     dtype = {"half": torch.bfloat16, "double": torch.float64}.get(way, torch.float32)
@@ -254,7 +254,7 @@ def test_p_may_change_from_step_to_step():
     assert not engine.drifted
 
 
-def test_what_is_written_to_the_mask_afterwards_changes_nothing():
+def test_later_writes_to_the_mask_change_nothing():
     """Without a plan torch would refuse the backward pass."""
     kept = []
 
@@ -338,7 +338,7 @@ def test_a_mask_that_begins_with_a_part_of_zeros():
 
 
 @pytest.mark.parametrize("other", [-0.0, 5e-45, 1.0000001])
-def test_what_is_nearly_zero_or_nearly_the_number_is_a_third_value(other):
+def test_values_near_zero_or_near_the_number_are_a_third_value(other):
     mask = torch.ones(5000)
     mask[::2] = 0.0
     mask[1234] = other
@@ -346,7 +346,7 @@ def test_what_is_nearly_zero_or_nearly_the_number_is_a_third_value(other):
         packed(MASK, mask)
 
 
-def test_what_is_no_mask():
+def test_tensors_that_are_no_masks_are_kept():
     ones = torch.ones(100, 100)
     eights = ones.to(torch.float8_e4m3fn)
     for tensor in (
@@ -363,7 +363,7 @@ def test_what_is_no_mask():
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
-def test_what_was_looked_at_can_be_resized_as_before(dtype):
+def test_an_inspected_tensor_can_be_resized_as_before(dtype):
     mask, activation = torch.ones(5000, dtype=dtype), torch.randn(5000)
     packed(MASK, mask)
     masks.signs_of(activation)

@@ -50,6 +50,7 @@ def test_a_broken_library_is_said_once_and_left(tmp_path, monkeypatch):
     assert (off.stdout, off.stderr) == ("python\n", "")
 
 
+@pytest.mark.slow
 def test_a_build_without_a_compiler_is_said_once_and_leaves_nothing(tmp_path):
     path = os.pathsep.join([str(Path(sys.executable).parent)])
     done = run("-c", USED, TORCH_EXTENSIONS_DIR=str(tmp_path), LOWTIDE_NATIVE="1", PATH=path, CXX="no-compiler")
@@ -96,7 +97,7 @@ def test_real_models_have_the_same_bits_bytes_and_operators(built, model, way):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("file", ["test_needed_slots.py", "test_recompute_path.py", "test_leaks.py", "test_writers.py"])
-def test_what_is_noticed_by_hooks_in_python_is_noticed_by_compiled_ones(built, file):
+def test_compiled_hooks_detect_the_same_errors(built, file):
     own = Path(__file__).with_name(file)
     root = Path(__file__).parents[2]
     done = run(

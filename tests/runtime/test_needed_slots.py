@@ -138,7 +138,7 @@ def test_a_tensor_that_no_hook_sees_is_checked_for_changes():
 
 
 @pytest.mark.parametrize("part", [nn.SiLU(), nn.LayerNorm(8)])
-def test_what_is_written_to_between_two_calls_is_not_read_for_a_recompute(part):
+def test_tensors_written_between_two_calls_are_not_read_for_a_recompute(part):
     """The part's input, which no hook of ours has seen."""
 
     class Writing(nn.Module):
@@ -219,7 +219,7 @@ def test_a_recompute_that_would_go_another_way_is_not_made_but_learnt():
     engine.remove()
 
 
-def test_what_is_noted_in_a_call_is_numbered_alike_in_every_run():
+def test_captured_operands_have_the_same_numbers_in_every_run():
     """A mask that is added in a call inside, of which nothing else is needed, is not one of the call around it."""
 
     class Adding(nn.Module):

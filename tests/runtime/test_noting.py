@@ -1,4 +1,4 @@
-"""What autograd does not record is noted in each step anew: never last step's number or mask, never a guess."""
+"""Operands that autograd does not record are captured in each step: never the previous step's, never a guess."""
 
 import copy
 from dataclasses import replace
@@ -88,7 +88,7 @@ def step_of(model: nn.Module):
 
 
 def found(profile: Profile) -> list[str]:
-    """What can be recomputed only with a number, as plans write it."""
+    """Nodes that can be recomputed only with a captured number, as plans write them."""
     return [value.node for value in profile.values if NOTED in value.node]
 
 
@@ -119,7 +119,7 @@ def test_a_number_that_changes_from_step_to_step(name):
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_was_not_noted_is_kept(name):
+def test_values_with_uncaptured_operands_are_kept(name):
     torch.manual_seed(0)
     model = Model(KEPT[name]).train()
     profile = rehearsed(model)
@@ -208,7 +208,7 @@ def test_nor_is_the_result_of_a_block_made_with_a_number_that_was_given_inside()
 
 
 class AddsToThat(nn.Module):
-    """What is saved is made of such a result, which nobody saves."""
+    """The saved tensor is computed from such a result, which nothing saves."""
 
     def __init__(self):
         super().__init__()
@@ -285,7 +285,7 @@ def heads(x):
 
 
 def attend(x, **settings):
-    """Where no fused kernel does it: there is dropout, on a CPU."""
+    """Attention with dropout on a CPU, for which there is no fused kernel."""
     q = heads(x)
     out = nn.functional.scaled_dot_product_attention(q, q * 2, q, dropout_p=0.5, **settings)
     return out.transpose(1, 2).reshape(x.shape)
@@ -322,7 +322,7 @@ def test_a_tensor_that_changes_from_step_to_step(name):
 
 
 def test_a_tensor_made_in_inference_mode_is_not_held():
-    """It has no version: nobody could tell whether it was overwritten."""
+    """A tensor without a version, so that an overwrite could not be detected."""
     torch.manual_seed(0)
     with torch.inference_mode():
         shift = MASK * 0.5
@@ -357,7 +357,7 @@ def largest(x, number):
     return ((x @ x.transpose(1, 2)) + number * MASK[:48].expand(48, 48).contiguous()).softmax(-1) @ x
 
 
-def test_what_is_held_is_counted_to_the_byte():
+def test_held_operands_are_counted_to_the_byte():
     torch.manual_seed(0)
     model = Model(largest).train()
 

@@ -88,7 +88,7 @@ def test_gradients_and_random_numbers_are_those_of_the_plain_step(offloaded, rep
         del loss
 
 
-def test_what_left_is_not_on_the_device_until_the_one_before_it_is_read():
+def test_an_offloaded_tensor_is_off_the_device_until_its_predecessor_is_read():
     model, x = Chain(4), torch.randn(3, 8)
     fetched: list[int] = []
     with in_force(model, [f"#0:{n}" for n in range(4)]) as engine, pytest.MonkeyPatch.context() as patch:
@@ -161,7 +161,7 @@ def test_parameters_stay():
         loss.backward()
 
 
-def test_a_tensor_that_somebody_else_keeps_is_kept():
+def test_a_tensor_with_another_holder_is_kept():
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -262,7 +262,7 @@ def test_on_a_gpu_the_bits_are_the_same_and_the_memory_is_less():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_memory_that_nobody_read_is_not_reused_too_early():
+def test_on_a_gpu_unread_memory_is_not_reused_too_early():
     model, x = Chain(8).cuda(), torch.randn(2**18, 8, device="cuda")
     expected = torch.full_like(x, 3.0)
     with in_force(model, [f"#0:{n}" for n in range(8)]):

@@ -1,4 +1,4 @@
-"""What is put on a model after its plan: the same bits as without the plan, and a word that names it."""
+"""Additions to a model after its plan: the same bits as without the plan, and a message that names the addition."""
 
 from collections.abc import Callable
 
@@ -124,7 +124,7 @@ PUT_ON: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 @pytest.mark.parametrize("what", PUT_ON)
-def test_what_is_put_on_later_keeps_the_bits_and_is_named(what: str, plan: Plan, given: Tensor) -> None:
+def test_later_additions_to_modules_keep_the_bits_and_are_named(what: str, plan: Plan, given: Tensor) -> None:
     put_on, words = PUT_ON[what]
 
     def trained(apply: Callable[[nn.Module], object]) -> list[Tensor | None]:
@@ -143,7 +143,7 @@ def test_what_is_put_on_later_keeps_the_bits_and_is_named(what: str, plan: Plan,
     assert not words or any(words in line for line in said), said
 
 
-def test_what_is_taken_off_is_no_change() -> None:
+def test_removals_from_modules_are_no_change() -> None:
     block = Block()
     hooks = [block.wide.register_forward_hook(written_over), block.register_forward_pre_hook(written_before)]
     before = AsPlanned(block, "1")

@@ -47,7 +47,7 @@ def images(shape=(4, 3, 32, 32)):
 
 
 def packings(profile):
-    """What each slot is decided to be by its address, where that is a shape or signs."""
+    """Decisions by address, for slots of which only the shape or the signs are kept."""
     found = {slot.address: profile.values[slot.value].node for slot in profile.slots}
     return {address: node for address, node in found.items() if node in {SHAPE, SIGNS}}
 
@@ -87,7 +87,7 @@ def test_it_takes_a_32nd():
     assert held[0] - held[1] == result - result // 32
 
 
-def test_who_needs_the_values_keeps_them():
+def test_readers_of_values_keep_the_tensor():
     """The result of the ReLU is also what a convolution multiplies with."""
 
     class Both(nn.Module):
@@ -138,7 +138,7 @@ def test_saved_for_its_shape_in_the_call_that_saves_it_for_more(case):
     assert verdict.measured_peak_bytes == plan.predicted.peak_bytes
 
 
-def test_nothing_is_made_of_what_nobody_holds():
+def test_no_recompute_uses_a_tensor_that_nothing_holds():
     """The pooled convolution is held by its shape alone, so what the pooling gives can't be made of it."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -211,7 +211,7 @@ class Differentiates(nn.Module):
         return x * gradient
 
 
-def test_who_reads_the_result_of_a_relu_that_has_let_go_of_it():
+def test_readers_of_a_released_relu_result_recompute_it():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 64), Differentiates(), nn.Linear(64, 64)), images((64, 64))
 
@@ -271,7 +271,7 @@ def test_the_shape_is_enough(node, last):
 
 @pytest.mark.parametrize("before", [{}, {"1#0:0": SIGNS}, {"1#0:0": "ReluBackward0"}])
 @pytest.mark.parametrize("node", [node for node, (_, dims) in POOLS.items() if dims == 4])
-def test_what_a_pool_gives_is_not_made_of_the_shape(node, before):
+def test_the_result_of_a_pool_is_not_recomputed_from_a_shape(node, before):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), POOLS[node][0], nn.Conv2d(8, 4, 3))
     actions = actions_for({**before, "2#0:0": SHAPE, "3#0:0": node}, ())

@@ -77,7 +77,7 @@ def run(row: Row, layout: str, dtype: torch.dtype, device: str, drop: bool) -> t
 
 
 def check(row: Row, dtype: torch.dtype, device: str = "cpu", autocast: bool = False) -> bool:
-    """Whether the row's node was there, and all well."""
+    """Return True if the row's node was dropped and its recompute was exact."""
     there = False
     for layout in layouts(row):
         with torch.autocast(device, dtype=torch.bfloat16) if autocast else contextlib.nullcontext():
@@ -99,7 +99,7 @@ def check(row: Row, dtype: torch.dtype, device: str = "cpu", autocast: bool = Fa
 
 
 def nearly_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether what differs is how much was rounded when both were added up in some order."""
+    """Return True if the difference is within the rounding of sums in another order."""
     error = 100 * torch.finfo(one.dtype).eps
     return torch.allclose(one, other, rtol=error, atol=error, equal_nan=True)
 
@@ -157,7 +157,7 @@ ON_META: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("node", ON_META)
-def test_what_is_only_on_cuda_fits_its_node(node: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_for_cuda_only_fit_their_nodes(node: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everywhere: its node has all that the recipe asks for, and the op takes it. The numbers need a device."""
     monkeypatch.setitem(RECIPES, node, replace(RECIPES[node], device=None))
     with Dropping(through(node)) as dropping:
@@ -248,7 +248,7 @@ REFUSED: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
 
 
 @pytest.mark.parametrize(("op", "why"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
-def test_what_is_not_recorded_is_kept(op: Callable[[Tensor], Tensor], why: str) -> None:
+def test_values_with_unrecorded_inputs_are_kept(op: Callable[[Tensor], Tensor], why: str) -> None:
     with Dropping(everything) as dropping:
         out = op(Held.apply(torch.randn(4, 6, requires_grad=True)))
         Read.apply(out).sum().backward()
@@ -276,7 +276,7 @@ FROZEN = {
 
 
 @pytest.mark.parametrize("name", FROZEN)
-def test_what_is_frozen_is_asked_of_the_module(name: str) -> None:
+def test_frozen_inputs_are_read_from_the_module(name: str) -> None:
     node, module, shape = FROZEN[name]
     check(row(node, module, shape), torch.float32)
 
@@ -290,7 +290,7 @@ def test_a_frozen_bias_that_no_module_owns_is_not_taken_for_none(op: Callable[..
     assert "does not record bias" in " ".join(dropping.refused.values())
 
 
-def test_what_other_hooks_hold_is_not_taken_for_absent() -> None:
+def test_tensors_packed_by_other_hooks_are_not_taken_for_absent() -> None:
     norm = frozen(nn.LayerNorm(6), "weight", "bias")
     with Dropping(everything) as dropping:
         x = Held.apply(torch.randn(4, 6, requires_grad=True))

@@ -99,7 +99,7 @@ def test_random_numbers_of_torch():
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_what_an_operator_writes_after_it_was_saved(inplace):
+def test_tensors_written_after_they_were_saved_are_replayed(inplace):
     """RReLU saves its noise first and draws it then: a second run does not stop in between."""
     model = Around(lambda m, x: F.rrelu(x.repeat(20, 20) * 2, 0.1, 0.9, training=True, inplace=inplace) + 1)
     # memory that has just been given back is most likely what the noise is drawn into
@@ -477,7 +477,7 @@ def test_attributes_that_are_bound_anew_before_the_next_call(first, second):
     same_bits(model, step)
 
 
-def test_what_an_attribute_holds_is_as_the_call_found_it():
+def test_attributes_are_restored_to_what_the_call_found():
     def counting(m, x):
         m.seen["calls"] += 1
         m.calls += 1
@@ -706,7 +706,7 @@ def test_a_tensor_changed_in_place_before_backward_raises(nesting):
         model(X).backward()
 
 
-def test_what_is_no_tensor_passes_through():
+def test_arguments_that_are_no_tensors_pass_through():
     marker, seen = object(), []
     given = (
         None,
@@ -748,7 +748,7 @@ def test_a_tensor_given_twice_is_one_tensor_again():
     assert seen == [True] * 3
 
 
-def test_what_a_call_appends_to_is_appended_to_once():
+def test_a_replay_does_not_append_twice():
     states = []
 
     def collecting(m, x, states, table, held):
@@ -769,7 +769,7 @@ def test_what_a_call_appends_to_is_appended_to_once():
 
 
 class State:
-    """What a trunk hands from block to block."""
+    """Object that a model passes from block to block."""
 
 
 CARRIERS = {
@@ -788,7 +788,7 @@ CARRIERS = {
 
 @pytest.mark.parametrize("kind", CARRIERS)
 @pytest.mark.parametrize("empty", [False, True])
-def test_what_is_written_into_an_argument_after_the_call_is_not_seen(kind, empty):
+def test_later_writes_into_an_argument_are_not_seen(kind, empty):
     make, get, put = CARRIERS[kind]
 
     def read(m, x, state):
@@ -975,7 +975,7 @@ def test_keys_and_values_of_other_layers_are_not_held():
 
 
 def products(step) -> int:
-    """How many matrix products a step takes."""
+    """Number of matrix products in a step."""
     with Ops() as ops:
         step()
     return sum(ops.count[name] for name in ("mm", "addmm", "bmm"))
@@ -995,7 +995,7 @@ def test_replaying_every_block_costs_no_more_than_checkpointing_every_block(drop
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_is_checkpointed_inside_is_left_alone(reentrant):
+def test_checkpointed_calls_inside_are_left_alone(reentrant):
     model, ids = Language(layers=2), torch.arange(20).view(2, 10)
     for block in model.blocks:
         block.forward = lambda x, forward=block.forward: checkpoint(forward, x, use_reentrant=reentrant)
@@ -1243,7 +1243,7 @@ def test_a_call_that_runs_backward_inside(way):
 
 
 class Attending(torch.autograd.Function):
-    """Saves a seed that nobody has written into, as flash attention without dropout does."""
+    """Function that saves an uninitialised seed, as flash attention without dropout does."""
 
     runs = threading.local()  # found by nobody who looks for what a call changes
     runs.count = 0
@@ -1272,7 +1272,7 @@ class Attention(nn.Module):
         return x + self.after(Attending.apply(self.before(x)))
 
 
-def test_seeds_that_nobody_has_written_into_are_kept_and_do_not_keep_their_block_from_being_replayed():
+def test_unwritten_seeds_are_kept_and_do_not_prevent_a_replay():
     torch.manual_seed(0)
     model, x = nn.Sequential(*[Attention() for _ in range(3)]).train(), torch.randn(256, 64)
     profile, plan, verdict = within(model, step_of(model), x, 0)

@@ -1,4 +1,4 @@
-"""What is made again from tensors that are written to before backward, in the rehearsed steps or only in later ones."""
+"""Recomputes from tensors that are written to before backward, in rehearsed steps or only in later ones."""
 
 import gc
 import warnings
@@ -65,7 +65,7 @@ def trained(model: nn.Module, batches: list[list[Tensor]]) -> list[Tensor]:
     return [*found, *(p.detach() for p in model.parameters())]
 
 
-def most_saving(model: nn.Module, batch: list[Tensor]) -> lowtide.Plan:
+def with_smallest_peak(model: nn.Module, batch: list[Tensor]) -> lowtide.Plan:
     def step(batch: list[Tensor]) -> None:
         torch.stack([model(x) for x in batch]).sum().backward()
         model.zero_grad()
@@ -86,7 +86,7 @@ def test_a_table_that_each_call_normalizes_is_not_relied_on(rehearsed: int, bloc
     batches = [ids(seed, 2) for seed in range(3)]
     plain = trained(Words(blocks=blocks), batches)
     model = Words(blocks=blocks)
-    plan = most_saving(model, ids(7, rehearsed))
+    plan = with_smallest_peak(model, ids(7, rehearsed))
     assert plan.recompute
     said: list[str] = []
     with lowtide.apply(model := Words(blocks=blocks), plan, say=said.append):
@@ -107,7 +107,7 @@ def test_a_norm_that_is_set_later_copies_the_table_once_and_keeps_what_is_looked
         model.table.max_norm = 0.5
         return [*first, *trained(model, [ids(1, 2), ids(2, 2)])]
 
-    plan = most_saving(without(), ids(7, 2))
+    plan = with_smallest_peak(without(), ids(7, 2))
     assert any("EmbeddingBackward0" in name for name in plan.recompute.values())
     said: list[str] = []
     planned = set_later(lambda model: lowtide.apply(model, plan, say=said.append))
@@ -131,7 +131,7 @@ def test_an_optimizer_between_forward_and_backward_finds_what_it_updates_copied(
             found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
         return found
 
-    plan = most_saving(Sum(), [torch.randn(64, 8, WIDTH)])
+    plan = with_smallest_peak(Sum(), [torch.randn(64, 8, WIDTH)])
     assert plan.recompute
     said: list[str] = []
     planned = updated_between(lambda model: lowtide.apply(model, plan, say=said.append))
@@ -187,7 +187,7 @@ def test_a_later_writer_to_a_parameter_finds_it_copied_and_the_loop_goes_on(kind
             model.zero_grad()
         return found
 
-    plan, model, said = most_saving(kind(), [x]), kind(), list[str]()
+    plan, model, said = with_smallest_peak(kind(), [x]), kind(), list[str]()
     with lowtide.apply(model, plan, say=said.append):
         assert same(gradients(model), gradients(kind()))
     assert len(said) == 1
@@ -197,7 +197,7 @@ def test_a_later_writer_to_a_parameter_finds_it_copied_and_the_loop_goes_on(kind
 def test_methods_of_parameters_are_torchs_own_without_a_plan() -> None:
     before = dict(vars(nn.Parameter))
     model = Sum()
-    with lowtide.apply(model, most_saving(Sum(), [torch.randn(64, 8, WIDTH)])):
+    with lowtide.apply(model, with_smallest_peak(Sum(), [torch.randn(64, 8, WIDTH)])):
         assert nn.Parameter.clamp_ is not Tensor.clamp_
         assert Tensor.clamp_ is torch._C.TensorBase.clamp_
     assert dict(vars(nn.Parameter)) == before
@@ -211,7 +211,7 @@ def test_every_method_that_writes_is_intercepted() -> None:
 def test_an_optimizer_compiled_while_a_plan_is_in_force_updates_parameters() -> None:
     model, other, plain = Sum(), nn.Linear(4, 4), nn.Linear(4, 4)
     plain.load_state_dict(other.state_dict())
-    with lowtide.apply(model, most_saving(Sum(), [torch.randn(64, 8, WIDTH)])):
+    with lowtide.apply(model, with_smallest_peak(Sum(), [torch.randn(64, 8, WIDTH)])):
         for net in (other, plain):
             optimizer = torch.optim.SGD(net.parameters(), 0.5, foreach=False, weight_decay=0.1)
             net(torch.ones(2, 4)).sum().backward()
@@ -223,7 +223,7 @@ def test_an_optimizer_compiled_while_a_plan_is_in_force_updates_parameters() -> 
 def test_another_writer_ends_one_step_in_words_and_the_plan_gives_way() -> None:
     x = torch.randn(64, 8, WIDTH, generator=torch.Generator().manual_seed(1))
     model, plain = Sum(), Sum()
-    plan = most_saving(Sum(), [x])
+    plan = with_smallest_peak(Sum(), [x])
 
     def step(model: Sum) -> list[Tensor]:
         loss = model(x)
@@ -247,7 +247,7 @@ def test_another_writer_ends_one_step_in_words_and_the_plan_gives_way() -> None:
 
 def test_nothing_is_watched_where_the_model_of_a_plan_is_gone() -> None:
     own, model = torch.embedding_renorm_, Sum()
-    lowtide.apply(model, most_saving(Sum(), [torch.randn(64, 8, WIDTH)]))
+    lowtide.apply(model, with_smallest_peak(Sum(), [torch.randn(64, 8, WIDTH)]))
     assert writers._undo
     del model
     gc.collect()
@@ -257,7 +257,7 @@ def test_nothing_is_watched_where_the_model_of_a_plan_is_gone() -> None:
 
 def test_nothing_is_watched_where_no_plan_is_in_force() -> None:
     own, model = torch.embedding_renorm_, Sum()
-    with lowtide.apply(model, most_saving(Sum(), [torch.randn(64, 8, WIDTH)])):
+    with lowtide.apply(model, with_smallest_peak(Sum(), [torch.randn(64, 8, WIDTH)])):
         assert torch.embedding_renorm_ is not own
     assert torch.embedding_renorm_ is own
     assert not writers._undo

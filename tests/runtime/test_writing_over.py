@@ -1,4 +1,4 @@
-"""An elementwise recompute writes over an operand that was made on the way to it and that nobody else has."""
+"""An elementwise recompute overwrites an operand that was recomputed only for it and that has no other holder."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def fitted(profile):
 
 @pytest.fixture
 def nothing_written_over(monkeypatch):
-    """How it would be without."""
+    """Run the same without overwriting."""
 
     def none():
         monkeypatch.setattr(Recompute, "spare", lambda recompute, tensors: {})
@@ -56,7 +56,7 @@ def test_a_chain_is_made_in_one_tensor(nothing_written_over):
     assert tensors() == 2
 
 
-def test_who_is_written_over_is_on_record():
+def test_overwritten_operands_are_recorded():
     torch.manual_seed(0)
     model, x = Applied(NewGELUActivation()), torch.randn(512, 64)
     values = lowtide.rehearse(model, step_of(model), x).values

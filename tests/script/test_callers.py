@@ -1,4 +1,4 @@
-"""What the functions that call the model have at hand."""
+"""Objects in the variables of functions that call the model."""
 
 import gc
 import weakref
@@ -29,7 +29,7 @@ def test_optimizers_are_found_in_objects_of_the_programs() -> None:
     assert any(found is trainer.optimizer for found in trainer.step())
 
 
-def test_nothing_is_held_that_was_looked_at() -> None:
+def test_inspected_objects_are_not_kept_alive() -> None:
     gc.disable()
     try:
         tensor = torch.ones(4)
@@ -42,7 +42,7 @@ def test_nothing_is_held_that_was_looked_at() -> None:
 
 
 class Output(OrderedDict[str, object]):
-    """As outputs of transformers' models are, whose entries may be let go of: then whoever asks is refused."""
+    """Like an output of transformers with released entries, which raises when they are read."""
 
     def items(self) -> NoReturn:
         raise LookupError("somebody has asked")

@@ -58,7 +58,7 @@ for _ in range(8):
 
 
 def run(folder: Path, *lines: str) -> list[str]:
-    """What is said while a script of these lines is fitted into nine tenths of its peak."""
+    """Messages while a script of these lines is fitted into 90 % of its peak."""
     file, said = folder / "train.py", list[str]()
     file.write_text("\n".join((BEGIN, *lines, f"torch.save(net.state_dict(), {str(folder / 'trained.pt')!r})")))
     assert run_watched(Script(target=str(file)), Fitting("90%", said.append)) == 0

@@ -1,4 +1,4 @@
-"""Which module is trained, and from which call to which update a step goes, in loops of different kinds."""
+"""The trained module, and the first call and last update of each step, in loops of different kinds."""
 
 import gc
 import weakref
@@ -416,7 +416,7 @@ class Once(Notes):
         self.done = True
 
 
-def test_who_is_trained_after_the_crew_is_done_is_said_once_and_nobody_is_held() -> None:
+def test_a_model_trained_after_the_listener_is_done_is_reported_once_and_not_held() -> None:
     def loop() -> None:
         gone = []
         for _ in range(3):
@@ -463,7 +463,7 @@ def test_updates_that_a_rehearsal_tries_when_a_step_begins_are_none_of_the_scrip
     assert watched(loop, Tries()).log == ["begins 0", "ends", "begins 1", "ends", "begins 1", "ends"]
 
 
-def test_nothing_is_watched_once_the_crew_is_done() -> None:
+def test_nothing_is_watched_once_the_listener_is_done() -> None:
     model = net()
     optimizer = sgd(model)
     calls: list[bool] = []
@@ -479,7 +479,7 @@ def test_nothing_is_watched_once_the_crew_is_done() -> None:
     assert calls == [False, False, True]
 
 
-def test_a_critic_may_be_ahead_of_its_generator_when_the_crew_is_done() -> None:
+def test_a_critic_may_be_ahead_of_its_generator_when_the_listener_is_done() -> None:
     maker, critic = net(), net()
     of_maker, of_critic = sgd(maker), sgd(critic)
 
@@ -497,7 +497,7 @@ def test_a_critic_may_be_ahead_of_its_generator_when_the_crew_is_done() -> None:
     assert listener.log == ["begins 0", "ends", "gives up", "begins 2", "ends"]
 
 
-def test_who_may_take_turns_is_waited_for_some_steps() -> None:
+def test_models_that_may_take_turns_are_waited_for() -> None:
     model, other = net(), net()
     optimizer, spare = sgd(model), sgd(other)
     calls: list[bool] = []

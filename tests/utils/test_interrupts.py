@@ -73,7 +73,7 @@ class Training:
 
 
 def left(model: nn.Module) -> list[str]:
-    """What is there that should not be, where no plan is in force.
+    """Traces of Lowtide that should not exist where no plan is in force.
 
     Nor awaits one a backward pass: what awaited that of a step which was interrupted goes with the next one.
     """

@@ -151,7 +151,7 @@ def test_a_pipe_has_no_bars_and_the_log_has_the_lines(
     assert "verifying the plan for Sequential" in debug
 
 
-def test_beside_a_programs_own_bar_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bar_is_shown_beside_a_programs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     tqdm = pytest.importorskip("tqdm")
     with terminal(monkeypatch) as screen:
         own = tqdm.tqdm(total=1, desc="mine")

@@ -47,6 +47,7 @@ print(memory.peak_bytes)
 """
 
 
+@pytest.mark.slow
 def test_a_recording_writes_nothing_and_hides_nothing(run_python: RunPython) -> None:
     done = run_python("-c", RECORD)
     assert (done.stdout, done.stderr) == ("4000\n", 3 * "mine\n")

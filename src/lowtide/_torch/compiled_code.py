@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return True if `torch.compile(module)` made the module, or `module.compile()` compiled it. 2.13, since 2.2.
+    """Return True if `torch.compile(module)` made the module, or `module.compile()` compiled it. Torch 2.13, since 2.2.
 
     A wrapper in CALL around the compiled code has the next wrapper, or the compiled code, in its attribute `before`.
     """
@@ -31,7 +31,7 @@ def has_compiled_modules(model: torch.nn.Module) -> bool:
 
 
 def is_compiled_by_inductor(module: torch.nn.Module) -> bool:
-    """Return True if inductor compiles the module, and no CUDA graphs replay it. 2.13, since 2.2."""
+    """Return True if inductor compiles the module, and no CUDA graphs replay it. Torch 2.13, since 2.2."""
     front = _compiled_front(module)
     settings: Any = None if front is None else front.get_compiler_config()
     return bool(settings) and not settings.get("triton.cudagraphs", False)
@@ -49,28 +49,32 @@ def _compiled_front(module: torch.nn.Module) -> Any:
 
 
 def is_compiled_function(obj: object) -> bool:
-    """Return True if `torch.compile(function)` made `obj`. 2.13, since 2.0."""
+    """Return True if `torch.compile(function)` made `obj`. Torch 2.13, since 2.0."""
     return callable(obj) and "_torchdynamo_orig_callable" in getattr(obj, "__dict__", ())
 
 
 def anything_compiled() -> bool:
-    """Return True if torch.compile has compiled any code in this process. 2.13, since 2.1."""
+    """Return True if torch.compile has compiled any code in this process. Torch 2.13, since 2.1."""
     return n_compiled() > 0
 
 
 def n_compiled() -> int:
-    """Return the number of graphs that torch.compile has compiled, or read from its caches, so far. 2.13, since 2.1."""
+    """Return the number of graphs that torch.compile has compiled, or read from its caches, so far. Torch 2.13, since
+    2.1.
+    """
     utils = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])
 
 
 def not_compiled_alone(function: F) -> F:
-    """Return `function`, marked so that compilation may continue through it but never starts at it. 2.13, since 2.7."""
+    """Return `function`, marked so that compilation may continue through it but never starts at it. Torch 2.13, since
+    2.7.
+    """
     return _marked(function, _FRAMES._FrameAction.DEFAULT)
 
 
 def never_compiled(function: F) -> F:
-    """Return `function`, marked so that neither it nor its callees are ever compiled. 2.13, since 2.7."""
+    """Return `function`, marked so that neither it nor its callees are ever compiled. Torch 2.13, since 2.7."""
     return _marked(function, _FRAMES._FrameAction.SKIP)
 
 
@@ -84,15 +88,15 @@ _FRAMES = torch._C._dynamo.eval_frame
 
 
 is_traced: Callable[[], bool] = torch.compiler.is_dynamo_compiling
-"""Return True in code that torch.compile traces, where the call is a constant. 2.13, since 2.1."""
+"""Return True in code that torch.compile traces, where the call is a constant. Torch 2.13, since 2.1."""
 
 is_compiling_anywhere: Callable[[], bool] = functools.partial(operator.attrgetter("_is_compiling_flag"), torch.compiler)
-"""Return True if any thread compiles or exports code. Not for code that may be traced. 2.13, since 2.1."""
+"""Return True if any thread compiles or exports code. Not for code that may be traced. Torch 2.13, since 2.1."""
 
 
 @not_compiled_alone
 def is_compiling_here() -> bool:
-    """Return True if this thread compiles or exports code, or if this call is traced. 2.13."""
+    """Return True if this thread compiles or exports code, or if this call is traced. Torch 2.13."""
     return is_traced() or (
         is_compiling_anywhere()
         and (torch.compiler.is_exporting() or torch._guards.CompileContext.try_get() is not None)
@@ -100,14 +104,14 @@ def is_compiling_here() -> bool:
 
 
 def is_recompiling() -> bool:
-    """Return True if this thread compiles code once more, because its arguments are new. 2.13, since 2.7."""
+    """Return True if this thread compiles code once more, because its arguments are new. Torch 2.13, since 2.7."""
     context = torch._guards.CompileContext.try_get()
     number = None if context is None or context.compile_id is None else context.compile_id.frame_compile_id
     return bool(number)
 
 
 def in_compiled_backward() -> bool:
-    """Return True if the node that backward runs in this thread is compiled code. 2.13, since 2.0.
+    """Return True if the node that backward runs in this thread is compiled code. Torch 2.13, since 2.0.
 
     Such a node clears its saved tensors after reading them, and holds each tensor for as long as it computes with it.
     """

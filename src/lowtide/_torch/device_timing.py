@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 
 CYCLES_PER_MS = 2_000_000
-"""Cycles of a GPU's clock in a millisecond, at most: a sleep of so many takes a millisecond or a little longer."""
+"""Upper bound of a GPU's clock cycles in a millisecond: a sleep of so many cycles takes a millisecond or a little
+longer.
+"""
 
 
 def accelerator_in_use() -> bool:
@@ -31,12 +33,14 @@ def now_ms(device: torch.device | None = None) -> float:
 
 
 def has_two_clocks(device: torch.device) -> bool:
-    """Return True if work on `device` is launched by the host and done later."""
+    """Return True if `device` runs work asynchronously: the host launches it, and it is done later."""
     return device.type == "cuda"
 
 
 def occupy(milliseconds: float) -> None:
-    """Queue a kernel that does nothing for so long: work behind it is launched ahead. 2.13, since 1.0."""
+    """Queue a kernel that sleeps for `milliseconds`, so that work queued behind it is launched before it can begin.
+    Torch 2.13, since 1.0.
+    """
     torch.cuda._sleep(int(milliseconds * CYCLES_PER_MS))  # type: ignore[no-untyped-call]
 
 

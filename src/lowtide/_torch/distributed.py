@@ -15,39 +15,47 @@ from lowtide._torch.fake_modes import is_own, without_function_modes, without_mo
 
 
 def n_collectives() -> int:
-    """Return the number of collectives that this process has started, over all process groups. 2.13, since 1.10."""
+    """Return the number of collectives that this process has started, over all process groups. Torch 2.13, since
+    1.10.
+    """
     groups: Any = torch.distributed.distributed_c10d._world.pg_map
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def awaits_first_backward(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Return True if a `static_graph` wrapper has not yet recorded its parameters' use. 2.13, since 1.13."""
+    """Return True if a `static_graph` wrapper has not yet recorded its parameters' use. Torch 2.13, since 1.13."""
     return wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued
 
 
 def has_new_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Return True if `wrapper` has put its buckets in gradient order, as its second forward does. 2.13, since 2.1."""
+    """Return True if `wrapper` has put its buckets in gradient order, as its second forward does. Torch 2.13, since
+    2.1.
+    """
     return wrapper._has_rebuilt_buckets
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Have `call` called at the end of the running backward pass. 2.13, since 1.0."""
+    """Have `call` called at the end of the running backward pass. Torch 2.13, since 1.0."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 SYNC_BUFFERS = "_distributed_broadcast_coalesced"
-"""Method of a wrapper that sends buffers. Arguments: tensors, bytes at a time and a rank. 2.13, since 1.10."""
+"""Method of a wrapper that sends buffers. Arguments: tensors, bytes at a time and a rank. Torch 2.13, since 1.10."""
 
 
 def sent_parameters(
     wrapper: torch.nn.parallel.DistributedDataParallel,
 ) -> tuple[list[torch.nn.Parameter], list[bool]]:
-    """Return the parameters whose gradients a wrapper sends, and True for those with sparse ones. 2.13, since 1.10."""
+    """Return the parameters whose gradients DDP reduces, and for each of them True if its gradient is sparse. Torch
+    2.13, since 1.10.
+    """
     return wrapper._build_params_for_reducer()  # type: ignore[no-any-return, no-untyped-call]
 
 
 def bucket_limits(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[list[int], list[int]]:
-    """Return the bucket size limits in bytes: those at first, and those from the second forward on. 2.13."""
+    """Return the limits of DDP's bucket sizes in bytes: for the first forward, and from the second one on. Torch
+    2.13.
+    """
     config = wrapper._bucket_config
     first, then = config.compute_bucket_size_limits(
         static_graph=wrapper.static_graph, find_unused_parameters=wrapper.find_unused_parameters
@@ -58,7 +66,9 @@ def bucket_limits(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[l
 def assign_buckets(
     parameters: Sequence[torch.Tensor], limits: list[int], sparse: list[bool], numbers: Sequence[int]
 ) -> list[list[int]]:
-    """Return the numbers of the parameters in each bucket. `sparse` is by number. 2.13, since 1.10."""
+    """Return the numbers of the parameters in each bucket. `sparse` is indexed by a parameter's number. Torch 2.13,
+    since 1.10.
+    """
     with without_modes(), without_function_modes():
         like = [torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device="meta") for p in parameters]
         assign: Any = vars(torch.distributed)["_compute_bucket_assignment_by_size"]
@@ -70,7 +80,7 @@ _wrapping: dict[type[Any], bool] = {}
 
 
 def is_wrapping(kind: type[Any]) -> bool:
-    """Return True for classes of tensors that wrap a process's own part, such as DTensor. 2.13, since 2.0."""
+    """Return True for tensor classes that wrap this process's shard, such as DTensor. Torch 2.13, since 2.0."""
     wrapping = _wrapping.get(kind)
     if wrapping is None:
         wrapping = _wrapping[kind] = kind.__module__.startswith("torch.distributed.")
@@ -78,12 +88,12 @@ def is_wrapping(kind: type[Any]) -> bool:
 
 
 def distributed_like(tensor: Any, local: torch.Tensor) -> Any:
-    """Return a leaf like `tensor`, a DTensor, with `local` as this process's part. 2.13, since 2.4."""
+    """Return a leaf like `tensor`, a DTensor, with `local` as this process's part. Torch 2.13, since 2.4."""
     return type(tensor)(local, tensor._spec, requires_grad=tensor.requires_grad)
 
 
 def start_absent_processes(start: Callable[..., None], rank: int, size: int) -> None:
-    """Make this process rank `rank` of a simulated group of `size`, whose collectives return at once. 2.13.
+    """Make this process rank `rank` of a simulated group of `size`, whose collectives return at once. Torch 2.13.
 
     `start` is `torch.distributed.init_process_group`.
     """
@@ -93,15 +103,16 @@ def start_absent_processes(start: Callable[..., None], rank: int, size: int) -> 
 
 
 def n_groups() -> int:
-    """Return the number of process groups of more than one process. 2.13, since 1.10."""
+    """Return the number of process groups of more than one process. Torch 2.13, since 1.10."""
     return sum(group.size() > 1 for group in torch.distributed.distributed_c10d._world.pg_map)
 
 
 @contextlib.contextmanager
 def sharding_without_modes() -> Iterator[None]:
-    """Derive shapes of whole tensors, and meshes of ranks, without dispatch modes inside this `with` block. 2.13.
+    """Let DTensor compute shapes, and device meshes their ranks, without dispatch modes inside this `with` block. Torch
+    2.13.
 
-    DTensor runs operators on fake tensors of the whole size, which takes no memory, and a mesh reads contents.
+    DTensor runs operators on fake tensors of the global shape, which take no memory. A mesh reads its tensor of ranks.
     """
     if "torch.distributed.tensor" not in sys.modules:
         yield
@@ -126,7 +137,9 @@ def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def meshes_on(device_type: str, shown: str | None = None) -> Iterator[None]:
-    """Let meshes of the CPU be of `device_type` inside this `with` block, `shown` to code other than torch's. 2.13."""
+    """Make device meshes on the CPU report `device_type`, and `shown` to code other than torch's, in a `with` block.
+    Torch 2.13.
+    """
     if not torch.distributed.is_available():
         yield
         return
@@ -142,7 +155,9 @@ def meshes_on(device_type: str, shown: str | None = None) -> Iterator[None]:
 
 
 def ring_attention() -> tuple[Any, tuple[str, ...]] | None:
-    """Return the module of context parallel, if imported, and its functions that begin and run attention. 2.13."""
+    """Return the module of context parallel, if imported, and its functions that begin and run attention. Torch
+    2.13.
+    """
     module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
     if module is None:
         return None
@@ -151,7 +166,9 @@ def ring_attention() -> tuple[Any, tuple[str, ...]] | None:
 
 
 def symmetric_memory() -> Iterator[tuple[Any, str]]:
-    """Yield the functions, each as owner and name, that begin to use symmetric memory. 2.13, as far as present."""
+    """Yield the functions, as owner and name, that begin to use symmetric memory, if this torch has them. Torch
+    2.13.
+    """
     from torch.distributed import _symmetric_memory
     from torch.distributed.fsdp import FSDPModule
 

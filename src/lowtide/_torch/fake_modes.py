@@ -26,24 +26,25 @@ _taken_on_the_way: list[BaseException] = []
 
 
 DATA_DEPENDENT = (_fake_tensor.DynamicOutputShapeException, _fake_tensor.DataDependentOutputException)
-"""Exceptions of fake operators whose result's shape, or value, depends on contents. 2.13, since 2.0."""
+"""Exceptions of fake operators whose result's shape, or value, depends on contents. Torch 2.13, since 2.0."""
 
 NO_FAKE_KERNEL = _fake_tensor.UnsupportedOperatorException
-"""Exception of operators without a kernel for fake tensors, where `run_on_zeros` is not allowed. 2.13."""
+"""Exception of operators without a kernel for fake tensors, where `run_on_zeros` is not allowed. Torch 2.13."""
 
 
 OWN_OPERATORS = frozenset({"aten", "prim", "prims", "profiler"})
-"""Namespaces of torch's own operators. 2.13."""
+"""Namespaces of torch's own operators. Torch 2.13."""
 
 SENDING_OPERATORS = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
-"""Namespaces of collectives that a compiler can trace. 2.13."""
+"""Namespaces of collectives that a compiler can trace. Torch 2.13."""
 
 SHARDING_OPERATORS = SENDING_OPERATORS | {"c10d", "fsdp"}
-"""Namespaces of operators that send between processes, or copy what is sent. 2.13."""
+"""Namespaces of operators that send between processes, or copy what is sent. Torch 2.13."""
 
 
 def fake_mode(run_on_zeros: bool = True, nested: Exception | None = None) -> _fake_tensor.FakeTensorMode:
-    """Return a mode under which operators make fake tensors; raises `nested` for nested ones. 2.13, since 1.13.
+    """Return a mode under which operators make fake tensors; it raises `nested` where one would be a nested tensor.
+    Torch 2.13, since 1.13.
 
     With `run_on_zeros`, operators without a kernel for fake tensors run on real zeros, on the fake tensors' device.
     """
@@ -59,13 +60,13 @@ def fake_mode(run_on_zeros: bool = True, nested: Exception | None = None) -> _fa
 
 
 def end_fakes(mode: _fake_tensor.FakeTensorMode) -> None:
-    """Make any further operator on both fake tensors of `mode` and real tensors raise. 2.13, since 2.0."""
+    """Make any further operator on both fake tensors of `mode` and real tensors raise. Torch 2.13, since 2.0."""
     mode.allow_non_fake_inputs = False
 
 
 @contextlib.contextmanager
 def running_on_zeros(mode: _fake_tensor.FakeTensorMode) -> Iterator[None]:
-    """Allow `mode` to run operators on zeros inside this `with` block. 2.13, since 2.0."""
+    """Allow `mode` to run operators on zeros inside this `with` block. Torch 2.13, since 2.0."""
     before, mode.allow_fallback_kernels = mode.allow_fallback_kernels, True
     try:
         yield
@@ -74,7 +75,7 @@ def running_on_zeros(mode: _fake_tensor.FakeTensorMode) -> Iterator[None]:
 
 
 def is_fake(tensor: Any) -> bool:
-    """Return True if the tensor is fake, or a distributed tensor whose own part is. 2.13."""
+    """Return True if the tensor is fake, or a distributed tensor whose own part is. Torch 2.13."""
     return isinstance(tensor, FakeTensor) or (
         type(tensor) not in _WITH_STORAGE
         and isinstance(tensor, torch.Tensor)
@@ -83,7 +84,7 @@ def is_fake(tensor: Any) -> bool:
 
 
 def is_strided(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor is a strided part of one storage. 2.13."""
+    """Return True if the tensor is a strided part of one storage. Torch 2.13."""
     return tensor.layout is torch.strided and type(tensor) in _WITH_STORAGE
 
 
@@ -91,7 +92,7 @@ _WITH_STORAGE = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, Fa
 
 
 class on_real_tensors:
-    """Context in which operators and functions bypass all modes. 2.13, since 1.13.
+    """Context in which operators and functions bypass all modes. Torch 2.13, since 1.13.
 
     Function modes are bypassed as well, because in a backward pass they are active while an operator is dispatched.
     """
@@ -109,23 +110,23 @@ class on_real_tensors:
 
 
 def uncompiled(obj: Any) -> Any:
-    """Return the original function if `torch.compile` returned `obj`, else `obj`. 2.13."""
+    """Return the original function if `torch.compile` returned `obj`, else `obj`. Torch 2.13."""
     return vars(obj).get("_torchdynamo_orig_callable", obj) if isinstance(obj, FunctionType) else obj
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:
-    """Return a CPU tensor's whole storage as an array of bytes on the same memory, bypassing all modes. 2.13."""
+    """Return a CPU tensor's whole storage as an array of bytes on the same memory, bypassing all modes. Torch 2.13."""
     with on_real_tensors():
         return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Disable all current dispatch modes inside this `with` block. 2.13, since 2.0."""
+    """Disable all current dispatch modes inside this `with` block. Torch 2.13, since 2.0."""
     return _python_dispatch._disable_current_modes()
 
 
 def on_default_device(function: Any, kwargs: dict[str, Any]) -> bool:
-    """Return True if a call makes a tensor on the device set by `with torch.device(...)`. 2.13."""
+    """Return True if a call makes a tensor on the device set by `with torch.device(...)`. Torch 2.13."""
     return (
         _device.CURRENT_DEVICE is not None
         and kwargs.get("device") is None
@@ -134,7 +135,7 @@ def on_default_device(function: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def default_device() -> torch.device | None:
-    """Return the device set by `with torch.device(...)` or `set_default_device`, or None. 2.13."""
+    """Return the device set by `with torch.device(...)` or `set_default_device`, or None. Torch 2.13."""
     return _device.CURRENT_DEVICE
 
 
@@ -149,8 +150,8 @@ def fake_devices_shown(true: torch.device, shown: torch.device, inside: Callable
     """Make fake tensors on the device `true` report `shown` inside this `with` block.
 
     Torch and this package still get `true`, and so does all code while `inside()` is True, that is inside operators,
-    where third-party fake kernels make tensors on the reported device. 2.13: `device` is a Python property, which torch
-    itself reads all the time.
+    where third-party fake kernels make tensors on the reported device. Torch 2.13: `device` is a Python property, which
+    torch itself reads all the time.
     """
     meta, device_property = torch.device("meta"), vars(FakeTensor)["device"]
 
@@ -168,7 +169,7 @@ def fake_devices_shown(true: torch.device, shown: torch.device, inside: Callable
 def function_modes_in_backward() -> Iterator[None]:
     """Keep the current function modes on in this thread's backward passes, where Python code may run forward again.
 
-    2.13: `tensor.backward` is a function that modes handle, and a mode is off while it handles a function.
+    Torch 2.13: `tensor.backward` is a function that modes handle, and a mode is off while it handles a function.
     """
     modes = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     thread = threading.get_ident()
@@ -217,7 +218,7 @@ os.register_at_fork(after_in_child=_forked)
 
 @contextlib.contextmanager
 def data_as_they_are() -> Iterator[None]:
-    """Run a data loader's forked workers without modes, and rebuild their tensors as real ones. 2.13."""
+    """Run a data loader's forked workers without modes, and rebuild their tensors as real ones. Torch 2.13."""
     rebuild = torch._utils._rebuild_tensor
 
     def real(*args: Any) -> torch.Tensor:
@@ -233,16 +234,16 @@ def data_as_they_are() -> Iterator[None]:
 
 
 def without_function_modes() -> contextlib.AbstractContextManager[Any]:
-    """Bypass all function modes and tensor subclasses inside this `with` block. 2.13, since 1.13."""
+    """Bypass all function modes and tensor subclasses inside this `with` block. Torch 2.13, since 1.13."""
     return torch._C.DisableTorchFunction()
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a differentiable alias of a tensor; the tensor itself if it is not strided. 2.13."""
+    """Return a differentiable alias of a tensor; the tensor itself if it is not strided. Torch 2.13."""
     return torch.ops.aten.alias.default(tensor) if is_strided(tensor) else tensor
 
 
 def make_parameter(fake: torch.Tensor, requires_grad: bool) -> None:
-    """Make a fake tensor count as an `nn.Parameter`. 2.13, since 2.0."""
+    """Make a fake tensor count as an `nn.Parameter`. Torch 2.13, since 2.0."""
     fake.requires_grad_(requires_grad)
     fake._is_param = True

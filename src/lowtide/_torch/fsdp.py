@@ -18,7 +18,7 @@ Purpose = Literal["gathered parameters", "communication buffers", "gradients"]
 
 
 class ShardGroup:
-    """Parameters that `fully_shard` gathers together. 2.13; `senders` since 2.9 or longer."""
+    """Parameters that `fully_shard` gathers together. Torch 2.13; `senders` since 2.9 or longer."""
 
     __slots__ = ("_group",)
 
@@ -100,7 +100,7 @@ class ShardGroup:
         return [parameter.sharded_param for parameter in self._group.fsdp_params]
 
     def set_aside(self) -> Callable[[], None]:
-        """Forget gathered parameters, which have no memory now; return a function that takes them back."""
+        """Drop the gathered parameters, which have no memory now; return a function that restores them."""
         before = [(p, vars(p).pop("_unsharded_param", None), p.all_gather_outputs) for p in self._group.fsdp_params]
         for parameter in self._group.fsdp_params:
             parameter.all_gather_outputs = []
@@ -136,7 +136,7 @@ class ShardGroup:
 
 
 def shard_groups(module: Any) -> list[ShardGroup]:
-    """Return the groups of a module that `fully_shard` was called on. 2.13; one group until 2.11."""
+    """Return the groups of a module that `fully_shard` was called on. Torch 2.13; one group until 2.11."""
     return _groups(module._get_fsdp_state())
 
 
@@ -146,13 +146,15 @@ def _groups(state: Any) -> list[ShardGroup]:
 
 
 def parts_by_itself(module: Any) -> bool:
-    """Return True if `reshard_after_forward` was left unset; a root then does not reshard after forward. 2.13."""
+    """Return True if `reshard_after_forward` was left unset; a root then does not reshard after forward. Torch 2.13."""
     return bool(module._get_fsdp_state()._auto_reshard_after_forward)
 
 
 @contextlib.contextmanager
 def as_in_backward(module: Any) -> Iterator[None]:
-    """Treat forward inside this `with` block as a recompute in backward: gathered parameters stay gathered. 2.13."""
+    """Treat forward inside this `with` block as a recompute in backward: gathered parameters stay gathered. Torch
+    2.13.
+    """
     state = module._get_fsdp_state()
     before, state._training_state = state._training_state, type(state._training_state).PRE_BACKWARD
     try:
@@ -162,7 +164,9 @@ def as_in_backward(module: Any) -> Iterator[None]:
 
 
 def forget_step(module: Any) -> None:
-    """Reset a root module to the state between steps after an aborted step. 2.13; torch has no method until 2.11."""
+    """Reset a root module to the state between steps after an aborted step. Torch 2.13; torch has no method until
+    2.11.
+    """
     state = module._get_fsdp_state()
     if not state._is_root:
         return
@@ -177,7 +181,7 @@ def forget_step(module: Any) -> None:
 def sum_over_processes(how: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Sum distributed tensors with `how`, for example for the norm in gradient clipping. Return the previous function.
 
-    2.13, since 2.5.
+    Torch 2.13, since 2.5.
     """
     functional: Any = torch.distributed._functional_collectives
     before: Callable[..., torch.Tensor] = functional.all_reduce
@@ -189,7 +193,7 @@ def sum_over_processes(how: Callable[..., torch.Tensor]) -> Callable[..., torch.
 def purposes_known(
     inside: Callable[[Purpose], AbstractContextManager[None]], becomes: Callable[[torch.Tensor, Purpose], None]
 ) -> Iterator[None]:
-    """Report the purpose of FSDP2's allocations inside this `with` block. 2.13, since 2.6.
+    """Report the purpose of FSDP2's allocations inside this `with` block. Torch 2.13, since 2.6.
 
     `inside` is entered around allocations of one purpose, `becomes` gets an existing tensor and its new purpose.
     """
@@ -229,8 +233,8 @@ def purposes_known(
 
 
 @contextlib.contextmanager
-def resizes_told(on_resize: Callable[[torch.UntypedStorage], None], devices: Iterable[str]) -> Iterator[None]:
-    """Call `on_resize` after each change of a storage's size in this `with` block; storages on `devices` only. 2.13.
+def observe_resizes(on_resize: Callable[[torch.UntypedStorage], None], devices: Iterable[str]) -> Iterator[None]:
+    """Call `on_resize` after each resize of a storage on one of `devices` inside this `with` block. Torch 2.13.
 
     FSDP2 frees and allocates gathered parameters this way. It also compares addresses; for fake storages, which have
     none, their numbers are used instead.
@@ -256,7 +260,7 @@ def resizes_told(on_resize: Callable[[torch.UntypedStorage], None], devices: Ite
 
 
 def devices_of_states(module: Any, device: torch.device) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the attributes to change to run a sharded module on `device`: (owner, name, value). 2.13."""
+    """Yield the attributes to change to run a sharded module on `device`: (owner, name, value). Torch 2.13."""
     state = module._get_fsdp_state()
     handle = getattr(torch, device.type)
     yield state, "_device", device

@@ -444,7 +444,9 @@ def always_partitioned() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernels_left_out() -> Iterator[None]:
-    """Have inductor's kernels for processors write zeros instead of being compiled, inside this `with` block. 2.13."""
+    """Have inductor's kernels for processors write zeros instead of being compiled, inside this `with` block. Torch
+    2.13.
+    """
     from torch._inductor.async_compile import AsyncCompile
 
     def without(_: object, types: list[str], code: str) -> Callable[..., None]:

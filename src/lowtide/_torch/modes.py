@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def without_subclasses() -> Any:
-    """Disable `__torch_function__` of tensor subclasses inside this `with` block. 2.13, since 2.0."""
+    """Disable `__torch_function__` of tensor subclasses inside this `with` block. Torch 2.13, since 2.0."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def accelerator_type() -> str:
-    """Return the device type of this machine's accelerator, "cpu" without one. 2.13."""
+    """Return the device type of this machine's accelerator, "cpu" without one. Torch 2.13."""
     return str(torch._C._get_accelerator().type)
 
 
@@ -32,28 +32,29 @@ ATTENTION_KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...]
     (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
     (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
 )
-"""Functions that tell if attention may choose a kernel, and that allow or forbid it; they apply to the CPU too. 2.13,
-since 2.5."""
+"""For each kernel of attention, the function that returns True if it is allowed, and the one that allows or forbids it.
+They apply to the CPU too. Torch 2.13, since 2.5.
+"""
 
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
-"""Return True if autocast is on for any device in this thread. 2.13."""
+"""Return True if autocast is on for any device in this thread. Torch 2.13."""
 
 
 saved_tensor_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(
     torch._C._autograd._top_saved_tensors_default_hooks, True
 )
-"""Return the innermost pair of saved-tensor hooks, pack and unpack, in force in this thread. 2.13."""
+"""Return the innermost pair of saved-tensor hooks, pack and unpack, in force in this thread. Torch 2.13."""
 
 
 push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-"""Put a pair of saved-tensor hooks, pack and unpack, in force in this thread. 2.13, since 1.10."""
+"""Put a pair of saved-tensor hooks, pack and unpack, in force in this thread. Torch 2.13, since 1.10."""
 pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-"""Remove this thread's innermost pair of saved-tensor hooks. 2.13, since 1.10."""
+"""Remove this thread's innermost pair of saved-tensor hooks. Torch 2.13, since 1.10."""
 
 
 @contextlib.contextmanager
 def saved_tensor_hooks_off(unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
-    """Disable the innermost saved-tensor hooks inside this `with` block, if `unpack` is theirs. 2.13."""
+    """Disable the innermost saved-tensor hooks inside this `with` block, if `unpack` is theirs. Torch 2.13."""
     hooks = saved_tensor_hooks()
     if hooks is None or hooks[1] is not unpack:
         yield
@@ -119,7 +120,8 @@ def off_in_transforms(
 ) -> contextlib.AbstractContextManager[None]:
     """Disable the saved-tensor hooks with this `unpack` in transforms of torch.func that run inside this `with` block.
 
-    `apart` is entered in each such transform. 2.13, since 2.0: transforms call `graph.disable_saved_tensors_hooks`.
+    `apart` is entered in each such transform. Torch 2.13, since 2.0: transforms call
+    `graph.disable_saved_tensors_hooks`.
     """
     return _off_in_transforms.block(unpack, apart)
 

@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 
 BatchNorm = _BatchNorm
-"""Base class of all batch norms, for any number of dimensions. 2.13, since 0.4."""
+"""Base class of all batch norms, for any number of dimensions. Torch 2.13, since 0.4."""
 Convolution = _ConvNd
-"""Base class of all convolutions. 2.13, since 0.1."""
+"""Base class of all convolutions. Torch 2.13, since 0.1."""
 
 CALL = "_compiled_call_impl"
 """Instance attribute that `Module.__call__` prefers over its own implementation. `Module.compile()` sets it, and
-`Module.__getstate__` leaves it out, so copies and pickles of a module do not have it. 2.13, since 2.2."""
+`Module.__getstate__` leaves it out, so copies and pickles of a module do not have it. Torch 2.13, since 2.2."""
 
 GLOBAL_FORWARD_HOOKS = (_module._global_forward_pre_hooks, _module._global_forward_hooks)
-"""Hooks on the calls of all modules of the process: tables by key, like those of each module. 2.13."""
+"""Hooks on the calls of all modules of the process: tables by key, like those of each module. Torch 2.13."""
 
 
 @contextlib.contextmanager
 def without_function_mode(kind: type[overrides.TorchFunctionMode]) -> Iterator[None]:
-    """Disable the innermost torch function mode inside this `with` block, if it is a `kind`. 2.13, since 2.0."""
+    """Disable the innermost torch function mode inside this `with` block, if it is a `kind`. Torch 2.13, since 2.0."""
     if isinstance(overrides._get_current_function_mode(), kind):  # type: ignore[no-untyped-call]
         with overrides._pop_mode_temporarily():
             yield
@@ -40,20 +40,20 @@ def without_function_mode(kind: type[overrides.TorchFunctionMode]) -> Iterator[N
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:
-    """Return True if hooks run when backward enters or leaves the module. 2.13, since 2.0."""
+    """Return True if hooks run when backward enters or leaves the module. Torch 2.13, since 2.0."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 CALL_CODE = torch.nn.Module._call_impl.__code__
-"""Code of the frame that calls a module's hooks and forward. 2.13."""
+"""Code of the frame that calls a module's hooks and forward. Torch 2.13."""
 
 
 def original_call(module: torch.nn.Module) -> Callable[..., Any]:
-    """Return the module's original `_call_impl` (hooks and forward), bypassing CALL. 2.13."""
+    """Return the module's original `_call_impl` (hooks and forward), bypassing CALL. Torch 2.13."""
     call: Callable[..., Any] = module._call_impl
     return call
 
 
 def apply_to_tensors(module: torch.nn.Module, make: Callable[[torch.Tensor], torch.Tensor], *, recurse: bool) -> None:
-    """Replace a module's parameters and buffers by what `make` returns, as `Module.to` does. 2.13, since 2.0."""
+    """Replace a module's parameters and buffers by what `make` returns, as `Module.to` does. Torch 2.13, since 2.0."""
     module._apply(make, recurse=recurse)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from lowtide.utils import native_cache
 
 
 class BuildFailed(Exception):
-    """The compiler, or the absence of one, in its words."""
+    """Failure to compile the hooks; the text is the compiler's message, or says that there is no compiler."""
 
 
 def build() -> Path:
@@ -40,7 +40,7 @@ def build() -> Path:
                 is_python_module=False,
             )
             shutil.move(Path(folder) / library.name, library)
-    except Exception as error:  # of the file system, of ninja, of the compiler, of the loader
+    except Exception as error:  # raised by the file system, ninja, the compiler or the loader
         lines = str(error).strip().split("\n")
         # torch's first line only names the extension, and ninja's last one only says that it stopped
         causes = [line for line in lines[1:] if "error:" in line or "not found" in line]
@@ -49,7 +49,7 @@ def build() -> Path:
 
 
 def load() -> ModuleType | None:
-    """Return the compiled hooks, or None: not built, not wanted, or broken, which is said."""
+    """Return the compiled hooks; None if they are not built, are switched off, or (with a warning) can't be loaded."""
     setting = os.environ.get(native_cache.SETTING)
     if setting == "0" or not sys.platform.startswith(("linux", "darwin")):
         return None

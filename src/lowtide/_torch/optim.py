@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return the optimizer's own `step`, which runs no step hooks. 2.13: the wrapper has `hooked`."""
+    """Return the optimizer's own `step`, which runs no step hooks. Torch 2.13: the wrapper has `hooked`."""
     step: Any = type(optimizer).step
     while getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -22,19 +22,21 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the optimizer has a step pre-hook. 2.13, since 1.14."""
+    """Return True if the optimizer has a step pre-hook. Torch 2.13, since 1.14."""
     return bool(optimizer._optimizer_step_pre_hooks)
 
 
 def clipped(names: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the gradients in the local variables of a returning `clip_grad_norm_` or `clip_grad_value_`. 2.13."""
+    """Return the gradients in the local variables of a returning `clip_grad_norm_` or `clip_grad_value_`. Torch
+    2.13.
+    """
     if "grouped_grads" in names:
         return [gradient for (gradients,), _ in names["grouped_grads"].values() for gradient in gradients]
     return list(names["grads"])
 
 
 def norm_of(gradient: torch.Tensor, norm_type: float, foreach: bool | None) -> torch.Tensor:
-    """Return the norm of one gradient, by the operator that `clip_grad_norm_` uses for many. 2.13, since 2.1."""
+    """Return the norm of one gradient, by the operator that `clip_grad_norm_` uses for many. Torch 2.13, since 2.1."""
     device = gradient.device
     if _has_foreach_support([gradient], device) if foreach is None else foreach:
         return torch._foreach_norm([gradient], norm_type)[0]
@@ -43,17 +45,19 @@ def norm_of(gradient: torch.Tensor, norm_type: float, foreach: bool | None) -> t
 
 
 def as_grouped(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `tensors` in the order of `clip_grad_norm_`'s groups by device and dtype. 2.13, since 2.1."""
+    """Return `tensors` in the order of `clip_grad_norm_`'s groups by device and dtype. Torch 2.13, since 2.1."""
     groups = _group_tensors_by_device_and_dtype([tensors])  # type: ignore[list-item]
     return [tensor for (group,), _ in groups.values() for tensor in group if tensor is not None]
 
 
 def scaler_stages(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
-    """Return each optimizer's stage (unscaled, stepped) since the last `update()`; not in the state_dict. 2.13."""
+    """Return each optimizer's stage (unscaled, stepped) since the last `update()`; not in the state_dict. Torch
+    2.13.
+    """
     return {key: {**state} for key, state in scaler._per_optimizer_states.items()}
 
 
 def set_scaler_stages(scaler: torch.amp.GradScaler, stages: dict[int, dict[str, Any]]) -> None:
-    """Restore stages that `scaler_stages` returned. 2.13."""
+    """Restore stages that `scaler_stages` returned. Torch 2.13."""
     scaler._per_optimizer_states.clear()
     scaler._per_optimizer_states.update({key: {**state} for key, state in stages.items()})

@@ -102,8 +102,8 @@ def this_thread_only(
     thread = threading.get_ident()
 
     def run_hook(optimizer: Optimizer, *args: Any) -> None:
-        here = threading.get_ident() == thread or in_backward()
-        if here or any(is_ours(p) for group in optimizer.param_groups for p in group["params"]):
+        is_counted = threading.get_ident() == thread or in_backward()
+        if is_counted or any(is_ours(p) for group in optimizer.param_groups for p in group["params"]):
             hook(optimizer, *args)
 
     return run_hook
@@ -128,5 +128,7 @@ def _call_observed(
     return output
 
 
-TOLD_CODE = _call_observed.__code__
-"""Code of the frame that calls `begins` and `ends`; its `args` and `kwargs` are the module's arguments."""
+OBSERVED_CALL_CODE = _call_observed.__code__
+"""Code object of the frame that calls `begins` and `ends`; its locals `args` and `kwargs` are the module's
+arguments.
+"""

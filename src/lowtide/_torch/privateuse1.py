@@ -19,27 +19,27 @@ from lowtide._torch.compiled_code import never_compiled
 from lowtide._torch.fake_modes import FakeTensor, _taken_on_the_way
 
 DeviceModule = backend_registration._DummyBackendModule
-"""Module for `torch.<device>`, implemented for one device. 2.13, since 2.9."""
+"""Module for `torch.<device>`, implemented for one device. Torch 2.13, since 2.9."""
 
 DeviceHook = backend_registration._DummyPrivateUse1Hook
-"""Hooks that torch's C++ code calls for a PrivateUse1 device, implemented for one device. 2.13, since 2.9."""
+"""Hooks that torch's C++ code calls for a PrivateUse1 device, implemented for one device. Torch 2.13, since 2.9."""
 
 
 def device_place() -> str | None:
-    """Return the name of the registered PrivateUse1 device, or None. 2.13, since 2.1."""
+    """Return the name of the registered PrivateUse1 device, or None. Torch 2.13, since 2.1."""
     name = str(torch._C._get_privateuse1_backend_name())
     return None if name == "privateuseone" and not hasattr(torch, name) else name
 
 
 def take_device_place(name: str, module: DeviceModule, hook: DeviceHook) -> None:
-    """Register a PrivateUse1 device until the process ends. 2.13, since 2.9."""
+    """Register a PrivateUse1 device until the process ends. Torch 2.13, since 2.9."""
     backend_registration._setup_privateuseone_for_python_backend(
         name, backend_module=module, hook=hook, device_guard=_DeviceGuard()
     )
 
 
 class _DeviceGuard(backend_registration._DummyDeviceGuard):
-    """Device guard whose type torch also queries while C++ code leaves a graph node with an error. 2.13.
+    """Device guard whose type torch also queries while C++ code leaves a graph node with an error. Torch 2.13.
 
     Python code must not return while an error is set, which would end the process. So the error is cleared here, and
     raised again where backward was called (`function_modes_in_backward`). No attribute may be looked up before that: a
@@ -56,7 +56,9 @@ class _DeviceGuard(backend_registration._DummyDeviceGuard):
 
 @contextlib.contextmanager
 def constants_made_on_cpu() -> Iterator[None]:
-    """Let `torch.tensor(..., device=...)` make its tensor on the CPU, then move it visibly, in a `with` block. 2.13."""
+    """Let `torch.tensor(..., device=...)` make its tensor on the CPU, then move it visibly, in a `with` block. Torch
+    2.13.
+    """
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)
     try:
@@ -67,7 +69,7 @@ def constants_made_on_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def foreach_for_fakes() -> Iterator[None]:
-    """Let optimizers treat fake parameters as parameters when choosing an implementation. 2.13, since 2.0."""
+    """Let optimizers treat fake parameters as parameters when choosing an implementation. Torch 2.13, since 2.0."""
     _foreach_types.append(FakeTensor)
     try:
         yield
@@ -76,52 +78,56 @@ def foreach_for_fakes() -> Iterator[None]:
 
 
 CUDA_INIT, CUDA_EXCHANGES = "_lazy_init", ("_exchange_device", "_maybe_exchange_device")
-"""Functions that initialize CUDA, and that switch the current GPU and return the previous one. 2.13: `torch.cuda`."""
+"""Functions that initialize CUDA, and that switch the current GPU and return the previous one. Torch 2.13:
+`torch.cuda`.
+"""
 
 CUDA_SNAPSHOT, CUDA_HISTORY = "_snapshot", ("_record_memory_history", "_dump_snapshot")
-"""Functions that return, start and write the allocator's history. 2.13: in `torch.cuda.memory`."""
+"""Functions that return, start and write the allocator's history. Torch 2.13: in `torch.cuda.memory`."""
 
 JIT_KERNELS = ("_create_jit_fn", "_create_multi_output_jit_fn")
-"""Functions that compile kernels at run time. 2.13: in `torch.cuda.jiterator`."""
+"""Functions that compile kernels at run time. Torch 2.13: in `torch.cuda.jiterator`."""
 
 AUTOGRAD_KEY, AUTOCAST_KEY = "AutogradPrivateUse1", "AutocastPrivateUse1"
-"""Dispatch keys of the PrivateUse1 device. 2.13, since 2.0."""
+"""Dispatch keys of the PrivateUse1 device. Torch 2.13, since 2.0."""
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(AUTOCAST_KEY))
 
 
 def register_kernels(namespace: str, kernels: Mapping[str, Any], key: str) -> torch.library.Library:
-    """Register Python functions as kernels of operators for the lifetime of the returned library. 2.13, since 1.13."""
+    """Register Python functions as kernels of operators for the lifetime of the returned library. Torch 2.13, since
+    1.13.
+    """
     library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
     for name, kernel in kernels.items():
         library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
     return library
 
 
-ASIDE = "TESTING_ONLY_GenericMode"
-"""Dispatch key before all others, which torch considers only in a thread that includes it. 2.13, since 1.12."""
+OVERRIDE_KEY = "TESTING_ONLY_GenericMode"
+"""Dispatch key before all others, which torch considers only in a thread that includes it. Torch 2.13, since 1.12."""
 
-_ASIDE = torch._C._dispatch_key_parse(ASIDE)
-_BEHIND_ASIDE = torch._C._dispatch_keyset_full_after(_ASIDE)
+_OVERRIDE = torch._C._dispatch_key_parse(OVERRIDE_KEY)
+_BEHIND_OVERRIDE = torch._C._dispatch_keyset_full_after(_OVERRIDE)
 _BEHIND_AUTOGRAD = torch._C._dispatch_keyset_full_after(torch._C._dispatch_key_parse("ADInplaceOrView"))
 
 
-_aside: list[torch.library.Library] = []
-"""Fallthrough for operators without a kernel for ASIDE; registered with the first such kernel."""
+_fallthrough: list[torch.library.Library] = []
+"""Fallthrough for operators without a kernel for OVERRIDE_KEY; registered with the first such kernel."""
 
 
-def put_aside(kernels: Mapping[str, Callable[..., Any]]) -> torch.library.Library:
-    """Run `kernels` instead of the kernels of `aten` operators inside a block of `with_aside`. 2.13, since 2.10.
+def override_kernels(kernels: Mapping[str, Callable[..., Any]]) -> torch.library.Library:
+    """Run `kernels` in place of the kernels of `aten` operators in a block of `with_overrides`. Torch 2.13, since 2.10.
 
     Each gets, before the arguments, a function that continues with torch's own kernel and one that continues past
     autograd; and, after the arguments, an object without other references, for `references`.
     """
-    if not _aside:
-        _aside.append(pass_through(ASIDE))
+    if not _fallthrough:
+        _fallthrough.append(pass_through(OVERRIDE_KEY))
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, kernel in kernels.items():
         given = _given_its_own(kernel, getattr(torch.ops.aten, name).default)
-        library.impl(name, given, ASIDE, with_keyset=True, allow_override=False)  # type: ignore[no-untyped-call]
+        library.impl(name, given, OVERRIDE_KEY, with_keyset=True, allow_override=False)  # type: ignore[no-untyped-call]
     return library
 
 
@@ -130,7 +136,7 @@ def _given_its_own(kernel: Callable[..., Any], operator: Any) -> Callable[..., A
 
     @never_compiled  # otherwise compiled, with its callees, wherever a compiled function runs backward
     def replaced(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        on = functools.partial(redispatch, keys & _BEHIND_ASIDE)
+        on = functools.partial(redispatch, keys & _BEHIND_OVERRIDE)
         past = functools.partial(redispatch, keys & _BEHIND_AUTOGRAD)
         return kernel(on, past, *args, object(), **kwargs)
 
@@ -138,30 +144,34 @@ def _given_its_own(kernel: Callable[..., Any], operator: Any) -> Callable[..., A
 
 
 @never_compiled
-def with_aside() -> contextlib.AbstractContextManager[Any]:
-    """Use kernels of `put_aside` inside this `with` block, and in backward passes that begin in it. 2.13."""
-    return torch._C._IncludeDispatchKeyGuard(_ASIDE)
+def with_overrides() -> contextlib.AbstractContextManager[Any]:
+    """Use kernels of `override_kernels` in this `with` block, and in backward passes that begin in it. Torch 2.13."""
+    return torch._C._IncludeDispatchKeyGuard(_OVERRIDE)
 
 
-def without_aside() -> contextlib.AbstractContextManager[None]:
-    """Hide kernels of `put_aside` from compiled code inside this `with` block, which avoids recompilation. 2.13."""
-    return _aside_off() if torch._C._dispatch_tls_is_dispatch_key_included(_ASIDE) else _NOTHING
+def without_overrides() -> contextlib.AbstractContextManager[None]:
+    """Hide kernels of `override_kernels` from compiled code inside this `with` block, which avoids recompilation. Torch
+    2.13.
+    """
+    return _override_off() if torch._C._dispatch_tls_is_dispatch_key_included(_OVERRIDE) else _NOTHING
 
 
 @contextlib.contextmanager
-def _aside_off() -> Iterator[None]:
-    torch._C._dispatch_tls_set_dispatch_key_included(_ASIDE, False)
+def _override_off() -> Iterator[None]:
+    torch._C._dispatch_tls_set_dispatch_key_included(_OVERRIDE, False)
     try:
         yield
     finally:
-        torch._C._dispatch_tls_set_dispatch_key_included(_ASIDE, True)
+        torch._C._dispatch_tls_set_dispatch_key_included(_OVERRIDE, True)
 
 
 _NOTHING = contextlib.nullcontext()
 
 
 def below_autograd() -> contextlib.AbstractContextManager[Any]:
-    """Run operators below autograd inside this `with` block: no graph, no new versions of written tensors. 2.13."""
+    """Run operators below autograd inside this `with` block: no graph, no new versions of written tensors. Torch
+    2.13.
+    """
     return torch._C._AutoDispatchBelowADInplaceOrView()
 
 
@@ -177,12 +187,12 @@ def is_dispatched_plainly(tensor: torch.Tensor) -> bool:
 
 
 def is_replaced(name: str, key: str) -> bool:
-    """Return True if a Python function is the kernel of `aten.<name>` for a dispatch key. 2.13, since 2.0."""
+    """Return True if a Python function is the kernel of `aten.<name>` for a dispatch key. Torch 2.13, since 2.0."""
     return f"aten/{name}/{key}" in torch.library._impls
 
 
 def remove_kernels(library: torch.library.Library) -> None:
-    """Remove the library's kernels, which restores torch's own. 2.13, since 2.0.
+    """Remove the library's kernels, which restores torch's own. Torch 2.13, since 2.0.
 
     No other thread may be running one of the operators: the dispatcher would free a kernel that it is about to call.
     """
@@ -191,19 +201,19 @@ def remove_kernels(library: torch.library.Library) -> None:
 
 
 def pass_through(key: str) -> torch.library.Library:
-    """Let operators without a kernel for `key` fall through to the next key. 2.13, since 2.3."""
+    """Let operators without a kernel for `key` fall through to the next key. Torch 2.13, since 2.3."""
     library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     library.fallback(torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
     return library
 
 
 def without_autocast() -> contextlib.AbstractContextManager[Any]:
-    """Skip autocast of the PrivateUse1 device inside this `with` block, as its kernels do. 2.13, since 2.0."""
+    """Skip autocast of the PrivateUse1 device inside this `with` block, as its kernels do. Torch 2.13, since 2.0."""
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
 
 
 def attention_allowed(kernel: str) -> bool:
-    """Return True if a kernel of attention is enabled: "cudnn", "flash", "efficient". 2.13, since 2.5."""
+    """Return True if a kernel of attention is enabled: "cudnn", "flash", "efficient". Torch 2.13, since 2.5."""
     ask = {
         "cudnn": torch._C._get_cudnn_sdp_enabled,
         "flash": torch._C._get_flash_sdp_enabled,

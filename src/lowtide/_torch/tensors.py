@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 from lowtide._torch.fake_modes import FakeTensor
 
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
-"""Return the base of a view, through any number of views; None for a tensor that is not a view. 2.13."""
+"""Return the base of a view, through any number of views; None for a tensor that is not a view. Torch 2.13."""
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor is plain strided memory: not sparse, no subclass with its own behaviour. 2.13."""
+    """Return True if a tensor is plain strided memory: not sparse, no subclass with its own behaviour. Torch 2.13."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
@@ -44,17 +44,17 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set `tensor._version`, the number of changes in place. 2.13, since 2.6."""
+    """Set `tensor._version`, the number of changes in place. Torch 2.13, since 2.6."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def storage_number(storage: torch.UntypedStorage) -> int:
-    """Return a number that identifies a storage during its lifetime, for all its Python objects. 2.13."""
+    """Return a number that identifies a storage during its lifetime, for all its Python objects. Torch 2.13."""
     return int(storage._cdata)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return a number that identifies a tensor's storage during its lifetime; 0 without a storage. 2.13."""
+    """Return a number that identifies a tensor's storage during its lifetime; 0 without a storage. Torch 2.13."""
     try:
         return storage_number(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):  # sparse tensors
@@ -69,7 +69,7 @@ def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class WeakStorage:
-    """Weak reference to a tensor's memory. 2.13: a storage's Python object, once made, counts as one owner."""
+    """Weak reference to a tensor's memory. Torch 2.13: a storage's Python object, once made, counts as one owner."""
 
     __slots__ = ("_reference", "address")
 
@@ -84,7 +84,7 @@ class WeakStorage:
 
 
 def has_one_owner(tensor: torch.Tensor) -> bool:
-    """Return True if only this tensor object refers to its memory: no view, no graph. 2.13.
+    """Return True if only this tensor object refers to its memory: no view, no graph. Torch 2.13.
 
     The storage's Python object counts as an owner, too.
     """
@@ -92,7 +92,7 @@ def has_one_owner(tensor: torch.Tensor) -> bool:
 
 
 def references(things: tuple[Any, ...]) -> tuple[int, ...]:
-    """Count references to the first item, a tensor, and to its memory, for comparison with another call's. 2.13.
+    """Count references to the first item, a tensor, and to its memory, for comparison with another call's. Torch 2.13.
 
     The last item is an object without other references. References to all items alike cancel out, such as those of
     callers whose frames are traced or evaluated (Dynamo, debuggers). No local variable may hold an item, because that
@@ -107,7 +107,8 @@ def references(things: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def held_by_python(tensors: Sequence[Any], index: int, known: int) -> bool:
-    """Return True if Python holds more than `known` references to `tensors[index]`; C++ references don't count. 2.13.
+    """Return True if Python holds more than `known` references to `tensors[index]`; C++ references don't count. Torch
+    2.13.
 
     The Python object stays with its C++ tensor, which owns one reference to the object while other C++ owners exist.
     """
@@ -117,33 +118,35 @@ def held_by_python(tensors: Sequence[Any], index: int, known: int) -> bool:
 
 
 def as_kind(kind: type[Any], tensor: torch.Tensor) -> Any:
-    """Return a tensor of subclass `kind` with the memory of `tensor`, which must not require grad. 2.13, since 1.0."""
+    """Return a tensor of subclass `kind` with the memory of `tensor`, which must not require grad. Torch 2.13, since
+    1.0.
+    """
     return torch.Tensor._make_subclass(kind, tensor)
 
 
 DEVICE = vars(torch._C.TensorBase)["device"].__get__
-"""Function behind `tensor.device`. 2.13."""
+"""Function behind `tensor.device`. Torch 2.13."""
 SET_DATA = vars(torch._C.TensorBase)["data"].__set__
-"""Function behind `tensor.data = other`. 2.13."""
+"""Function behind `tensor.data = other`. Torch 2.13."""
 IS_CUDA = vars(torch._C.TensorBase)["is_cuda"].__get__
-"""Function behind `tensor.is_cuda`. 2.13."""
+"""Function behind `tensor.is_cuda`. Torch 2.13."""
 PACK_PADDED = torch._VF._pack_padded_sequence
-"""Operator that packs padded sequences; the second of its results, the sizes, is always on the CPU. 2.13."""
+"""Operator that packs padded sequences; the second of its results, the sizes, is always on the CPU. Torch 2.13."""
 PAD_PACKED = torch._VF._pad_packed_sequence
-"""Function behind `pad_packed_sequence`. 2.13."""
+"""Function behind `pad_packed_sequence`. Torch 2.13."""
 PARSE_TO = torch._C._nn._parse_to
-"""Function that parses the arguments of `module.to`. 2.13."""
+"""Function that parses the arguments of `module.to`. Torch 2.13."""
 SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
-"""Function behind `tensor.requires_grad = True`. 2.13."""
+"""Function behind `tensor.requires_grad = True`. Torch 2.13."""
 
 
 def wrapper(kind: type[Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a tensor of subclass `kind` with this shape, dtype and device, without memory. 2.13, since 1.11."""
+    """Return a tensor of subclass `kind` with this shape, dtype and device, without memory. Torch 2.13, since 1.11."""
     return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 
 def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Swap two tensors, while each Python object keeps its identity. No graph may hold either. 2.13.
+    """Swap two tensors, while each Python object keeps its identity. No graph may hold either. Torch 2.13.
 
     Unlike this, `torch.utils.swap_tensors` refuses tensors with weak references, such as weights of recurrent layers.
     """
@@ -160,7 +163,8 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
 def is_leaf_tensor(tensor: torch.Tensor) -> bool:
     """Return True if no autograd node computed `tensor`.
 
-    False for one of several views that one call returned, once its base was written to: `is_leaf` raises then. 2.13.
+    False for one of several views that one call returned, once its base was written to: `is_leaf` raises then. Torch
+    2.13.
     """
     try:
         return tensor.is_leaf
@@ -169,17 +173,19 @@ def is_leaf_tensor(tensor: torch.Tensor) -> bool:
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Return True if hooks run on a tensor's gradient before it is accumulated. 2.13."""
+    """Return True if hooks run on a tensor's gradient before it is accumulated. Torch 2.13."""
     return bool(tensor._backward_hooks)
 
 
 def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
-    """Return True if hooks run once a leaf's gradient has been accumulated. 2.13, since 2.1."""
+    """Return True if hooks run once a leaf's gradient has been accumulated. Torch 2.13, since 2.1."""
     return bool(tensor._post_accumulate_grad_hooks)
 
 
 def share_hooks(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Run the gradient hooks of `tensor` also on the gradient of `other`, a leaf like `tensor`. 2.13, since 2.1."""
+    """Run the gradient hooks of `tensor` also on the gradient of `other`, a leaf like `tensor`. Torch 2.13, since
+    2.1.
+    """
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if hooks := getattr(tensor, name):
             setattr(other, name, hooks)

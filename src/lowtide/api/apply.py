@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.joint_slots import JointSlots
 
 _traced: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
-"""Plans on models that compiled functions call, by model: no wrapper in front of these holds the plan."""
+"""Plans on models that compiled functions call, by model. Such models get no wrapper that could hold the plan."""
 
 
 def plans_on(module: nn.Module) -> Iterator[object]:
@@ -132,7 +132,7 @@ class Applied(Removable, Displayed):
             keys.add(key)
 
         first: dict[str, int] = {}
-        """Bytes of inputs that each graph was compiled for first."""
+        """Bytes of the inputs for which each graph was first compiled."""
         is_guarded, is_said = has_compiled_modules(model), False
 
         def say_larger_inputs(slots: JointSlots) -> None:

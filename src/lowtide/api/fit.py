@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 REPAIRS = 4
-"""Plans that are tried before a budget is given up: each aims lower by the excess of the one before."""
+"""Most plans that are tried for a budget. Each aims lower by the excess of the one before."""
 FORECAST = "before it was compiled"
 """Beginning of the note on the forecast of a compiled plan's peak."""
 SCHEDULED = 4
@@ -129,7 +129,7 @@ def _in_a_line(bucket: Bucket) -> str:
 def _peak(plan: Plan, verdict: Verdict) -> str:
     """Format the peak: `14.9 -> 7.8 GiB peak (budget 8 GiB)`."""
     budget = f"(budget {format_bytes(plan.budget_bytes)})"
-    if verdict.budget_for == "reserved":  # of the plain step requested bytes are known
+    if verdict.budget_for == "reserved":  # for the plain step requested bytes are known only
         return f"{format_bytes(verdict.measured_peak_bytes)} peak reserved {budget}"
     return f"{format_change(plan.plain.peak_bytes, verdict.measured_peak_bytes)} peak {budget}"
 
@@ -163,8 +163,8 @@ def fit(
     that its code refers to. The proof names other changes that these runs make, such as the position of an iterator or
     a file.
 
-    Existing optimizers of `model`, `optimizer` among them, also update it after each step in which they don't step; if
-    none exists yet, the plan notes it, and optimizer state that is made later is reported when it exists.
+    If `step` does not call the optimizers of `model`, each trial step is followed by their update, so that its memory
+    counts. If no optimizer exists yet, the plan notes that, and a warning comes once its state exists.
 
     A model that `torch.compile` compiles as a whole with inductor is recompiled under the plan, which then decides the
     tensors that its joint graphs save for backward; so is a compiled function of `step` that calls `model`, and so are
@@ -184,8 +184,8 @@ def fit(
             step: parameters, gradients, optimizer state and batch included, and anything else in memory, such as other
             models.
         budget_for: The bytes that the budget bounds: the "requested" ones, or on a GPU "reserved" ones, those that its
-            allocator takes from the device. The second ones are computed by the simulated allocator from the requests
-            of the verified step, and the cache is emptied in the end. `nvidia-smi` shows the CUDA context besides.
+            allocator takes from the device. Reserved bytes are computed by the simulated allocator from the requests of
+            the verified step, and the cache is emptied at the end. `nvidia-smi` shows the CUDA context in addition.
         optimizer: The optimizer of `model`, or a list of them.
         profile: A profile from `rehearse` of the same step, which saves five runs.
         levers: Changes of the step that may be made where they pay (`lowtide/levers`); each that is tried takes some
@@ -205,8 +205,8 @@ def fit(
         The plan in force on `model`, with its proof; a FittedSizes with `shapes`.
 
     Raises:
-        BudgetError: If the budget is no amount of memory, or one that only a GPU has, and the model is on another
-            device.
+        BudgetError: If the budget is not an amount of memory, or is one that only a GPU has (`"auto"`, `"90% of gpu"`)
+        and the model is on another device.
         Infeasible: If no plan fits; it has the smallest peak that a plan reaches.
         OverBudget: If measured peaks stay above the budget.
         RehearsalError: If the step can't be planned.
@@ -263,7 +263,7 @@ def _fit(
     if offload and device_of(model) == "cpu":
         raise LowtideError("offload=True copies tensors from the device to the host, and this model is on the CPU.")
     has_blocks = not is_planned_by_its_compiler(model, step)
-    """True if compiled code, if any, is that of blocks."""
+    """True unless the model or the step is compiled as a whole: only blocks may be compiled."""
     may_replay = profile is None and has_blocks
     if profile is None:
         is_plain = not (set(levers) - set(DEFAULT)) and not offload and shapes is None
@@ -382,7 +382,7 @@ def cheapest_within(
     Args:
         choice: The profile, and the levers.
         made: The first plan; each other one is made from the forecast, corrected by the excess of the one before.
-        peak_of: Function that measures a plan; None for one that is no good.
+        peak_of: Function that measures a plan's peak; it returns None for a plan that can't be used.
         most: Most plans tried.
     """
     budget_bytes, tried, best = made.budget_bytes, list[Decisions](), None
@@ -534,12 +534,16 @@ def with_excess(profile: Profile, excess_bytes: int) -> Profile:
 
 
 def _own(choice: Choice, made: Plan, budget_bytes: int) -> Plan:
-    """Return `made` as the plan for the budget, compared with the step without levers."""
+    """Return `made` with `budget_bytes` as its budget, and with its time compared with that of the step without
+    levers.
+    """
     return replace(made, budget_bytes=budget_bytes, plain=choice.plain, notes=(*made.notes, *choice.notes.values()))
 
 
 def _proof(site: StepContext, made: Plan) -> Verdict:
-    """Run the step under the plan, and without. Raises RehearsalError if the device has no room for the budget."""
+    """Run the step under the plan and without it, and compare. Raises RehearsalError if the device has no room for the
+    budget.
+    """
 
     def no_room(said: str) -> RehearsalError:
         return RehearsalError(

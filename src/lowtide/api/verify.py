@@ -40,10 +40,14 @@ up in another order only now and then.
 """
 
 DRAWN = "random numbers"
-"""The kind that every step has; a step that draws no random numbers leaves it unchanged whatever else it does."""
+"""Kind of result for the states of random number generators. It proves little alone: a step that draws nothing leaves
+them unchanged.
+"""
 
 _RUNS: Final = 4
-"""Advances of a verification: a planned step to compare, another to measure, a third to time, and the plain steps."""
+"""Progress of a verification, in units: a planned step to compare, another to measure, a third to time, and the plain
+steps.
+"""
 
 _FOLLOWING = {
     "loss": ("gradients", "parameters", "buffers", "optimizer state", "counters"),
@@ -54,16 +58,16 @@ _FOLLOWING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict(Record):
-    """Needs and results of a step under a plan, beside the plain step's."""
+    """Memory, time and results of a step under a plan, compared with the plain step."""
 
     budget_bytes: int
     predicted_peak_bytes: int
     measured_peak_bytes: int
-    """Static memory included; reserved bytes if the budget is for these."""
+    """Peak of the step under the plan, static memory included; in reserved bytes if the budget is for those."""
     budget_for: BudgetFor = "requested"
     planned_ms: float
     plain_ms: float | None
-    """None if the plain step does not fit in memory."""
+    """Time of the plain step; None if it does not fit in memory."""
     predicted_extra: float | None = None
     """Extra time that the plan predicts, as a share of the rehearsed step's; None if no time was measured."""
     differences: dict[str, tuple[str, ...]] | None

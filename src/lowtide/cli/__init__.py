@@ -37,10 +37,7 @@ class Lazy:
 
 
 COMMANDS = {
-    "demo": Lazy(
-        target="lowtide.cli.demo.command:demo",
-        summary="Train a real model on real text, and compare its memory before and after.",
-    ),
+    "run": Lazy(target="lowtide.cli.run:run", summary="Run a training script within a memory budget, or under a plan."),
     "rehearse": Lazy(
         target="lowtide.cli.rehearse:rehearse",
         summary="Profile a script's training step: its memory, and the smallest peak of a plan.",
@@ -64,27 +61,30 @@ COMMANDS = {
     "plan": Lazy(
         target="lowtide.cli.plan:plan", summary="Make plan files, read them, compare them.", needs_torch=False
     ),
-    "run": Lazy(target="lowtide.cli.run:run", summary="Run a training script within a memory budget, or under a plan."),
     "frontier": Lazy(
         target="lowtide.cli.frontier:frontier", summary="List the cost of each budget.", needs_torch=False
-    ),
-    "snapshot": Lazy(
-        target="lowtide.cli.snapshot:snapshot",
-        summary="Summarize a PyTorch memory snapshot: its peak, and the memory alive there.",
-        needs_torch=False,
     ),
     "explain": Lazy(
         target="lowtide.cli.explain:explain",
         summary="Explain an out-of-memory error from its message or a log, and list remedies.",
         needs_torch=False,
     ),
+    "watch": Lazy(
+        target="lowtide.cli.watch:watch",
+        summary="Run a script and report the tensors and graphs that it leaves in memory.",
+    ),
+    "snapshot": Lazy(
+        target="lowtide.cli.snapshot:snapshot",
+        summary="Summarize a PyTorch memory snapshot: its peak, and the memory alive there.",
+        needs_torch=False,
+    ),
     "report": Lazy(
         target="lowtide.cli.make_report:report", summary="Make a page of a run, or compare two runs.", needs_torch=False
     ),
     "native": Lazy(target="lowtide.cli.native:native", summary="Compile the saved-tensor hooks, for less host time."),
-    "watch": Lazy(
-        target="lowtide.cli.watch:watch",
-        summary="Run a script and report the tensors and graphs that it leaves in memory.",
+    "demo": Lazy(
+        target="lowtide.cli.demo.command:demo",
+        summary="Train a real model on real text, and compare its memory before and after.",
     ),
 }
 

@@ -81,7 +81,8 @@ def estimate(
     """Predict the memory that a training step of SCRIPT needs, without taking the step.
 
     From the first training forward on, the script runs on tensors without memory. Lowtide ends it after two steps; a
-    loop without an optimizer runs to its end. Options of this command come before SCRIPT; everything after it is passed
+    loop without an optimizer runs to its end, or for 32 passes. Options of this command come before SCRIPT; everything
+    after it is passed
     to the script. With --batch the script is run once for each size.
 
     Without --device the answer is the peak of the step on this machine, in the bytes that its tensors request. Exit
@@ -104,7 +105,7 @@ def estimate(
     from lowtide.memory.gpu_specs import parse_gpus
     from lowtide.utils.amounts import parse_bytes
 
-    gpu, n_gpus = (None, None) if device is None else parse_gpus(device)  # reject nonsense before torch is loaded
+    gpu, n_gpus = (None, None) if device is None else parse_gpus(device)  # reject invalid values before torch is loaded
     if gpu is not None and budget is not None:
         raise click.UsageError(f"--budget is for this machine, and --device asks if the step fits on {gpu.name}.")
     budget_bytes = None if budget is None else parse_bytes(budget)
@@ -166,7 +167,7 @@ def estimate(
 
 
 def _against(budget_bytes: int, estimates: Mapping[int | None, MemoryEstimate]) -> Iterator[str]:
-    """Yield a line for each size: the peak beside the budget."""
+    """Yield a line for each batch size: the peak compared with the budget."""
     for size, estimate in estimates.items():
         budget, peak = format_apart(budget_bytes, estimate.peak_bytes)
         words = "is within" if estimate.peak_bytes <= budget_bytes else "is above"

@@ -32,7 +32,7 @@ def sweep(estimates: Mapping[int | None, MemoryEstimate]) -> str:
 def is_within(estimate: MemoryEstimate, budget_bytes: int | None, *, strict: bool) -> bool:
     """Return True if a step fits: on its GPU, or else in the budget, if there is one.
 
-    With `strict`, no memory may be known only in part.
+    With `strict`, the answer is False if only bounds are known for some memory.
     """
     if isinstance(estimate, GpuMemoryEstimate):
         return estimate.is_sure if strict else estimate.fits

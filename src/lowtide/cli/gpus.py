@@ -14,7 +14,7 @@ from lowtide.units import format_bytes
 from lowtide.utils.tables import Table
 
 SOURCE = 41
-"""Columns of a source, so that a line has at most 80."""
+"""Width of the column of sources, so that lines have at most 80 characters."""
 
 
 @click.command("gpus")

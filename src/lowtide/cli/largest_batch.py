@@ -51,7 +51,7 @@ def largest_batch(
     """Rank the known GPUs by the largest batch that fits on each: plainly, and in two ways that save memory.
 
     The training step of SCRIPT, or of a model of transformers with AdamW (--hf), is estimated on tensors without memory
-    at a few sizes of the batch; others are read off lines in between. Nothing is measured.
+    at a few sizes of the batch; sizes in between are interpolated. Nothing is measured.
 
     The table has a column for the plain step, one for recomputing what takes no matrix product (norms, activations,
     dropout), and one for replaying every block as well, as checkpointing does, each with its extra FLOPs. Plans of
@@ -66,7 +66,7 @@ def largest_batch(
         raise click.UsageError("--layers, --seq and --bf16 go with --hf.")
     from lowtide.memory.gpu_specs import GPUS, parse_gpu
 
-    gpus = [parse_gpu(name) for name in names] or [*GPUS]  # reject nonsense before torch is loaded
+    gpus = [parse_gpu(name) for name in names] or [*GPUS]  # reject invalid values before torch is loaded
     from lowtide.utils.optional_deps import require_torch
 
     require_torch("lowtide largest-batch")

@@ -19,7 +19,7 @@ RECORD = click.Path(dir_okay=False, path_type=Path)
 
 
 def _share(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
-    """Return a share: `2%` or `0.02`."""
+    """Return a share that is written as `2%` or `0.02`."""
     if text is None:
         return None
     number, is_percent = text.strip().removesuffix("%"), text.strip().endswith("%")
@@ -53,7 +53,7 @@ def report(file: Path, other: Path | None, to: str | None, github: bool, fail_ab
 
     FILE was written by `--report FILE.json` of `lowtide run`, `rehearse`, `estimate`, `watch` or `demo`, or by `lowtide
     rehearse --json`, `plan make -o` or `watch --json`. Exit code 1: the second peak is above the limit of --fail-above;
-    2: a file is no record of a run, or the two runs are of different models.
+    2: a file is not the record of a run, or the two runs are of different models.
     """
     from lowtide.report.run_record import read_run
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lowtide.memory.gpu_specs import GpuSpec
 
 DEFAULT_SEQ = 1024
-"""Tokens in a row, where the model takes as many."""
+"""Default tokens in a row; fewer if the model takes fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class RandomModel:
     """The model and its step, in words."""
 
     def estimate_at(self, gpu: GpuSpec, size: int, how: How) -> GpuMemoryEstimate:
-        """Estimate a step with AdamW on `gpu`, taken in a given way."""
+        """Estimate a step with AdamW on `gpu`, run plainly or with recomputes as `how` says."""
         model, batch = self.model, self.batch_of(size)
         optimizer = torch.optim.AdamW(model.parameters())
 

@@ -68,7 +68,7 @@ def run(
     args: tuple[str, ...],
     is_module: bool,
 ) -> int:
-    """Train with SCRIPT within a memory budget, or under a plan.
+    """Run a training SCRIPT within a memory budget, or under a plan.
 
     With --budget the first two steps of training are rehearsed; the third is the first under the plan, and its peak is
     measured. Each step trains the model as without Lowtide, bit for bit, unless --lever changes the step. With --plan
@@ -155,12 +155,12 @@ def run(
 
 def _train(script: Script, monitor: PlanMonitor) -> int:
     """Run the script; count its repeated steps at the end."""
-    from lowtide.script.repeat_step import told_repeated
+    from lowtide.script.repeat_step import count_in_words
     from lowtide.script.run_listened import run_watched
 
     code = run_watched(script, monitor, untrained=say)
     if monitor.n_repeated:
-        say(told_repeated(monitor.n_repeated))
+        say(count_in_words(monitor.n_repeated))
     return code
 
 

@@ -27,15 +27,19 @@ def script_arguments(
     """Add `-m`, the script and its arguments to a command."""
 
     def add(body: Callable[..., Any]) -> Callable[..., Any]:
-        body = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", callback=_told_apart)(body)
+        body = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", callback=_own_options)(
+            body
+        )
         body = click.argument("target", metavar=metavar, required=required)(body)
         return click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module, as for `python -m`.")(body)
 
     return add
 
 
-def _told_apart(ctx: click.Context, parameter: click.Parameter, args: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the script's arguments. Report options of this command among them that the script's source lacks."""
+def _own_options(ctx: click.Context, parameter: click.Parameter, args: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the script's arguments. An option of this command that follows the script is reported, unless the script's
+    source mentions it.
+    """
     script = Path(ctx.params.get("target") or "")
     ours = {option for each in ctx.command.params for option in each.opts if option.startswith("--")}
     given = [name for name in (arg.partition("=")[0] for arg in args) if name in ours]

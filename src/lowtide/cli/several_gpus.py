@@ -31,7 +31,7 @@ class SeveralGpus:
         self._gpu, self._script = gpu, script
         self._strict, self._snapshot_to = strict, snapshot_to
         self._n_gpus = 0
-        """Number that was asked for; other numbers are tried."""
+        """Number of GPUs that was requested; other numbers are tried, too."""
 
     def estimate(self, n_gpus: int, json_to: str | None, *, fewest: bool) -> int:
         """Print the estimates of the first and of the last process; return the exit code.
@@ -61,15 +61,16 @@ class SeveralGpus:
             write(json.dumps(records, indent=1), json_to)
         return max(run.code for run in runs)
 
-    def _by_number(self, folder: Path, n_gpus: int, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the needs of the first process for each number of GPUs that is tried, from the smallest number on.
+    def _by_number(self, folder: Path, n_gpus: int, requested: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the memory that the first process needs for each number of GPUs that is tried, the smallest number
+        first.
 
         Numbers go down until no GPU of the table is large enough, and up until the smallest one is, or to MOST_GPUS.
         Numbers for which the script fails are left out.
         """
         smallest = next(gpu.name for gpu in self._alike())
         powers = [2**power for power in range(MOST_GPUS.bit_length())]
-        rows = {n_gpus: _row(n_gpus, asked)}
+        rows = {n_gpus: _row(n_gpus, requested)}
         for numbers, enough in (
             (sorted((n for n in powers if n < n_gpus), reverse=True), lambda row: row["smallest_gpu"] is None),
             ([n for n in powers if n > n_gpus], lambda row: row["smallest_gpu"] == smallest),
@@ -125,7 +126,7 @@ def _is_newer(gpu: GpuSpec) -> bool:
 
 
 def _compared(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
-    """Describe the last process by its peaks, unless they are the first one's."""
+    """Describe the last process by its peaks, or say that they equal those of the first."""
     peaks = {kind: last[f"peak_{kind}_bytes"] for kind in ("requested", "allocated", "reserved")}
     if all(first[f"peak_{kind}_bytes"] == n_bytes for kind, n_bytes in peaks.items()):
         return f"rank {last['rank']}: the same"
@@ -133,13 +134,14 @@ def _compared(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
 
 
 def _row(n_gpus: int, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the needs of one process of `n_gpus`, and the smallest GPU that has enough memory."""
+    """Return the memory that one process of `n_gpus` needs, and the smallest GPU that has enough."""
     columns = ("peak_requested_bytes", "peak_reserved_bytes", "smallest_gpu")
     return {"n_gpus": n_gpus, **{name: record[name] for name in columns}}
 
 
 def with_gpus(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Add to each row the GPUs of which this number is enough and no smaller one is; `names`: the smallest first.
+    """Add to each row the GPUs for which that number of GPUs is the smallest that is enough. `names` begins with the
+    smallest GPU.
 
     A GPU that is larger than one with enough memory has enough, too.
     """

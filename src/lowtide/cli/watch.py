@@ -29,7 +29,7 @@ def watch(json_to: str | None, report_to: str | None, target: str, args: tuple[s
         write(watched.to_json(), json_to)
     if report_to is not None:
         write_report(watched.to_record(command_line(), subject=target), report_to)
-    if exit_code == INTERRUPTED:  # stopped by a person
+    if exit_code == INTERRUPTED:  # stopped by Ctrl-C
         return exit_code
     if exit_code:
         click.echo(f"the script ended with exit code {exit_code}", err=True)

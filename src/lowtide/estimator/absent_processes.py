@@ -16,10 +16,10 @@ from lowtide._torch.distributed import start_absent_processes
 from lowtide.errors import RehearsalError
 
 gpus_per_node = [1]
-"""Stack of the GPU count that a script sees on its machine."""
+"""Numbers of GPUs that a script sees on its machine, as a stack: the last one is in force."""
 
 GPUS_PER_NODE = 8
-"""GPUs per machine; fewer if there are fewer processes."""
+"""Number of GPUs per machine; fewer if there are fewer processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

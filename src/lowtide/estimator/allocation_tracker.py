@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 _ASKED_OF_RESULTS = torch.ops.prim.device.default
-"""The query that autograd makes of a node's result while it still holds the node's inputs."""
+"""Query that autograd makes of a node's result while it still holds the node's inputs."""
 
 
 class _Living:
@@ -94,7 +94,9 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         self._given: tuple[int, int, int] | None = None
         """Memory that may have been reused: number of the old storage, number of the new one, index in the events."""
         self._formula = (-1, 0)
-        """Number of the last node with a formula in `IN_FORMULA`, and the first block since it began."""
+        """Sequence number of the last node with a formula in `IN_FORMULA`, and the number of the first block allocated
+        since.
+        """
         self._n_sharing: Counter[int] = Counter()
         """Number of other storages that share a block's memory, by block."""
         self.in_place: set[int] = set()
@@ -117,7 +119,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # otherwise torch wraps each call in a guard against compilers, and imports one
+        return False  # otherwise torch wraps each call in a guard that imports the compiler
 
     # --- the recorder
 
@@ -139,14 +141,16 @@ class AllocationTracker(TorchDispatchMode, Recorder):
 
     @property
     def stream(self) -> EventStream:
-        """Events recorded since the last `begin`."""
+        """Stream of the events recorded since the last `begin`."""
         if self._recording:
             raise RehearsalError("the stream of a recorder is complete when its with-block has ended, and not before.")
         return EventStream(tuple(self._events), self.device, self.streams)
 
     @property
     def whole(self) -> EventStream:
-        """All recorded events; storages that existed at entry are allocated first, in the order of adoption."""
+        """Stream of all recorded events. Storages that existed at entry are allocated first, in the order of
+        adoption.
+        """
         return EventStream((*self._entered, *self._earlier, *self.stream), self.device, self.streams)
 
     @property
@@ -190,7 +194,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         return None if living is None else living.block
 
     def let_go(self, tensor: Tensor) -> None:
-        """Release the memory of a twin whose real tensor gets other memory; other holders may keep it alive."""
+        """Release a twin whose real tensor gets other memory; other holders may keep the twin's memory alive."""
         self._twins.let_go(tensor)
 
     # --- operators
@@ -250,7 +254,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         return self.adopt(tensor)
 
     def _together(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
-        """Return the arguments, moved to one device where the operator needs that."""
+        """Move arguments to one device where the operator needs that; return args, kwargs and their tensors."""
         return args, kwargs, tensors
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -370,7 +374,8 @@ class AllocationTracker(TorchDispatchMode, Recorder):
 
     @contextlib.contextmanager
     def corrected(self) -> Iterator[None]:
-        """Replace the tensor that ends in this block by the one created in it, from the beginning of the recording.
+        """Record the tensor created in this block in place of the one that ends in it, from the beginning of the
+        recording on.
 
         Has no effect unless exactly one ends and one is created.
         """
@@ -426,7 +431,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             return
         del self._living[key]
         if self._given is not None and self._given[0] == key:
-            self._given = None  # reused indeed: its block becomes the new storage's
+            self._given = None  # its memory was reused: the block becomes the new storage's
             return
         if self._n_sharing[living.block] > 0:
             self._n_sharing[living.block] -= 1
@@ -460,7 +465,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         return number
 
     def _share(self, tensor: Tensor, new: Tensor) -> None:
-        """Record that `new` shares the memory of `tensor`."""
+        """Record that the storage of `new` shares the memory of `tensor`, as a lazily copied one does."""
         block = self._living[_storage(tensor)].block
         self._n_sharing[block] += 1
         self._inherit(block, new.untyped_storage())

@@ -40,7 +40,7 @@ MOST = 2**20
 class LargestBatch(Displayed):
     """The largest size that fits, and the predicted peaks at the sizes tried.
 
-    Printed, it fits "probably" where the GPU's memory is the host's too, or not all of the step's memory is known.
+    The text says "probably" where the GPU shares its memory with the host, or not all of the step's memory is known.
     """
 
     size: int
@@ -147,7 +147,9 @@ def largest_batch(
 
 @contextlib.contextmanager
 def _at(size: int, peaks: Mapping[int, int], budget: int) -> Iterator[None]:
-    """Explain why a small size was tried, if the step fails at it (as batch norm does with one row)."""
+    """Add the reason why a small size was tried to an error of the step at that size (batch norm fails with one
+    row).
+    """
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -245,6 +247,6 @@ def resized(tensor: Tensor, dim: int, given: int, size: int) -> Tensor:
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         shape = [*tensor.shape]
         shape[dim] = size
-        # never read, so the system commits no memory to it
+        # never read, so the system reserves no physical memory
         return tensor.new_empty(shape, requires_grad=tensor.requires_grad)
     return tensor.index_select(dim, torch.arange(size, device=tensor.device) % given)

@@ -1,4 +1,4 @@
-"""Collective operations in estimated steps: those on fake tensors end at once, and send nothing.
+"""Collective operations in estimated steps: on fake tensors they return at once and send nothing.
 
 Sums keep this process's own contents. Tensors that other processes would fill have no known contents, so a size that
 depends on them is refused.
@@ -33,7 +33,7 @@ RECEIVED = {
     "gather": (1, "gather_list"),
     "scatter": (0, "tensor"),
 }
-"""Arguments of `SENDING` that other processes fill: place and name."""
+"""For functions of `SENDING`, the argument that other processes fill: its position and its name."""
 
 
 class Done:
@@ -54,7 +54,7 @@ def stand_ins() -> Iterator[tuple[Any, str, Any]]:
 
 
 def unsent(send: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `send`, which does nothing for fake tensors."""
+    """Return a version of `send` that does nothing for fake tensors."""
 
     @functools.wraps(send)
     def sent(*args: Any, **kwargs: Any) -> Any:

@@ -75,10 +75,10 @@ class _Reducer:
         self._expects = False
         """True if the backward pass of the last forward reduces gradients."""
         self._order: dict[int, None] = {}
-        """Parameters by number, in the order in which their gradients first arrived."""
+        """Numbers of the parameters, in the order in which their gradients first arrived."""
         self.buckets: list[Tensor] = []
         self.maps: list[Tensor] = []
-        """Maps of the parameters that took part, one number for each."""
+        """DDP's maps of the parameters that took part: one element per parameter."""
         self._views: dict[int, Tensor] = {}
 
     def begin(self, stack: contextlib.ExitStack) -> None:

@@ -22,7 +22,7 @@ __all__ = ["Names", "labels"]
 
 
 class Names(names.Names):
-    """Probe like a measured step's, but identifying storages by number, because fake storages have no address."""
+    """Labels as of a measured step, except that storages are identified by number: fake storages have no address."""
 
     def _address(self, tensor: Tensor) -> int:
         return storage_id(tensor)

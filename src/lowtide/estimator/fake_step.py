@@ -51,7 +51,7 @@ def unrestored_note(state: Everything) -> tuple[str, ...]:
 
 
 def compiled(model: nn.Module) -> tuple[str, ...]:
-    """Return the assumption noted if parts of the model are compiled."""
+    """Return a note of the assumption made if parts of the model are compiled."""
     return (COMPILED,) if any(map(is_compiled, model.modules())) else ()
 
 
@@ -60,7 +60,7 @@ _one_at_a_time = threading.RLock()
 
 @contextlib.contextmanager
 def exclusive(fakes: FakeTensorMode) -> Iterator[None]:
-    """Make rehearsals in other threads wait until this block ends.
+    """Make rehearsals in other threads wait until this block ends, and make leftover fake tensors raise afterwards.
 
     A fake tensor that the cleanup missed raises on later use: otherwise a step that used it would silently learn
     nothing.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _DEPTH = 6
-"""Depth of the search in a cache: its dict, its list of entries, and the contents of an entry."""
+"""Depth to which a cache is searched: its dict, its list of entries, and the contents of an entry."""
 
 
 class Everything(ReachableObjects):

@@ -33,7 +33,9 @@ class FakeTensors:
         self._mode, self._device = mode, device
         self._twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._memory: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        """By number of a real storage: the storage, held so that its number is not reused, and its twin's bytes."""
+        """For each number of a real storage the storage, held so that the number is not reused, and the bytes of its
+        twin.
+        """
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the twin of a real tensor, creating it at the first request."""
@@ -110,7 +112,7 @@ def placed(tensors: Iterable[Tensor], device: str, mode: FakeTensorMode) -> Iter
             done.append((tensor, fake))
         yield
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # a failed step's frames hold graphs that hold parameters
+        traceback.clear_frames(error.__traceback__)  # frames of a failed step hold graphs, which hold parameters
         raise
     finally:
         for tensor, fake in done:

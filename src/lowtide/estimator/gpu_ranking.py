@@ -23,12 +23,12 @@ SMALLEST = 2
 MOST = 2**20
 """Largest size at which the step is estimated."""
 LARGEST_STEP = 256
-"""Largest ratio of a size to the one before."""
+"""Largest ratio of an estimated size to the previous one."""
 N_ESTIMATES = 5
 """Usual number of estimates, for progress."""
 
 EstimateAt = Callable[[GpuSpec, int, How], GpuMemoryEstimate]
-"""Estimates the step on a GPU, at a size of the batch, taken in a given way."""
+"""Function that estimates the step on a GPU, for a size of the batch, plainly or with recomputes."""
 
 SAVING: Mapping[How, float] = {"recomputed": 1.5, "replayed": 2.5}
 """Ways that save memory, with a guess of how many times as large a batch each makes room for."""
@@ -69,14 +69,14 @@ class GpuRanking(Displayed):
 
 @dataclass(slots=True, kw_only=True)
 class _Work:
-    """Estimates of one generation of kernels, by way and size. All its GPUs request the same memory."""
+    """Estimates for GPUs with the same generation of kernels, which all request the same memory, by way and size."""
 
     gpus: list[GpuSpec]
     estimates: dict[How, dict[int, GpuMemoryEstimate]] = field(default_factory=dict)
 
     @property
     def shown(self) -> GpuSpec:
-        """The GPU with the largest workspaces: the others need no more."""
+        """GPU that stands for all of them: the one with the largest workspaces."""
         return max(self.gpus, key=workspace_bytes)
 
     @property
@@ -113,7 +113,7 @@ def rank_gpus(estimate_at: EstimateAt, gpus: Sequence[GpuSpec]) -> GpuRanking:
     return GpuRanking(
         limits=tuple(limits),
         extra_flops=extra_flops,
-        sizes=tuple(sorted({size for work in works for found in work.estimates.values() for size in found})),
+        sizes=tuple(sorted({size for work in works for by_size in work.estimates.values() for size in by_size})),
         unknown=tuple(dict.fromkeys(line for each in plains for line in each.unknown)),
         assumed=tuple(dict.fromkeys(line for each in plains for line in each.assumed)),
     )
@@ -141,35 +141,35 @@ def _estimate(estimate_at: EstimateAt, work: _Work) -> None:
     smallest = work.estimates["plain"][SMALLEST]
     first = size = _too_large(work, SMALLEST, smallest)
     for how, share in (("plain", 1.0), *SAVING.items()):
-        found = work.estimates.setdefault(how, {})
+        by_size = work.estimates.setdefault(how, {})
         size = min(int(first * share), LARGEST_STEP * SMALLEST if how == "plain" else MOST, MOST)
         while True:
-            found[size] = estimate = estimate_at(work.shown, size, how)
+            by_size[size] = estimate = estimate_at(work.shown, size, how)
             advance()
             if estimate.interval[1] > work.room or size >= MOST:
                 break
             size = min(max(_too_large(work, size, estimate), 2 * size), LARGEST_STEP * size, MOST)
         if how == "plain":
-            first = max(found)
+            first = max(by_size)
 
 
 def _too_large(work: _Work, size: int, estimate: GpuMemoryEstimate) -> int:
-    """Return a size that needs more than the largest GPU has, if the peak goes on as up to `size`."""
+    """Return a size that needs more than the largest GPU has, extrapolated from the peaks up to `size`."""
     peak = estimate.interval[1]
     row_bytes = max((peak - estimate.static.total) / size, 1.0)
     return size + max(int(1.05 * (work.room - peak) / row_bytes) + 1, 1)
 
 
 def _extra_flops(work: _Work) -> dict[How, float]:
-    """Return the additional work of each way that saves memory, beside the plain step at the same size."""
+    """Return the additional FLOPs of each way that saves memory, as a share of the plain step's at the same size."""
     plain = work.estimates["plain"]
     (small, few), (large, many) = ((size, plain[size].flops) for size in (min(plain), max(plain)))
-    found: dict[How, float] = {}
+    shares: dict[How, float] = {}
     for how in SAVING:
         size = max(work.estimates[how])
         expected = few + (many - few) * (size - small) / max(large - small, 1)
-        found[how] = max(work.estimates[how][size].flops / max(expected, 1) - 1, 0.0)
-    return found
+        shares[how] = max(work.estimates[how][size].flops / max(expected, 1) - 1, 0.0)
+    return shares
 
 
 def _room(gpu: GpuSpec) -> int:
@@ -182,8 +182,8 @@ def _largest(gpu: GpuSpec, estimates: Mapping[How, Mapping[int, GpuMemoryEstimat
 
     The plain step at the smallest size begins each line: no other way needs more there.
     """
-    found = {SMALLEST: estimates["plain"][SMALLEST], **estimates[how]}
-    room, peaks = _room(gpu), {size: estimate.interval[1] for size, estimate in sorted(found.items())}
+    by_size = {SMALLEST: estimates["plain"][SMALLEST], **estimates[how]}
+    room, peaks = _room(gpu), {size: estimate.interval[1] for size, estimate in sorted(by_size.items())}
     within = [size for size, peak in peaks.items() if peak <= room]
     if not within:
         return 0

@@ -23,7 +23,7 @@ class MemoryEstimate(Displayed):
     """Memory that a training step will need, from a run without memory. `print` it for a table."""
 
     timeline: Timeline
-    """Timeline like a measured one: levels over entry, bytes."""
+    """Timeline like a measured one: bytes above those in use at entry."""
     static: Static
     """Memory at entry of the step, including optimizer state."""
     unknown: tuple[str, ...]
@@ -65,7 +65,7 @@ class MemoryEstimate(Displayed):
         )
 
     def more(self) -> Iterator[str]:
-        """Return additional lines of the table."""
+        """Yield further lines of the table."""
         return iter(())
 
     def __str__(self) -> str:

@@ -31,9 +31,9 @@ CONTIGUOUS = frozenset({aten.native_layer_norm.default, aten.native_layer_norm_b
 """Operators whose results are contiguous on the CPU, but laid out like the arguments with fake tensors (2.13)."""
 
 BATCH_NORMED = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
-"""Operators whose first result on the CPU is channels-last if the argument at this place is, else contiguous.
+"""Operators whose first result on the CPU is channels-last if the argument at this position is, else contiguous.
 
-Fake tensors keep any strides with the one, and none with the other (torch 2.13).
+On fake tensors the first of them keeps any strides, and the second none (torch 2.13).
 """
 
 GROUPED = aten._grouped_mm.default

@@ -22,7 +22,7 @@ def sizes_in(batch: Any) -> list[Tensor]:
 
 
 def copies(padded: Tensor, lengths: Sequence[int], batch_first: bool) -> list[int]:
-    """Return the bytes of the pieces that are copied, one after the other, before packing into one tensor."""
+    """Return the bytes of each piece that is copied, in order, before all are packed into one tensor."""
     steps_first = padded.transpose(0, 1) if batch_first else padded
     row_bytes = steps_first[0, 0].nbytes
     sizes, before = [], 0

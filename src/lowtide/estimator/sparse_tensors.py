@@ -84,10 +84,10 @@ def _coalesce(answers: ValueOracle, sparse: Tensor) -> Tensor:
         different = torch.unique(known, dim=1)
     count = different.shape[1]
     has_room = sparse.device.type == "cpu"
-    there = torch.empty_like(indices if has_room else indices[:, :count])[:, :count]
-    answers.learn(there, different)
+    distinct = torch.empty_like(indices if has_room else indices[:, :count])[:, :count]
+    answers.learn(distinct, different)
     inside = torch.empty_like(values if has_room else values[:count])[:count]
-    return like(sparse, there, inside, coalesced=True)
+    return like(sparse, distinct, inside, coalesced=True)
 
 
 def _mask(answers: ValueOracle, tensor: Tensor, mask: Tensor, **options: Any) -> Tensor:

@@ -64,7 +64,7 @@ class TwoStepRun:
         self._ledger = AllocationTracker(self._device, self._fakes, self.answers, self._scratch)
         self._state = Everything(model, *reached, batch)
         self._resized: list[tuple[Tensor, Tensor]] = []
-        """Tensors in another size, each with one in its former size."""
+        """Resized tensors, each paired with a tensor of its former size."""
 
     def _begin(self, model: nn.Module, batch: Any, fakes: FakeTensorMode, engine: Any) -> None:
         self._model, self._batch, self._fakes, self._engine = model, batch, fakes, engine
@@ -76,7 +76,7 @@ class TwoStepRun:
 
     @contextlib.contextmanager
     def _first_step(self) -> Iterator[None]:
-        """Carry out the plan in the first step, too; from the second on, names are recorded as well."""
+        """Run the first step, in which the plan is carried out too. Names are recorded from the second step on."""
         if not self._engine.does_anything:
             yield
             return
@@ -111,7 +111,7 @@ class TwoStepRun:
         self._stack.__exit__(kind, error, trace)
 
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor]) -> None:
-        """Give tensors the sizes that `resized` gives."""
+        """Give tensors the sizes that `resized` returns for them."""
         with without_function_modes():
             for tensor in {id(t): t for t in tensors}.values():
                 if is_fake(tensor):
@@ -155,10 +155,10 @@ class TwoStepRun:
         self._engine = planned(model, self._batch, None) if engine is None else engine
         with without_modes():
             self._state.release_unreached(model, self._batch, *in_use)
-            gc.collect()  # the former model's engine refers to itself
+            gc.collect()  # the engine of the former model is part of a reference cycle
 
     def second(self, batch: Any = None) -> None:
-        """End a step and begin the step that counts, with another batch if one is given."""
+        """End the first step and begin the second one, which is the estimated one; `batch` replaces the batch."""
         self._running.close()
         with without_function_modes():
             self._learn()
@@ -175,7 +175,7 @@ class TwoStepRun:
         self._trials.learn()
 
     def finish(self) -> None:
-        """End the step that counts."""
+        """End the second step, which is the estimated one."""
         self._running.close()
         assert self._names is not None
         self._names.state(self._state.optimizers)
@@ -207,6 +207,6 @@ class TwoStepRun:
 
 
 def exchange(tensor: Tensor, other: Tensor) -> None:
-    """Exchange two tensors; the former content of `tensor` is freed with this call."""
+    """Exchange two tensors. The former content of `tensor` is freed if the caller keeps no reference to `other`."""
     if other is not tensor:
         swap(tensor, other)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.saved_values import Handle, Value
 
 How = Literal["plain", "recomputed", "replayed"]
-"""Ways to take a step: plainly, with cheap tensors recomputed, and with every repeated block replayed as well."""
+"""Ways to run a step: plainly, with cheap tensors recomputed, and with every repeated block replayed as well."""
 
 MIN_BYTES = 4096
 """Smallest tensor that is recomputed."""
@@ -62,9 +62,9 @@ class Unrehearsed(Engine):
         return super().pack_saved_tensor(now, tensor)
 
     def recomputed(
-        self, node: Node, output: int, base: Tensor, found: Value | None, decision: Decision, scope: CallScope
+        self, node: Node, output: int, base: Tensor, earlier: Value | None, decision: Decision, scope: CallScope
     ) -> Value:
-        value = super().recomputed(node, output, base, found, decision, scope)
+        value = super().recomputed(node, output, base, earlier, decision, scope)
         if _takes_a_product(value.maker):
             raise CannotRecompute("it takes a matrix product")
         return value
@@ -77,7 +77,7 @@ class Unrehearsed(Engine):
 
 
 def _takes_a_product(maker: object) -> bool:
-    """Return True if a recompute, or one that it passes through, is expensive."""
+    """Return True if a recompute, or another one that it needs, takes a matrix product."""
     if not isinstance(maker, Recompute):
         return False
     passed = (handle.value for handle in maker.operands if handle is not None and handle.value.passing)
@@ -85,7 +85,7 @@ def _takes_a_product(maker: object) -> bool:
 
 
 def engine_for(how: How, model: nn.Module) -> Engine | None:
-    """Return the engine for a way to take a step; None for the plain step."""
+    """Return the engine that runs a step in this way; None for the plain step."""
     if how == "plain":
         return None
     return Unrehearsed(model, [f"{path}#0" for path in repeated_blocks(model)] if how == "replayed" else [])

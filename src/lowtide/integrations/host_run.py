@@ -36,7 +36,7 @@ class HostRun:
     ) -> None:
         self._budget, self._budget_for, self._on_infeasible = budget, budget_for, on_infeasible
         self._levers, self._in_place, self._retry, self._progress = levers, in_place, retry, progress
-        self._new()  # rejects a bad budget now
+        self._new()  # raises here if the budget is invalid
         self.run: Run | None = None
         self._is_open = False
 
@@ -89,7 +89,7 @@ class HostRun:
 
 
 class BudgetCallback:
-    """Arguments and results that the callbacks of all hosts have in common."""
+    """Base of the callbacks for all packages: their arguments, and the run."""
 
     def __init__(
         self,

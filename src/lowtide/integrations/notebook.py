@@ -18,7 +18,7 @@ def register(shell: Any) -> None:
     """Add the magic to an `InteractiveShell` of IPython."""
 
     def lowtide(line: str, cell: str) -> Any:
-        """Measure the memory of the cell and print it: the peak, and what was alive there.
+        """Measure the memory of the cell and print it: the peak, and the tensors alive there.
 
         `%%lowtide memory` also puts the measurement into a variable of that name.
         """

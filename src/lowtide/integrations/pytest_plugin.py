@@ -41,13 +41,13 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         yield
         return
     limits = _Limits.of(marker)
-    there = _Objects(item)
+    objects = _Objects(item)
     with contextlib.ExitStack() as stack:
-        watch = stack.enter_context(there.watch()) if limits.findings is not None else None
-        memory = stack.enter_context(there.measure()) if limits.peak_bytes is not None else None
+        watch = stack.enter_context(objects.watch()) if limits.findings is not None else None
+        memory = stack.enter_context(objects.measure()) if limits.peak_bytes is not None else None
         outcome: Any = yield
     if outcome.excinfo is None:
-        broken = [*limits.broken_by_peak(memory, there.bytes), *limits.broken_by_findings(watch)]
+        broken = [*limits.broken_by_peak(memory, objects.bytes), *limits.broken_by_findings(watch)]
         if broken:
             outcome.force_exception(pytest.fail.Exception("\n".join(broken), pytrace=False))
 

@@ -27,18 +27,20 @@ if TYPE_CHECKING:
     from torch import nn
 
 OnEntry = Callable[[Sequence[GradientEdge], Sequence[Tensor]], None]
-"""Called with the outputs that get a gradient, and these gradients, before backward continues into the model."""
+"""Function that is called with the outputs that get a gradient, and these gradients, before backward enters the
+model.
+"""
 
 _PARAMETERS: set[int] = set()
 
 
 def runs_twice(parameter: Tensor) -> bool:
-    """Return True if backward may run twice through values computed from the parameter now."""
+    """Return True if backward is about to run twice through values that are computed from the parameter now."""
     return id(parameter) in _PARAMETERS and not is_gathering(parameter)
 
 
 class BackwardEntry:
-    """A hook that calls `on_entry`, a method, when backward reaches outputs of a call of `model`, until `remove`."""
+    """Hook that calls the method `on_entry` when backward reaches outputs of a call of `model`, until `remove`."""
 
     def __init__(self, model: nn.Module, on_entry: OnEntry) -> None:
         self._model = weakref.ref(model)

@@ -35,7 +35,7 @@ class LossHead(Lever):
     free: ClassVar[bool] = False
 
     def settings(self, site: StepContext) -> Settings:
-        """Return no settings. Raises LeverNotApplicable for a model without an output layer over a vocabulary."""
+        """Return an empty dict. Raises LeverNotApplicable for a model without an output layer over a vocabulary."""
         _layer(site.model)
         return {}
 

@@ -32,7 +32,7 @@ class Head:
 
     layer: nn.Linear
     chunked: int = 0
-    """Losses that were computed without logits."""
+    """Number of losses that were computed without logits."""
     needed_by: str = ""
     """The first function that needed the logits themselves, in training."""
 

@@ -67,6 +67,6 @@ def _constants(constants: tuple[Any, ...]) -> Iterator[str]:
 
 
 def _harmless(key: dis.Instruction) -> bool:
-    """Return True if the value pushed on the stack last is a constant text, or 0: the loss."""
+    """Return True if the index pushed last is a constant text, or 0, which is the loss."""
     constant = key.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT"))
     return constant and (isinstance(key.argval, str) or key.argval == 0)

@@ -31,7 +31,7 @@ class FusedOptimizer(Lever):
     free: ClassVar[bool] = True
 
     def settings(self, site: StepContext) -> Settings:
-        """Return no settings. Raises LeverNotApplicable for an optimizer that is fused already or can't be."""
+        """Return an empty dict. Raises LeverNotApplicable for an optimizer that is fused already or can't be."""
         _fusible(site.only_optimizer)
         return {}
 

@@ -16,7 +16,7 @@ Settings = Mapping[str, float]
 
 
 class LeverNotApplicable(Exception):
-    """A lever can't be enabled on this model or step, or changes nothing there; the text says why."""
+    """Error for a lever that can't be enabled on this model or step, or changes nothing there; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class StepContext:
 
     @property
     def only_optimizer(self) -> Optimizer | None:
-        """The optimizer if it is the only one, else None."""
+        """The only optimizer; None if there are none or several."""
         optimizers = listed(self.optimizer)
         return optimizers[0] if len(optimizers) == 1 else None
 
@@ -73,7 +73,7 @@ class Lever(Protocol):
         return self.free
 
     def in_words(self, settings: Settings) -> str:
-        """Return `what`, given these settings."""
+        """Return the lever's effect with these settings, in words that follow its name."""
         return self.what
 
     def settings(self, site: StepContext) -> Settings:

@@ -39,7 +39,7 @@ class Outputs(Lever):
     free: ClassVar[bool] = True
 
     def settings(self, site: StepContext) -> Settings:
-        """Return no settings.
+        """Return an empty dict.
 
         Raises LeverNotApplicable if the step's code may read another field of the model's outputs, or holds no outputs
         during backward.

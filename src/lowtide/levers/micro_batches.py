@@ -47,7 +47,7 @@ class MicroBatches(Lever):
     free: ClassVar[bool] = False
 
     def settings(self, site: StepContext) -> Settings:
-        """Return `n`, the number of pieces: at first the fewest, 2.
+        """Return the setting `n`, the number of pieces: 2, the fewest; `selection.py` searches for more.
 
         Raises LeverNotApplicable if the batch can't be split.
         """
@@ -142,7 +142,7 @@ class _Active:
 
 
 class _GatherFunction(torch.autograd.Function):
-    """A loss whose gradients are computed already."""
+    """Autograd function of a loss whose gradients are already computed: its backward hands them out."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:

@@ -68,25 +68,25 @@ class StepInBackward(Lever):
         step runs to check that the norm can be known in time.
         """
         optimizer = _steppable(site.only_optimizer)
-        seen = observe(site, optimizer)
-        if seen.scaled:
+        observed = observe(site, optimizer)
+        if observed.scaled:
             raise LeverNotApplicable("a GradScaler looks at all gradients before each step")
-        if not seen.backwards:
+        if not observed.backwards:
             raise LeverNotApplicable("the optimizer does not step after a backward pass in the step")
-        if seen.set_late:
+        if observed.set_late:
             raise LeverNotApplicable(
-                f"{seen.set_late!r} of a parameter group is set between backward and optimizer.step()"
+                f"{observed.set_late!r} of a parameter group is set between backward and optimizer.step()"
             )
-        if seen.moved:
+        if observed.moved:
             raise LeverNotApplicable("parameters are written to between backward and optimizer.step(), as SAM does")
-        if seen.clip is None and seen.changed:
+        if observed.clip is None and observed.changed:
             raise LeverNotApplicable("gradients are changed between backward and optimizer.step(), and not by clipping")
-        if seen.clip is not None and seen.clip.why_not:
-            raise LeverNotApplicable(seen.clip.why_not)
-        settings = {"backwards": float(seen.backwards), **({} if seen.clip is None else seen.clip.settings)}
-        if seen.clip is not None and seen.clip.kind == BY_COMMON_NORM:
-            settings["order"] = float(order_of(site.model, optimizer, seen.clip.clipped))
-            _check_two_passes(site.model, seen)
+        if observed.clip is not None and observed.clip.why_not:
+            raise LeverNotApplicable(observed.clip.why_not)
+        settings = {"backwards": float(observed.backwards), **({} if observed.clip is None else observed.clip.settings)}
+        if observed.clip is not None and observed.clip.kind == BY_COMMON_NORM:
+            settings["order"] = float(order_of(site.model, optimizer, observed.clip.clipped))
+            _check_two_passes(site.model, observed)
             _try_two_passes(site, optimizer, settings)
         return settings
 
@@ -140,9 +140,9 @@ class _Active:
             isinstance(self._clip, CommonNorm) and self._clip.take_first_gradient(parameter)
         ):
             return
-        if several_processes():  # may have started after the lever was enabled
+        if several_processes():  # a backward pass may have started after the lever was enabled
             raise LowtideError(f"the lever 'step in backward' can't stay on: {TOGETHER}. Fit without it.")
-        with self._lock:  # each GPU has a thread
+        with self._lock:  # backward has a thread for each GPU
             arrived = self._arrived[parameter] = self._arrived.get(parameter, 0) + 1
             if arrived > self._backwards:
                 raise LowtideError(
@@ -154,7 +154,7 @@ class _Active:
                 self._update(parameter)
 
     def _update(self, parameter: Tensor) -> None:
-        """Step on one parameter alone, as the optimizer would with all."""
+        """Run the optimizer's step on one parameter alone."""
         if self._clip is not None:
             self._clip.apply(parameter)
         self._settings = self._settings or group_settings(self._optimizer)
@@ -167,7 +167,9 @@ class _Active:
         parameter.grad = None
 
     def _finish_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Finish the step after `optimizer.step()`, which found gradients only if backward ran less often."""
+        """Check after `optimizer.step()` that it found no gradients: it finds some if backward ran less often than
+        observed.
+        """
         self._arrived.clear()
         settings, self._settings = self._settings, []
         if settings and (name := changed_setting(settings, group_settings(optimizer))):
@@ -215,9 +217,9 @@ def _steppable(optimizer: Optimizer | None) -> Optimizer:
     return optimizer
 
 
-def _check_two_passes(model: nn.Module, seen: ObservedStep) -> None:
+def _check_two_passes(model: nn.Module, observed: ObservedStep) -> None:
     """Raise LeverNotApplicable if a gradient may not be computed twice."""
-    if seen.backwards > 1:
+    if observed.backwards > 1:
         raise LeverNotApplicable(
             "gradients are clipped by their common norm and accumulated over several backward passes: all of them are "
             "there before the last one"
@@ -227,7 +229,7 @@ def _check_two_passes(model: nn.Module, seen: ObservedStep) -> None:
     hooked = next((n for n, p in named if has_gradient_hooks(p) or has_accumulation_hooks(p)), None)
     if hooked is not None:
         raise LeverNotApplicable(f"there is a hook on the gradient of {hooked}, {twice}")
-    if seen.hooked or any(map(has_backward_hooks, model.modules())):
+    if observed.hooked or any(map(has_backward_hooks, model.modules())):
         raise LeverNotApplicable(f"there are hooks on gradients in the step, {twice}")
 
 

@@ -116,7 +116,7 @@ class ObservedStep:
 
 def observe(site: StepContext, optimizer: Optimizer) -> ObservedStep:
     """Run the step once and observe its gradients. All state is restored."""
-    seen = ObservedStep()
+    observed = ObservedStep()
     arrived: dict[Tensor, int] = {}
     versions: dict[Tensor, tuple[int, int]] = {}
     digests: dict[Tensor, str] = {}
@@ -130,20 +130,21 @@ def observe(site: StepContext, optimizer: Optimizer) -> ObservedStep:
         settings[:] = group_settings(optimizer)
 
     def on_set(name: str) -> None:
-        seen.set_late = name if arrived else seen.set_late
+        observed.set_late = name if arrived else observed.set_late
 
     def note_update(*_: Any) -> None:
         if arrived:
-            seen.set_late = changed_setting(settings, group_settings(optimizer)) or seen.set_late
-        seen.backwards = max([seen.backwards, *arrived.values()])
+            observed.set_late = changed_setting(settings, group_settings(optimizer)) or observed.set_late
+        observed.backwards = max([observed.backwards, *arrived.values()])
         for parameter, before in versions.items():
             grad = parameter.grad
-            seen.changed |= grad is None or (id(grad), grad._version) != before
-            seen.moved |= digest(parameter) != digests[parameter]
-        seen.clip = _clip_of(seen._calls, {id(p.grad): p for p in versions if p.grad is not None}) or seen.clip
+            observed.changed |= grad is None or (id(grad), grad._version) != before
+            observed.moved |= digest(parameter) != digests[parameter]
+        by_gradient = {id(p.grad): p for p in versions if p.grad is not None}
+        observed.clip = _clip_of(observed._calls, by_gradient) or observed.clip
         arrived.clear()
         versions.clear()
-        seen._calls.clear()
+        observed._calls.clear()
 
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     with StepSnapshot(site.model, site.batch, optimizer, site.step), contextlib.ExitStack() as hooks:
@@ -151,9 +152,9 @@ def observe(site: StepContext, optimizer: Optimizer) -> ObservedStep:
             hooks.callback(parameter.register_post_accumulate_grad_hook(note_arrival).remove)
         hooks.callback(optimizer.register_step_pre_hook(note_update).remove)
         hooks.enter_context(_watch_groups(optimizer, on_set))
-        with _watch_calls(seen):
+        with _watch_calls(observed):
             site.step(site.batch)
-    return seen
+    return observed
 
 
 GroupSettings = dict[str, Any]
@@ -233,7 +234,7 @@ _HOOKING = frozenset({"register_hook", "register_prehook", "retain_grad"})
 
 
 @contextlib.contextmanager
-def _watch_calls(seen: ObservedStep) -> Iterator[None]:
+def _watch_calls(observed: ObservedStep) -> Iterator[None]:
     """Note calls of torch's clipping functions, GradScaler.step and functions that hook gradients, in this thread."""
     clips = {
         _code(clip_grad.clip_grad_value_): (BY_VALUE, "clip_value"),
@@ -244,7 +245,7 @@ def _watch_calls(seen: ObservedStep) -> Iterator[None]:
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
         if event == "c_call" and getattr(argument, "__name__", "") in _HOOKING:
-            seen.hooked = True
+            observed.hooked = True
         if event != "return":
             return
         if frame.f_code in clips:
@@ -252,11 +253,11 @@ def _watch_calls(seen: ObservedStep) -> Iterator[None]:
             variables = frame.f_locals
             ids = tuple(id(gradient) for gradient in torch_optim.clipped(variables))
             norm_type, raises = float(variables.get("norm_type", 2.0)), bool(variables.get("error_if_nonfinite", False))
-            seen._calls.append(_Call(kind, float(variables[limit]), norm_type, raises, variables["foreach"], ids))
+            observed._calls.append(_Call(kind, float(variables[limit]), norm_type, raises, variables["foreach"], ids))
         elif frame.f_code is scaler:
-            seen.scaled = True
+            observed.scaled = True
         elif frame.f_code in hooks:
-            seen.hooked = True
+            observed.hooked = True
 
     before: Any = sys.getprofile()
     sys.setprofile(watch)

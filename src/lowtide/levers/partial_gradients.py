@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from torch import Tensor
 
 Gathered = Sequence[tuple[Tensor, Tensor]]
-"""Parameters and their whole gradients."""
+"""Parameters and their gradients of the whole batch."""
 
 _PARAMETERS: set[int] = set()
 _LISTENERS: list[Callable[[Gathered], None]] = []

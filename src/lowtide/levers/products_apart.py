@@ -34,13 +34,13 @@ class ProductsApart(Lever):
     free: ClassVar[bool] = True
 
     def settings(self, site: StepContext) -> Settings:
-        """Return no settings. Raises LeverNotApplicable for a model that is not compiled as a whole."""
+        """Return an empty dict. Raises LeverNotApplicable for a model that is not compiled as a whole."""
         if not is_planned_by_its_compiler(site.model, site.step):
             raise LeverNotApplicable("the model is not compiled as a whole")
         return {}
 
     def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """Return all temporaries, an upper bound: gradients that wait for a sum are among them."""
+        """Return the bytes of all temporaries, an upper bound: gradients that wait for a sum are among them."""
         return parts.get("temporaries", 0) if is_planned_by_its_compiler(site.model, site.step) else 0
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _Active:

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 TIMED = 3
-"""Steps timed with and without a lever that costs time; the quickest of each counts."""
+"""Number of steps that are timed with and without a lever that costs time; the quickest of each counts."""
 SMALL = 0.01
-"""The least share of the peak that a default lever must save: it also takes outputs away from the step."""
+"""Least share of the peak that a default lever must save to be used, since it also takes outputs away from the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Choice:
 
     profile: Profile
     plain: Prediction
-    """The step's need without any lever or plan."""
+    """Memory and time of the step without any lever or plan."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """For each requested lever that is not used, the reason."""
 
@@ -167,7 +167,7 @@ def _search_micro_batches(site: StepContext, before: Trial, lever: Lever) -> Tri
         middle = len(candidates) // 2
         try:
             tried = _rehearse_with(site, before, lever, {"n": candidates[middle]})
-        except LeverNotApplicable:  # too few pieces don't help
+        except LeverNotApplicable:  # more pieces are needed
             candidates = candidates[middle + 1 :]
             continue
         candidates = candidates[:middle] if tried.has_plan else candidates[middle + 1 :]

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 NEAR = 0.01
 """Tolerance: norms in bfloat16 are good to 8 bits; sums in another order differ by less."""
 _NONE = -2
-"""No pass: backward numbers its passes from 0, and outside of any pass the number is -1."""
+"""Number that stands for no pass: backward numbers its passes from 0, and outside of any pass the number is -1."""
 
 ORDERS = ("model", "optimizer")
 """Orders in which the common norm may be computed, on which its last bit depends: the model's or the optimizer's."""
@@ -77,12 +77,12 @@ OTHERS = (
 
 
 class CommonNorm:
-    """The common norm, computed before gradients arrive, by which each is then clipped."""
+    """Norm of all gradients together, computed in a first pass; in the second pass each gradient is clipped by it."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, clip: Clip, order: int, *, on_trial: bool = False
     ) -> None:
-        """Start observing; on trial buffers are compared, too, which takes time."""
+        """Start observing. `on_trial` also compares buffers, which takes time."""
         self._model, self._optimizer, self._clip, self._on_trial = model, optimizer, clip, on_trial
         self._parameters = ordered_parameters(model, optimizer, order)
         self._trained = set(self._parameters)
@@ -95,7 +95,7 @@ class CommonNorm:
         """The number of the second pass; the first one runs inside it."""
         self._is_first = False
         self.n_known_steps = 0
-        """Steps whose norm was known in time."""
+        """Number of steps whose common norm was known in time."""
         self.differed = False
         """True once gradients had other norms when they were computed again. On trial this is no error."""
         self.changed = ""
@@ -128,7 +128,7 @@ class CommonNorm:
         self._compute_total()
 
     def take_first_gradient(self, parameter: Tensor) -> bool:
-        """Return True for a gradient of the first pass, after taking its norm and freeing it."""
+        """If the first pass is running, take the norm of the parameter's gradient, free it and return True."""
         if not self._is_first or backward_number() == self._pass:
             return False
         assert parameter.grad is not None

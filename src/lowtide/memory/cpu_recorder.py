@@ -47,13 +47,15 @@ NOISE = (
     b"gpuGetDeviceCount failed",
     b"Memory block of unknown size was allocated before the profiling started",
 )
-"""Lines that are kept off the user's terminal. The profiler prints the first each time it starts or stops (torch
+"""Lines of torch that are kept off the terminal. The profiler prints the first each time it starts or stops (torch
 2.13), and the second if torch is built for CUDA and there is no GPU. The allocator prints the third at the first
-block, and then at each thousandth, that is freed under a profiler without having been allocated under one."""
-_MARK = "lowtide#"  # begins the name of each annotation; its number follows
+block, and then at each thousandth, that is freed under a profiler without having been allocated under one.
+"""
+_MARK = "lowtide#"  # first part of the name of each annotation, before its number
 _SPARE_BLOCKS = 4000
-"""Number of blocks freed so that the allocator's warning at every thousandth unknown free is used up. Some blocks lie
-where an earlier recording saw one and are known. So many take 5 ms."""
+"""Number of unknown blocks that are freed so that the allocator prints its warning, which is due at every thousandth,
+at once. It is above 1,000 because some blocks lie at addresses that an earlier recording saw. Takes 5 ms.
+"""
 
 _claim = threading.Lock()
 _recording: CpuRecorder | None = None
@@ -110,7 +112,7 @@ class CpuRecorder(Recorder):
             self._thread = threading.get_ident()
             gc.collect()  # otherwise a collection while recording would lower the level, and the peak with it
             self._watch(entry.existing_tensors() if self._to_watch is None else self._to_watch)
-            self._to_watch = None  # it may hold the last reference to a tensor
+            self._to_watch = None  # this list may hold the last reference to a tensor
             self._start()
         except BaseException:
             self._release()
@@ -128,7 +130,7 @@ class CpuRecorder(Recorder):
         with _uncollected():  # each collection would traverse all events so far
             lost = self._reader.read(*session)
             self._stream = EventStream(without_asides(self._reader.events), self.device)
-        if error is None:  # never in place of the user's own exception
+        if error is None:  # not raised in place of the user's own exception
             _refuse_lost(lost)
 
     def mark(self, label: str, data: object = None) -> None:
@@ -138,7 +140,7 @@ class CpuRecorder(Recorder):
         self._annotate(Mark(label, data))
 
     def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
-        """Return the bytes watched at entry, except those of storages at `addresses`, which are known one by one."""
+        """Return the bytes of the storages watched at entry, without those at `addresses`."""
         return sum(n for where, n in self.entry_bytes.items() if where not in addresses)
 
     @whole
@@ -180,7 +182,7 @@ class CpuRecorder(Recorder):
         except MemoryError:  # the step ran out of memory and its frames still hold it all: stop the profiler later
             _unfinished.append(session)
             raise
-        self._spare.clear()  # only now, otherwise these frees would be counted too
+        self._spare.clear()  # set after these frees, which would be counted otherwise
         return profiler_roots(session), self._marks.copy()
 
     def _release(self) -> None:
@@ -251,7 +253,7 @@ def running() -> CpuRecorder | None:
 
 
 def _other_profiler() -> str | None:
-    """Return in words the occupant of torch's only place for a profiler, or None."""
+    """Describe the profiler that is active, of which torch has one at a time; None without one."""
     if _recording is not None:
         return "Lowtide itself records already"
     if profiler_running():
@@ -288,7 +290,7 @@ class _Reader:
     def read(self, roots: list[Any], marks: list[Mark | Free]) -> list[Mark]:
         """Append the events of one session; `marks` are all that were made so far. Return the marks that it lacks."""
         rows = list(_rows(roots))
-        rows.sort(key=itemgetter(0))  # stable, and the rows of one thread are in order already
+        rows.sort(key=itemgetter(0))  # a stable sort: the rows of one thread are in order already
         unseen = dict(enumerate(marks[self._n_marks :], self._n_marks))
         self._n_marks = len(marks)
         for _, n_bytes, address, op in rows:
@@ -302,7 +304,8 @@ class _Reader:
                 self.events.append(unseen.pop(address))
             elif address in self._alive:
                 self._free(address)
-        self.events += [free for free in unseen.values() if type(free) is Free]  # from entry, freed in such a thread
+        # a block from entry that such a thread has freed
+        self.events += [free for free in unseen.values() if type(free) is Free]
         return [mark for mark in unseen.values() if type(mark) is Mark]
 
     def _free(self, address: int) -> None:

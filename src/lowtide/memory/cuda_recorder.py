@@ -44,7 +44,7 @@ from lowtide.memory.events import Allocate, Busy, Event, EventStream, Free, Mark
 T = TypeVar("T")
 
 UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
-"""Environment variable that counts if it is set, whatever its value: see c10/cuda/CUDACachingAllocator.cpp."""
+"""Environment variable that turns the caching allocator off if it is set to any value (CUDACachingAllocator.cpp)."""
 
 
 class PlacedMark(NamedTuple):
@@ -113,7 +113,7 @@ class CudaRecorder(Recorder):
         try:
             trace = snapshot()["device_traces"][self._index]
         finally:
-            stop_history()  # forgets the history, so only after the snapshot
+            stop_history()  # after the snapshot, because this drops the history
             set_metadata("")
         events = parse_trace(trace, self._marks, self._key, self.entry_addresses)
         self._stream = EventStream(without_asides(events), self.device)
@@ -206,7 +206,7 @@ def _marks_before(action: Mapping[str, Any], marks: Sequence[PlacedMark], n_plac
     if text.startswith(key):
         thread, n_made = map(int, text.removeprefix(key).split())
     reached = max(n_placed, n_made)
-    # Its own thread's marks are all counted by now; another thread may have made some since.
+    # The marks of this thread are all counted by now; another thread may have made more.
     while reached < len(marks) and marks[reached].thread != thread and marks[reached].time_us <= action["time_us"]:
         reached += 1
     return reached

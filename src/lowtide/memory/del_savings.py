@@ -1,8 +1,8 @@
 """Compute the saving of each `del`: the peak without the memory that a function's variables hold around backward.
 
-An inspection (a look) notes the memory that only variables hold, and a weak reference tells when that memory is really
-freed. If it had been freed at the look, the level in between would have been lower by its bytes, exactly; so the peak
-without it follows from the timeline. The author of the code has to judge if it needs the variable after the look.
+An inspection (a look) lists the memory that only variables hold, and weak references report when that memory is freed.
+Had it been freed at the look, the level in between would have been lower by exactly its bytes; so the peak without it
+follows from the timeline. Readers have to judge if their code needs the variable after the look.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ from lowtide.utils.tables import aligned
 Moment: TypeAlias = Literal["before backward", "after backward", "at the end of the step"]
 
 _SURE_LOOKS = 8
-"""Looks that are always taken: those of a step or two. Further ones are taken as time allows."""
+"""Number of looks that are always taken: those of a step or two. Further ones are taken as time allows."""
 
 _MOST_TIME = 2
 """Time that further looks may take, as a multiple of the rest of the block's time."""
 
-_LABEL = "lowtide.variables"  # label of marks for looks, and for the end of memory that a look found
+_LABEL = "lowtide.variables"  # labels of the marks for looks, and for the free of memory that a look listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Del:
-    """A `del` of variables at a moment: the bytes that it frees there, and by how many the peak would be lower."""
+    """A `del` of variables at one moment: the bytes that it frees there, and the bytes by which the peak would be
+    lower.
+    """
 
     names: tuple[str, ...]
     moment: Moment
@@ -66,7 +68,7 @@ class _Inspection:
     held: list[tuple[int, int, frozenset[str]]]
     is_first: bool = False
     position: int = -1
-    """Number of events before it."""
+    """Number of events before the inspection."""
 
 
 @dataclass(slots=True)
@@ -87,7 +89,7 @@ class DelObserver:
     _began: float = field(default_factory=time.perf_counter)
     _spent: float = 0.0
     _is_partial: bool = False
-    """True once a look was left out; what a `del` saves is not known then."""
+    """True once a look was left out; the savings are unknown then."""
 
     def begin(self) -> None:
         """Take the first look, at leftovers of the previous step, and intercept backward passes and optimizer steps."""
@@ -151,7 +153,7 @@ class DelObserver:
         rest = began - self._began - self._spent
         self._is_partial |= len(self._inspections) >= _SURE_LOOKS and self._spent > _MOST_TIME * rest
         if self._is_partial:
-            self.mark(_LABEL, _Inspection(moments, (), []))  # the moment itself tells activations
+            self.mark(_LABEL, _Inspection(moments, (), []))  # labels the blocks alive at this moment as activations
             return
         held_memory = held_by_variables(self.frame)
         if is_first:

@@ -20,14 +20,14 @@ from lowtide._torch.tensors import is_leaf_tensor, parts_of
 from lowtide.utils.live_objects import live_objects
 
 _MEMORY_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
-"""Paths of mapped files that are memory: shared memory of processes lies there."""
+"""Paths of mapped files that are memory, not files on a disk: shared memory of processes."""
 
 _asides: weakref.WeakValueDictionary[int, UntypedStorage] = weakref.WeakValueDictionary()
-"""Storages by address of copies that a rehearsal holds: they do not belong to the program."""
+"""Storages (by address) of copies that a rehearsal holds and that are not the program's own."""
 
 
 def set_aside(copy: Tensor) -> Tensor:
-    """Return `copy`, which this package holds for a while, and exclude it from the tensors that exist from here on."""
+    """Exclude `copy`, a tensor that Lowtide holds for a while, from the tensors that exist at entry; return it."""
     for part in parts_of(copy):
         if part.device.type == "cpu":
             _asides[part.untyped_storage().data_ptr()] = part.untyped_storage()
@@ -77,7 +77,7 @@ def existing_tensors() -> Iterator[Tensor]:
     del objects
     yield from held
     for script in scripts:
-        with contextlib.suppress(Exception):  # a module under construction
+        with contextlib.suppress(Exception):  # a module whose constructor still runs
             yield from (*script.parameters(), *script.buffers())
     yield from (leaf.grad for leaf in held if _is_leaf(leaf) and leaf.grad is not None)
     yield from _saved_behind(held)
@@ -85,21 +85,24 @@ def existing_tensors() -> Iterator[Tensor]:
 
 def _on_the_host(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
     """Yield the storages of `tensors` that are not empty, each once."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     for tensor in tensors:
         try:
             for part in parts_of(tensor):
                 storage = part.untyped_storage()
                 is_there = storage.device.type == "cpu" and storage.nbytes()
-                if is_there and (address := storage.data_ptr()) and address not in seen:
-                    seen.add(address)
+                if is_there and (address := storage.data_ptr()) and address not in visited:
+                    visited.add(address)
                     yield storage
-        except (RuntimeError, NotImplementedError, TypeError):  # fake, wrapped or internal to a graph: no storage
+        except (RuntimeError, NotImplementedError, TypeError):
+            # a fake or wrapped tensor, or one internal to a graph, has no storage
             continue
 
 
 def _mapped_files() -> list[tuple[int, int]]:
-    """Return the address ranges of mapped disk files: first address and the first behind, in order."""
+    """Return the address ranges of mapped disk files in order: the first address of each, and the first one after
+    it.
+    """
     with contextlib.suppress(OSError):  # not on Linux
         rows = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
         places = (row[0].split("-") for row in rows if len(row) == 6 and row[5][0] == "/" and not _is_memory(row[5]))

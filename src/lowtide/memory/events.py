@@ -48,7 +48,7 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
 class Allocate(NamedTuple):
-    """Block number `block` of the stream, never used twice, at `address`; `op` is the innermost operator that asked."""
+    """Allocation of block number `block`, a number never used twice, at `address` by the innermost operator `op`."""
 
     block: int
     bytes: int
@@ -57,14 +57,16 @@ class Allocate(NamedTuple):
 
 
 class Free(NamedTuple):
-    """The end of a block. A number that the stream did not allocate (negative at the source) is a block from entry."""
+    """Free of a block. A number that the stream did not allocate (recorders use negative ones) is a block from
+    entry.
+    """
 
     block: int
     bytes: int
 
 
 class Mark(NamedTuple):
-    """A point in time between allocations, with arbitrary data from its author."""
+    """Mark between two events, with a label and any data."""
 
     label: str
     data: object
@@ -82,7 +84,9 @@ class Label(NamedTuple):
 
 
 def without_asides(events: Sequence[Event]) -> tuple[Event, ...]:
-    """Return the events without marks ASIDE, and without blocks both allocated and freed between two of them."""
+    """Return the events without ASIDE marks, and without blocks that are both allocated and freed between two of
+    these.
+    """
     if not any(isinstance(event, Mark) and event.label == ASIDE for event in events):
         return tuple(events)
     is_aside = False
@@ -107,7 +111,7 @@ class EventStream:
     events: tuple[Event, ...]
     device: str = "cpu"
     streams: Mapping[int, int] = field(default_factory=dict)
-    """CUDA streams of blocks that are not on the default one, by block: numbers that mean nothing else."""
+    """CUDA stream of each block that is not on the default one, by block: a number that only tells streams apart."""
 
     def __len__(self) -> int:
         return len(self.events)
@@ -154,7 +158,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def mark(self, label: str, data: object = None) -> None:
-        """Put a mark exactly here, between the allocations made so far and the next one."""
+        """Put a mark between the allocations made so far and the next one."""
 
     def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
         """Return the bytes in memory at entry outside blocks at these `addresses`, which have `n_bytes` together.

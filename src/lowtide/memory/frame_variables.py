@@ -32,14 +32,16 @@ if TYPE_CHECKING:
 _CONTAINERS = (Tensor, list, tuple, dict, set, frozenset, deque)
 _NOT_ENTERED = (nn.Module, Optimizer, ModuleType, type, FunctionType, MethodType, FrameType, str, bytes)
 _MOST_OBJECTS = 100_000
-_OTHERS = 1  # the bit of every holder that is none of the variables
+_OTHERS = 1  # the bit that stands for all holders other than the variables
 
 
 _finder = LiveObjectFinder(Tensor)
 
 
 class Held:
-    """Holders of tensors and storages at one moment. Refers to storages: drop it before user code continues."""
+    """Storages, and the variables that hold each, at one moment. Drop the object before user code continues: it refers
+    to them.
+    """
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()
@@ -66,7 +68,7 @@ def held_by_variables(frame: FrameType) -> Held:
     roots = []
     for index in range(len(everything)):
         mask = everything[index][1]
-        if mask is None:  # 1: the reference from the tuple
+        if mask is None:  # 1 is the reference from the tuple
             n_known = 1 + on_context.get(id(everything[index][0]), 0)
             mask = _OTHERS if held_by_python(everything[index], 0, n_known) else 0
         if mask:
@@ -95,7 +97,8 @@ class _Owners:
         self.mask_of: dict[int, int] = {}
         """Masks of tensors, by id."""
         with local_variables(frame) as variables:
-            n_references = 1 if variables is frame.f_globals else 2  # the dict of the function's variables is a copy
+            # the dict of the function's variables is a copy, which refers to them once more
+            n_references = 1 if variables is frame.f_globals else 2
             self._gather(variables, n_references, of_others=frame.f_code.co_freevars)
             masks = self._masks()
         for index, mask in enumerate(masks):
@@ -148,23 +151,25 @@ class _Owners:
         return masks
 
     def _is_shared(self, index: int) -> bool:
-        n_known = self._n_known[index] + 1  # the reference from the list of objects
+        n_known = self._n_known[index] + 1  # one reference is from the list of objects
         if isinstance(self._objects[index], Tensor):
             return held_by_python(self._objects, index, n_known)
         return sys.getrefcount(self._objects[index]) - 1 - n_known > 0
 
     def _reachable(self, first: Iterable[int]) -> set[int]:
-        seen = set(first)
-        pending = list(seen)
+        reached = set(first)
+        pending = list(reached)
         while pending:
-            new = [index for index in self._inside[pending.pop()] if index not in seen]
-            seen.update(new)
+            new = [index for index in self._inside[pending.pop()] if index not in reached]
+            reached.update(new)
             pending += new
-        return seen
+        return reached
 
 
 def _spread(roots: list[tuple[Tensor, int]], marks: dict[int, int], kept: dict[int, Tensor]) -> None:
-    """Mark the storages of tensors, and of all that their graphs keep, with the bits of the tensors' holders."""
+    """Set in `marks` the bits of the tensors' holders, for the tensors' storages and for those that their graphs
+    keep.
+    """
 
     def mark(tensor: Tensor, bits: int) -> None:
         number = storage_id(tensor)

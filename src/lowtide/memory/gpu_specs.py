@@ -29,12 +29,14 @@ class GpuSpec:
     capability: tuple[int, int] | None
     """Compute capability; None for a GPU of which only the size is known."""
     source: str
-    """Where the size was reported."""
+    """Address of the report that states the size."""
     shared: bool = False
-    """True if its memory is the host's, from which the system and the process take theirs."""
+    """True if the GPU shares the host's memory, of which the system and the process take a part."""
 
     def cublas_workspace_bytes(self, environment: Mapping[str, str] = os.environ) -> int | None:
-        """Return the workspace of each cuBLAS handle; see the function. None if the capability is not known."""
+        """Return the bytes of each cuBLAS handle's workspace (see `cublas_workspace_bytes`); None if the capability is
+        unknown.
+        """
         return None if self.capability is None else cublas_workspace_bytes(self.capability, environment)
 
 
@@ -58,7 +60,7 @@ def context_bytes(gpu: GpuSpec) -> tuple[int, int]:
 
 
 _SHORTEST = 3
-"""Least letters and digits of a part of a name that stands for all of it: "cuda:5" is no RTX 5090."""
+"""Fewest letters and digits of an abbreviated name: "cuda:5" is not taken for an RTX 5090."""
 
 
 def parse_gpu(text: str | GpuSpec) -> GpuSpec:

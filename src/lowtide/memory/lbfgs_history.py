@@ -17,9 +17,11 @@ from torch import Tensor
 from lowtide.memory.frame_locals import local_variables
 
 _IN_AN_EVALUATION: Final = 4
-"""Vectors in addition to the pairs while the model is evaluated: the direction, its buffer and two gradients."""
+"""Number of vectors in addition to the pairs while the model is evaluated: the direction, its buffer, two gradients."""
 _IN_A_SEARCH: Final = 9
-"""Vectors in addition to the pairs with a line search: also its start, and up to four gradients along the line."""
+"""Number of vectors in addition to the pairs in a line search: also its start, and up to four gradients along the
+line.
+"""
 
 
 def tensors_of(optimizer: torch.optim.LBFGS) -> list[Tensor]:

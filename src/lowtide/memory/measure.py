@@ -27,7 +27,8 @@ from lowtide.utils import interrupts as _interrupts
 from lowtide.utils.interrupts import entering, whole
 from lowtide.utils.rendering import Displayed
 
-_NO_VARIABLES = (str(Path(__file__).parents[1]), contextlib.__file__)  # files whose variables users cannot delete
+# files of Lowtide, whose variables users cannot delete
+_NO_VARIABLES = (str(Path(__file__).parents[1]), contextlib.__file__)
 
 
 def recorder_for(device: torch.device | str | int) -> Recorder:
@@ -54,7 +55,9 @@ class Memory(Displayed):
         self._dels: tuple[Del, ...] = ()
         self._peak_bytes = 0
         self.reserved_peak_bytes: int | None = None
-        """CUDA: the most bytes that the allocator held from the device at once, entry included. None on CPU."""
+        """On CUDA the most bytes that the allocator held from the device at once, including those at entry; None on a
+        CPU.
+        """
 
     @property
     def peak_bytes(self) -> int:
@@ -210,9 +213,9 @@ def _measuring_frame() -> FrameType | None:
     return None if frame is None or frame.f_code.co_filename.startswith(_NO_VARIABLES) else frame
 
 
-def _device(model: nn.Module | None, asked: torch.device | str | int | None) -> torch.device:
-    if asked is not None:
-        return torch.device(asked)
+def _device(model: nn.Module | None, device: torch.device | str | int | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
     first = next(model.parameters(), None) if model is not None else None
     if first is not None:
         return first.device

@@ -116,8 +116,8 @@ class Timeline(Displayed):
 
     def freed_from_entry(self, index: int) -> int:
         """Return the bytes that existed at entry and are freed after event `index`: level = bytes alive - these."""
-        seen = self.stream.events[: index + 1]
-        return sum(event.bytes for event in seen if type(event) is Free and event.block not in self.blocks)
+        events = self.stream.events[: index + 1]
+        return sum(event.bytes for event in events if type(event) is Free and event.block not in self.blocks)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:

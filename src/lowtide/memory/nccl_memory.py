@@ -34,5 +34,5 @@ _LEAST, _MOST_OF_ONE, _MOST = 544 * 10**6, 1600 * 10**6, 6000 * 10**6
 
 
 def nccl_bytes(n_groups: int) -> tuple[int, int]:
-    """Return the least and the most bytes that NCCL takes for so many process groups, by `REPORTS`."""
+    """Return the least and the most bytes that NCCL takes for `n_groups` process groups, according to `REPORTS`."""
     return (_LEAST, min(n_groups * _MOST_OF_ONE, _MOST)) if n_groups else (0, 0)

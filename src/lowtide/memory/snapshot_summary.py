@@ -95,7 +95,7 @@ def summarize(snapshot: Snapshot, device: int | None = None, others: Iterable[Al
 
 
 def _during(history: History) -> str | None:
-    """Return the phase at the peak; else the annotation that began last before it, which may have ended."""
+    """Return the phase at the peak, or else the last annotation that began before it, even if it has ended."""
     timeline = Timeline(history.stream, history.labels)
     phase = next((p.name for p in timeline.phases if p.first <= timeline.peak_index < p.stop), None)
     if phase is not None:

@@ -1,4 +1,6 @@
-"""Names that plans write at an address: the autograd node that recomputes the saved tensor, or a stand-in for one."""
+"""Names that plans write at an address: the autograd node whose recipe recomputes the saved tensor, or a name from
+below.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ SHAPE: Final = "Shape"
 
 NOTED: Final = "+noted"
 """Suffix of an autograd node whose recipe takes operands that must be captured (`runtime/operand_capture.py`). The
-tensors held for that follow, by their ordinals in the call: `SoftmaxBackward0+noted 0,2`."""
+tensors held for that follow, by their ordinals in the call: `SoftmaxBackward0+noted 0,2`.
+"""
 OFFLOAD: Final = "Offload"
 """Written for a tensor that is offloaded to host memory."""
 

@@ -24,7 +24,7 @@ class Point(Record):
 
     peak_bytes: int
     extra_ms: float | None
-    """None if not measured."""
+    """Extra time over the plain step; None if not measured."""
     extra_flops: int
     share: float
     """Share of the plain step's peak."""

@@ -23,7 +23,7 @@ def prefix_lengths(profile: Profile) -> Iterator[int]:
 
 
 def nodes_in_prefix(profile: Profile, n: int) -> dict[str, int]:
-    """Return the kinds of nodes in the first `n` entries, with the least bytes of gradients written in place."""
+    """Map the kinds of nodes in the first `n` entries to the least bytes of a gradient that is written in place."""
     return {node: least for each in profile.in_place[:n] for node, least in each.nodes.items()}
 
 

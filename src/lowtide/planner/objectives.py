@@ -11,7 +11,7 @@ from lowtide.planner.records import Call, Profile, Value
 
 Objective = Literal["time", "flops"]
 DEARER = 10
-"""Weight of a FLOP over the time it takes, in plans that minimize FLOPs."""
+"""Weight of a FLOP relative to the time that it takes, in plans that minimize FLOPs."""
 
 
 def with_flops_costs(profile: Profile) -> Profile:

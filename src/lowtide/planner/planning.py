@@ -94,7 +94,8 @@ def plan(
         }
         feasible = [each for each in results.values() if isinstance(each, Decisions)]
         if not feasible:
-            if minimize == "flops":  # its costs are no times, and the error reports the time of the smallest peak
+            # the error reports the time of the smallest peak, and the costs in this profile are not times
+            if minimize == "flops":
                 solver(make_simulator(in_place=len(profile.in_place)), budget_bytes)
             raise next(each for each in reversed(results.values()) if isinstance(each, Infeasible))
         decisions = min(feasible, key=lambda each: _cost(simulator.predict(each), minimize))
@@ -134,7 +135,9 @@ def plan(
 
 
 def unplanned_step(profile: Profile) -> Prediction:
-    """Return the needs of the unplanned step: measured for compiled code, which saves other slots without a plan."""
+    """Return peak and time of the unplanned step. For compiled code, which saves other slots without a plan, the peak
+    is measured.
+    """
     plain = simulator_of(profile).predict(Decisions())
     if not profile.graphs:
         return plain
@@ -153,7 +156,9 @@ def with_peak(prediction: Prediction, peak_bytes: int) -> Prediction:
 
 
 def cheapest(profile: Profile, budget_bytes: int) -> Prediction:
-    """Return the needs of the plan for a budget below the plain step's peak, without its bound, which takes time."""
+    """Return peak and time of the plan for a budget below the plain step's peak. Its bound, which takes time, is not
+    computed.
+    """
     simulator = simulator_of(profile)
     results = [
         _solve_with_in_place(simulator, simulator_of(profile, in_place=n), budget_bytes, n, solve)
@@ -179,7 +184,9 @@ def smallest_plan(profile: Profile, minimize: Objective = "time") -> Plan:
 
 
 def smallest_peak(profile: Profile, *, offload: bool = False) -> tuple[Decisions, Prediction]:
-    """Return the decisions with the smallest peak that the search finds, and their needs. `offload` as for `plan`."""
+    """Return the decisions with the smallest peak that the search finds, and their prediction. `offload` is as for
+    `plan`.
+    """
     n = len(profile.in_place)
     smallest = minimize_peak(simulator_of(profile, offload=offload, in_place=n))
     decisions = replace(smallest, in_place=frozenset(nodes_in_prefix(profile, n)))
@@ -189,7 +196,9 @@ def smallest_peak(profile: Profile, *, offload: bool = False) -> tuple[Decisions
 def _solve_with_in_place(
     simulator: Simulator, allowed: Simulator, budget_bytes: int, n: int, search: Solver
 ) -> Decisions | Infeasible:
-    """Return decisions with the first `n` gradients in place, as in `allowed`; or the Infeasible that was raised."""
+    """Return decisions for the step with the first `n` entries of `in_place`; or, not raised, the Infeasible of the
+    search.
+    """
     try:
         decisions = search(allowed, budget_bytes)
     except Infeasible as error:
@@ -212,7 +221,9 @@ def _bound_ms(
     result: Decisions | Infeasible,
     until: float | None,
 ) -> float:
-    """Return a bound for plans with just the first `n` gradients in place, of which `result` is one if it fits."""
+    """Return a lower bound on the time of plans with just the first `n` entries of `in_place`. `result` is such a plan,
+    if one fits.
+    """
     own_ms = extra_ms(simulator.profile, n)
     known_ms = simulator.predict(result).extra_ms - own_ms if isinstance(result, Decisions) else math.inf
     return own_ms + lower_bound(allowed, budget_bytes, known_ms=known_ms, until=until)

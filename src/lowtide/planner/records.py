@@ -20,7 +20,9 @@ from lowtide.utils.amounts import BudgetFor
 from lowtide.utils.rendering import text_of
 
 CHECKPOINTED: Final = "torch.utils.checkpoint"
-"""Mark of the note on calls that checkpoint themselves, in a profile; repeated if no plan fits."""
+"""First words of a profile's note on calls that checkpoint themselves; the error for a budget that no plan fits repeats
+it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +54,9 @@ class Static(Record):
     buffers: int = 0
     inputs: int = 0
     carried_over: int = 0
-    """Left over from the previous step and freed in this one: outputs that a variable still held."""
+    """Memory of the previous step that this step frees: outputs that a variable still held."""
     others: int = 0
-    """All else: other models, weight averages, data; on a CPU every other tensor alive in the process."""
+    """All other memory: other models, weight averages, data; on a CPU every other tensor alive in the process."""
     margin: int = 0
     """Bytes that a step was measured to need beyond its prediction (`profiler/peak_margin.py`)."""
 
@@ -70,9 +72,9 @@ class Storage(Record):
 
     bytes: int
     allocated_at: int
-    """First position at which it is allocated."""
+    """First position at which the storage is allocated."""
     freed_at: int
-    """First position at which it would be freed if autograd did not hold it."""
+    """First position at which the storage would be freed if autograd did not hold it."""
     label: str
     """Module that allocated it, for people: `transformer.h.3.mlp.act`."""
     category: str = "activations"
@@ -87,7 +89,9 @@ class Value(Record):
     """
 
     storage: int | None
-    """The storage it was in when saved; None for a value without a slot, which exists only while recomputes run."""
+    """Index of the storage that it was in when saved; None for a value without a slot, which exists only while
+    recomputes run.
+    """
     bytes: int
     node: str
     """Name of the autograd node, `GeluBackward0`; empty for a tensor without a node."""
@@ -95,9 +99,9 @@ class Value(Record):
     """Name of the recipe that recomputes it, bit-exact in the audit; None if it can only be kept or replayed."""
     operands: tuple[int, ...] = ()
     overwrites: int | None = None
-    """The operand whose memory holds the result if that operand was recomputed on the way."""
+    """Index of the operand that the recipe overwrites with the result, if that operand was itself recomputed for it."""
     cost_ms: float = 0.0
-    """Time of the device that recomputes it: with `Profile.clocks` without, else with the time of the host."""
+    """Time to recompute it: on the device alone if the profile has `clocks`, else of host and device together."""
     host_ms: float = 0.0
     """Time that the host takes to launch the recompute; 0 without `Profile.clocks`."""
     flops: int = 0
@@ -106,7 +110,7 @@ class Value(Record):
     transient_bytes: int = 0
     """Bytes allocated inside the recompute beyond the result, freed at its end."""
     refused: str | None = None
-    """Reason for which it cannot be recomputed."""
+    """Reason why the value cannot be recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,14 +124,14 @@ class Slot(Record):
     """Innermost module call and ordinal in it: `transformer.h.3.mlp.act#0:1`. A replay's input has `@` for `:`."""
     value: int
     storage: int | None
-    """None for memory that exists anyway (parameters, buffers, batch): always kept, as dropping it frees nothing."""
+    """Index of its storage; None for memory that exists anyway (parameters, buffers, batch), which is always kept."""
     call: int
     """Index of the innermost module call."""
     label: str
     need: int | None = None
-    """Position at which backward first reads it; None if never, and for inputs (the replay decides)."""
+    """Position at which backward first reads it; None if never, and for inputs, which replays read."""
     release: int | None = None
-    """Position at which its node releases it."""
+    """Position at which its node releases it; None if never."""
     is_input: bool = False
     """True for an argument that a replay of `call` holds, not a saved tensor; exists only if `call` is replayed."""
     is_state: bool = False
@@ -145,7 +149,7 @@ class Call(Record):
     enter: int
     exit: int
     cost_ms: float = 0.0
-    """Time of a replay, on the device; `host_ms` is that of the host, as for a value."""
+    """Time of a replay; with `host_ms` as for a value."""
     host_ms: float = 0.0
     flops: int = 0
     refused: str | None = "not audited"
@@ -153,15 +157,17 @@ class Call(Record):
     group: str | None = None
     """Name shared by the calls of blocks with the same structure and shapes."""
     result_value: int | None = None
-    """Value of its result, if running forward again reproduced that bit for bit; else None."""
+    """Index of the value that is the call's result, if running forward again gave the same bits; else None."""
     advance_ms: float = 0.0
-    """Time of running forward to its result; a replay stops at the last tensor that it saves."""
+    """Time of running the call forward to its result; a replay stops at the last saved tensor."""
     advance_host_ms: float = 0.0
     advance_flops: int = 0
     state_bytes: int = 0
-    """RNG state and buffers that it holds for replay; while it replays, as many bytes are set aside."""
+    """Bytes of RNG state and buffers that the call holds for its replay; during the replay as many bytes are set
+    aside.
+    """
     begins_at: int | None = None
-    """Part of `base_bytes` that exists when it begins; None if not recorded."""
+    """Bytes, of `base_bytes`, that exist when the call begins; None if not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,26 +179,29 @@ class AppliedLever(Record):
     what: str
     """Its effect, in words."""
     exact: bool
-    """True if the step produces the same bits with it."""
+    """True if the step with the lever gives the same bits."""
     settings: dict[str, float] = field(default_factory=dict)
     """Its parameters, given or derived from the step, for example the number of micro-batches."""
     bytes: int = 0
     """Measured reduction of the plain step's peak against only the levers before it; if that peak is elsewhere, the
-    reduction of the smallest reachable one."""
+    reduction of the smallest reachable one.
+    """
     extra_ms: float = 0.0
-    """Its cost per step; 0 if it does no more work than the plain step."""
+    """Extra time per step with the lever; 0 if it does no more work than the plain step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InPlace(Record):
-    """Gradients that can be written over their inputs (`runtime/inplace_gradients.py`): all of these or none."""
+    """Gradients that can be written over the gradients they are computed from (`runtime/inplace_gradients.py`), all of
+    them or none.
+    """
 
     nodes: dict[str, int]
     """Kind of autograd node, `LogSoftmaxBackward0` -> least bytes of its gradients that are written in place."""
     saved_bytes: tuple[int, ...]
     """Reduction of `base_bytes` at each position, when all earlier entries of `Profile.in_place` are applied too."""
     extra_ms: float = 0.0
-    """Its cost per step."""
+    """Extra time per step of writing these gradients in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,9 +213,9 @@ class StepClocks(Record):
     device_ms: tuple[float, ...]
     """Time of the plain step's device at each position, without waiting for the host."""
     kept_slot_ms: float = 0.0
-    """Time of the host for a saved tensor that is kept in a call for which hooks are pushed."""
+    """Host time for a saved tensor that is kept, in a call for which hooks are pushed."""
     packed_slot_ms: float = 0.0
-    """Time of the host for a saved tensor that is not kept, in addition to its recipe or replay."""
+    """Host time for a saved tensor that is not kept, in addition to its recipe or replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +240,7 @@ class Profile(Record):
     measured_plain_peak_bytes: int | None
     """Peak of the unplanned step, `static` included; None if it did not fit."""
     input_shapes: tuple[str, ...] = ()
-    """Shapes and dtypes of the arguments of the model, or of a part called by itself, each kind once."""
+    """Shapes and dtypes of the arguments of the model, or of a part that is called by itself; equal ones once."""
     in_place: tuple[InPlace, ...] = ()
     """Gradients that need no memory of their own; those that cost nothing come first."""
     allows_in_place: bool = True
@@ -241,13 +250,16 @@ class Profile(Record):
     offload_bytes_per_ms: float | None = None
     """Bandwidth of copies to the host and back, one way; None if offloading is not possible."""
     draws: int = 0
-    """Steps with other random numbers that plans are to be measured in, for steps whose work is drawn at random."""
+    """Number of steps, with other random numbers, in which plans have to be measured; for steps whose work is drawn at
+    random.
+    """
     implementations: dict[str, str] = field(default_factory=dict)
-    """Autograd node -> implementation of its recipe, where the audit found another one than the first exact and faster.
+    """Autograd node -> implementation of its recipe, where the audit found that one exact and faster than the first.
     """
     excluded_modules: tuple[str, ...] = ()
-    """Paths of modules that save something else in each step: they have no slots, and their saved tensors are in
-    `base_bytes`."""
+    """Paths of modules that save other tensors in each step: they have no slots, and their saved tensors are in
+    `base_bytes`.
+    """
     graphs: tuple[str, ...] = ()
     """Hashes of the joint graphs that torch.compile compiles for the step, whose calls then hold its slots."""
     notes: tuple[str, ...] = ()
@@ -279,13 +291,13 @@ class Decisions(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction(Record):
-    """Predicted needs of a step under some decisions."""
+    """Predicted peak, time and FLOPs of a step under some decisions."""
 
     peak_bytes: int
     """Peak, `static` included."""
     peak_position: int
     held_bytes: int
-    """Activations held when forward has ended and backward has not begun."""
+    """Bytes of activations held between forward and backward."""
     extra_ms: float
     extra_flops: int
     parts: dict[str, int]
@@ -296,7 +308,9 @@ class Prediction(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided(Record):
-    """Decisions, with everything the engine needs. In JSON text they are folded (`plan_format.py`)."""
+    """Decisions with everything that the engine needs to carry them out. In JSON text they are folded
+    (`plan_format.py`).
+    """
 
     recompute: dict[str, str]
     """Slot address -> autograd node whose recipe recomputes it."""
@@ -362,8 +376,9 @@ class Plan(Decided):
     plain: Prediction
     step_ms: float
     fallback: Decided | None = None
-    """Decisions for batches larger than `input_shapes`: those of the smallest peak. None if the plan's own are
-    these."""
+    """Decisions for batches larger than `input_shapes`: those with the smallest peak. None if the plan's own have
+    it.
+    """
     bound_ms: float = 0.0
     """Lower bound on the extra time of plans within the budget, as far as the costs are right; 0 if unknown."""
     levers: tuple[AppliedLever, ...] = ()
@@ -371,9 +386,11 @@ class Plan(Decided):
     input_shapes: tuple[str, ...] = ()
     """Shapes of the model's arguments in the rehearsal (`Profile.input_shapes`); larger ones may exceed the budget."""
     ambiguous_addresses: tuple[str, ...] = ()
-    """Addresses at which some call of the model keeps the tensor, or recomputes another one."""
+    """Addresses at which calls of the model save tensors of different nodes, so that a decision holds for a part of
+    them only.
+    """
     draws: int = 0
-    """Steps with other random numbers that the plan is to be measured in (`Profile.draws`)."""
+    """Number of steps, with other random numbers, in which the plan has to be measured (`Profile.draws`)."""
     implementations: dict[str, str] = field(default_factory=dict)
     """Implementations of recipes by autograd node (`Profile.implementations`)."""
     excluded_modules: tuple[str, ...] = ()

@@ -70,7 +70,9 @@ class Record(Displayed):
 
     @classmethod
     def expect(cls, obj: object, by: str) -> Self:
-        """Return `obj` if it is such a record, else raise LowtideError. `by` names the function that takes it."""
+        """Return `obj` if it is a record of this class, else raise LowtideError. `by` names the function that takes
+        it.
+        """
         if not isinstance(obj, cls):
             hint = f"; {cls.__name__}.from_json(path) reads one" if isinstance(obj, str | os.PathLike) else ""
             raise LowtideError(f"{by} takes a {cls.__name__}, found {type(obj).__name__}{hint}.")
@@ -97,14 +99,14 @@ _COMMANDS = {
     "Frontier": "lowtide frontier --json FILE SCRIPT",
     "RunRecord": "lowtide run --budget AMOUNT --report FILE.json SCRIPT",
 }
-_TOLD_BY = {
+_FIELD_OF_KIND = {
     "command": "RunRecord",
     "storages": "Profile",
     "decisions": "Plan",
     "points": "Frontier",
     "measured_peak_bytes": "Verdict",
 }
-"""Kinds of records that people have in files, by a field that only each kind has."""
+"""Kinds of records that are saved in files, each by a field that no other kind has."""
 
 
 def kind_of(text: bytes) -> str | None:
@@ -113,7 +115,7 @@ def kind_of(text: bytes) -> str | None:
         fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    return next((kind for field, kind in _TOLD_BY.items() if field in fields), None)
+    return next((kind for field, kind in _FIELD_OF_KIND.items() if field in fields), None)
 
 
 class _Versioned(msgspec.Struct):

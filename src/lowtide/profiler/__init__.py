@@ -16,7 +16,7 @@ from lowtide.planner.records import Decisions, Profile
 from lowtide.planner.simulate.simulator import predict
 from lowtide.profiler.assemble import TracedStep, assemble
 from lowtide.profiler.audit import CHANGED, Audit
-from lowtide.profiler.checkpointed_blocks import can_do_without, told, without_checkpoints
+from lowtide.profiler.checkpointed_blocks import can_do_without, with_checkpoint_note, without_checkpoints
 from lowtide.profiler.host_bandwidth import host_bandwidth
 from lowtide.profiler.other_memory import in_words, with_others
 from lowtide.profiler.peak_margin import DRAWS, with_margin
@@ -59,12 +59,16 @@ Step = Callable[[Any], Any]
 T = TypeVar("T")
 
 RUNS: Final = 3
-"""Steps that follow the audit: traced, plain, and under the plan with the smallest peak."""
+"""Number of steps that follow the audit: the traced one, the plain one, and the one under the plan with the smallest
+peak.
+"""
 
 DOUBTFUL: Final = 0.02
 """Share of the plain peak by which two runs may differ before a note is added."""
 DOUBTFUL_BYTES: Final = 2**19
-"""Bytes by which two runs may always differ: the trace holds packed bits and random numbers, much for a tiny model."""
+"""Bytes by which two runs may always differ: the trace holds packed bits and random numbers, which matter in a tiny
+model.
+"""
 
 
 OVERFLOWS: Final = (
@@ -133,24 +137,24 @@ def rehearse(
             audit, frugal = _audited(model, step, batch, unchanged, refused, in_place, frugal=frugal)
             updates.follow()
             updates.undo()
-            there = static_bytes(model, batch, unchanged.optimizers)
+            static = static_bytes(model, batch, unchanged.optimizers)
             unchanged.restore_for_rerun()
             engine, sent = MaxSavingEngine(model, audit), n_sent()
             trace, recorder = unless_out_of_memory(lambda: _trace(engine, run, batch), _does_not_fit)
             check_waits_for_no_process(sent)
-            return _Tried(audit, frugal, there, engine, trace, recorder)
+            return _Tried(audit, frugal, static, engine, trace, recorder)
 
         def profiled() -> tuple[_Tried, Profile]:
             attempt = _without_mismatch(tried, unchanged, refused)
             # An audit needs more memory than the plain step, so the plain step may still fit. On a CPU, running out of
             # memory may end the process.
             hopeless = attempt.frugal and place_of(model).type == "cpu"
-            there, places = static_bytes(model, batch, unchanged.optimizers)  # gradients have moved
+            static, places = static_bytes(model, batch, unchanged.optimizers)  # gradients lie at other addresses now
             plain, step_ms = (None, 0.0) if hopeless else _plain(model, updates, batch, run)
             sections = None if plain is None else timed_sections(model, updates, batch)
             measured = None
             if plain is not None:
-                measured = with_others(there, places, plain).total + Timeline(plain.stream).peak_bytes
+                measured = with_others(static, places, plain).total + Timeline(plain.stream).peak_bytes
             check_same_work(model, attempt.audit, attempt.trace)
             notes = [NOT_MEASURED] * (measured is None) + [OVERFLOWS] * unchanged.overflows + [*updates.notes()]
             return attempt, attempt.profile(model, made_for, (measured, step_ms), notes, sections)
@@ -171,7 +175,7 @@ def rehearse(
         peak_bytes = plain_peak_bytes(profile)
         stage.result = f"rehearsed {name}: {format_bytes(peak_bytes)} peak of the plain step"
     without = None if saved is None else saved.profile(model, made_for, (None, 0.0))
-    return told(with_mismatch_note(profile), attempt.audit.checkpointed, without)
+    return with_checkpoint_note(with_mismatch_note(profile), attempt.audit.checkpointed, without)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +226,12 @@ class _Tried:
 
 
 def _without_checkpoints(tried: Callable[..., _Tried], unchanged: StepSnapshot) -> _Tried | None:
-    """Rehearse the step with torch.utils.checkpoint disabled; None if that can't be rehearsed."""
+    """Audit and trace the step with torch.utils.checkpoint disabled; None if it can't be rehearsed that way."""
     unchanged.restore()
     try:
         with without_checkpoints():
             saved = tried(frugal=True)
-    except LowtideError:  # for example, the step does not fit: then only this number is missing from the note
+    except LowtideError:  # for example, the step does not fit; the note then lacks this number
         return None
     return saved if saved.trace.packs == len(saved.audit.slots) else None
 
@@ -288,7 +292,7 @@ def _audited(
     *,
     frugal: bool = False,
 ) -> tuple[Audit, bool]:
-    """Return the audit, and True if it is frugal, which it is where a full audit does not fit."""
+    """Return the audit, and True if it is a frugal one, because a full one did not fit."""
 
     def repeated(*, frugal: bool) -> Audit:
         while (audit := _audit(model, step, batch, frugal, refused, in_place)).leaked:
@@ -300,7 +304,7 @@ def _audited(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    gc.collect()  # outside of `except`, where the failed step's frames and all they hold can be freed
+    gc.collect()  # outside of `except`, so that the frames of the failed step, and all that they hold, can be freed
     unchanged.restore()
     return unless_out_of_memory(lambda: repeated(frugal=True), _does_not_fit), True
 

@@ -35,7 +35,7 @@ class TracedStep:
     entry: Mapping[int, int]
     """Address of each block that was allocated before the step."""
     given: list[list[str]]
-    """Arguments of each outside call of the model, in words."""
+    """Shapes and dtypes of the arguments of each call of the model from outside, as text."""
     written_over: list[InPlaceGroup]
     """Gradients that were written in place."""
     allows_in_place: bool
@@ -96,7 +96,7 @@ def assemble(
 
 
 class _Records:
-    """Records made of a step's drafts, with positions for events and storages for blocks."""
+    """Builder of the records of a step from its drafts: events become positions, and blocks become storages."""
 
     def __init__(
         self,
@@ -114,10 +114,10 @@ class _Records:
         self._index, self._groups = index, groups
         self._end = len(step.stream.events)
         seeds = {n for n in index.block_of_slot if values[step.slots[n].value].is_seed}
-        always = {index.block_of_slot.pop(n) for n in seeds}  # under any plan: part of the level
+        always = {index.block_of_slot.pop(n) for n in seeds}  # present under any plan, and so part of the level
         index.block_of_input = {at: block for at, block in index.block_of_input.items() if block not in always}
-        there = {*index.block_of_slot.values(), *index.block_of_input.values(), *noted.values()}
-        self.blocks = sorted(there, key=index.allocated_at.__getitem__)
+        planned = {*index.block_of_slot.values(), *index.block_of_input.values(), *noted.values()}
+        self.blocks = sorted(planned, key=index.allocated_at.__getitem__)
         """Blocks that a plan decides on."""
         self._number = {block: i for i, block in enumerate(self.blocks)}
         self.cuts = sorted(
@@ -153,7 +153,9 @@ class _Records:
         return bisect.bisect_right(self.cuts, event) - 1
 
     def clocks(self, sections: TimedSections) -> StepClocks:
-        """Return the plain step's times at each position: those of each section, evenly spread over its positions."""
+        """Return the plain step's times at each position: the times of each section, spread evenly over its
+        positions.
+        """
         index, enter, first_read = self._index, dict[str, list[int]](), dict[str, list[int]]()
         for k, call in enumerate(self._calls):
             enter.setdefault(call.id, []).append(self.position(index.enter[k]))
@@ -180,7 +182,9 @@ class _Records:
         return (*storages, *(self._state(self._values[i]) for i in self._states))
 
     def _state(self, draft: ValueDraft) -> Storage:
-        """Return the storage of state that is held, from its call's beginning on, only if its holder is recomputed."""
+        """Return the storage of state that is held from the beginning of its call, if the value or call that needs it
+        runs again.
+        """
         assert draft.state_of is not None
         at = self.position(self._index.enter[draft.state_of])
         label = f"{self._calls[draft.state_of].id}: to make it again"
@@ -319,7 +323,7 @@ def _upstream_first(values: list[ValueDraft], slots: list[SlotDraft], calls: lis
 
 
 def _even_out(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int, str]) -> None:
-    """Give equal work equal times, the least measured, so that plans do not follow the noise of one run."""
+    """Set the time of equal work to the least one measured for it, so that plans do not follow the noise of one run."""
     alike: dict[object, list[ValueDraft | CallDraft]] = {}
     for value in values:
         if value.recipe is not None:
@@ -340,7 +344,9 @@ def _even_out(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int
 
 
 def _groups(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> dict[int, str]:
-    """Group calls that save the same kinds of tensors, of the same sizes, in the same order; at least two a group."""
+    """Group calls that save the same kinds of tensors, of the same sizes, in the same order; groups have two calls or
+    more.
+    """
     keys: dict[int, str] = {}
     for k, call in enumerate(calls):
         saved = [

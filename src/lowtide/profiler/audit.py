@@ -85,9 +85,11 @@ class Audit(RecomputeAudit, Observer):
         self.calls: list[CallDraft] = []
         self.refused = {} if refused is None else refused
         self.leaked: str | None = None
-        """Call whose second run leaked tensors, so that the step differed from the plain step."""
+        """Name of the call whose second run leaked tensors out of it, so that the step differed from the plain step;
+        None without one.
+        """
         self.inputs: list[list[str]] = []
-        """Tensor arguments of each outside call of the model, in words."""
+        """Shapes and dtypes of the tensor arguments of each call of the model from outside, as text."""
         self.by_contents: dict[str, str] = {}
         """Operators whose result sizes depend on a tensor's contents, and a module with each."""
         self.checkpointed: Counter[str] = Counter()
@@ -113,7 +115,7 @@ class Audit(RecomputeAudit, Observer):
         self._given: set[int] = set()
         """Indices of values that are arguments of calls."""
         self._own_states: dict[ReplayFrame, CodeState] = {}
-        """State that calls in progress could change, as of their beginning."""
+        """State that each call in progress could change, as it was when the call began."""
         self._read: list[tuple[CallDraft, list[tuple[Tensor, int]]]] = []
         """Tensors that a replay of each call would read, with the versions that it needs."""
         self._sent: list[int] = []
@@ -152,7 +154,9 @@ class Audit(RecomputeAudit, Observer):
         super().withdraw_overwritten()
 
     def settle(self, stream: EventStream) -> None:
-        """Turn findings into possible decisions after the step. `stream`: the step's recorded events."""
+        """Complete the drafts after the step, given its recorded events: from then on they tell which decisions are
+        possible.
+        """
         readers.settle(self.enough, self.values, self.slots)
         sharding.settle(self.values, self.slots, self.calls, self.homes)
         addresses.settle(self.values, [*self.slots, *(given for call in self.calls for given in call.inputs)])
@@ -175,7 +179,7 @@ class Audit(RecomputeAudit, Observer):
         return shapes
 
     def sized_by_contents(self, operator: str) -> None:
-        if self.scope is not None:  # not in a trial run
+        if self.scope is not None:  # trial runs do not count
             self.by_contents.setdefault(operator, self.scope.id.rpartition("#")[0])
 
     # --- module calls
@@ -216,7 +220,7 @@ class Audit(RecomputeAudit, Observer):
     def known(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
         value, view = super().known(tensor)
         if value in self.lent and self._in_freed_block():
-            self.lent.give_back(value, producer(tensor)[0])  # the block's trial compares it in another slot as well
+            self.lent.give_back(value, producer(tensor)[0])  # the trial of the block compares it again, in another slot
         return value, view
 
     def _in_freed_block(self) -> bool:
@@ -239,7 +243,7 @@ class Audit(RecomputeAudit, Observer):
         self.lent.add(value, maker)
 
     def argument(self, tensor: Tensor) -> Handle:
-        """Hold an argument of the beginning call as an input slot of the call."""
+        """Hold an argument of the call that begins as an input slot of that call."""
         assert self.scope is not None
         value, view = self.known(tensor)
         index, call = self._index[value], self.calls[-1]
@@ -273,7 +277,7 @@ class Audit(RecomputeAudit, Observer):
         progress.advance()
 
     def _n_sent(self) -> int:
-        """Return the number of collective operations so far, except those that gathered parameters."""
+        """Return the number of collective operations so far, without those that gathered parameters."""
         return n_sent() - self._units.n_sent
 
     def try_all(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> str | None:
@@ -362,15 +366,16 @@ class Audit(RecomputeAudit, Observer):
     def differs(self, n: int, tensor: Tensor, frame: ReplayFrame) -> str | None:
         """Compare slot `n` with the tensor that a run of `frame` saves there. Return why the two differ, or None."""
         value, view = self._handles[n]
-        if value in self.lent:  # freed when it was saved, or by the first run
+        if value in self.lent:  # the tensor was freed when it was saved, or by the first run
             tensor = tensor if view is None else tensor.as_strided(*view)
             run = "a third run" if value.maker is frame else "running it again"
             return f"{run} gives other bits for {self.slots[n].label}" if self._witness.differs(n, tensor) else None
         try:
             saved = value.get()
-        except RuntimeError as error:  # changed in place, which is an error in PyTorch only if backward reads it
+        except RuntimeError as error:
+            # the tensor was changed in place, which is an error in PyTorch only if backward reads it
             return str(error)
-        if view is not None and tensor.shape != saved.shape:  # a buffer was a view, but its copy is not
+        if view is not None and tensor.shape != saved.shape:  # the saved buffer was a view, and its copy is not
             saved, view = saved.as_strided(*view), None
         return (
             None if identical(tensor, saved, view) else f"running it again gives other bits for {self.slots[n].label}"
@@ -380,7 +385,7 @@ class Audit(RecomputeAudit, Observer):
         """Advance a call to its result and compare the result."""
         if (advanced := advance(frame, returned, self._flops, self._place)) is not None:
             result, (call.advance_host_ms, call.advance_ms), call.advance_flops = advanced
-            value, _ = super().known(result)  # has been compared: it stays free
+            value, _ = super().known(result)  # its value was compared and freed, and stays freed
             call.result_value = self._index[value]
             self._passed_through.append(value)
 
@@ -388,10 +393,10 @@ class Audit(RecomputeAudit, Observer):
         """Return the values that only a block's call has saved, each with its first place among its saved tensors."""
         self.let_go_of_results()
         for result in tensors_in_call((returned,), {}):
-            if result.requires_grad:  # now, because its recompute may need tensors that are about to be freed
+            if result.requires_grad:  # before its operands are freed, which its recompute may need
                 self._results.append(self.known(result)[0])
         needed = {slot.value for slot in call.inputs}
-        if module in self._units.apart:  # its results are read where the unit can't be replayed
+        if module in self._units.apart:  # the results of a unit are read at places where the unit can't be replayed
             given = {storage_id(tensor) for tensor in tensors_in(returned)}
             needed |= {
                 self._index[value]

@@ -94,7 +94,7 @@ class AuditInPlace(InPlace):
 
 
 def _ms(calls: list[float]) -> float:
-    """Return the ms of calls that do the same work, each counted as the least measured."""
+    """Return the total ms of calls that do the same work; each counts as long as the fastest one."""
     return len(calls) * min(calls)
 
 

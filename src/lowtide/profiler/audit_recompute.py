@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.operand_capture import CaptureSite
 
 MIN_BYTES = 4096
-"""Smaller saved tensors are always kept."""
+"""Smallest saved tensor that may be recomputed; smaller ones are always kept."""
 
 NOTED_ELSEWHERE = "it takes what an operator was given in another call than the one that saves it"
 
@@ -72,21 +72,29 @@ class RecomputeAudit(Engine):
         self._meter = Meter(mark, self._flops, self._place)
         self._index: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
         self._saved: set[int] = set()
-        """Values that slots have so far; the others are arguments of calls, which only a replay would hold."""
+        """Indices of values that a slot has saved so far. Others are arguments of calls, which only a replay would
+        hold.
+        """
         self._open: list[tuple[int, ReplayFrame | None]] = []
         """Calls in progress, with the frames of those that may be replayed."""
         self._handles: dict[int, tuple[Value, Geometry | None]] = {}
         self._slot_of: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self._passed_through: list[Value] = []
         self._noted: dict[int, set[CaptureSite]] = {}
-        """Sites at which operands of each value were noted; a plan notes them only in the call that saves the value."""
+        """Sites at which operands of each value were captured. A plan captures them only in the call that saves the
+        value.
+        """
         self._unrecorded = Unrecorded(static)
         self._made_of: dict[int, set[int]] = {}
-        """Memory, by value, of the operands that no recompute makes: parameters and other existing tensors."""
+        """For each value the memory of those operands that no recompute produces: parameters and other existing
+        tensors.
+        """
         self._versions: list[tuple[Tensor, int]] = []
         """Versions of parameters when forward began. DistributedDataParallel writes to all buffers in each forward."""
         self._late: dict[int, tuple[Recompute, int]] = {}
-        """Recompute, by value, that is timed again when backward reads the value, and the number of its output."""
+        """For each value the recompute that is timed again when backward reads the value, and the number of its
+        output.
+        """
         self._timed: weakref.WeakKeyDictionary[Recompute, int] = weakref.WeakKeyDictionary()
         """Values of the recomputes in `_late`, and of the recomputes that they pass through."""
         self.enough: dict[int, Enough] = {}
@@ -104,7 +112,7 @@ class RecomputeAudit(Engine):
         self.withdraw_overwritten()
         self._handles.clear()
         self._passed_through.clear()
-        for index in self._late.keys() - self._saved:  # nothing reads these values: their operands are not to wait
+        for index in self._late.keys() - self._saved:  # nothing reads these values, so their operands are freed
             del self._late[index]
         self._meter.forget()
 
@@ -155,7 +163,7 @@ class RecomputeAudit(Engine):
             index = self.add(value, base, node.name())
             self.homes.allocated_at[index] = sequence_number(node)
             self.try_recipe(index, node, output, base)
-        else:  # so far only an intermediate in recomputes of other values
+        else:  # known only as an intermediate in recomputes of other values so far
             value = there
             if not certain(value):
                 value.maker = self.builder.recompute(node, output, base).maker
@@ -167,14 +175,17 @@ class RecomputeAudit(Engine):
 
     def add(self, value: Value, base: Tensor, node: str) -> int:
         """Add a value, of 0 bytes if its memory is held in any case, and return its index."""
-        is_parameter = value.leaf and self.builder.owners.sharded  # whole only for a while, not kept for backward
+        # a gathered parameter, which is not kept for backward
+        is_parameter = value.leaf and self.builder.owners.sharded
         parts = [p for p in parts_of(base) if not is_parameter and p.untyped_storage().data_ptr() not in self._static]
         self._index[value] = len(self.values)
         self.values.append(ValueDraft(bytes=sum(part.numel() * part.element_size() for part in parts), node=node))
         return len(self.values) - 1
 
     def state(self, size: int) -> int:
-        """Add a value for `size` bytes that a recompute or replay holds from this call on, and return its index."""
+        """Add a value that stands for `size` bytes of state, which a recompute or replay holds from this call on.
+        Return its index.
+        """
         self.values.append(ValueDraft(bytes=size, node="", state_of=self._open[-1][0]))
         return len(self.values) - 1
 
@@ -221,7 +232,8 @@ class RecomputeAudit(Engine):
         """Run the other implementations of a recipe that is exact for this value, and record those that are, too."""
         draft, kind = self.values[index], node.name()
         others = IMPLEMENTATIONS.get(kind)
-        if others is None or draft.recipe != kind or draft.node != kind:  # not with captured operands
+        # recipes with captured operands have one implementation
+        if others is None or draft.recipe != kind or draft.node != kind:
             return
         value = registered(node, output)
         self._trials.add(index, kind, "", Trial(replace(draft), draft.operands))
@@ -234,7 +246,7 @@ class RecomputeAudit(Engine):
                 is_exact = not maker.noted
                 for _ in range(2):  # the first run may pay for new pages, or compile its kernel
                     is_exact = is_exact and identical(maker.make(other), base)
-            except Exception as error:  # a kernel of any kind: it is left out, whatever its reason
+            except Exception as error:  # a kernel may fail in any way: it is left out
                 if is_out_of_memory(error):
                     continue
                 is_exact = False
@@ -291,7 +303,8 @@ class RecomputeAudit(Engine):
     def try_shape(self, call: int, result: Any) -> None:
         """Record the tensor that a call, which has just returned `result`, has itself saved for its shape, if any."""
         held = saved_for_shape(result)
-        n = None if held is None else self._slot_of.get(held)  # others in the call may have saved the same tensor
+        # several slots of the call may have saved the same tensor
+        n = None if held is None else self._slot_of.get(held)
         if held is None or n is None or self.slots[n].call != call:
             return
         value, view = self._handles[n]
@@ -306,7 +319,7 @@ class RecomputeAudit(Engine):
     def is_passable(self, value: Value, node: Node | None, output: int) -> bool:
         """Return True if recomputes that need a value, an output of `node`, can recompute it as an intermediate."""
         draft = self.values[self._index[value]]
-        if node is None or draft.recipe is None or NOTED in draft.node:  # noted only where the value is saved
+        if node is None or draft.recipe is None or NOTED in draft.node:  # captured only where the value is saved
             return False
         try:
             return certain(self.builder.recompute(node, output))
@@ -352,7 +365,7 @@ class RecomputeAudit(Engine):
                 )
             del made
             if draft.cost_ms < SHORT_MS:
-                maker.make(value)  # again, in touched memory: the first run may have paid for new pages
+                maker.make(value)  # a second run, in touched memory: the first one may have paid for new pages
                 spent = self._meter.of(maker)
                 draft.cost_ms, draft.host_ms = spent.cost_ms, spent.host_ms
             if maker.operands:
@@ -378,7 +391,7 @@ class RecomputeAudit(Engine):
         try:
             if not identical(maker.make(Value(maker=maker, output=output)), handle.value.get()):
                 draft.recipe, draft.refused = None, "recomputing it in backward gives other bits"
-        except RuntimeError:  # an operand was changed in place, or the tensor itself, which PyTorch will report
+        except RuntimeError:  # an operand was changed in place; or the tensor itself, which PyTorch will report
             draft.recipe, draft.refused = None, OVERWRITTEN
 
     def timed(self, maker: Recompute) -> None:
@@ -388,7 +401,7 @@ class RecomputeAudit(Engine):
             draft.cost_ms, draft.host_ms = spent.cost_ms, spent.host_ms
 
     def places_of(self, maker: Recompute) -> set[CaptureSite]:
-        """Return the sites of noted operands of a recompute and of the recomputes that it may pass through."""
+        """Return the sites of captured operands of a recompute and of the recomputes that it may pass through."""
         sites = set(maker.noted)
         for value in (handle.value for handle in maker.operands if handle is not None):
             index = self._index.get(value)
@@ -399,7 +412,9 @@ class RecomputeAudit(Engine):
         return sites
 
     def only_given(self, index: int) -> bool:
-        """Return True if a value exists only as an argument of a call so far, or is computed from such a value."""
+        """Return True if no slot has saved the value so far, or a value that it is computed from: it is only an
+        argument of a call.
+        """
         draft = self.values[index]
         if index in self._saved or draft.noted is not None:
             return False
@@ -426,12 +441,12 @@ class RecomputeAudit(Engine):
         return tuple(dict.fromkeys(operands))
 
     def over(self, maker: Recompute) -> int | None:
-        """Return the index of the operand that a recompute wrote its result over, or None."""
+        """Return the index of the operand that the recompute has overwritten with its result, or None."""
         return None if maker.over is None else self._index[maker.over]
 
 
 class ValueNumbering(Builder):
-    """A builder that records the node's sequence number for each value that it has built."""
+    """Builder of recomputes that records the sequence number of the node for each value that it has built."""
 
     __slots__ = ("numbers",)
 
@@ -462,6 +477,6 @@ def memory_of(maker: Recompute) -> set[int]:
 
 
 def needs_a_replay(maker: Recompute) -> bool:
-    """Return True if a recompute would start a replay to get its operands."""
+    """Return True if the recompute would have to replay a call to get its operands."""
     makers = [handle.value.maker for handle in maker.operands if handle is not None and handle.value.tensor is None]
     return any(isinstance(m, ReplayFrame) or (isinstance(m, Recompute) and needs_a_replay(m)) for m in makers)

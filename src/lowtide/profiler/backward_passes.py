@@ -36,7 +36,7 @@ def passes(index: TraceIndex, end: int) -> list[Pass]:
         by_number[number][slot] = event, last
     times = Counter(slot for read in by_number.values() for slot in read)
     several = [read for read in by_number.values() if any(times[slot] > 1 for slot in read)]
-    several.sort(key=lambda read: min(read.values()))  # not by number: a pass may run inside another
+    several.sort(key=lambda read: min(read.values()))  # sorted by event, because a pass may run inside another one
     for slot, released in index.release.items():
         read_in = [read for read in several if slot in read]
         if read_in:

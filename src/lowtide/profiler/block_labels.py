@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.memory.events import PHASE, Allocate, Category, EventStream, Free, Label, Mark
 from lowtide.profiler.repeated_blocks import repeated_blocks
 from lowtide.profiler.trace import Trace
-from lowtide.profiler.trace_marks import Gradients, Left, OptimizerState, Packed
+from lowtide.profiler.trace_marks import Exited, Gradients, OptimizerState, Packed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,7 @@ def labels(stream: EventStream, names: Names) -> dict[int, Label]:
     leaves = [
         i
         for i, event in enumerate(stream)
-        if type(event) is Mark and isinstance(event.data, Left) and event.data.call in names.blocks
+        if type(event) is Mark and isinstance(event.data, Exited) and event.data.call in names.blocks
     ]
     last = max(leaves, default=len(stream))
     for i, event in enumerate(stream):
@@ -87,6 +87,6 @@ def labels(stream: EventStream, names: Names) -> dict[int, Label]:
 def _labelled(
     category: Category, addresses: Iterable[int], at: Mapping[int, Allocate], known: Mapping[int, Label]
 ) -> dict[int, Label]:
-    """Return a label for each block at one of the addresses that has none yet."""
+    """Return labels of one category for the blocks at `addresses` that have none yet."""
     blocks = {at[where].block for where in addresses if where in at}
     return dict.fromkeys(blocks - known.keys(), Label(category))

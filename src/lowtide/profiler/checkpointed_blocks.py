@@ -34,7 +34,7 @@ def can_do_without(model: nn.Module) -> bool:
     return place_of(model).type != "cpu" or bool(repeated_blocks(model))
 
 
-def told(profile: Profile, checkpointed: Counter[str], without: Profile | None) -> Profile:
+def with_checkpoint_note(profile: Profile, checkpointed: Counter[str], without: Profile | None) -> Profile:
     """Return `profile` with a note of the `checkpointed` calls.
 
     Args:

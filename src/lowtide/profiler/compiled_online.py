@@ -65,7 +65,8 @@ class OnlineCompiledProfiler:
     """Profiler of compiled code that trains `model`, with the interface of `OnlineProfiler`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)  # a plan that is kept in force keeps its rehearsals, not the model
+        # weak: a plan in force keeps its rehearsals alive, and must not keep the model alive
+        self._model = weakref.ref(model)
         self.profile: Profile | None = None
         self.checkpointed: Counter[str] = Counter()
         """Always empty: checkpoints in compiled code are part of its graphs."""
@@ -75,7 +76,7 @@ class OnlineCompiledProfiler:
         self._graphs: list[JointSlots] = []
         self._steps_of: Counter[Fingerprint] = Counter()
         self._best: _Recorded | None = None
-        """Largest step, one without compilation before others."""
+        """Recorded step to plan for: the largest; steps in which nothing was compiled come before others."""
         self._patience = PATIENCE
         self._to_come: Update | None = None
         self._stack = contextlib.ExitStack()
@@ -148,7 +149,7 @@ class OnlineCompiledProfiler:
             is_clean=n_compiled() == self._n_compiled,
         )
         if not self._graphs:
-            assembled((), recorded.stream, 0.0)  # raises
+            assembled((), recorded.stream, 0.0)  # raises RehearsalError
         if self._best is None or recorded.rank > self._best.rank:
             self._best = recorded
         self._settle(may_wait=self.n_steps < self._patience)

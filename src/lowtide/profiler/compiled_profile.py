@@ -25,7 +25,8 @@ CALL = "compiled call"
 """Label of the marks at calls of compiled graphs; their data are the arguments that `watched_calls` notes."""
 
 BYTES_PER_FLOP = 12.0
-"""FLOPs that take as long as one byte written by a separate kernel; a byte in a fused kernel takes a quarter."""
+"""Number of FLOPs that take as long as writing a byte in a separate kernel; in a fused kernel a byte counts a quarter.
+"""
 
 
 def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float) -> Profile:
@@ -74,7 +75,7 @@ def _named(graphs: Sequence[JointSlots]) -> list[JointSlots]:
 
 
 def _transients(stream: EventStream, span: tuple[int, int] | None) -> list[int]:
-    """Return the sizes of blocks whose next event after the allocation is their own free."""
+    """Return the sizes of the blocks that are freed right after their allocation, with no event in between."""
     begin, end = span or (0, 0)
     return [
         event.bytes
@@ -175,9 +176,11 @@ class _Records:
         self._graphs, self._calls, self._step_ms = graphs, calls, step_ms
         self._ms_per_unit = step_ms / (sum(sum(graphs[call.graph].units) for call in calls) or 1.0)
         self._base: list[int] = []
-        """Bytes that no slot holds, for each position."""
+        """For each position the bytes that no slot holds."""
         self._live_bytes: list[int] = []
-        """Bytes of the step that are in memory when forward of each call begins, except those that slots hold."""
+        """For each call the bytes of the step that are in memory when its forward begins, without those that slots
+        hold.
+        """
         self._at: dict[tuple[int, int], int] = {}
         """First position of each call of a graph, by its number and 0 for forward or 1 for backward."""
         self._put_on_axis(stream)
@@ -235,7 +238,7 @@ class _Records:
             below = levels[enter] - held
             if not phase:
                 live_bytes[number] = below
-            # scratch memory, the same for all positions; bytes that inductor's order saves here, plans may need
+            # scratch memory, the same for all positions. Where inductor's order saves bytes, plans may still need them
             rise = max(levels[enter : leave + 1]) - levels[enter]
             below += max(0, rise - max(graph.plain[phase].levels))
             below += graph.saved_bytes(1, 0) if phase else 0
@@ -267,9 +270,10 @@ class _Records:
                     transient_bytes=graph.scratch.get(node, 0),
                 )
             )
-            if slot is not None and value.kind == "input":  # until forward ends, its owner holds it
+            if slot is not None and value.kind == "input":  # until forward ends, the code that owns it holds it
                 end = self._end(number, 0)
-                n_bytes = value.bytes if self._live_bytes[number] >= value.bytes else 0  # else it is of the batch
+                # otherwise it is part of the batch
+                n_bytes = value.bytes if self._live_bytes[number] >= value.bytes else 0
                 self._storages.append(Storage(bytes=n_bytes, allocated_at=end, freed_at=end + 1, label=value.module))
             elif slot is not None:
                 born = graph.saved[0].born.get(node, graph.unsaved.born.get(node, 0))

@@ -89,7 +89,9 @@ def rehearse_compiled(
 
 @contextlib.contextmanager
 def noted_calls(model: nn.Module) -> Iterator[list[str]]:
-    """Collect shapes and dtypes of the model's arguments; none where compiled code calls the model."""
+    """Collect shapes and dtypes of the model's arguments inside this `with` block; none if compiled code calls the
+    model.
+    """
     calls: list[str] = []
 
     def around(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:

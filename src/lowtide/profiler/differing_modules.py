@@ -39,9 +39,9 @@ class _Step:
         return n_saved, [self.calls[child].path for child in self.calls_in(index)]
 
 
-def _uneven(one: _Step, other: _Step, this: int | None, that: int | None) -> Iterator[str]:
-    if one.looks(this) != other.looks(that):
-        yield "" if this is None else one.calls[this].path
+def _uneven(one: _Step, other: _Step, call: int | None, other_call: int | None) -> Iterator[str]:
+    if one.looks(call) != other.looks(other_call):
+        yield "" if call is None else one.calls[call].path
         return
-    for pair in zip(one.calls_in(this), other.calls_in(that), strict=True):
+    for pair in zip(one.calls_in(call), other.calls_in(other_call), strict=True):
         yield from _uneven(one, other, *pair)

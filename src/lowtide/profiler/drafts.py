@@ -25,7 +25,7 @@ class ValueDraft:
     refused: str | None = None
     operands: tuple[int, ...] = ()
     overwrites: int | None = None
-    """Operand that the recompute writes over if nothing else holds it."""
+    """Operand that the recompute overwrites with the result if nothing else holds it."""
     own_strides: bool = False
     """True if the strides are known only where the value is saved, not where it is an intermediate."""
     cost_ms: float = 0.0
@@ -33,13 +33,17 @@ class ValueDraft:
     flops: int = 0
     transient_bytes: int = 0
     spent: int | None = None
-    """Number of the recipe run that was measured for the value."""
+    """Number of the measured run of its recipe, which marks in the recording name."""
     other_runs: tuple[int, ...] = ()
-    """Runs of other exact implementations: the most memory of all counts, so that it depends on no measured time."""
+    """Numbers of the runs of other exact implementations. The most memory of all runs counts, so that it does not
+    depend on which is chosen by time.
+    """
     state_of: int | None = None
-    """Call from which on the value is held, for state without a node or slot: random numbers, bits of masks."""
+    """For state without node or slot, such as random numbers or the bits of a mask: the call from which on it is
+    held.
+    """
     noted: int | None = None
-    """Number, among those noted in the step, of an operand that autograd does not record."""
+    """For an operand that autograd does not record: its number among the operands captured in the step."""
 
     @property
     def is_seed(self) -> bool:
@@ -77,7 +81,7 @@ class CallDraft:
     advance_host_ms: float = 0.0
     advance_flops: int = 0
     state: int | None = None
-    """Value that stands for the state that a replay holds in addition to its arguments."""
+    """Index of the value that stands for the state that a replay holds in addition to its arguments."""
 
 
 def describe(tensor: Tensor, node: str) -> str:

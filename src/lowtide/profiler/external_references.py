@@ -1,4 +1,4 @@
-"""Track until when code outside the rehearsal holds memory that the rehearsal keeps, too.
+"""Find the moment at which the rehearsal becomes the only holder of memory that it keeps.
 
 A trace keeps tensors that other plans recompute. Without the trace, the memory of such a tensor would be freed at the
 moment when the rehearsal becomes its last holder: a loop variable has been rebound to the next result, or a list of
@@ -25,18 +25,20 @@ if TYPE_CHECKING:
 
 
 RECENT = 16
-"""Latest entries that each look checks, because loops mostly drop these first; as many others a look, on average."""
+"""Number of the latest entries that each look checks, because loops mostly drop these first. On average a look checks
+as many others.
+"""
 
 
 class _Memory:
-    """Memory of kept values, and the rehearsal's tensors in it."""
+    """Memory of one kept value, with the tensors by which the rehearsal holds it."""
 
     __slots__ = ("looked", "storage", "tensors")
 
     def __init__(self, storage: WeakStorage, looked: int) -> None:
         self.storage = storage
         self.looked = looked
-        """Number of the last look that found external references to the memory."""
+        """Number of the last look that found references from outside the rehearsal."""
         self.tensors: Counter[int] = Counter()
         """Number of the rehearsal's holders of each tensor in the memory, by the tensor's `id`."""
 
@@ -66,7 +68,7 @@ class ExternalReferences:
         """Number of entries so far, removed ones included."""
 
     def watch(self, handle: Handle) -> None:
-        """Watch the memory of the value of `handle`, and of the operands of its recompute."""
+        """Add entries for the memory of the value of `handle`, and for the operands of its recompute."""
         pending = [handle]
         while pending:
             handle = pending.pop()
@@ -83,7 +85,7 @@ class ExternalReferences:
                 pending += [operand for operand in value.maker.operands if operand is not None]
 
     def _count(self, holder: Value | Handle, tensor: Tensor) -> None:
-        """Count references to `tensor` as the rehearsal's own while `holder` lives."""
+        """Count the reference to `tensor` as the rehearsal's own while `holder` lives."""
         key = id(holder)
         if key in self._counted or not storage_id(tensor):
             return
@@ -113,7 +115,7 @@ class ExternalReferences:
             everything: Check all entries.
 
         Returns:
-            Address of each such memory, once, and the number of looks since external references were last seen.
+            Address of each such memory, once, with the number of looks since outside references to it were last found.
         """
         self._looks += 1
         self._due += RECENT

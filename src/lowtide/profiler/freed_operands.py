@@ -45,7 +45,9 @@ def reject_unavailable(values: list[ValueDraft], slots: list[SlotDraft], trace: 
 
 
 def _claims(values: list[ValueDraft], saved: dict[int, list[int]]) -> dict[int, set[int]]:
-    """Return, for each operand that autograd does not record, the slots recomputed from it; the first one claims it."""
+    """Map each captured operand (one that autograd does not record) to the slots that are recomputed from it. The first
+    of them holds it.
+    """
     claims: dict[int, set[int]] = {}
     for index, slots in saved.items():
         pending = [*values[index].operands]

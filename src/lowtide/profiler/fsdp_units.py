@@ -32,8 +32,8 @@ class FsdpUnits:
     def __init__(self, model: nn.Module) -> None:
         all_units = units(model.modules())
         inside = {below for unit in all_units for below in unit.modules() if below is not unit}
-        asked = (unit for unit in all_units if unit in inside or not parts_by_itself(unit))
-        self.apart = frozenset(u for u in asked if any(group.parts_after_forward for group in shard_groups(u)))
+        resharding = (unit for unit in all_units if unit in inside or not parts_by_itself(unit))
+        self.apart = frozenset(u for u in resharding if any(group.parts_after_forward for group in shard_groups(u)))
         self.not_gathered = frozenset(u for u in self.apart if not all(g.is_whole_in_backward for g in shard_groups(u)))
         """Units of `apart` that are not gathered for their backward."""
         modules = model.modules() if self.apart else ()
@@ -44,7 +44,9 @@ class FsdpUnits:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Count the collectives of units inside this `with` block; keep each unit whole from `hold` to `let_go`."""
+        """Count the collectives of units inside this `with` block, and keep each unit gathered from `hold` to
+        `let_go`.
+        """
         with ExitStack() as stack:
             for counted in self._gathering:
                 stack.enter_context(counted)
@@ -60,7 +62,7 @@ class FsdpUnits:
         return sum(counted.n for counted in self._gathering)
 
     def hold(self, module: nn.Module) -> None:
-        """Keep a unit whole after its forward, from the beginning of its call on."""
+        """Keep a unit gathered after its forward, from the beginning of its call on."""
         if module in self.apart:
             self._held.append(module)
             for group in shard_groups(module):
@@ -103,7 +105,7 @@ class _Counted:
 
 
 class FsdpScopes:
-    """Calls of units inside which values were made."""
+    """Record of the calls of units, and of the call inside which each value was made."""
 
     def __init__(self) -> None:
         self.allocated_at: dict[int, int] = {}
@@ -125,7 +127,7 @@ class FsdpScopes:
 def settle(
     values: Sequence[ValueDraft], slots: Sequence[SlotDraft], calls: Sequence[CallDraft], homes: FsdpScopes
 ) -> None:
-    """Refuse values that would be recomputed where the unit that made them is not whole."""
+    """Refuse values whose recompute would run where the parameters of their unit are not gathered."""
     if not homes.spans:
         return
     around: list[frozenset[int]] = []
@@ -153,7 +155,9 @@ def settle(
 
 
 def _upstream(index: int, values: Sequence[ValueDraft], home: Collection[int], held: Collection[int]) -> set[int]:
-    """Return the values made inside units that a recompute of a value may compute: itself, and unheld operands."""
+    """Return the values of units that a recompute of value `index` may compute: that value, and operands that are not
+    held.
+    """
     reached: set[int] = set()
     pending = [index]
     while pending:

@@ -7,7 +7,9 @@ import torch
 from lowtide.state.step_outcome import is_out_of_memory
 
 PROBE_BYTES = 2**24
-"""Small, because a GPU may be nearly full, but large enough to time: a copy takes about a millisecond."""
+"""Bytes that are copied for the measurement: few, because a GPU may be nearly full, but enough to take about a
+millisecond.
+"""
 RUNS = 3
 
 

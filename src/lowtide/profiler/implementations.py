@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.recompute_builder import Builder
 
 CLEARLY = 0.8
-"""Share of the first implementation's time that another may take at most: closer ones are not worth another way."""
+"""Largest share of the first implementation's time at which another one is chosen; less gain is not worth it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,9 @@ class Trials:
         self.by_value.setdefault(value, {})[name] = trial
 
     def settle(self, values: list[ValueDraft]) -> dict[str, str]:
-        """Return the chosen implementation by kind of node, where it is not the first; put its costs into `values`."""
+        """Return the chosen implementation for each kind of node for which it is not the first, and set its costs in
+        `values`.
+        """
         chosen: dict[str, str] = {}
         for kind in dict.fromkeys(self.kinds.values()):
             of_kind = [self.by_value[i] for i, its in self.kinds.items() if its == kind and values[i].recipe == kind]
@@ -73,7 +75,7 @@ class Trials:
 
 @contextmanager
 def using(builder: Builder, implementations: Mapping[str, str]) -> Iterator[None]:
-    """Have `builder` take other implementations inside this `with` block."""
+    """Make `builder` use `implementations`, by kind of node, inside this `with` block."""
     before, builder.implementations = builder.implementations, implementations
     try:
         yield

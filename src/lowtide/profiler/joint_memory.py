@@ -1,4 +1,4 @@
-"""Bytes in memory while a compiled graph runs, call by call, computed from its joint graph.
+"""Computation of the bytes in memory at each call of a compiled graph, from its joint graph.
 
 A value takes memory where inductor has to write it: results of extern kernels and reductions, arguments of extern
 kernels, and outputs. All other values exist within fused kernels only. The order is that of the joint graph; recomputed
@@ -34,7 +34,7 @@ class Half:
 
 
 def forward_half(joint: JointGraph, recomputed: Recomputed, scratch: Mapping[int, int] = NONE) -> Half:
-    """Return forward, which gives backward the values named by `recomputed`.
+    """Return the forward half, whose saved values are those that `recomputed` names.
 
     Args:
         joint: The graph.
@@ -47,7 +47,7 @@ def forward_half(joint: JointGraph, recomputed: Recomputed, scratch: Mapping[int
 
 
 def backward_half(joint: JointGraph, recomputed: Recomputed, scratch: Mapping[int, int] = NONE) -> Half:
-    """Return backward, which frees each value that it was given after the last read. Arguments as for forward."""
+    """Return the backward half, which frees each saved value after its last read. Arguments as for `forward_half`."""
     nodes = joint.nodes
     given = {nodes[i].root for i in recomputed.given} | {i for i, node in enumerate(nodes) if node.is_tangent}
     given = {root for root in given if nodes[root].kind != "input" or nodes[root].is_tangent}
@@ -62,7 +62,7 @@ def scratch_of(
     Args:
         joint: The graph.
         torchs_own: torch's own partition, under which the step was recorded.
-        transients: Sizes of the blocks that forward and backward freed as soon as they had them.
+        transients: Sizes of the blocks that forward and backward freed right after their allocation.
     """
     outputs = [*joint.forward_outputs, *torchs_own.given]
     orders = upstream(joint, outputs), _backward_order(joint, torchs_own.again)
@@ -71,7 +71,7 @@ def scratch_of(
         nodes = [
             n for n in order if joint.nodes[n].kind == "extern" and joint.nodes[n].is_half and joint.nodes[n].bytes
         ]
-        if len(nodes) == len(sizes):  # the larger the product, the larger its scratch memory
+        if len(nodes) == len(sizes):  # larger products have larger scratch memory
             scratch |= dict(zip(sorted(nodes, key=lambda n: joint.nodes[n].bytes), sorted(sizes), strict=True))
     return scratch
 
@@ -197,7 +197,7 @@ def _reads(
     nodes, place = joint.nodes, {value: at for at, value in enumerate(order)}
     earliest: dict[int, int] = {}
     latest: dict[int, int] = {}
-    for value in reversed(order):  # a fused value is computed where its readers are
+    for value in reversed(order):  # a fused value is computed at the positions of its readers
         users = [user for user in nodes[value].users if user in place]
         if nodes[value].kind == "view" and (value in is_written or not users):
             earliest[value] = latest[value] = -1

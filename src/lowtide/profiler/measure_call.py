@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CAN_GO_WRONG = (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError)
-"""Exceptions that a call may raise when it is run again although it must not be."""
+"""Exceptions that a second run of a call may raise if the call must not be run twice."""
 
 SHORT_MS = 20.0
-"""Runs shorter than this are timed again."""
+"""Time in ms below which a run is timed a second time."""
 
 
 def attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -49,7 +49,9 @@ FORMULAS = flop_registry | {
 
 
 class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A counter of FLOPs in forward. For trial runs only: under a dispatch mode autograd records other ops."""
+    """Counter of FLOPs in forward. For trial runs only, because autograd records other operators under a dispatch
+    mode.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -76,13 +78,15 @@ class Meter:
         self._flops_before = 0
 
     def making(self) -> None:
-        """Start measuring a recipe that is about to run."""
+        """Start the measurement of a recipe that is about to run."""
         self._mark(TRACE, RecomputeStarted())
         self._flops_before = self._flops.total
         self._watch.start()
 
     def made(self, maker: Recompute, result: Tensor) -> None:
-        """Record a run. The least time and the most FLOPs of a recompute's runs count: some runs count no FLOPs."""
+        """Record a run. Of several runs of a recompute the least time and the most FLOPs count, because some runs count
+        no FLOPs.
+        """
         host_ms, cost_ms = self._watch.stop()
         flops = self._flops.total - self._flops_before
         number = len(self._runs)

@@ -61,7 +61,9 @@ VARIES = (
 )
 
 PATIENCE = 20
-"""Steps during which the profiler waits for the largest size to recur. After them the largest traced size is used."""
+"""Number of steps for which the profiler waits for the largest size to recur. After them the largest traced size is
+used.
+"""
 
 GROWN = 2
 """Largest ratio of a batch to an audited batch at which the batch is not audited itself."""
@@ -100,11 +102,11 @@ class OnlineProfiler:
         """Step that saved most."""
         self._steps_of: Counter[Fingerprint] = Counter()
         self._is_drawn = False
-        """True once the model has called other modules, or in another order, than in a step before."""
+        """True once the model has called other modules than in an earlier step, or called them in another order."""
         self._left_alone: frozenset[str] = frozenset()
-        """Paths of modules that save different tensors in each step."""
+        """Paths of modules that plans leave alone, because they save different tensors in each step."""
         self._to_come: Update | None = None
-        """Update by optimizers of the model that have not stepped so far."""
+        """Update that is still to come, by optimizers of the model that have not stepped so far."""
 
     @property
     def n_sizes(self) -> int:
@@ -120,7 +122,7 @@ class OnlineProfiler:
         check_sharding(self.model.modules())
         begun, place = fingerprint(self.model, batch), place_of(self.model)
         if any(size.model != begun.model for size in self._steps_of):
-            self._forget()  # other parameters are trained now
+            self._forget()  # the loop trains other parameters now
         optimizers = tuple(optimizers)
         if self._audited:
             waiting = [o for o in optimizers_of(self.model) if all(o is not known for known in optimizers)]
@@ -130,7 +132,7 @@ class OnlineProfiler:
         watch = _StepRecorder(begun, static, addresses, place)
         watch.n_with_new_buckets = n_with_new_buckets(self.model.modules())
         watch.start()
-        self._watch = watch  # only now: a recording that failed to start must not be ended
+        self._watch = watch  # set after the start: a recording that failed to start must not be ended
         if known is None or _size(begun) > GROWN * _size(known.fingerprint):
             watch.audit = _OwnAudit(self.model, addresses, watch.mark, frugal=True, in_place=self._in_place)
             watch.audit.excluded_modules = self._left_alone
@@ -381,7 +383,9 @@ class _OwnAudit(Audit):
 
 
 class _StepRecorder:
-    """Recording and seams of one step; the recording ends with the step, the seams are removed after it."""
+    """Recording of one step, with the engine on the model. The recording ends with the step, and `leave` removes the
+    engine.
+    """
 
     recorder: Recorder
     audit: Audit | None = None
@@ -404,7 +408,7 @@ class _StepRecorder:
 
     @property
     def seen_static(self) -> Static:
-        """Static memory when the step began."""
+        """Static memory as it was when the step began."""
         return with_others(self._static, self._addresses, self.recorder)
 
     def mark(self, label: str, data: object) -> None:

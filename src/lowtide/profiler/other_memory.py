@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Static
 
 NOTEWORTHY: Final = 0.01
-"""Smallest share of static memory at which tensors that belong to no model are mentioned."""
+"""Smallest share of static memory from which on a note mentions tensors that belong to no model."""
 
 
 def with_others(static: Static, addresses: frozenset[int], recorder: Recorder) -> Static:
@@ -55,7 +55,7 @@ def other_models(model: nn.Module) -> dict[str, int]:
     """
     alive = [module for module in live_objects(nn.Module) if "_modules" in vars(module)]
     inside = {id(child) for module in alive for child in module._modules.values()}
-    there, counted = place_of(model), set[int]()
+    device, counted = place_of(model), set[int]()
     bytes_of: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for module in (model, *(module for module in alive if id(module) not in inside)):
@@ -63,7 +63,7 @@ def other_models(model: nn.Module) -> dict[str, int]:
         for tensor in (*module.parameters(), *(p.grad for p in module.parameters()), *module.buffers()):
             for part in () if tensor is None or tensor.is_meta else parts_of(tensor):
                 storage = part.untyped_storage()
-                if part.device == there and storage.data_ptr() not in counted and not is_aside(storage):
+                if part.device == device and storage.data_ptr() not in counted and not is_aside(storage):
                     counted.add(storage.data_ptr())
                     n_bytes += storage.nbytes()
         if n_bytes and module is not model:

@@ -28,7 +28,7 @@ class Enough:
     is_passable: bool
     """True if recomputes that need the tensor can recompute it as an intermediate when nothing holds it."""
     is_on_edge: bool = True
-    """True if recomputes that need the tensor find it without this slot when another slot holds it."""
+    """True if another slot that holds the tensor lets recomputes that need it find it on an edge of the graph."""
 
 
 def settle(enough: dict[int, Enough], values: list[ValueDraft], slots: list[SlotDraft]) -> None:
@@ -67,5 +67,5 @@ def _refuse(values: list[ValueDraft], lost: list[int], held: Collection[int]) ->
 
 
 def are_signs_of(signs: Tensor, tensor: Tensor) -> bool:
-    """Return True if `signs` is 1 where `tensor` is above 0 or not a number, and 0 elsewhere."""
+    """Return True if `signs` is 1 wherever `tensor` is above 0 or NaN, and 0 elsewhere."""
     return signs.stride() == tensor.stride() and torch.equal(signs, (tensor <= 0).logical_not().to(tensor.dtype))

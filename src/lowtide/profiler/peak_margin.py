@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lowtide.utils.amounts import BudgetFor
 
 DRAWS: Final = 8
-"""Steps that are measured where the work is random, each with different random numbers."""
+"""Number of steps that are measured if the work is random, each with other random numbers."""
 
 
 def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any, unchanged: StepSnapshot) -> Profile:
@@ -40,7 +40,7 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
     plan = smallest_plan(profile, "flops")
     engine = Planned(model, plan)
     engine.tell = lambda said: None
-    if profile.measured_plain_peak_bytes is None:  # a step that failed midway may have left any state
+    if profile.measured_plain_peak_bytes is None:  # a step that failed midway may leave any state behind
         unchanged.restore()
     unchanged.restore_for_rerun()
     engine.install()
@@ -74,7 +74,7 @@ def peaks_with_all_blocks(measured: Callable[[], int]) -> list[int]:
         with drawn_as(share):
             try:
                 peaks.append(measured())
-            except Exception as error:  # for example, every layer is dropped
+            except Exception as error:  # raised, for example, if every layer is dropped
                 if is_out_of_memory(error):
                     raise
     return peaks
@@ -92,6 +92,8 @@ def recorded_peak(
 
 
 def peak_of(static: Static, addresses: frozenset[int], recorder: Recorder, budget_for: BudgetFor) -> int:
-    """Return the peak of a recorded step, including `static`, other memory from before it and what is reserved more."""
+    """Return the peak of a recorded step in the bytes that `budget_for` bounds, including `static` and other memory
+    from before it.
+    """
     peak_bytes = with_others(static, addresses, recorder).total + Timeline(recorder.stream).peak_bytes
     return peak_bytes + (reserved_excess_bytes(recorder) if budget_for == "reserved" else 0)

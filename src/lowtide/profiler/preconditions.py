@@ -53,7 +53,7 @@ def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
                 f"optimizer takes a torch.optim.Optimizer or a list of them, found {type(each).__name__}. Leave it "
                 "out: tensors of its own that the step's code refers to are put back without it."
             )
-    if not torch.is_grad_enabled():  # in inference mode, too
+    if not torch.is_grad_enabled():  # also for tensors made in inference mode
         block = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise RehearsalError(
             f"this is called inside of torch.{block}(), where no forward has a backward: call it outside of that block."
@@ -67,8 +67,8 @@ def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
             f"no parameter of {type(model).__name__} requires a gradient, and nothing else that the step has: there is "
             "no backward to plan."
         )
-    named = (found for function in user_functions(step) for _, _, found in variables(function))
-    check_not_in_zero(*(found for found in (model, *named) if isinstance(found, torch.nn.Module)))
+    named = (content for function in user_functions(step) for _, _, content in variables(function))
+    check_not_in_zero(*(content for content in (model, *named) if isinstance(content, torch.nn.Module)))
     check_one_device(model)
     check_sharding(model.modules())
 
@@ -91,7 +91,9 @@ def refuse_deepspeed(who: str) -> RehearsalError:
 
 
 def _is_gone_through(step: Any, batch: Any) -> bool:
-    """Return True if an input of a frozen model may be trained: a prompt, an image, or a tensor that the step marks."""
+    """Return True if the step may compute gradients through a frozen model for its input, such as a prompt or an
+    image.
+    """
     tensors = (*tensors_in(batch), *ReachableState(step).tensors)
     says = any("requires_grad" in name for function in user_functions(step) for name in names_in(function.__code__))
     return says or any(tensor.requires_grad for tensor in tensors)
@@ -209,7 +211,7 @@ def _is_all_of(part: torch.nn.Module, model: torch.nn.Module) -> bool:
 
 
 def check_saved(model: torch.nn.Module, audit: Audit) -> None:
-    """Refuse a step if all its saved tensors are out of reach. Raises RehearsalError."""
+    """Refuse a step in which every tensor is saved where no plan can decide about it. Raises RehearsalError."""
     if not audit.slots and audit.bypassed is not None:
         raise RehearsalError(f"{type(model).__name__} was called {audit.bypassed}")
 
@@ -217,7 +219,7 @@ def check_saved(model: torch.nn.Module, audit: Audit) -> None:
 def check_same_work(model: torch.nn.Module, audit: Audit, trace: Trace) -> None:
     """Refuse a step that does different work when it is run again. Raises RehearsalError."""
     for one, other in zip(audit.inputs, trace.inputs, strict=False):
-        if one != other and len(one) == len(other):  # otherwise, the first run may have created state
+        if one != other and len(one) == len(other):  # otherwise the first run may have created state
             raise RehearsalError(
                 f"the step called {type(model).__name__} with {', '.join(one)} in one run and with {', '.join(other)} "
                 "in the next. It must do the same work each time that it is given the same batch: draw the batch "

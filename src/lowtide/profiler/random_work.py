@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 HIGH: Final = 1 - 2**-24
 LOW: Final = 0.0
 FEW: Final = 4096
-"""Largest number of random numbers in a vector that may each decide about a layer; longer vectors are noise."""
+"""Largest number of random numbers, drawn at once, that may each decide about a layer; more are taken for noise."""
 
 
 @contextlib.contextmanager
@@ -97,7 +97,7 @@ def fullest(run: Callable[[Draw], list[str]]) -> Draw:
 
 def _fixed(at: Callable[..., Any], share: float, is_method: bool, draw: Callable[..., Any]) -> Callable[..., Any]:
     def drawn(*args: Any, **kwargs: Any) -> Any:
-        numbers = draw(*args, **kwargs)  # advances the generator as in the plain step
+        numbers = draw(*args, **kwargs)  # drawn so that the generator advances as in the plain step
         if isinstance(numbers, (torch.Tensor, np.ndarray)) and (numbers.ndim > 1 or math.prod(numbers.shape) > FEW):
             return numbers
         return at(share, numbers, *args[is_method:], **kwargs)

@@ -1,4 +1,4 @@
-"""Tensors that a frugal audit has freed: their recomputations, and the memory that they leave for trials."""
+"""Tensors that a frugal audit has freed: how they are recomputed, and the memory that trials may use because of it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Lent:
-    """Values of a step that are recomputed in its backward although the plain step holds them."""
+    """Values that a frugal audit frees in forward and recomputes in backward."""
 
     def __init__(self, index: Mapping[Value, int], saved: set[int], drafts: Sequence[ValueDraft]) -> None:
-        """Start with no values; `index` maps existing values to places in `drafts`; those in `saved` have slots."""
+        """Begin without freed values. `index` maps values to positions in `drafts`; those in `saved` have slots."""
         self._index, self._saved, self._drafts = index, saved, drafts
         self._values: weakref.WeakSet[Value] = weakref.WeakSet()
         self._most: int | None = None
@@ -44,7 +44,7 @@ class Lent:
             value.tensor = None
 
     def may_go(self, value: Value, maker: Recompute, *, chained: bool) -> bool:
-        """Return True if the value has one reader, and `maker` needs only operands that backward reads as well.
+        """Return True if the value can be freed: it has one reader, and backward reads the operands of `maker` anyway.
 
         An operand that backward does not read may be overwritten in between, unnoticed. If `chained`, an operand may be
         a freed value itself: in a block that will be run again, backward recomputes neither.
@@ -71,8 +71,8 @@ class Lent:
         more = sum(self._drafts[self._index[each]].bytes for each in missing)
         if not more:
             return True
-        there = [(each, n) for each, n in self._index.items() if n in self._saved]
-        held = sum(self._drafts[n].bytes for each, n in there if each.tensor is not None)
+        saved = [(each, n) for each, n in self._index.items() if n in self._saved]
+        held = sum(self._drafts[n].bytes for each, n in saved if each.tensor is not None)
         if self._most is None:
-            self._most = sum(self._drafts[n].bytes for _, n in there)
+            self._most = sum(self._drafts[n].bytes for _, n in saved)
         return more <= self._most - held

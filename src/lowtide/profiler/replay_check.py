@@ -82,7 +82,7 @@ class Checked(Observer):
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._witness = Witness(lambda label, data: None)  # its memory counts: the step is measured
+        self._witness = Witness(lambda label, data: None)  # counts in the recording, because the step is measured
         self._slots: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
 

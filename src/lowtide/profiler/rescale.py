@@ -70,5 +70,5 @@ def _resized(call: CallDraft, audited: Sequence[int], traced: Sequence[int]) -> 
 
 
 def _times(count: int, by: Fraction) -> int:
-    """Return `count` times `by`, rounded up so that a plan's need is never underestimated."""
+    """Return `count` times `by`, rounded up so that no plan's peak is underestimated."""
     return -(-count * by.numerator // by.denominator)

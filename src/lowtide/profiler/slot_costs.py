@@ -17,9 +17,9 @@ from lowtide.runtime.engine import Engine
 from lowtide.runtime.plan_table import actions_for
 
 COUNT = 64
-"""Saved tensors of the step that is measured."""
+"""Number of saved tensors in the measured step."""
 RUNS = 8
-"""Runs of which the fastest counts; two before them learn the plan."""
+"""Number of timed runs, of which the fastest counts. Two runs before them let the engine learn the plan."""
 
 
 class SlotCosts(NamedTuple):

@@ -1,8 +1,8 @@
 """Time the sections of a plain step on the clocks of host and device, between calls of the model's outer modules.
 
-Two runs: one for the host, which never waits in it; and one for the device, in which every section is queued behind a
-kernel that does nothing for longer than the host took to launch the section, so that the device never waits for a
-launch within it. A section ends where a module is called in forward, and where backward reaches its result.
+The step is run twice. One run times the host, which never waits in it. The other times the device: every section is
+queued behind a kernel that sleeps for longer than the host took to launch the section, so that the device never waits
+for a launch within it. A section ends where a module is called in forward, and where backward reaches its result.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from lowtide.profiler.trial_updates import Updates
 
 MOST_MODULES = 64
-"""Modules whose calls are timed, the outer ones first: each takes the host a few microseconds."""
+"""Most modules whose calls are timed, the outer ones first: each costs the host a few microseconds."""
 AHEAD = 2.0
-"""Time that the device is kept busy before a section, in times that the host took to launch it."""
+"""Time for which the device is kept busy before a section, as a multiple of the host's time to launch the section."""
 LEAST_AHEAD_MS = 0.05
 
 
@@ -47,7 +47,7 @@ class Boundary(NamedTuple):
 
 
 START = Boundary("", False)
-"""The begin of the step."""
+"""Boundary that stands for the beginning of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,12 @@ class TimedSections:
 
 
 def timed_sections(model: nn.Module, updates: Updates, batch: Any) -> TimedSections | None:
-    """Return the times of the plain step's sections; None where host and device are one resource, or they can't be had.
+    """Return the times of the plain step's sections; None where host and device are one resource, or if timing fails.
 
     Runs the step twice, from the state in which `updates` restores it.
     """
     place = place_of(model)
-    if not has_two_clocks(place) or anything_compiled():  # hooks would have compiled modules compiled again
+    if not has_two_clocks(place) or anything_compiled():  # hooks would make torch recompile compiled modules
         return None
 
     def run() -> None:
@@ -111,7 +111,7 @@ def timed_sections(model: nn.Module, updates: Updates, batch: Any) -> TimedSecti
         if not is_out_of_memory(error):
             raise
         return None
-    if host.boundaries != device.boundaries:  # the two runs called other modules
+    if host.boundaries != device.boundaries:  # the two runs called different modules
         return None
     kept_ms, packed_ms = slot_costs()
     return TimedSections(tuple(host.boundaries), tuple(host_ms), tuple(device_ms), kept_ms, packed_ms)
@@ -122,7 +122,7 @@ class HostClock:
 
     def __init__(self, place: torch.device) -> None:
         self.boundaries = [START]
-        now_ms(place)  # the device has finished what came before
+        now_ms(place)  # the device has finished all earlier work
         self._times = [time.perf_counter()]
 
     def reach(self, boundary: Boundary) -> None:

@@ -28,10 +28,10 @@ from lowtide.profiler.replay_check import Witness
 from lowtide.profiler.trace_marks import (
     TRACE,
     Entered,
+    Exited,
     GivenAway,
     Gradients,
     HeldForRecompute,
-    Left,
     OperandNoted,
     OptimizerStep,
     Packed,
@@ -83,7 +83,7 @@ class MaxSavingEngine(Engine):
         self.builder.implementations = audit.implementations
 
     def say(self, what: str) -> None:
-        """Report nothing: the profile names tensors that are freed too early, and the audit has reported the rest."""
+        """Report nothing: the profile names tensors that are freed too early, and the audit has reported all else."""
 
 
 class Trace(Observer):
@@ -95,7 +95,7 @@ class Trace(Observer):
         self._holding = ExternalReferences()
         self._witness = Witness(mark)
         self.inputs: list[list[str]] = []
-        """Tensor arguments of each outside call of the model, in words."""
+        """Shapes and dtypes of the tensor arguments of each call of the model from outside, as text."""
         self.packs = 0
         self.elements: list[int] = []
         """Number of elements of the tensor in each slot."""
@@ -161,14 +161,14 @@ class Trace(Observer):
         self._watched_before.append(self._holding.n_watched)
 
     def leaving(self, seam: CallInterceptor) -> None:
-        self.mark(Left(self._open.pop()), since=self._watched_before.pop())
+        self.mark(Exited(self._open.pop()), since=self._watched_before.pop())
 
     def packed(self, handle: Handle, tensor: Tensor) -> None:
         slot = self.packs
         self.packs += 1
         self.calls[self._open[-1]].n_saved += 1
         self.elements.append(tensor.numel())
-        if handle.value.kept and not handle.value.partial:  # partial ones are freed when their call ends
+        if handle.value.kept and not handle.value.partial:  # tensors kept in part are freed when their call ends
             self.kept.add(slot)
         self._slots[handle] = slot
         self._deaths[slot] = weakref.ref(handle, lambda _: self.mark(Released(slot)))
@@ -183,7 +183,7 @@ class Trace(Observer):
         self.mark(OperandNoted(self._open[-1], self._address(operand)))
 
     def has_packed(self, handle: Handle) -> bool:
-        return handle in self._slots  # others belong to another model or an earlier step
+        return handle in self._slots  # other handles belong to another model or to an earlier step
 
     def reading(self, handle: Handle) -> None:
         number = backward_number()

@@ -11,27 +11,29 @@ TRACE: Final = "trace"
 
 
 class Entered(NamedTuple):
-    """The begin of a module call; `addresses` are of its tensor arguments."""
+    """Beginning of a module call; `addresses` are those of its tensor arguments."""
 
     call: int
     addresses: tuple[int, ...]
 
 
-class Left(NamedTuple):
-    """The end of a module call."""
+class Exited(NamedTuple):
+    """End of a module call."""
 
     call: int
 
 
 class Packed(NamedTuple):
-    """The packing of a saved tensor."""
+    """Packing of a saved tensor."""
 
     slot: int
     address: int
 
 
 class Unreferenced(NamedTuple):
-    """Memory that only the trace still holds: address, and number of marks since others were last seen to hold it."""
+    """Memory that only the trace still holds: its address, and the number of marks since outside references to it were
+    last found.
+    """
 
     blocks: tuple[tuple[int, int], ...]
 
@@ -43,14 +45,14 @@ class HeldForRecompute(NamedTuple):
 
 
 class OperandNoted(NamedTuple):
-    """An operand, noted in a module call, that autograd does not record."""
+    """Operand that autograd does not record, captured in a module call."""
 
     call: int
     address: int
 
 
 class ReadInBackward(NamedTuple):
-    """The read of a saved tensor, with the numbers of the backward pass and of the reading node."""
+    """Read of a saved tensor, with the numbers of the backward pass and of the reading node."""
 
     slot: int
     backward: int
@@ -58,7 +60,7 @@ class ReadInBackward(NamedTuple):
 
 
 class GivenAway(NamedTuple):
-    """A tensor handed to a graph made by backward, or to compiled code, which may hold its memory."""
+    """Tensor handed to a graph made by backward, or to compiled code, which may hold its memory."""
 
     slot: int
     backward: int
@@ -66,53 +68,53 @@ class GivenAway(NamedTuple):
 
 
 class Released(NamedTuple):
-    """The end of the handle of a saved tensor."""
+    """End of the handle of a saved tensor."""
 
     slot: int
 
 
 class RecomputeStarted(NamedTuple):
-    """The beginning of a recompute or replay."""
+    """Beginning of a recompute or replay."""
 
 
 class RecomputeEnded(NamedTuple):
-    """The end of a recompute or replay; `run` is its number in an audit."""
+    """End of a recompute or replay; `run` is its number in an audit."""
 
     run: int | None = None
 
 
 class OptimizerStep(NamedTuple):
-    """The begin or the end of an optimizer's step."""
+    """Beginning or end of an optimizer's step."""
 
     has_ended: bool
 
 
 class Gradients(NamedTuple):
-    """The gradients that parameters have at the moment, or had before the step."""
+    """Gradients that parameters have at this moment, or had before the step."""
 
     addresses: tuple[int, ...]
     at_entry: bool = False
 
 
 class OptimizerState(NamedTuple):
-    """The optimizer state after the step."""
+    """Optimizer state after the step."""
 
     addresses: tuple[int, ...]
 
 
 class WrittenInPlace(NamedTuple):
-    """A gradient without memory of its own: the kind of its node, and its bytes."""
+    """Gradient that was written over another one: the kind of its node, and its bytes."""
 
     node: str
     bytes: int
 
 
 class OwnKernelStarted(NamedTuple):
-    """The begin of torch's kernel for a gradient that is then also written in place."""
+    """Beginning of torch's kernel for a gradient that is then also written in place."""
 
 
 class OwnKernelEnded(NamedTuple):
-    """The end of torch's kernel: the kind of the node, and the bytes of its gradient."""
+    """End of torch's kernel: the kind of the node, and the bytes of its gradient."""
 
     node: str
     bytes: int
@@ -120,7 +122,7 @@ class OwnKernelEnded(NamedTuple):
 
 TraceMark: TypeAlias = (
     Entered
-    | Left
+    | Exited
     | Packed
     | Unreferenced
     | HeldForRecompute

@@ -10,10 +10,10 @@ from lowtide.memory.events import Allocate, EventStream, Free, Mark
 from lowtide.profiler.drafts import SlotDraft
 from lowtide.profiler.trace_marks import (
     Entered,
+    Exited,
     GivenAway,
     Gradients,
     HeldForRecompute,
-    Left,
     OperandNoted,
     Packed,
     ReadInBackward,
@@ -32,16 +32,20 @@ class TraceIndex:
     block_of_slot: dict[int, int] = field(default_factory=dict)
     block_of_input: dict[tuple[int, int], int] = field(default_factory=dict)
     noted: list[tuple[int, int | None]] = field(default_factory=list)
-    """Call and block of each operand that autograd does not record; None for memory allocated before the step."""
+    """Call and block of each operand that autograd does not record; the block is None if it was allocated before the
+    step.
+    """
     packed: dict[int, int] = field(default_factory=dict)
     read: dict[int, int] = field(default_factory=dict)
     """First read of each slot."""
     reads: list[tuple[int, int, int, int]] = field(default_factory=list)
     """All reads: event, slot, number of the backward pass, number of the node."""
     release: dict[int, int] = field(default_factory=dict)
-    """Event at which the last holder of each slot releases it: handle, graph made by backward, or compiled code."""
+    """For each slot the event at which its last holder releases it: its handle, a graph made by backward, or compiled
+    code.
+    """
     given: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Block, by slot and pass, that a reader may hold: a graph made by backward (`create_graph`), or compiled code,
+    """By slot and pass, the block that a reader may hold: a graph made by backward (`create_graph`), or compiled code,
     which holds the block until its computation is done.
     """
     enter: dict[int, int] = field(default_factory=dict)
@@ -49,10 +53,12 @@ class TraceIndex:
     allocated_at: dict[int, int] = field(default_factory=dict)
     freed_at: dict[int, int] = field(default_factory=dict)
     alone: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Last event at which external references to a block existed, and first event at which none did."""
+    """For each block the last event at which references from outside the rehearsal were found, and the first at which
+    none were.
+    """
     bytes: dict[int, int] = field(default_factory=dict)
     copies: set[int] = field(default_factory=set)
-    """Blocks that a recompute or replay allocated, or holds so that it can run."""
+    """Blocks that a recompute or replay has allocated, or holds until it runs."""
     gradients: set[int] = field(default_factory=set)
     in_place: list[tuple[int, str, int]] = field(default_factory=list)
     """Event, kind of node and bytes of each gradient that was written over another one."""
@@ -97,7 +103,8 @@ def watch(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
                 case mark:
                     _note(index, at, i, mark)
             marks.append(i)
-    index.copies |= made & index.freed_at.keys()  # blocks that stay belong to a library, such as cuBLAS's workspace
+    # blocks that are never freed belong to a library, such as cuBLAS's workspace
+    index.copies |= made & index.freed_at.keys()
     for (slot, _), block in index.given.items():
         if slot in index.release:
             index.release[slot] = max(index.release[slot], index.freed_at.get(block, 0))
@@ -127,7 +134,7 @@ def _note(index: TraceIndex, at: dict[int, int], i: int, mark: object) -> None:
             for place, where in enumerate(inputs):
                 if where in at:
                     index.block_of_input[call, place] = at[where]
-        case Left(call):
+        case Exited(call):
             index.leave[call] = i
         case WrittenInPlace(kind, n_bytes):
             index.in_place.append((i, kind, n_bytes))
@@ -154,7 +161,7 @@ def lifetimes_without_trace(index: TraceIndex, slots: list[SlotDraft], kept: set
     for call, noted in index.noted:
         if noted is not None:
             held[noted] = max(held.get(noted, 0), index.leave[call])
-    for block in held.keys() & index.alone.keys():  # the other blocks were freed without help
+    for block in held.keys() & index.alone.keys():  # the trace did not keep the other blocks alive
         if index.freed_at.get(block, math.inf) > after_backward:
             continue
         last, first = index.alone[block]

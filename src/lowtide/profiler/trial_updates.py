@@ -50,7 +50,9 @@ class Update:
 
     @classmethod
     def tried(cls, model: nn.Module, optimizers: Sequence[Optimizer]) -> Update:
-        """Update `model` twice by `optimizers`, with zeros for missing gradients, and undo the updates."""
+        """Measure an update by updating `model` twice with `optimizers`, with zeros for missing gradients, and undoing
+        it.
+        """
         place = place_of(model)
         with (
             StepSnapshot(model, step=lambda _: None) as unchanged,
@@ -67,7 +69,9 @@ class Update:
         return cls(names, made_bytes, Timeline(recorder.stream).peak_bytes, updates.untried)
 
     def counted(self, profile: Profile) -> Profile:
-        """Return `profile` with the optimizer state from the beginning on, and an update after the step."""
+        """Return `profile` with the optimizer state counted from the beginning of the step on, and with an update after
+        the step.
+        """
         base, most_bytes = list(profile.base_bytes), max(profile.gradient_bytes) + self.transient_bytes
         level, in_place = base[-1], []
         base[-1] = max(level, most_bytes)
@@ -90,7 +94,9 @@ class Update:
 
 
 class Updates:
-    """Optimizers of a model, watched inside a `with` block within a `StepSnapshot`, which undoes their updates."""
+    """Optimizers of a model in rehearsed steps: those that a step does not call update the model after it. Used inside
+    a `StepSnapshot`, which undoes the updates.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Operands that autograd does not record, in the audit: the memory to hold each, and a check that it is unchanged.
+"""The audit of operands that autograd does not record: the memory that holding each takes, and a check that it is
+unchanged.
 
 A plain step reads such an operand once, in forward. A recompute reads it a second time: the operand must not have
 changed in between, and its memory must be held.
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class Unrecorded:
-    """Operands that were noted in one run of the model."""
+    """Operands that were captured in one run of the model."""
 
     def __init__(self, static: frozenset[int]) -> None:
         """Start with no operands; `static` has the addresses of memory that is held in any case."""
         self._static = static
         self._count = 0
         self._operands: dict[Value, tuple[CaptureSite, Tensor]] = {}
-        """Site and copy of each noted operand."""
+        """Site and copy of each captured operand."""
         self._number: dict[Value, int] = {}
         """Number of each operand within the step."""
 
@@ -39,7 +40,9 @@ class Unrecorded:
         return value
 
     def draft(self, value: Value) -> ValueDraft | None:
-        """Return a draft of the memory to hold a value; None if it is no such operand, or its memory is held anyway."""
+        """Return a draft of the memory that holding a value takes; None if it is no captured operand, or its memory is
+        held anyway.
+        """
         if value not in self._operands or value.tensor is None:
             return None
         storage = value.tensor.untyped_storage()
@@ -48,7 +51,9 @@ class Unrecorded:
         return ValueDraft(bytes=storage.nbytes(), node="", noted=self._number[value])
 
     def overwritten(self) -> set[CaptureSite]:
-        """Return the sites of operands that have changed since they were noted, with or without autograd's notice."""
+        """Return the sites of operands that have changed since they were captured, whether or not autograd counted a
+        new version.
+        """
         return {
             place
             for value, (place, copy) in self._operands.items()

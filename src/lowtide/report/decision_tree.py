@@ -11,8 +11,8 @@ from lowtide.planner.records import Plan, Profile
 from lowtide.planner.simulate.assignment import ADVANCED, OFFLOADED, RECOMPUTED, REPLAYED
 from lowtide.report.step_memory import swept
 
-FATES = ("kept", "recomputed", "replayed", "offloaded")
-_FATE = {RECOMPUTED: "recomputed", REPLAYED: "replayed", ADVANCED: "replayed", OFFLOADED: "offloaded"}
+DECISIONS = ("kept", "recomputed", "replayed", "offloaded")
+_DECISION = {RECOMPUTED: "recomputed", REPLAYED: "replayed", ADVANCED: "replayed", OFFLOADED: "offloaded"}
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,9 @@ class Branch:
     ms: float = 0.0
     """Time of recomputes and replays."""
     n_alike: int = 1
-    """Number of modules that this branch stands for: `bytes` and `ms` are sums over them, `branches` those of one."""
+    """Number of modules that this branch stands for. `bytes` and `ms` are sums over them; `branches` are those of a
+    single one.
+    """
     branches: dict[str, Branch] = field(default_factory=dict)
 
     @property
@@ -49,7 +51,7 @@ class Branch:
             if len(group) > 1:
                 one = Branch(
                     ranges(int(each.name) for each in group),
-                    Counter({fate: n * len(group) for fate, n in one.bytes.items()}),
+                    Counter({decision: n * len(group) for decision, n in one.bytes.items()}),
                     sum(each.ms for each in group),
                     len(group),
                     one.branches,
@@ -63,22 +65,22 @@ def decision_tree(profile: Profile, plan: Plan) -> Branch:
     own, sweep = swept(profile, plan.decisions)
     state = sweep.state.tolist()
     root = Branch(profile.fingerprint.model.partition(" ")[0])
-    fates: dict[int, str] = {}
+    decisions: dict[int, str] = {}
     places: dict[int, str] = {}
-    seen: set[int] = set()
+    counted: set[int] = set()
     for slot in own.slots:
         if slot.is_input or slot.storage is None:
             continue
-        fate = _FATE.get(state[slot.value], "kept")
+        decision = _DECISION.get(state[slot.value], "kept")
         path = own.calls[slot.call].id.partition("#")[0]
         places.setdefault(slot.storage, path)
-        if fates.setdefault(slot.storage, fate) != fate and "kept" in (fate, fates[slot.storage]):
-            fates[slot.storage] = "kept"  # a kept view keeps its storage
-        if fate == "recomputed" and slot.value not in seen:
-            seen.add(slot.value)
+        if decisions.setdefault(slot.storage, decision) != decision and "kept" in (decision, decisions[slot.storage]):
+            decisions[slot.storage] = "kept"  # a kept view keeps its storage
+        if decision == "recomputed" and slot.value not in counted:
+            counted.add(slot.value)
             _add(root, path, "", 0, own.values[slot.value].cost_ms)
-    for storage, fate in fates.items():
-        _add(root, places[storage], fate, own.storages[storage].bytes, 0.0)
+    for storage, decision in decisions.items():
+        _add(root, places[storage], decision, own.storages[storage].bytes, 0.0)
     for call in own.calls:
         path = call.id.partition("#")[0]
         if call.id in plan.decisions.replay:
@@ -88,11 +90,11 @@ def decision_tree(profile: Profile, plan: Plan) -> Branch:
     return root.folded()
 
 
-def _add(root: Branch, path: str, fate: str, n_bytes: int, ms: float) -> None:
+def _add(root: Branch, path: str, decision: str, n_bytes: int, ms: float) -> None:
     branch = root
     for name in ["", *filter(None, path.split("."))]:
         if name:
             branch = branch.branches.setdefault(name, Branch(name))
         if n_bytes:
-            branch.bytes[fate] += n_bytes
+            branch.bytes[decision] += n_bytes
         branch.ms += ms

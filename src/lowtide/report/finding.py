@@ -22,7 +22,7 @@ class Finding(Record):
     """`file:line` of the forward pass that made the graph or output; None if no forward pass made it."""
     fix: str
     unit: str = ""
-    """Words behind the bytes, where they are not simply held: "of host memory a step"."""
+    """Words printed after the bytes, such as "of host memory a step"; empty for bytes that are simply held."""
     n_steps: int = 1
     """Number of inspected steps in which it was seen."""
 

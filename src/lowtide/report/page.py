@@ -8,7 +8,7 @@ from importlib.resources import files
 
 from lowtide.planner.budget_frontier import Frontier, Point
 from lowtide.planner.records import Plan
-from lowtide.report.decision_tree import FATES, Branch, decision_tree
+from lowtide.report.decision_tree import DECISIONS, Branch, decision_tree
 from lowtide.report.finding import Finding
 from lowtide.report.frontier_table import extra_time, table
 from lowtide.report.pictures import escape, frontier_plot, legend, memory_plot, places
@@ -21,7 +21,7 @@ from lowtide.units import format_bytes, format_ratio, format_time
 from lowtide.utils.tables import Styled, Table
 
 _DEEPEST_OPEN = 2
-"""Levels of the module tree that are expanded at first."""
+"""Number of levels of the module tree that are expanded at first."""
 
 
 def asset(name: str) -> str:
@@ -199,7 +199,7 @@ def memory(
     budget_bytes: int | None = None,
     words: tuple[str, str] = ("before: the plain step", "after: under the plan"),
 ) -> str:
-    """Return the memory plot of one or two steps, named by `words`, with a description of each moment."""
+    """Return the memory plot of one step or two, which `words` name, with a description of each moment."""
     tracks = [(name, each) for name, each in (("before", before), ("after", after)) if each is not None]
     if not tracks:
         return ""
@@ -241,7 +241,9 @@ def memory(
 
 
 def _heading(words: str) -> str:
-    """Return the name before a colon as a sentence begins, `Before`; other words, such as a file's name, unchanged."""
+    """Capitalize a name such as `before`, without what follows a colon; return other words, such as a file's name,
+    unchanged.
+    """
     name, colon, _ = words.partition(":")
     return name.capitalize() if colon else words
 
@@ -306,10 +308,10 @@ def decided(run: RunRecord) -> str:
         return f"{listing}<ul>{rows}</ul>"
     tree = decision_tree(run.profile, plan)
     chips = "".join(
-        f'<span class="lt-chip lt-fate-{fate}" data-bytes="{tree.bytes[fate]}"><i></i>{fate} '
-        f"<b>{format_bytes(tree.bytes[fate])}</b></span>"
-        for fate in FATES
-        if tree.bytes[fate]
+        f'<span class="lt-chip lt-decision-{decision}" data-bytes="{tree.bytes[decision]}"><i></i>{decision} '
+        f"<b>{format_bytes(tree.bytes[decision])}</b></span>"
+        for decision in DECISIONS
+        if tree.bytes[decision]
     )
     return (
         f'<p class="lt-chips">{chips}</p>'
@@ -327,16 +329,16 @@ def _branch(branch: Branch, whole: int, depth: int, step_ms: float) -> Iterator[
     if branch.n_alike > 1:
         name += f" <small>{branch.n_alike} alike</small>"
     bar = "".join(
-        f'<i class="lt-fate-{fate}" style="width:{100 * branch.bytes[fate] / whole:.2f}%"></i>'
-        for fate in FATES
-        if branch.bytes[fate] and whole
+        f'<i class="lt-decision-{decision}" style="width:{100 * branch.bytes[decision] / whole:.2f}%"></i>'
+        for decision in DECISIONS
+        if branch.bytes[decision] and whole
     )
-    parts = [f"{fate} {format_bytes(branch.bytes[fate])}" for fate in FATES if branch.bytes[fate]]
+    parts = [f"{decision} {format_bytes(branch.bytes[decision])}" for decision in DECISIONS if branch.bytes[decision]]
     if branch.ms >= 0.0005:
         share = f" ({format_ratio(branch.ms / step_ms, signed=True)})" if step_ms else ""
         parts.append(f"+{format_time(branch.ms)}{share}")
     row = (
-        f'<span class="lt-name">{name}</span><span class="lt-fates" aria-hidden="true">{bar}</span>'
+        f'<span class="lt-name">{name}</span><span class="lt-decisions" aria-hidden="true">{bar}</span>'
         f'<span class="lt-told">{" · ".join(parts)}</span>'
     )
     children = [b for b in branch.branches.values() if b.total or b.ms >= 0.0005]

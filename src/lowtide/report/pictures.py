@@ -18,12 +18,12 @@ from lowtide.report.step_memory import CATEGORIES, StepMemory, moments_by_phase
 from lowtide.units import format_bytes
 
 WIDTH, HEIGHT = 1000, 400
-"""Units of the stretched SVG."""
+"""Width and height of the SVG's coordinate system, before it is stretched."""
 HEADROOM = 1.12
 """Height of the axis, as a multiple of the largest level: leaves room for a label."""
 _TICKS = 6
 NARROW = 6
-"""Width of a phase, in percent of the plot, that has no room for its name."""
+"""Width of a phase, in percent of the plot, below which it has no room for its name."""
 
 
 def escape(text: object) -> str:

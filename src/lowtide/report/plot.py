@@ -27,13 +27,14 @@ from lowtide.utils.amounts import parse_bytes
 INCHES = WIDTH, HEIGHT = 8.5, 5.4
 DARK, GREY, PALE, BLUE = "#24292f", "#6e7781", "#e6e8eb", "#0072b2"
 KINDS = (("#c25000", "D"), ("#6a1f5e", "s"), ("#00806a", "^"), ("#000000", "X"))
-"""Colours and markers for others' points; points whose names begin with the same word share them. The colours, and
-BLUE, are after Okabe and Ito, who chose theirs for all kinds of colour vision (https://jfly.uni-koeln.de/color/), and
-dark enough for names on light paper."""
+"""Colours and markers for points of other methods; points whose names begin with the same word share them. The colours,
+and BLUE, follow Okabe and Ito, who chose theirs for all kinds of colour vision (https://jfly.uni-koeln.de/color/); they
+are dark enough for text on a light background.
+"""
 ORDERS = 12
 """Number of orders in which the labels are placed; the one with the shortest leader lines is drawn."""
 BESIDE = 16
-"""Distance in pixels up to which a label needs no leader line to its point."""
+"""Largest distance in pixels of a label that needs no leader line to its point."""
 STYLE = {
     "axes.axisbelow": True,
     "axes.edgecolor": PALE,
@@ -107,7 +108,7 @@ def _about(frontier: Frontier) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Units of both axes, and the coordinates of a point."""
+    """Units of both axes, and the function from a point to its coordinates."""
 
     unit: str
     """Unit of the x axis: `MiB`."""
@@ -161,7 +162,9 @@ def _points(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Poin
 
 
 def _line(axes: Axes, scale: _Scale, frontier: Frontier) -> None:
-    """Draw the step line: a budget costs as much as the largest peak within it; all above it is reachable."""
+    """Draw the step line: a budget costs as much as the point with the largest peak within it. All above the line is
+    reachable.
+    """
     right, top = axes.get_xlim()[1], axes.get_ylim()[1]
     xs, ys = scale.xy(frontier.points)
     axes.step([*xs, scale.x(frontier.plain_bytes)], [*ys, ys[-1]], where="post", color=BLUE, lw=1.8, gid="line")

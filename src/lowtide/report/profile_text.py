@@ -12,7 +12,9 @@ from lowtide.units import format_bytes, format_parts, format_ratio, format_time
 
 
 def show(profile: Profile) -> str:
-    """Return the plain step's peak and its parts, the memory held for backward, and the costs of some budgets."""
+    """Return text with the plain step's peak and its parts, the memory held for backward, and the costs of some
+    budgets.
+    """
     return "\n".join(_lines(profile))
 
 

@@ -36,12 +36,16 @@ class Proof(Record):
     """Measurements of the step under a plan, and the comparison with the plain step."""
 
     measured_peak_bytes: int | None
-    """Static memory included, reserved bytes if the plan's budget is for these; None if no step was measured."""
+    """Peak of the step under the plan, static memory included; in reserved bytes if the plan's budget is for those.
+    None if no step was measured.
+    """
     is_within_budget: bool
     text: str
     """Result of the comparison, in words."""
     is_proven: bool | None = None
-    """True if all results were compared and are bit-identical; None if only recomputed tensors were compared."""
+    """True if all results were compared and are bit-identical, False if some differ; None if only recomputed tensors
+    were compared.
+    """
     planned_ms: float | None = None
     plain_ms: float | None = None
 
@@ -111,7 +115,7 @@ class RunRecord(Record):
     findings: tuple[Finding, ...] | None = None
     """Memory that outlives its step; None if the run did not watch for it."""
     n_steps: int | None = None
-    """Steps that were watched."""
+    """Number of steps that were watched."""
     measured: tuple[str, ...] = ()
     predicted: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
@@ -125,7 +129,9 @@ class RunRecord(Record):
 
     @property
     def requested_budget_bytes(self) -> int | None:
-        """The budget, if there is one and it bounds requested bytes, which all memory over the step is in."""
+        """Budget in requested bytes, the unit of all memory over the step; None without one, or if it bounds reserved
+        bytes.
+        """
         return self.plan.budget_bytes if self.plan is not None and self.plan.budget_for == "requested" else None
 
     @property
@@ -196,7 +202,7 @@ def record_of(
     Args:
         command: The command that repeats the run.
         profile: The rehearsed step.
-        plan: The plan in force; made from `profile` if that is given.
+        plan: The plan in force, which was made from `profile` if that is given.
         proof: Measurements under the plan.
         trained: Ways to train that were compared.
         notes: Remarks in addition to those of profile and plan.

@@ -21,9 +21,9 @@ from lowtide.planner.simulate.memory_sweep import Sweep
 from lowtide.report.text_table import operator_name
 
 MOST_MOMENTS = 400
-"""Number of moments to which a longer step is reduced: more than a screen can resolve."""
+"""Most moments of a step; a longer step is reduced to as many, which are more than a screen can resolve."""
 NAMED = 8
-"""Number of tensors named at each moment, the largest ones."""
+"""Number of tensors, the largest, that are named at each moment."""
 
 CATEGORIES = (
     "parameters",
@@ -75,15 +75,15 @@ class StepMemory(Record):
     n_events: int
     """Length of the step: allocations and frees, or positions of a profile."""
     at: tuple[int, ...]
-    """Place of each moment in the step, 0 to `n_events` - 1."""
+    """Position of each moment in the step, from 0 to `n_events` - 1."""
     bytes: dict[str, tuple[int, ...]]
     """Category -> bytes at each moment."""
     floor_bytes: int = 0
     """Level at which the stack begins: negative if levels are relative to entry and memory from before is freed."""
     modules: tuple[str, ...] = ()
-    """Modules that `where` refers to."""
+    """Paths of modules, to which `where` refers by index."""
     where: tuple[int, ...] = ()
-    """For each moment the module that runs, or whose gradient is computed."""
+    """For each moment the index in `modules` of the module that runs, or whose gradient is computed."""
     phases: tuple[Span, ...] = ()
     tensors: tuple[Tensor, ...] = ()
     """The largest tensors alive at each moment, NAMED or fewer."""
@@ -133,7 +133,7 @@ class StepMemory(Record):
             raise ValueError("a phase or tensor is at moments that there are not")
         if any(each not in CATEGORIES for each in (*self.bytes, *(t.category for t in self.tensors))):
             raise ValueError("a category of memory is not known")
-        if any(here >= there for here, there in pairwise(self.at)):
+        if any(earlier >= later for earlier, later in pairwise(self.at)):
             raise ValueError("moments are not in order")
 
 
@@ -160,7 +160,9 @@ def predicted_memory(profile: Profile, decisions: Decisions | None = None) -> St
 
 
 def swept(profile: Profile, decisions: Decisions) -> tuple[Profile, Sweep]:
-    """Return the profile with the gradients that `decisions` put in place, and its sweep under `decisions`."""
+    """Return the profile with the gradients in place that `decisions` write in place, and its sweep under
+    `decisions`.
+    """
     n = prefix_length_of(profile, decisions.in_place) if decisions.in_place else 0
     simulator = simulator_of(profile, offload=bool(decisions.offload), in_place=n)
     return simulator.profile, simulator.sweep(simulator.choice(replace(decisions, in_place=frozenset())))
@@ -254,7 +256,7 @@ def _predicted_columns(profile: Profile, sweep: Sweep) -> dict[str, Ints]:
 
 
 def _alive(first: Ints, stop: Ints, amounts: Ints, n: int) -> Ints:
-    """Return the sum of the amounts alive at each position."""
+    """Return for each of `n` positions the sum of the amounts alive there: those with `first <= position < stop`."""
     changes = np.zeros(n + 1, np.int64)
     np.add.at(changes, first, amounts)
     np.subtract.at(changes, np.maximum(first, stop), amounts)
@@ -322,7 +324,7 @@ def _chosen(order: Ints, starts: Ints, stops: Ints, moments: Ints) -> list[tuple
     first, stop = np.searchsorted(moments, starts), np.searchsorted(moments, stops)
     count = np.zeros(len(moments), np.int64)
     chosen: list[tuple[int, int, int]] = []
-    for row in np.flatnonzero(first < stop).tolist():  # the others live between two kept moments
+    for row in np.flatnonzero(first < stop).tolist():  # the other tensors live between two kept moments
         start, end = int(first[row]), int(stop[row])
         alive = count[start:end]
         if alive.min() < NAMED:

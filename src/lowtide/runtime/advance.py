@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Advance:
-    """Maker of the one result of a call that needs a gradient."""
+    """Recomputation of a call's only result that needs a gradient, by running the call forward."""
 
     __slots__ = ("_frame", "_view", "operands")
 
@@ -35,7 +35,7 @@ class Advance:
     def make(self, value: Value) -> Tensor:
         """Run the call forward; the result stays if an unread handle needs it. Raises as `ReplayFrame.catch` does."""
         with one_at_a_time:
-            if value.tensor is not None:  # another thread was faster
+            if value.tensor is not None:  # another thread has made it in the meantime
                 return value.tensor
             if values.probe is not None:
                 values.probe.making(self)
@@ -83,8 +83,8 @@ def left_to_advance(frame: ReplayFrame, returned: Any, *, replayed: bool) -> Val
     """Return the value of the result of `frame`'s call, to be recomputed by running the call forward.
 
     None if that is impossible, or if something inside the call keeps or recomputes the result. The caller holds the
-    value until the readers of the result have handles. `replayed`: the operands of `frame` are claimed for its replay
-    already.
+    value until the readers of the result have handles. `replayed` is True if the operands of `frame` are already
+    claimed for its replay.
     """
     result = result_node(frame, returned)
     if result is None:

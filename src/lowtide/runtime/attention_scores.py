@@ -1,4 +1,4 @@
-"""Additive masks of attention without a fused kernel (`attention.cpp` of torch 2.13).
+"""Additive masks of attention that runs without a fused kernel (`attention.cpp` of torch 2.13).
 
 The sum is computed in C++, is not saved, and does not record the mask. While attention runs, `OperandCapture` holds its
 arguments.

@@ -26,22 +26,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEAST_BYTES = 4096
-"""Smaller masks are kept."""
+"""Smallest mask that is stored as bits; smaller ones are kept."""
 
 AT_ONCE = 2**17
-"""Elements per chunk, a multiple of 8, few enough to stay in a CPU's cache."""
+"""Number of elements per chunk on a CPU: a multiple of 8, few enough to stay in its cache."""
 MANY_AT_ONCE = 2**23
-"""Elements per chunk on a GPU, few enough that temporaries need little memory."""
+"""Number of elements per chunk on a GPU, few enough that temporaries need little memory."""
 
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtypes by element size: numbers are compared by their bits, so that -0.0 is not 0.0."""
+"""Integer dtypes by element size, as which numbers are compared: by their bits, so that -0.0 is not 0.0."""
 
 _GATHER: Final = 0x0102040810204080
-"""A factor that gathers a word of eight bytes, each 0 or 1, as bits into its highest byte, first byte lowest."""
+"""Factor whose product with eight bytes, each 0 or 1, has these as the bits of its highest byte, the first byte
+lowest.
+"""
 
 
 def bits_of(mask: Tensor) -> dict[str, Any]:
-    """Return the constants from which `FROM_BITS` makes `mask`. Raises CannotRecompute if it is not a mask."""
+    """Return the arguments with which the recipe `FROM_BITS` restores `mask`. Raises CannotRecompute if it is not a
+    mask.
+    """
     if not may_be_a_mask(mask):
         raise CannotRecompute("it is not of a kind that masks are of")
     bits = room_for_bits(mask)
@@ -50,7 +54,8 @@ def bits_of(mask: Tensor) -> dict[str, Any]:
 
 
 def signs_of(tensor: Tensor) -> dict[str, Any]:
-    """Return the constants from which `FROM_BITS` makes ones where `tensor` is above 0 or NaN, and zeros elsewhere.
+    """Return the arguments with which the recipe `FROM_BITS` gives 1 wherever `tensor` is above 0 or NaN, and 0
+    elsewhere.
 
     Raises CannotRecompute, with the reason, if that is impossible.
     """
@@ -68,7 +73,7 @@ def _is_positive(flat: Tensor) -> Tensor:
     """Return a mask of the elements of `flat` that are above 0 or NaN."""
     if flat.device.type != "cpu" or flat.dtype is torch.bfloat16:
         return (flat <= 0).logical_not_()
-    is_not = _read(flat) <= 0  # memory of numpy, 1/8 MiB at most
+    is_not = _read(flat) <= 0  # memory of NumPy, 1/8 MiB at most
     return torch.from_numpy(np.logical_not(is_not, out=is_not))
 
 
@@ -104,7 +109,7 @@ def fill(bits: Tensor, mask: Tensor) -> int:
     for elements, eighths in _parts(flat):
         part = numbers[elements]
         number = number or _first_number(part[:64]) or _first_number(part)
-        stays = part == number if number else part != 0  # only zeros so far
+        stays = part == number if number else part != 0  # only zeros have come so far
         if np.count_nonzero(stays) != np.count_nonzero(part):
             raise CannotRecompute("it has more than two values")
         into[eighths] = np.packbits(stays, bitorder="little")
@@ -130,7 +135,7 @@ def _first_number(part: NDArray[Any]) -> int:
 def mask_of(
     *, bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, number: int | None
 ) -> Tensor:
-    """Return the mask that `fill` was given; ones and zeros without a `number`."""
+    """Return the mask that `fill` packed into `bits`; of ones and zeros without a `number`."""
     mask = torch.empty_strided(shape, stride, dtype=dtype, device=bits.device)
     if is_fake(bits):
         return mask
@@ -185,7 +190,7 @@ def _gather(stays: Tensor, bits: Tensor) -> None:
 
 
 def _booleans(device: torch.device) -> Tensor:
-    """Return [256, 8]: the bits of each byte value."""
+    """Return a boolean table [256, 8]: the bits of each byte value."""
     every = torch.arange(256, dtype=torch.uint8, device=device)
     bit = torch.arange(8, dtype=torch.uint8, device=device)
     return ((every[:, None] >> bit) & 1).view(torch.bool)

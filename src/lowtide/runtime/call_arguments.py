@@ -52,12 +52,14 @@ class Arguments:
         self.generators = tuple(taken.generators)
 
     def given(self, base: Tensor) -> Value | None:
-        """Return the value of a tensor (for a view, of its base) passed to the call in progress; None for others."""
+        """Return the value of a tensor, or of its base, that was passed to the call in progress; None for any other
+        tensor.
+        """
         value = self._given.get(id(base))
         return value if value is not None and value.version == base._version else None
 
     def close(self) -> None:
-        """End the call: release the tensors in caches that were left alone."""
+        """End the call: release the tensors in caches that the call did not use."""
         self._given.clear()  # new tensors may reuse the ids of freed ones
         for cached in self._cached:
             cached.close()
@@ -76,7 +78,7 @@ class Arguments:
 def tensors_in_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that `Arguments` holds, each once, in its order."""
     things = (*args, *kwargs.values())
-    if _FLAT.issuperset(map(type, things)):  # in most calls nothing has to be taken apart
+    if _FLAT.issuperset(map(type, things)):  # most calls get no containers
         return [*{id(thing): thing for thing in things if type(thing) is torch.Tensor}.values()]
     taken = _Apart()
     taken.part((args, kwargs))
@@ -100,7 +102,7 @@ class _Given:
 
 
 class _Cached:
-    """A tensor in a cache, and a function that returns the present content of its place."""
+    """Tensor in a key-value cache, and a function that returns the present content of its place in the cache."""
 
     __slots__ = ("now", "tensor")
 
@@ -114,7 +116,7 @@ class _Cached:
 
 
 class _Apart:
-    """The disassembly of the arguments of a call."""
+    """Builder of the parts from which the arguments of a call are rebuilt."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -168,7 +170,7 @@ class _Apart:
     def _tensor(self, tensor: Tensor, now: Callable[[], Any] | None) -> Part:
         self._encounters += 1
         if self._in_cache and now is not None:
-            if not tensor.dim():  # a setting of the cache, or its fill level
+            if not tensor.dim():  # a setting of the cache, or its length
                 number = tensor.detach().clone()
                 return lambda given: number.clone()
             cached = _Cached(tensor, now)
@@ -210,7 +212,7 @@ class _Apart:
 
 
 class _AsItIs:
-    """A part that passes through unchanged."""
+    """Part of the arguments that passes through unchanged."""
 
     __slots__ = ("thing",)
 

@@ -30,14 +30,16 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SMALL_BYTES = 2**16
-"""Buffers up to this size are copied for every call: batch norm writes to its own without a new version."""
+"""Largest size in bytes of a buffer that is copied for every call, because batch norm writes to its buffers without a
+new version.
+"""
 
 LARGEST_SUMMED = 2**20
-"""Bytes of a larger buffer on the CPU up to which writes to its `.data` are detected."""
+"""Largest size in bytes of a buffer on the CPU for which writes to its `.data` are detected."""
 
 
 class MutableState:
-    """State that calls of one module can change, and the changes that its first call made."""
+    """State that calls of one module can change, and the part of it that the first call did change."""
 
     __slots__ = ("generators", "gpus", "holds", "is_overwritten", "modules", "units", "written")
 
@@ -53,7 +55,7 @@ class MutableState:
         self.holds = False
         """True if a call runs backward inside its forward: a replay must hold the tensors it saves for that."""
         self.is_overwritten = False
-        """True if a tensor that a call had read was written to before backward: no call is run again any more."""
+        """True once a tensor that a call had read was written to before backward: no call is run again from then on."""
 
     def forget(self) -> None:
         """Forget the written buffers, so that the next call is observed again."""
@@ -103,7 +105,9 @@ class CallContext:
             if reach.written is None or (module, name) in reach.written or buffer.nbytes <= SMALL_BYTES
         }
         self.copied: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-        """Parameters that were written to since, and copies of their contents."""
+        """Parameters that were written to after the call, with copies of their earlier contents: table, name, tensor,
+        copy.
+        """
         self.held = self._held()
         self.sums = self._sums()
 
@@ -187,13 +191,13 @@ class CallContext:
         self.attributes.put_back()
         with contextlib.ExitStack() as stack:
             self._restore_rng_states(stack)
-            stack.pop_all()  # nothing is undone
+            stack.pop_all()  # a restore without a way back
         for module, flag in zip(self.reach.modules, self.training, strict=True):
             vars(module)["training"] = flag
         for (module, name), (buffer, _, content) in self.buffers.items():
             module._buffers[name] = buffer
             if not _equal(buffer, content):
-                buffer.data.copy_(content)  # without a new version: other graphs may have saved it
+                buffer.data.copy_(content)  # written without a new version, because other graphs may have saved it
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -279,7 +283,7 @@ class _Changed(torch.Tensor):
 
 
 Bindings = list[tuple[dict[str, Any], dict[str, Any]]]
-"""Tables of attributes, buffers and parameters, each with a copy of what it had bound."""
+"""Tables of attributes, buffers and parameters, each with a copy of its contents."""
 
 
 def _bindings(modules: tuple[nn.Module, ...]) -> Bindings:
@@ -293,7 +297,7 @@ def _bindings(modules: tuple[nn.Module, ...]) -> Bindings:
 
 
 def _rebind(bindings: Bindings) -> None:
-    """Undo every binding that was made, changed or removed since."""
+    """Undo all changes of the tables' bindings since `_bindings` copied them."""
     for table, was in bindings:
         if len(table) != len(was):
             for name in table.keys() - was.keys():

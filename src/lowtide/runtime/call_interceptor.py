@@ -67,7 +67,8 @@ class CallInterceptor:
         return type(None), ()
 
     def install(self) -> None:
-        """Take the place in front of the module's implementation, or of what is installed already (`Module.compile`).
+        """Install this interceptor in front of the module's implementation, or of the object in CALL, such as that of
+        `Module.compile`.
 
         Every `OuterInterceptor` stays in front.
         """
@@ -112,9 +113,10 @@ class CallInterceptor:
             caller = sys._getframe(1).f_locals.get("self")
             if (
                 isinstance(caller, nn.Module) and caller is not self.module
-            ):  # a replica of nn.DataParallel copies all attributes
+            ):  # a replica made by nn.DataParallel, which copies all attributes
                 return past_fronts(caller)(*args, **kwargs)
-        return self.engine.begin(self, args, kwargs)  # the model, or a part of it that the step calls directly
+        # the call is of the model, or of a part that the step calls directly
+        return self.engine.begin(self, args, kwargs)
 
 
 class OuterInterceptor:
@@ -159,7 +161,7 @@ class OuterInterceptor:
 
 
 def past_notes(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs compiled code outside `OperandCapture`, under which it would be another program."""
+    """Return a function that runs compiled code outside `OperandCapture`, under which torch would recompile it."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with without_function_mode(OperandCapture):

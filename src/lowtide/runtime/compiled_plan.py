@@ -1,4 +1,4 @@
-"""A plan in force on compiled code: inductor partitions the graphs that the plan covers as the plan says.
+"""Partition of compiled code by a plan: inductor saves from forward to backward the values that the plan keeps.
 
 torch recompiles with another partitioner, so putting a plan on or taking it off discards all compiled code. The keys of
 inductor's caches include the plan.
@@ -16,7 +16,9 @@ from lowtide._torch.joint_graph import JointGraph, keep_products_apart, partitio
 from lowtide.runtime.joint_slots import JointSlots
 
 SCHEME: Final = 3
-"""Number of the rules by which a plan's addresses choose values; a change of them counts it up. Caches outlive it."""
+"""Version of the rules by which a plan's addresses choose values: part of the keys of inductor's caches, which outlive
+a process. Increase it with each change of the rules.
+"""
 
 
 class PlanPartitioner(CustomPartitionerFn):

@@ -22,7 +22,7 @@ from lowtide._torch.fake_modes import without_function_modes
 from lowtide._torch.modes import off_in_transforms, saved_tensor_hooks
 from lowtide._torch.modules import CALL
 from lowtide._torch.nodes import node_metadata
-from lowtide._torch.privateuse1 import without_aside
+from lowtide._torch.privateuse1 import without_overrides
 from lowtide._torch.tensors import base_of, is_plain, is_same_memory
 from lowtide.errors import LowtideError
 from lowtide.planner.address_nodes import OFFLOAD, SHAPE, SIGNS
@@ -65,7 +65,9 @@ __all__ = ["Actions", "Decision", "Engine", "ForwardPass", "actions_for"]
 
 
 MAX_LEARNT_AGAIN = 3
-"""Runs in which the needed saved tensors are learnt anew; after these the hooks see all: no two runs are alike."""
+"""Number of times that the needed saved tensors are learnt anew. After that the hooks see all tensors, because runs
+differ too much.
+"""
 
 
 class Engine:
@@ -96,7 +98,7 @@ class Engine:
         self.tables = actions
         self.in_place = in_place or [{} for _ in actions]
         self.versions: dict[str, int] = {}
-        """By address, the version of the recomputed tensor when it was first saved there."""
+        """For each address the version of the recomputed tensor when it was first saved there."""
         self.drifted: set[str] = set()
         """Addresses where a step has saved something other than the plan expected."""
         self.ambiguous_addresses: frozenset[str] = frozenset()
@@ -104,9 +106,9 @@ class Engine:
         self.excluded_modules: frozenset[str] = frozenset()
         """Paths of modules whose saved tensors autograd keeps, as without a plan: they differ from step to step."""
         self.n_runs = 0
-        """Calls from outside that reached the engine and may be followed by a training backward."""
+        """Number of calls from outside that reached the engine and may be followed by a training backward."""
         self.n_runs_in_eval_mode = 0
-        """Calls from outside that were passed through because the model was in eval mode."""
+        """Number of calls from outside that were passed through because the model was in eval mode."""
         self.bypassed: str | None = None
         """Description of a call whose saved tensors the plan could not reach, with a remedy."""
         self.here = ThreadState()
@@ -119,7 +121,8 @@ class Engine:
         self.n_learnt_again = 0
         self._last_packed: Callable[[], object] = lambda: None
         """Returns the last saved tensor of the learning run, until backward has read it: a step may call its model
-        several times, each time with other values on the edges of the graph."""
+        several times, each time with other values on the edges of the graph.
+        """
         self._writing: InPlace | None = None
         self._thread: int | None = None
         """The thread of the run in progress."""
@@ -128,7 +131,7 @@ class Engine:
         self._own_calls: list[Callable[[], None]] = []
         """Functions that remove the replacements of classes' own `__call__`."""
         self.tell: Callable[[str], object] = warnings.warn
-        """Function called with messages about the plan, once for each text."""
+        """Function that gets the messages about the plan, each text once."""
         self._said: set[str] = set()
 
     @property
@@ -161,7 +164,8 @@ class Engine:
         return handle
 
     def hold(self, tensor: Tensor, decision: Decision | None, frame: ReplayFrame | None, scope: CallScope) -> Handle:
-        """Return a handle on `tensor`: its value is held already, recomputed, replayed by `frame`, or kept.
+        """Return a handle on `tensor`, whose value is shared with an earlier slot, recomputed, replayed by `frame`, or
+        kept.
 
         The tensor is the last one saved in the call of `scope`, or an argument of that call.
         """
@@ -236,7 +240,9 @@ class Engine:
     def recomputed(
         self, node: Node, output: int, base: Tensor, earlier: Value | None, decision: Decision, scope: CallScope
     ) -> Value:
-        """Return a value that recomputes `base`: `earlier`, if only passed through so far, now with its strides."""
+        """Return a value that recomputes `base`: `earlier` (with strides from now on) if it was only an intermediate so
+        far.
+        """
         if self.versions.setdefault(decision.address, base._version) != base._version:
             raise CannotRecompute("it is written to without autograd, and was not before")
         value = self.searched(node, output, base, decision, scope)
@@ -249,7 +255,7 @@ class Engine:
     def along_path(self, tensor: Tensor, decision: Decision, path: RecomputePath) -> Handle | None:
         """Return a handle on a value that recomputes `tensor` from operands where earlier runs found them.
 
-        None if something differs, which `hold` then looks into.
+        Returns None if anything differs from those runs; `hold` then searches for the operands.
         """
         base, view = tensor, None
         if base_of(tensor) is not None:
@@ -269,7 +275,9 @@ class Engine:
         return Handle(value, view)
 
     def searched(self, node: Node, output: int, base: Tensor, decision: Decision, scope: CallScope) -> Value:
-        """Return a value that recomputes `base` from operands that are searched for, and remember where they were."""
+        """Return a value that recomputes `base`, after a search for its operands, and remember where they were
+        found.
+        """
         self.builder.length = 0
         path = None
         try:
@@ -292,7 +300,7 @@ class Engine:
     def hold_what_is_read(self, tensor: Tensor, decision: Decision) -> Handle:
         """Return a handle on the part of `tensor` that its reader needs. Raises CannotRecompute for another reader."""
         if decision.node == SHAPE:
-            value = Value(tensor.detach())  # until the call ends: `let_go_of_values`
+            value = Value(tensor.detach())  # held until the call ends (`let_go_of_values`)
             value.partial = True
             return Handle(value)
         if decision.node == SIGNS and not saves_signs(tensor):
@@ -362,7 +370,7 @@ class Engine:
     def begin(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model, or a part of it called directly, with hooks if a training backward will follow."""
         if not torch.is_grad_enabled() or in_backward():
-            with without_aside():  # inside backward: a foreign checkpoint is recomputed
+            with without_overrides():  # a call inside backward, where a torch.utils.checkpoint recomputes
                 return seam.inner(*args, **kwargs)
         if not self.model.training:
             self.n_runs_in_eval_mode += 1
@@ -381,7 +389,7 @@ class Engine:
         hooks = saved_tensor_hooks() or (None if paused.pack is None else (paused.pack, unpack))
         if hooks is not None:
             self.bypassed = in_hooks(hooks[0])
-            if self.does_anything and hooks[1] is not unpack:  # not the hooks of a plan on an outer model
+            if self.does_anything and hooks[1] is not unpack:  # hooks that are not those of a plan on an outer model
                 self.say(
                     f"{seam} was called inside of other saved-tensor hooks (torch.utils.checkpoint or "
                     "saved_tensors_hooks around it). Those take precedence: the plan does nothing there."
@@ -490,7 +498,7 @@ class Engine:
     def name_of(self, tensor: Tensor) -> str | None:
         """Return the name of the model's parameter or buffer that has this tensor's memory; None if there is none."""
         named = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
-        with without_function_modes():  # a replay's own would ask for the name again
+        with without_function_modes():  # the map of a replay would ask for the name again
             return next((name for name, own in named if is_same_memory(own, tensor)), None)
 
     def copied(self, tensor: Tensor, who: str) -> None:
@@ -520,7 +528,9 @@ class Engine:
 
 
 class _NotLearnt(Exception):
-    """A recompute takes another path than in the run that learnt which saved tensors the hooks have to see."""
+    """Signal that a recompute takes another path than in the run that learnt which saved tensors the hooks have to
+    see.
+    """
 
 
 def without_history(tensor: Tensor, base: Tensor, frame: ReplayFrame | None) -> Value:
@@ -534,7 +544,7 @@ def without_history(tensor: Tensor, base: Tensor, frame: ReplayFrame | None) -> 
 
 
 def shared(value: Value, base: Tensor, frame: ReplayFrame | None) -> bool:
-    """Return True if a slot of `base` in `frame` can read the value that an earlier slot found for the same output.
+    """Return True if a slot of `base` in `frame` can share the value of an earlier slot of the same output.
 
     False if the tensor was changed in between without autograd noticing. False too if it is left to the replay of a
     finished call unrelated to `frame`, as with a cast of a weight that autocast caches from there: that replay would

@@ -50,14 +50,14 @@ class CallScope:
     ) -> None:
         self.path, self.number, self.actions = path, number, actions
         self.needed = needed
-        """Ordinals of the saved tensors that are more than kept; None if unknown."""
+        """Ordinals of the saved tensors that are not simply kept; None if unknown."""
         self.learnt = learnt
         """Needed ordinals that were seen so far, if they are being learnt."""
         self._id: str | None = None
         self.ordinal = 0
         """Number of tensors saved by the call itself, not by inner calls."""
         self.noted = 0
-        """Number of operands in the call that autograd did not record."""
+        """Number of operands captured in the call, which autograd does not record."""
         self.held: list[Value] = []
         """Unrecorded operands that a recompute will use, held until a handle claims them."""
 
@@ -124,7 +124,7 @@ class ForwardPass:
         self.pack = make_pack_hook(self)
         self.idle = NO_SEAMS if needed is None else needed.idle
         self.has_hooks = False
-        """True while the hooks of this run are in force, with or without other ones in front."""
+        """True while the hooks of this run are in force, even if other hooks are in front of them."""
         self.scope: CallScope | None = None
         self.frame: ReplayFrame | None = None
         """The innermost call in progress that will be replayed."""
@@ -133,7 +133,7 @@ class ForwardPass:
         self.notes = False
         """True while operands are being captured."""
         self.departures = OffloadQueue()
-        """Tensors on their way to the host."""
+        """Offloaded tensors that are being copied to the host."""
         self.results: list[Value] = []
         """Results of calls that are recomputed by advancing, held until their readers have handles."""
 
@@ -249,7 +249,7 @@ class ForwardPass:
             probe.sized_by_contents(operator)
 
     def run_replayable(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that the plan may replay, to which all its saved tensors are left, or advance to its result."""
+        """Run a call that the plan may replay in backward, for all its saved tensors, or advance, for its result."""
         scope, outer = self.scope, self.frame
         assert scope is not None
         replay, advance = scope.actions.replay, scope.actions.advance and outer is None
@@ -321,7 +321,9 @@ paused = _Paused()
 
 @contextlib.contextmanager
 def pausing(pack: Callable[[Tensor], Any] | None) -> Iterator[None]:
-    """Set the pack hook that plans on other models, called in this block, see around them; None for no plan."""
+    """Set the pack hook that plans on other models, called in this block, find in force around them; None for no
+    plan.
+    """
     before, paused.pack = paused.pack, pack
     try:
         yield
@@ -339,14 +341,15 @@ def make_pack_hook(now: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
     @never_compiled
     def pack(tensor: Tensor) -> Handle | KeptTensor:
         now = reference()
-        assert now is not None  # while the forward runs
+        assert now is not None  # this thread runs the forward
         scope = now.scope
         assert scope is not None
         ordinal = scope.ordinal
         if scope.needed is not None and ordinal not in scope.needed and now.frame is None:
             scope.ordinal = ordinal + 1
             return tensor.detach(), tensor._version
-        if now.engine.here.now is None:  # a device's thread, in a backward pass inside the forward (`create_graph`)
+        # a thread of the device, in a backward pass inside the forward (`create_graph`)
+        if now.engine.here.now is None:
             with now.engine.now(now):
                 return now.engine.pack_saved_tensor(now, tensor)
         return now.engine.pack_saved_tensor(now, tensor)
@@ -358,7 +361,7 @@ _NO_CALLS: Mapping[int, set[int]] = {}
 
 
 class Passthrough:
-    """Handler of a model call in which the plan does nothing."""
+    """Handler of module calls in a run that the plan leaves unchanged."""
 
     def __init__(self, idle: frozenset[CallInterceptor]) -> None:
         self.idle = idle

@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_VALUES = methodcaller("values")  # of TorchScript modules, too, whose parameters are in no dict
+_VALUES = methodcaller("values")  # includes parameters of TorchScript modules, which are in no dict
 
 _MOST_SHAPES = 1024
 """Most shapes that a guard remembers."""
 
 
 class PlanGuard:
-    """Monitor that warns once if `model` gets more input than in its rehearsal, trains more, or has a new part.
+    """Monitor that warns once if `model` gets larger input than in its rehearsal, trains more parameters, or has a new
+    module.
 
     It keeps `owner` alive while it is installed. `outgrown` is called with the description of a batch that has more
     elements than any that the plan is for; if it returns True, no warning is given.
@@ -110,7 +111,7 @@ class PlanGuard:
         return [*map(id, itertools.chain.from_iterable(map(_VALUES, self._parameters)))]
 
     def _n_now(self) -> int:
-        """Count the parameters that are trained, and note the others."""
+        """Count the parameters that are trained, and record the ids of all others."""
         held = [p for parameters in self._parameters for p in parameters.values() if p is not None]
         self._ids, self._frozen = self._ids_now(), [p for p in held if not p.requires_grad]
         return len({id(p) for p in held if p.requires_grad})
@@ -135,7 +136,7 @@ class PlanGuard:
 
 
 STATE_LOOKS = 2
-"""Updates by each optimizer of a model after which its state is measured; the first one creates it."""
+"""Number of updates by each optimizer of a model after which its state is measured; the first one creates the state."""
 
 
 def more_state(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> RemovableHandle:
@@ -163,16 +164,18 @@ def more_state(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> Remo
 
 
 def _while_alive(obj: object, hook: RemovableHandle) -> RemovableHandle:
-    """Remove the hook when `obj` is freed, if it is not removed before: optimizers of the whole process hold it."""
+    """Remove the hook when `obj` is freed, because torch keeps global optimizer hooks for the whole process; return the
+    hook.
+    """
     weakref.finalize(obj, hook.remove).atexit = False
     return hook
 
 
 LOOKS = 6
-"""Updates of a model that are observed."""
+"""Number of updates of a model that are observed."""
 
 UNSEEN = 3
-"""Steps of one optimizer without an observed call, after which a warning is given."""
+"""Number of steps of one optimizer without an observed call, after which a warning is given."""
 
 
 def watch_bypass(engine: Engine, say: Callable[[str], None]) -> RemovableHandle:

@@ -17,7 +17,9 @@ import numpy as np
 _MT19937_BYTES = 625 * 4
 """Bytes of mt19937_state: 624 numbers and the position in them (numpy/random/src/mt19937/mt19937.h, since 1.17)."""
 _NORMAL = slice(3, 5)
-"""Fields of a state for a cached second normal number: returning that number does not change the memory."""
+"""Fields of a state for a cached second normal number. A draw that returns that number does not change the compared
+memory.
+"""
 
 _PYTHONS: Final[random.Random] = random.getstate.__self__  # type: ignore[attr-defined]
 _PYTHONS_WORDS: Final = struct.Struct("=i624I")

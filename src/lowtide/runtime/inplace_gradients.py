@@ -41,9 +41,9 @@ from lowtide._torch.privateuse1 import (
     below_autograd,
     is_dispatched_plainly,
     is_replaced,
-    put_aside,
+    override_kernels,
     remove_kernels,
-    with_aside,
+    with_overrides,
 )
 from lowtide._torch.pytree import tree_leaves
 from lowtide._torch.tensors import is_plain, references
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 MIN_BYTES: Final = 4096
-"""Smaller gradients get their own memory, as without a plan."""
+"""Smallest gradient that is written in place; smaller ones get their own memory, as without a plan."""
 DEVICES: Final = frozenset({"cpu", "cuda"})
 
 
@@ -63,7 +63,7 @@ DEVICES: Final = frozenset({"cpu", "cuda"})
 
 
 class InPlace(Removable):
-    """Permission to write gradients over others: every request in force is met.
+    """Permission to write gradients over the gradients they are computed from, while it is in force.
 
     It is in force until `remove`, or until it is garbage collected.
     """
@@ -77,23 +77,25 @@ class InPlace(Removable):
         self.device = device
         self.alone = alone
         self.least: Mapping[str, int] = {}
-        """For each node, the fewest bytes of a gradient to write over; other nodes never do."""
+        """For each node the smallest size in bytes from which on gradients are written over; nodes that are not listed
+        never do.
+        """
         self._on_write = on_write
         self._is_for_all = False
         self._n_running = 0
         self._graphs: list[weakref.ref[_Graph]] = []
         """Graphs of the model's runs that await their backward, oldest first."""
         self._unseen: list[_Graph] = []
-        """Graphs of runs without an output that leads to them."""
+        """Graphs of runs whose outputs have no node that leads to them."""
         self._has_written = False
         _IN_FORCE.append(weakref.ref(self, _IN_FORCE.remove))
 
     def wants(self, node: str, n_bytes: int) -> bool:
-        """Return True if a gradient of `n_bytes` that arrives at such a node is to be written over."""
+        """Return True if a gradient of `n_bytes` that arrives at `node` is to be written over."""
         return node in self.least and n_bytes >= self.least[node]
 
     def of_all(self, least: Mapping[str, int]) -> None:
-        """Request these in each later backward pass, of any model."""
+        """Allow the writes of `least` in each later backward pass, of any model."""
         self.least, self._is_for_all = least, True
         _register_wanted()
         if least:
@@ -102,7 +104,9 @@ class InPlace(Removable):
 
     @contextlib.contextmanager
     def of_run(self, least: Mapping[str, int]) -> Iterator[list[Any]]:
-        """Request these in one backward pass: that of the output which the block puts in the yielded list."""
+        """Allow the writes of `least` in one backward pass: that of the output which the block puts in the yielded
+        list.
+        """
         if least is not self.least:
             self.least = least
             _register_wanted()
@@ -127,7 +131,7 @@ class InPlace(Removable):
 
     @property
     def is_awaiting(self) -> bool:
-        """Return True if a backward pass that begins now may contain requested gradients."""
+        """Return True if a backward pass that begins now may write gradients by this permission."""
         self._graphs = [graph for graph in self._graphs if graph() is not None]
         return bool(self.least) and bool(self._is_for_all or self._n_running or self._graphs)
 
@@ -151,12 +155,12 @@ class InPlace(Removable):
 
 
 _IN_FORCE: list[weakref.ref[InPlace]] = []
-"""Weak references, so that a dropped model is freed with its plan."""
+"""Permissions in force, by weak references, so that a dropped model is freed with its plan."""
 
 _kernels: dict[str, torch.library.Library] = {}
 """Lowtide's registered kernels, by operator."""
 _n_passes = 0
-"""Number of backward passes in progress that may call them."""
+"""Number of backward passes in progress that may call Lowtide's kernels."""
 
 
 def _register_wanted(tried: Iterable[str] = ()) -> None:
@@ -169,7 +173,7 @@ def _register_wanted(tried: Iterable[str] = ()) -> None:
         asked = {OPERATORS[node].name for ruling in in_force for node in ruling.least if node in OPERATORS}
         wanted = asked.union(tried)
         for name in wanted - _kernels.keys():
-            _kernels[name] = put_aside({name: _kernel(name)})
+            _kernels[name] = override_kernels({name: _kernel(name)})
         for name in _kernels.keys() - wanted if not _n_passes else ():
             remove_kernels(_kernels.pop(name))
 
@@ -203,7 +207,7 @@ def _backward(
         return run(tensors, gradients, keep_graph, *args, **kwargs)
     _begins_pass()
     try:
-        with with_aside():
+        with with_overrides():
             return run(tensors, gradients, keep_graph, *args, **kwargs)
     finally:
         _has_passed(rulings, keep_graph)
@@ -251,7 +255,9 @@ def check(device: str, nodes: Iterable[str]) -> None:
 
 
 def wanting(node: str, n_bytes: int) -> InPlace | None:
-    """Return the latest permission in force that has such a gradient written over; None if there is none."""
+    """Return the latest permission in force to write over a gradient of `n_bytes` that arrives at `node`; None without
+    one.
+    """
     for reference in _IN_FORCE[::-1] if n_bytes >= MIN_BYTES else ():
         if (ruling := reference()) is not None and ruling.wants(node, n_bytes):
             return ruling
@@ -261,7 +267,7 @@ def wanting(node: str, n_bytes: int) -> InPlace | None:
 
 
 def wanted_from(operator: Any, args: Sequence[Any]) -> bool:
-    """Return True if an autograd node calls `operator`, and a plan wants its gradient overwritten if unshared."""
+    """Return True if the autograd node that runs calls `operator`, and a permission covers its gradient."""
     node = running_node_name()
     if node not in OPERATORS or operator.name().partition(".")[0] != f"aten::{OPERATORS[node].name}":
         return False
@@ -295,7 +301,7 @@ def _ruling(name: str, args: tuple[Any, ...]) -> tuple[InPlace, Operator] | None
     ruling, operator = wanting(node, args[0].numel() * args[0].element_size()), OPERATORS[node]
     device = args[0].device.type
     if ruling is None or not is_dispatched_plainly(args[0]) or not is_plain(args[0]):
-        return None  # tensors of transforms, and sparse ones, have no memory to inspect
+        return None  # tensors of torch.func's transforms, and sparse ones, have no storage to inspect
     if references(args) != _COUNTS.get(device, {}).get(node) or is_replaced(name, device.upper()):
         return None
     return (ruling, operator) if _writable(operator, args[:-1]) else None
@@ -312,7 +318,7 @@ def _writable(operator: Operator, args: Sequence[Any]) -> bool:
     storage = gradient.untyped_storage()
     return (
         storage.nbytes() == gradient.numel() * gradient.element_size()
-        and storage.resizable()  # else NumPy or a file owns the memory
+        and storage.resizable()  # otherwise NumPy or a file owns the memory
         and not (gradient.device.type == "cpu" and storage.is_shared())
         and not (gradient.requires_grad or gradient.is_inference())
         and not torch.is_grad_enabled()
@@ -340,7 +346,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 _LOCK: Final = threading.RLock()
 _COUNTS: dict[str, Mapping[str, tuple[int, ...]]] = {}
-"""By device type and node, the number of references without other holders."""
+"""By device type and node, the reference counts of a gradient that nothing else holds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -368,12 +374,13 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
             _register_wanted(tried=[operator.name for operator in OPERATORS.values()])
             with (
                 without_modes(),
-                with_aside(),
+                with_overrides(),
                 torch.autocast(device, enabled=False),
                 torch.enable_grad(),
             ):
                 for operator in OPERATORS.values():
-                    if is_replaced(operator.name, device.upper()):  # by foreign code, which has precedence
+                    # the kernel belongs to other code, which has precedence
+                    if is_replaced(operator.name, device.upper()):
                         continue
                     alone, shared = (_tried(operator, device, shared=shared) for shared in (False, True))
                     if alone is not None and shared is not None and alone != shared:
@@ -384,7 +391,9 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
 
 
 def _tried(operator: Operator, device: str, *, shared: bool) -> tuple[int, ...] | None:
-    """Return the reference counts when the operator is called, with or without another holder; None without a call."""
+    """Return the reference counts of the gradient when the node calls the operator, with another holder if `shared`;
+    None if the operator was not called.
+    """
     global _trial
     x = torch.ones(2, 8, 4, 4, device=device, requires_grad=True)
     y = operator.forward(x)

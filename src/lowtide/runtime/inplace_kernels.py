@@ -29,11 +29,13 @@ class Operator:
     write: Callable[..., Any]
     """Function like the operator, with torch's kernel as first argument, that writes over the gradient."""
     forward: Callable[[Tensor], Tensor]
-    """Function that leads to such a node, for an input [2, 8, 4, 4]."""
+    """Forward function whose result has such a node; it takes an input [2, 8, 4, 4]."""
     like: int = 1
     """Index of the argument whose layout the result has."""
     groups: Callable[..., int] | None = None
-    """For operators in pieces, which are a little slower: the number of groups of channels, from the arguments."""
+    """For operators computed in pieces, which are a little slower: function from the arguments to the number of groups
+    of channels.
+    """
 
     @property
     def piecewise(self) -> bool:
@@ -68,7 +70,7 @@ def _pieces(gradient: Tensor, n_groups: int) -> list[slice]:
         step = -(-step // lanes) * lanes
     starts = list(range(0, n_groups, step))
     if len(starts) > 1 and gradient.stride(1) == 1 and n_groups - starts[-1] == 1:
-        del starts[-1]  # a single channel has both layouts, and would be summed as in the other one
+        del starts[-1]  # a piece of one channel has both layouts, and would be summed as in the other one
     return [slice(*ends) for ends in itertools.pairwise([*starts, n_groups])]
 
 

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from lowtide._torch.joint_graph import JointGraph
 
 SMALL = 64
-"""A value that is this many times smaller than the largest is always saved: recomputing it would gain nothing."""
+"""Values that are smaller than the largest by at least this factor are always saved: recomputing them would gain
+nothing.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class JointSlot:
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """Values that backward is given, and values that it computes again."""
+    """Split of a graph's values: those that are saved for backward, and those that backward computes again."""
 
     given: frozenset[int]
     again: frozenset[int]
@@ -142,7 +144,7 @@ class JointSlots:
     def _is_written(self, root: int) -> bool:
         """Return True if torch's own forward writes the value to memory."""
         nodes = self.joint.nodes
-        if nodes[root].kind != "pointwise" or root in self.roots:  # an input is there as well
+        if nodes[root].kind != "pointwise" or root in self.roots:  # inputs are in memory as well
             return True
         pending = [root]
         while pending:

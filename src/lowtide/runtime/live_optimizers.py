@@ -1,4 +1,4 @@
-"""Optimizers of a model: those that are named, and those that are alive in the process."""
+"""The optimizers of a model: those passed as `optimizer=`, and those that are alive in the process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def listed(optimizers: Optimizers) -> list[Optimizer]:
 
 
 def optimizers_of(model: nn.Module, named: Optimizers = None) -> list[Optimizer]:
-    """Return live optimizers with parameters of `model`; of a wrapper and its inner one, the one with the state."""
+    """Return the live optimizers with parameters of `model`, and `named`. Of a wrapper and its inner optimizer only the
+    one with the state is returned.
+    """
     gc.collect()  # an unused optimizer may be in a cycle with its scheduler
     optimizers: dict[int, Optimizer] = {}
     for optimizer in [*listed(named), *live_objects(Optimizer)]:

@@ -23,7 +23,7 @@ from lowtide._torch.modules import CALL
 from lowtide.runtime.call_arguments import ATOMS
 
 LARGEST: Final = 100
-"""Containers with more entries are data or logs; nested ones may have an eighth of it."""
+"""Most entries of a captured container; nested ones may have an eighth of it. Larger ones are data or logs."""
 
 _TORCHS: Final = frozenset(vars(nn.Module())) | {CALL}
 
@@ -38,11 +38,11 @@ class Attributes:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._plain: list[tuple[Table, str, Any, Any]] = []
-        """Attributes without tensors, and their contents."""
+        """Attributes without tensors (table, name, object) and copies of their contents."""
         self._long: list[tuple[Table, str, Any, int]] = []
-        """Long containers, and their lengths."""
+        """Long containers (table, name, container) and their lengths."""
         self._there: list[tuple[Table, str, int, list[tuple[weakref.ref[Tensor], int]]]] = []
-        """Ids of attributes with tensors, and these with their versions, not held while the call runs."""
+        """Attributes that hold tensors: table, name, id of the object, and its tensors (weakly) with their versions."""
         self._tensors: list[tuple[Table, str, Any, Any, list[tuple[Tensor, int]]]] = []
         for table in map(vars, modules):
             for name, value in table.items():
@@ -89,7 +89,7 @@ class Attributes:
 
     def put_back(self) -> None:
         """Restore the attributes on the modules."""
-        copies: dict[int, Any] = {}  # a container shared by two modules stays shared
+        copies: dict[int, Any] = {}  # containers that two modules share stay shared
         for table, name, value, content in self._plain:
             if table.get(name) is not value:
                 table[name] = value
@@ -105,7 +105,7 @@ class Attributes:
 _CONTAINERS: Final = (list, tuple, set, frozenset, dict, deque)
 _TAKEN: Final = (Tensor, Enum, *_CONTAINERS)
 _KINDS: Final = frozenset({*_CONTAINERS, OrderedDict, defaultdict, Counter})
-"""Types whose copies equal them."""
+"""Types of plain data, whose values can be compared and copied."""
 
 
 def _is_known(value: Any, tensors: list[Tensor], depth: int = 0) -> bool:

@@ -1,4 +1,5 @@
-"""Modules as they were when a plan was put in force on them: later additions are not audited.
+"""Detection of changes to modules since a plan was put in force on them, because the audit has not seen later
+additions.
 
 A block is replayed because its replay was compared with the first run, bit by bit. A hook, a reparametrization or
 another module that was added later may count, draw, write to its inputs, or make a weight: in a replay all of it would
@@ -20,7 +21,7 @@ class _Look(NamedTuple):
 
     kind: type
     forward: Any
-    """An implementation set on the instance, over that of its class."""
+    """A `forward` that is set on the instance and replaces that of its class."""
     children: dict[str, Any]
     names: set[str]
     """Names of parameters and buffers."""
@@ -59,7 +60,7 @@ def _look(module: nn.Module) -> _Look:
 
 
 def _is_as(was: _Look, module: nn.Module) -> bool:
-    """Return True if the module is unchanged, which is faster than finding the change."""
+    """Return True if the module is unchanged; this is faster than finding the change."""
     own = module.__dict__
     parameters, buffers = own["_parameters"], own["_buffers"]
     hooks = (*own["_forward_pre_hooks"].items(), *own["_forward_hooks"].items())

@@ -21,7 +21,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class _Noted:
-    """Wrapper of a hook that records if the hook returned something."""
+    """Wrapper of a hook that records whether the hook returned something."""
 
     __slots__ = ("acting", "hook", "key")
 
@@ -50,7 +50,7 @@ class Listening:
             table[noted.key] = noted
 
     def stop(self) -> None:
-        """Put the hooks back, except those that were removed or replaced since."""
+        """Restore the original hooks, except those that were removed or replaced in the meantime."""
         for table, noted in reversed(self._noted):
             if table.get(noted.key) is noted:
                 table[noted.key] = noted.hook
@@ -76,7 +76,7 @@ def _without(silenced: list[tuple[Table, int, Callable[..., Any]]]) -> Iterator[
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing, as a hook."""
+    """Do nothing: a hook that stands in for one that is left out."""
 
 
 def _tables(modules: tuple[nn.Module, ...]) -> list[Table]:

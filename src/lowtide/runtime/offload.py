@@ -51,7 +51,7 @@ class Copying(Protocol):
         """Start a copy of `host` to the device."""
 
     def wait(self, token: object, data: Tensor) -> None:
-        """Order later work in this thread's computing stream after the copy of or to `data`."""
+        """Make later work in this thread's computing stream wait for the copy from or to `data`."""
 
 
 class CudaCopier:
@@ -81,12 +81,14 @@ class CudaCopier:
         event, then = token
         computing = torch.cuda.current_stream(self.device)
         computing.wait_event(event)
-        if computing != then:  # memory of the other stream, which must not reuse it while this one reads
+        if computing != then:  # keeps the other stream from reusing its memory while this one reads it
             data.record_stream(computing)
 
 
 class InTests:
-    """Copies on the CPU itself, to memory outside torch's allocator, which recorders take for host memory."""
+    """Copies on the CPU itself, for tests: to memory outside torch's allocator, which recorders take for host
+    memory.
+    """
 
     def out(self, data: Tensor) -> tuple[Tensor, object]:
         return torch.from_numpy(np.empty(data.shape, np.uint8)).copy_(data), None
@@ -100,7 +102,7 @@ class InTests:
 
 _gpus: dict[torch.device, CudaCopier] = {}
 _one_at_a_time = threading.RLock()
-"""Lock, because backward may run in several threads."""
+"""Lock for offloaded storages, because backward may run in several threads."""
 _Layout = tuple[torch.dtype, "Geometry"]
 
 
@@ -114,7 +116,7 @@ def copying_for(device: torch.device) -> Copying | None:
 
 
 class OffloadedStorage:
-    """One storage on its way to the host, on the host, or on its way back."""
+    """One offloaded storage, in any state: being copied to the host, on the host, or being copied back."""
 
     __slots__ = (
         "__weakref__",
@@ -125,7 +127,7 @@ class OffloadedStorage:
         "_leaving",
         "_out",
         "_spoiled",
-        "travellers",
+        "offloaded_values",
         "version",
     )
 
@@ -134,13 +136,13 @@ class OffloadedStorage:
         self._leaving: Tensor | None = None
         self._back: tuple[Tensor, object] | None = None
         self._spoiled = ""
-        """Reason why the host copy may differ from the saved tensor; empty if it does not."""
+        """Reason why the host copy may differ from the saved tensor; empty if there is none."""
         self.version = base._version
-        self._host, self._out = copying.out(bytes_of(base))  # may run out of host memory
+        self._host, self._out = copying.out(bytes_of(base))  # raises if host memory runs out
         self._leaving = base.detach()
         self._before = before
-        """The storage that left before this one."""
-        self.travellers: list[tuple[weakref.ref[Value], _Layout]] = []
+        """The storage that was offloaded before this one."""
+        self.offloaded_values: list[tuple[weakref.ref[Value], _Layout]] = []
         """Values in this storage, each with its dtype and geometry."""
 
     def settle(self) -> None:
@@ -157,9 +159,10 @@ class OffloadedStorage:
             self._back = self._copying.back(self._host)
 
     def arrive(self) -> Tensor:
-        """Return the bytes on the device, stored in the waiting values; start the copy back of the previous storage.
+        """Return the bytes, back on the device, and store them in the values that wait for them; start the copy back of
+        the storage that was offloaded before.
 
-        Raises RuntimeError if the tensor was changed in place while it left.
+        Raises RuntimeError if the tensor was changed in place during its copy to the host.
         """
         self.settle()
         if self._spoiled:
@@ -168,7 +171,7 @@ class OffloadedStorage:
         assert self._back is not None
         (data, token), self._back = self._back, None
         self._copying.wait(token, data)
-        for reference, layout in self.travellers:
+        for reference, layout in self.offloaded_values:
             if (there := reference()) is not None:
                 there.arrive(view_in(data, layout))
         before = None if self._before is None else self._before()
@@ -178,12 +181,12 @@ class OffloadedStorage:
 
     def awaited(self) -> bool:
         """Return True if a handle has still to read from this storage in this backward pass."""
-        there = (value for reference, _ in self.travellers if (value := reference()) is not None)
+        there = (value for reference, _ in self.offloaded_values if (value := reference()) is not None)
         number = backward_number()
         return any(v.tensor is None and (v.last_backward != number or v.reads < v.readers) for v in there)
 
     def __del__(self) -> None:
-        if self._back is not None:  # it was never read
+        if self._back is not None:  # the copy back was never read
             data, token = self._back
             self._copying.wait(token, data)
         if self._leaving is not None:
@@ -191,7 +194,7 @@ class OffloadedStorage:
 
 
 class Offloaded:
-    """Maker that fetches one tensor in an offloaded storage."""
+    """Recomputation of one value by fetching its storage from the host."""
 
     __slots__ = ("_layout", "_trip")
 
@@ -201,9 +204,11 @@ class Offloaded:
         self._trip, self._layout = trip, layout
 
     def make(self, value: Value) -> Tensor:
-        """Return the tensor, when its copy is back. Raises RuntimeError if it was changed in place while it left."""
+        """Return the tensor once its copy is back. Raises RuntimeError if it was changed in place during its copy to
+        the host.
+        """
         with _one_at_a_time:
-            if value.tensor is not None:  # another thread was faster
+            if value.tensor is not None:  # another thread has fetched it in the meantime
                 return value.tensor
             if values.probe is not None:
                 values.probe.making(self)
@@ -220,7 +225,7 @@ def bytes_of(base: Tensor) -> Tensor:
 
 
 def view_in(data: Tensor, layout: _Layout) -> Tensor:
-    """Return a tensor as a view of the bytes of its storage."""
+    """Return a tensor with this dtype and geometry, as a view of the bytes `data` of its storage."""
     dtype, (size, stride, offset) = layout
     return torch.empty(0, dtype=dtype, device=data.device).set_(data.untyped_storage(), offset, size, stride)
 
@@ -238,25 +243,27 @@ class OffloadQueue:
         copying = copying_for(base.device)
         if copying is None or isinstance(base, torch.nn.Parameter) or not is_plain(base) or not storage_id(base):
             return False
-        trip = self._trip_of(base)
+        trip = self._existing_storage(base)
         if trip is None:
             self.close()
             trip = self._leaving = OffloadedStorage(base, copying, self._before)
             self._before = weakref.ref(trip)
             self._known[storage_id(base)] = StorageWeakRef(base.untyped_storage()), self._before  # type: ignore[no-untyped-call]
         layout = base.dtype, (base.size(), base.stride(), int(base.storage_offset()))
-        trip.travellers.append((weakref.ref(value), layout))
+        trip.offloaded_values.append((weakref.ref(value), layout))
         value.tensor, value.version, value.maker = None, base._version, Offloaded(trip, layout)
         return True
 
-    def _trip_of(self, base: Tensor) -> OffloadedStorage | None:
-        """Return the existing trip of the storage of `base`. A weak reference keeps the storage's id from reuse."""
+    def _existing_storage(self, base: Tensor) -> OffloadedStorage | None:
+        """Return the OffloadedStorage that exists for the storage of `base`, if any. A weak reference keeps the
+        storage's id from reuse.
+        """
         known = self._known.get(storage_id(base))
         trip = None if known is None or known[0].expired() else known[1]()  # type: ignore[no-untyped-call]
         return trip if trip is not None and trip.version == base._version else None
 
     def close(self) -> None:
-        """Release the device memory of the last storage that left."""
+        """Release the device memory of the storage that was offloaded last."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             leaving.settle()

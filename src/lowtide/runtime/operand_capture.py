@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 Number = bool | int | float | complex
 NUMBERS = (int, float, complex)
-"""The types of `Number` for `isinstance`, which is slower with a union; a bool is an int."""
+"""Types of `Number` as a tuple, for `isinstance`, which is slower with a union. A bool is an int."""
 _KINDS = (*NUMBERS, Tensor)
 
 _BINARY = ("self", "other")
@@ -74,15 +74,15 @@ _SIZED_BY_CONTENTS: dict[Callable[..., Any], str] = {
     torch.Tensor.nonzero: "nonzero",
     torch.argwhere: "nonzero",
     torch.Tensor.argwhere: "nonzero",
-    torch.where: "nonzero",  # with a condition alone
+    torch.where: "nonzero",  # called with a condition only
     torch.masked_select: "masked_select",
     torch.Tensor.masked_select: "masked_select",
     torch.Tensor.__getitem__: "indexing with a mask",
-    torch.matrix_exp: "matrix_exp",  # of `parametrizations.orthogonal`: the larger its norm, the more terms
+    torch.matrix_exp: "matrix_exp",  # used by `parametrizations.orthogonal`; larger norms take more terms
     torch.linalg.matrix_exp: "matrix_exp",
     torch.Tensor.matrix_exp: "matrix_exp",
 }
-"""Operators whose memory depends on the contents of their arguments, with a description."""
+"""Operators whose memory depends on the contents of their arguments, each with a description."""
 
 _WATCHED = frozenset({*_OPERANDS, *_SIZED_BY_CONTENTS, F.scaled_dot_product_attention})
 
@@ -92,7 +92,7 @@ _NOTED = ("lowtide", "noted")
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 _SAVED = frozenset({"condition", "mask"})
-"""Names of operands of these operators that the node saves."""
+"""Names of those operands of these operators that the node saves."""
 
 
 class CaptureListener(Protocol):
@@ -102,7 +102,9 @@ class CaptureListener(Protocol):
         """Return the address of the module call in progress."""
 
     def unrecorded(self, operand: Tensor) -> tuple[CaptureSite, Value | None]:
-        """Return the place of an operand that autograd does not record, and a value that holds it if it is wanted."""
+        """Return the site of an operand that autograd does not record, and a value that holds it, if a recompute needs
+        one.
+        """
 
     def sized_by_contents(self, operator: str) -> None:
         """Report an operator whose memory depends on the contents of its arguments."""
@@ -114,7 +116,7 @@ class CaptureSite(NamedTuple):
     call: str
     """Address of the module call that contains the operator."""
     ordinal: int | None = None
-    """For tensors, which have to be held, the ordinal among those of the call."""
+    """Ordinal of a tensor, which has to be held, among the tensors captured in the call; None for a number."""
 
     def __str__(self) -> str:
         return self.call if self.ordinal is None else f"{self.call}+{self.ordinal}"
@@ -125,14 +127,16 @@ class CapturedOperand(NamedTuple):
 
     place: CaptureSite
     what: Number | Tensor | weakref.ref[Value]
-    """A number, a copy of a tensor of one element (later changes would go unnoticed), or a reference to a value."""
+    """A number, a copy of a tensor with one element (changes of the tensor itself would go unnoticed), or a reference
+    to a value.
+    """
 
 
 class Attention(NamedTuple):
     """A call of attention with a mask that autograd does not record."""
 
     first: int
-    """The sequence number of the first node that it makes."""
+    """Sequence number of the first node that the call makes."""
     place: CaptureSite
     mask: Value | None
     """The mask; None if each position attends to itself and those before it."""
@@ -186,7 +190,7 @@ class OperandCapture(TorchFunctionMode):
         node = out.grad_fn if isinstance(out, Tensor) else None
         if node is not None and _is_of(node, edges):
             metadata = node_metadata(node)
-            known = metadata.get(_NOTED)  # by the plan of an outer model
+            known = metadata.get(_NOTED)  # captured by the plan of an outer model
             if known is None:
                 known = metadata[_NOTED] = {}
             for name, operand in unrecorded:
@@ -195,7 +199,9 @@ class OperandCapture(TorchFunctionMode):
         return out
 
     def _note(self, operand: Number | Tensor, out: Tensor) -> CapturedOperand | None:
-        """Return an operand as it is stored; None for a tensor that can't be held, or that no recompute uses."""
+        """Return the operand in the form in which nodes store it; None for a tensor that can't be held, or that no
+        recompute uses.
+        """
         if not isinstance(operand, Tensor):
             return CapturedOperand(CaptureSite(self._listener.where()), operand)
         if operand.numel() == 1:
@@ -221,7 +227,7 @@ class OperandCapture(TorchFunctionMode):
 
 
 def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Return True if the call's memory depends on contents, as `_SIZED_BY_CONTENTS` allows."""
+    """Return True if the memory of this call of a function in `_SIZED_BY_CONTENTS` depends on contents."""
     if func is torch.Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else args[1:2]
         return any(isinstance(it, Tensor) and it.dtype in (torch.bool, torch.uint8) for it in index)
@@ -229,7 +235,7 @@ def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...]) -> boo
 
 
 def noted(node: Node, name: str) -> tuple[CaptureSite, Number | Tensor | Value] | None:
-    """Return the captured operand `name` of a node with its place; None if there is none, or its value is gone."""
+    """Return the captured operand `name` of a node with its site; None if there is none, or its value was freed."""
     known: dict[str, CapturedOperand] | None = node_metadata(node).get(_NOTED)
     captured = None if known is None else known.get(name)
     if captured is None:
@@ -239,12 +245,14 @@ def noted(node: Node, name: str) -> tuple[CaptureSite, Number | Tensor | Value] 
 
 
 def _is_worth_it(operand: Tensor, size: int) -> bool:
-    """Return True if an operand can be held, in less memory than a result of `size` elements."""
+    """Return True if an operand can be held, and takes less memory than a result of `size` elements."""
     return is_plain(operand) and not operand.is_inference() and 2 * operand.numel() <= size
 
 
 def _is_of(node: Node, edges: dict[str, tuple[Any, int] | None]) -> bool:
-    """Return True if a node is that of an operator whose operands had these edges, not of an operator around it."""
+    """Return True if the node is that of the operator with these operand edges, and not that of another operator around
+    it.
+    """
     recipe = RECIPES.get(node.name())
     if recipe is None:
         return False

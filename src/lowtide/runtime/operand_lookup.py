@@ -33,7 +33,7 @@ class OperandLookup:
         self.output, self.like = output, like
         self._edges: tuple[tuple[Node | None, int], ...] | None = None
         self.noted: frozenset[CaptureSite] = frozenset()
-        """Places of captured operands that the recompute has asked for."""
+        """Sites of the captured operands that the recompute needs."""
 
     @property
     def edges(self) -> tuple[tuple[Node | None, int], ...]:
@@ -49,7 +49,8 @@ class OperandLookup:
             if isinstance(data, Handle):
                 if not data.value.partial:
                     return Handle(data.value, data.view)
-            elif data is not None and slot.unpack_hook is None:  # autograd's: as backward will read it
+            elif data is not None and slot.unpack_hook is None:
+                # a tensor that autograd holds, as backward will read it
                 try:
                     own = getattr(self.node, SAVED + name)
                 except RuntimeError as error:
@@ -77,7 +78,7 @@ class OperandLookup:
         raise CannotRecompute(f"{self.node.name()} does not record {name}")
 
     def operands(self, name: str) -> list[Handle | None]:
-        """Return a list of tensors: as saved, or from every input edge."""
+        """Return the operands of a list parameter: saved tensors, or the values on every input edge."""
         saved = self.saved(name)
         if saved is not None:
             return [None if item is None else claim(item) for item in saved]
@@ -134,7 +135,7 @@ class OperandLookup:
         if saved_slot(self.node, SAVED + partner) is not None:
             return self.saved(partner) is None
         sizes = self.constant(partner)
-        return not sizes or not any(sizes)  # (0,) for no bias
+        return not sizes or not any(sizes)  # (0,) stands for no bias
 
     def owned(self, name: str) -> Any:
         """Return the attribute `name` of the modules that own the recipe's parameter; None if they disagree."""
@@ -149,7 +150,7 @@ class OperandLookup:
         edge = self.recipe.edges.get(name)
         if edge is not None and (leaf := leaf_behind(self.edges[edge][0])):
             return leaf
-        handle = self.saved(name)  # a frozen parameter, if Lowtide's hook has seen it
+        handle = self.saved(name)  # a frozen parameter that Lowtide's hook has seen
         if not isinstance(handle, Handle):
             return 0
         handle.value.need()
@@ -200,7 +201,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def shape_on(edge: tuple[Node | None, int]) -> torch.Size:
-    """Return the shape of the tensor that flowed along an edge."""
+    """Return the shape of the forward tensor that belongs to an edge."""
     node, output = edge
     assert node is not None
     leaf = getattr(node, "variable", None)

@@ -22,7 +22,7 @@ _NO_WRITERS = frozenset({
     "as_strided_", "detach_", "rename_", "requires_grad_", "share_memory_", "squeeze_", "swapaxes_", "swapdims_", "t_",
     "transpose_", "unsqueeze_",
 })  # fmt: skip
-"""Methods that change what is known about a tensor, not its contents."""
+"""Methods that change a tensor's metadata, not its contents."""
 
 
 def writers() -> list[str]:
@@ -58,7 +58,7 @@ def _reporting(name: str, own: Callable[..., Any], writes: Callable[[Tensor, str
     def method(parameter: Tensor, /, *args: Any, **kwargs: Any) -> Any:
         global watched
         if watched and not is_compiling_here():
-            watched = False  # first, as another thread may set it meanwhile
+            watched = False  # cleared before the call, because another thread may set it during the call
             if writes(parameter, name):
                 watched = True
         return own(parameter, *args, **kwargs)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 MOST_PATHS = 4
-"""Runs in which the path to a recompute's operands is remembered anew; a structure that changes on is searched."""
+"""Most runs in which the path to a recompute's operands is remembered anew. After that every run searches for them."""
 
 
 class Decision:
@@ -28,7 +28,7 @@ class Decision:
         self.lengths: set[int] = set()
         """Numbers of nodes that the recompute visited in runs whose hooks saw every saved tensor."""
         self.path: RecomputePath | None = None
-        """The way to the operands in the latest run that had to search for them."""
+        """Path to the operands, from the latest run that had to search for them."""
         self.n_paths = 0
         """Number of runs that had to search: after `MOST_PATHS` all do."""
 
@@ -49,7 +49,7 @@ class Actions:
         self.noted: set[int] = set()
         """Ordinals of the captured tensors that are held."""
         self.shape = False
-        """True if only the shape of an input is held once the call is over."""
+        """True if only the shape of an input is held after the call."""
 
     def moved(self, path: str, to: str) -> Actions:
         """Return the same decisions for a module at another path."""
@@ -86,7 +86,7 @@ class NeededSlots:
         for seam, calls in needed.items():
             known = self.by_call.setdefault(seam, {})
             for number, ordinals in calls.items():
-                decided = seam.actions[plan].get(number, NO_ACTIONS).recompute  # also those that other hooks packed
+                decided = seam.actions[plan].get(number, NO_ACTIONS).recompute  # includes slots that other hooks packed
                 known[number] = known.get(number, set()) | ordinals | decided.keys()
         self.idle = frozenset(
             seam

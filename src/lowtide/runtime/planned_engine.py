@@ -26,7 +26,9 @@ def table_of(decided: Decided) -> dict[str, dict[int, Actions]]:
 
 
 def most_elements(plan: Plan) -> float:
-    """Return the elements of the largest call that `plan` is for; infinity if the plan does not say."""
+    """Return the number of elements in the arguments of the largest call that `plan` is for; infinity if it names no
+    shapes.
+    """
     return max((elements(shapes_in(words)) for words in plan.input_shapes), default=inf)
 
 
@@ -52,14 +54,17 @@ class Planned(Engine):
             tables = [with_like_blocks(model, table) for table in tables]
         super().__init__(model, *tables, in_place=[each.in_place for each in decided])
         self.builder.implementations = shared_implementations(plans)
-        self.learns = not any(plan.draws for plan in plans)  # runs that draw their blocks have no structure to learn
+        # where blocks are drawn at random, no two runs need the same tensors
+        self.learns = not any(plan.draws for plan in plans)
         self.excluded_modules = frozenset(path for plan in plans for path in plan.excluded_modules)
         self.ambiguous_addresses = frozenset(address for plan in plans for address in plan.ambiguous_addresses)
         self.of_a_part: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None
         """Function called with the arguments of a part of the model that a step calls directly."""
         self._most = [most_elements(plan) for plan in plans]
         self._saves_most_from = inf
-        """Elements of the smallest call that runs under the last table: one of that size ran out of memory."""
+        """Number of elements from which on calls run under the plan with the smallest peak, because a call of that size
+        ran out of memory.
+        """
 
     def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the plan for the number of elements passed to a call; the fallback if it exceeds all rehearsed ones.
@@ -75,7 +80,9 @@ class Planned(Engine):
         return 0
 
     def save_most(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Use the plan with the smallest peak from now on for calls of this size and more; False if it is used now."""
+        """Use the plan with the smallest peak for calls of this size and larger from now on; return False if it is in
+        use already.
+        """
         n_elements = elements(shapes_of(args, kwargs))
         if len(self.tables) == 1 or n_elements >= self._saves_most_from or n_elements > self._most[-1]:
             return False
@@ -83,4 +90,4 @@ class Planned(Engine):
         return True
 
     def keeps_all(self, plan: int) -> bool:
-        return not self.tables[plan] and values.observer_of(self) is None  # an observer is told of kept tensors, too
+        return not self.tables[plan] and values.observer_of(self) is None  # observers get kept tensors, too

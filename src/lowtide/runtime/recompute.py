@@ -52,16 +52,18 @@ class _FieldsInPython:
         self.recipe = recipe
         self.operands = operands
         self.places = places
-        """Positions in `operands`, by the recipe's parameters; None if these are the operands in their order."""
+        """For each parameter of the recipe its positions in `operands`; None if the parameters are the operands in
+        order.
+        """
         self.constants = constants
         self.stride = stride
-        """Strides that the result must have; None if no reader uses a geometry of its own."""
+        """Strides that the result must have; None if no view of it is read."""
         self.noted = noted
-        """Places of the captured operands, which autograd does not record."""
+        """Sites of the captured operands, which autograd does not record."""
         self.sharded: tuple[Handle, ...] = ()
         """Operands that are parameters, if these may be sharded over processes."""
         self.over: Value | None = None
-        """The operand that the latest result was written over."""
+        """The operand that the latest result has overwritten, if any."""
         self.has_passed = False
         """True if the result may be written over an operand that is recomputed only for it."""
         if recipe.into:
@@ -76,7 +78,7 @@ else:
 
 
 class Recompute(RecomputeFields):
-    """A pending run of a recipe. While it is pending, its handles are unread readers of its operands."""
+    """Run of a recipe that is still to come. Until it has run, its handles count as unread readers of its operands."""
 
     __slots__ = ("__weakref__",)
 
@@ -121,14 +123,16 @@ class Recompute(RecomputeFields):
         if self.stride is not None and (result.stride() != self.stride or result.storage_offset()):
             result = lay_out(result, self.stride)
         if value.version not in (-1, result._version):
-            set_version(result, value.version)  # the reader may save it again, as a backward with create_graph does
+            # the reader may save the result again, as a backward with create_graph does
+            set_version(result, value.version)
         if values.probe is not None:
             values.probe.made(self, (result,))
         value.arrive(result)
         return result
 
     def spare(self, tensors: list[Tensor | None]) -> dict[str, Tensor]:
-        """Return as the recipe's `out` an operand that was recomputed only for this result, if one is suitable.
+        """Return the argument `out` for the recipe: an operand that was recomputed only for this result, if one is
+        suitable; else no argument.
 
         That halves the memory traffic through a processor's caches, and saves one tensor.
         """
@@ -148,7 +152,7 @@ def in_order(
 ) -> tuple[tuple[Handle | None, ...], dict[str, int | slice] | None]:
     """Return all operands in one tuple, and the positions of each argument in it; None if they are its parameters."""
     if not recipe.lists and len(arguments) == len(recipe.operands):  # numbers are constants
-        return tuple(arguments.values()), None  # type: ignore[arg-type]  # no lists
+        return tuple(arguments.values()), None  # type: ignore[arg-type]  # the recipe takes no lists
     operands: list[Handle | None] = []
     places: dict[str, int | slice] = {}
     for name, argument in arguments.items():
@@ -202,12 +206,14 @@ def certain(value: Value) -> bool:
 
 
 def is_plain_mode() -> bool:
-    """Return True if neither gradients are recorded nor autocast is on."""
+    """Return True if gradients are not recorded and autocast is off."""
     return not torch.is_grad_enabled() and not any_autocast()
 
 
 def plain() -> contextlib.AbstractContextManager[Any]:
-    """Turn gradients and autocast off: recorded operators run as they did, whatever surrounds backward."""
+    """Turn gradients and autocast off inside this `with` block, because recorded nodes are of operators as autocast
+    called them.
+    """
     if is_plain_mode():
         return _NOTHING
     stack = contextlib.ExitStack()

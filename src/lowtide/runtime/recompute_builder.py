@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _UNRECORDED: Final = object()
 
 MAX_CHAIN = 32
-"""Nodes that one recompute may visit before it reaches a held value."""
+"""Most nodes that one recompute may visit before it reaches a held value."""
 
 
 class ParameterOwners:
@@ -65,18 +65,20 @@ def makes_anew(node: str) -> bool:
 
 
 _RARELY_IN_PLACE = frozenset({"addmm", "baddbmm", "addmv"})
-"""Operators that linear layers call out of place; `x.addmm_(a, b)` is rare."""
+"""Nodes of operators that may be in place but rarely are: linear layers call them out of place."""
 
 
 class Builder:
-    """Search for a recipe's inputs: on the node, its input edges, captured operands, or a parameter's module."""
+    """Search for the inputs of recipes: on the node, on its input edges, among captured operands, on a parameter's
+    module.
+    """
 
     __slots__ = ("describes", "implementations", "length", "owners", "paths")
 
     def __init__(self, owners: ParameterOwners) -> None:
         self.owners = owners
         self.implementations: Mapping[str, str] = {}
-        """Names of the recipes' implementations by node, where it is not the first one."""
+        """Name of the recipe's implementation, for each kind of node for which it is not the first one."""
         self.length = 0
         """Number of nodes visited."""
         self.describes = False
@@ -84,11 +86,13 @@ class Builder:
         """Paths of the values that the latest call of `path_to` has made."""
 
     def path_to(self, node: Node, output: int, like: Tensor) -> tuple[Value, RecomputePath | None]:
-        """Return what `recompute` does, and the path to its operands; None if it is none of the common ones."""
+        """Return the value that `recompute` returns, and the path to its operands; None if that is not a common
+        path.
+        """
         self.describes = True
         try:
             value = self.recompute(node, output, like)
-            return value, self.paths.get(value)  # the forward of another thread may have cleared them
+            return value, self.paths.get(value)  # the forward of another thread may have cleared the paths
         finally:
             self.describes = False
             self.paths.clear()
@@ -101,7 +105,8 @@ class Builder:
         """
         self.length += 1
         kind = node.name()
-        recipe = RECIPES.get(kind) if like is None else self.recipe_of(kind)  # others are audited on saved tensors only
+        # other implementations are audited on saved tensors only
+        recipe = RECIPES.get(kind) if like is None else self.recipe_of(kind)
         if recipe is None:
             raise CannotRecompute(f"no recipe for {kind}")
         if output and not recipe.several:

@@ -1,8 +1,9 @@
-"""The way to the operands of one recompute, by position: nothing is looked for again in steps of the same structure.
+"""Path to the operands of one recompute, by position, so that steps of the same structure do not search for them again.
 
 The builder (`recompute_builder.py`) searches for each operand: in the node's slots, on its edges, among captured
-operands. A path remembers where it found each: "slot `self`", "edge 0". The next step follows the path, checks at each
-turn that the node is of the same kind and has the same there, and gives up otherwise; then the builder searches again.
+operands. A path remembers where the builder found each: "slot `self`", "edge 0". The next step follows the path and
+checks at each turn that the node is of the same kind and has the same kind of operand there; if not, the builder
+searches again.
 Constants, versions and values are always read from the node at hand.
 """
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.recompute_builder import Builder
 
 ABSENT: Final = 0
-"""No operand: the recipe does without it where a constant is true."""
+"""No operand: the recipe takes None where a certain constant is true."""
 SLOT: Final = 1
 """The tensor that the node has saved."""
 EDGE: Final = 2
@@ -40,18 +41,18 @@ CAPTURED: Final = 5
 
 
 class Turn(NamedTuple):
-    """The place of one operand."""
+    """Place at which one operand is found."""
 
     kind: int
     name: str
     empty: str = ""
-    """Attribute of a slot that has to be empty: it would come first."""
+    """Attribute of a slot that has to be empty, because the builder would take its content first."""
     edge: int = 0
     path: RecomputePath | None = None
 
 
 class RecomputePath:
-    """The places of one node's operands and constants."""
+    """Places of the operands and constants of one node."""
 
     __slots__ = ("computed", "is_common", "kind", "numbers", "owned", "places", "recipe", "recorded", "turns")
 
@@ -69,9 +70,9 @@ class RecomputePath:
         self.numbers: list[str] = []
         """Captured operands that are numbers."""
         self.places = places
-        """Positions among the operands, by the recipe's parameters: see `Recompute`."""
+        """For each parameter of the recipe its positions among the operands, as in `Recompute`."""
         self.is_common = False
-        """True if the compiled hooks can follow it."""
+        """True if the compiled hooks can follow the path."""
 
     def follow(self, builder: Builder, node: Node, output: int, like: Tensor | None) -> Value | None:
         """Return a value that recomputes the output of `node`, as the builder would; None if the path has changed."""
@@ -162,7 +163,7 @@ def in_slot(node: Node, name: str) -> Handle | None:
     if slot.unpack_hook is None:
         try:
             return claim(getattr(node, SAVED + name))
-        except RuntimeError:  # it has been written to
+        except RuntimeError:  # the tensor has been written to
             return None
     if slot.unpack_hook is unpack and data[0]._version == data[1]:
         return claim(data[0])
@@ -177,7 +178,7 @@ def describe(
     constants: Mapping[str, Any],
     places: dict[str, int | slice] | None,
 ) -> RecomputePath | None:
-    """Return the path on which the builder has found these operands; None if it is none of the common ones."""
+    """Return the path on which the builder has found these operands; None if it is not a common one."""
     if recipe.lists or builder.owners.sharded:
         return None
     turns = []

@@ -1,12 +1,12 @@
 """Replay of a module call, when backward first needs a tensor that the call saved.
 
-Replays serve operators without a recipe: decomposed activations, custom functions, random masks; and the insides of
-whole blocks. The second run sees exactly the state of the first one and leaves no trace (`call_context.py`,
+Replays restore the tensors of operators without a recipe (decomposed activations, custom functions, random masks) and
+of whole blocks. The second run sees exactly the state of the first one and leaves no trace (`call_context.py`,
 `call_arguments.py`, `module_hooks.py`). It stops as soon as the last needed tensor is available, so that the products
 at a block's end are not repeated; after a constant that the block made, at the next operator that saves a tensor.
 
 Replays nest. The arguments of a replayed call inside another one are saved tensors of the outer one: its replay brings
-them back, and the inner call's saved tensors are left to its own replay. Places are counted alike in both runs.
+them back, and the inner call's saved tensors are left to its own replay. Both runs number saved tensors alike.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from lowtide._torch.compiled_code import never_compiled
 from lowtide._torch.modes import hooks_but_in_transforms
 from lowtide._torch.nodes import next_sequence_number
-from lowtide._torch.privateuse1 import without_aside
+from lowtide._torch.privateuse1 import without_overrides
 from lowtide._torch.tensors import base_of, storage_id
 from lowtide.errors import ReplayMismatch
 from lowtide.runtime import module_hooks as hooks
@@ -88,7 +88,7 @@ class ReplayFrame:
         self.arguments = Arguments(args, kwargs, hold)
         self.call_context = CallContext(seam.reach, self.arguments.devices, self.arguments.generators)
         self.count = 0
-        """Number of tensors saved since the call began."""
+        """Number of tensors that the call has saved so far."""
         self.values: dict[int, weakref.ref[Value]] = {}
         """Values that a replay brings back, by their place among the saved tensors."""
         self.nested: list[tuple[CallInterceptor, bool]] = []
@@ -131,7 +131,7 @@ class ReplayFrame:
         """Return True if an object outside its runs refers to their tensors, recorded since `held` was set."""
         held = self.held or []
         if any(reference() is not None for reference in held):
-            gc.collect()  # a run's garbage may need a collection
+            gc.collect()  # garbage of the runs may need a collection
         return any(reference() is not None for reference in held)
 
     @property
@@ -148,7 +148,7 @@ class ReplayFrame:
     def adopt(self, value: Value, tensor: Tensor, base: Tensor, *, passing: bool) -> None:
         """Bring back a value that was left to the replay of an inner call, and is now saved outside that call.
 
-        Likewise for a value that only passed through other recomputes so far.
+        With `passing` the value was only an intermediate of other recomputes so far.
         """
         inside = isinstance(value.maker, ReplayFrame) and value.maker is not self and self.encloses(value.maker)
         if passing or inside:
@@ -176,7 +176,7 @@ class ReplayFrame:
     def make(self, value: Value) -> Tensor:
         """Run the call again, and store every value that an unread handle needs."""
         with one_at_a_time:
-            if value.tensor is not None:  # another thread was faster
+            if value.tensor is not None:  # another thread has made it in the meantime
                 return value.tensor
             if values.probe is not None:
                 values.probe.making(self)
@@ -201,7 +201,8 @@ class ReplayFrame:
         return tensors
 
     def look(self, at: Callable[[int, Tensor], object]) -> None:
-        """Run the call again and pass each tensor of `catch` to `at`, when the operator that saves it is over.
+        """Run the call again and pass each tensor that `catch` returns to `at`, once the operator that saves it is
+        done.
 
         Raises ReplayMismatch if the call saves other tensors, RuntimeError if an argument, parameter or buffer has
         changed.
@@ -242,7 +243,7 @@ class ReplayFrame:
                 raise Overwritten(value.tensor, value.version, str(seam), type(seam.module))
         args, kwargs = self.arguments.again(operands)
         with (
-            without_aside(),
+            without_overrides(),
             run_again(reach.units) if reach.units else _NOTHING,
             self.call_context.again(),
             hooks.only(self._listening.acting, reach.modules),
@@ -276,13 +277,15 @@ class ReplayFrame:
 
 
 class Token:
-    """A placeholder for a saved tensor of a trial run, never read: it shows if the tensor would outlive the run."""
+    """Placeholder for a saved tensor of a trial run. It is never read; it is alive as long as the saved tensor would
+    be.
+    """
 
     __slots__ = ("__weakref__",)
 
 
 class _Reexecution:
-    """A second run in progress. Its saved tensors are read only if it runs backward inside its forward."""
+    """Second run of a call in progress. Its saved tensors are read only if it runs backward inside its forward."""
 
     idle: ClassVar[frozenset[CallInterceptor]] = frozenset()
 
@@ -320,13 +323,15 @@ class _ReplayRun(_Reexecution):
         super().__init__(frame)
         self.handed_over: set[int] = set()
         self._fresh: dict[int, Tensor] = {}
-        """Tensors saved by the operator in progress, which may yet write to them."""
+        """Tensors saved by the operator in progress, by place. The operator may still write to them."""
         self._wanted, self._at = wanted, at
         self._last = max(wanted)
         self._nested = iter(frame.nested)
         self._place = -1
         self._operator, self._is_complete = -1, True
-        """The last operator that saved a tensor, by the next node's sequence number, and if its tensors are final."""
+        """Sequence number that tells the last operator that saved a tensor from others, and True if its tensors are
+        final.
+        """
         self._inside_another = False
 
     def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -367,7 +372,7 @@ class _ReplayRun(_Reexecution):
         A tensor that an operator is to write, such as RReLU's noise, is saved before it is written. Then it has no
         history, and is no view.
         """
-        operator = next_sequence_number()  # of the next node: constant within one operator
+        operator = next_sequence_number()  # number of the next node, which is constant within one operator
         if is_complete or operator != self._operator:
             if self._place >= self._last:
                 raise _StopReplay

@@ -19,7 +19,7 @@ Geometry = tuple["torch.Size", tuple[int, ...], int]
 """Size, stride and storage offset of a view, in elements."""
 
 NEVER = -2
-"""Number of no pass: backward numbers its passes from 0, and outside any pass the number is -1."""
+"""Number that stands for no pass: backward numbers its passes from 0, and outside of any pass the number is -1."""
 
 
 class ValueFields:
@@ -49,13 +49,17 @@ class ValueFields:
         self.passing = False
         """True if only recomputes, never autograd, have read this value."""
         self.partial = False
-        """True if it holds, or will hold, only the part that its reader needs: no recompute can use it."""
+        """True if the value holds only the part of the tensor that its reader needs, so that no recompute can use
+        it.
+        """
         self.leaf = 0
-        """`id` of the parameter that this is; 0 for anything else."""
+        """`id` of the parameter that the value is; 0 for any other value."""
         self.original: weakref.ref[Tensor] | None = None
         """The original tensor, if a recompute reads it and autograd has not saved it for that."""
         self.places: list[tuple[set[int], int]] | None = None
-        """Sets of needed ordinals that are being learnt, with this value's ordinal in each: see `need`."""
+        """Sets of needed ordinals that are being learnt, each with the ordinal of this value in that call
+        (`Value.need`).
+        """
         self.readers = 0
         """Number of handles."""
         self.reads = 0
@@ -71,7 +75,9 @@ class HandleFields:
     def __init__(self, value: Any, view: Geometry | Tensor | None = None) -> None:
         self.value = value
         self.view = view
-        """Geometry within the value; for a kept one also the view itself, which is faster to hold than to take."""
+        """Geometry of the view within the value; for a kept value the view itself, because holding it is faster than
+        taking it.
+        """
         self.last_backward = NEVER
         """The backward pass that read it last."""
         value.readers += 1
@@ -127,7 +133,7 @@ def materialize(value: Any) -> Tensor:
         for operand in maker.operands:
             if operand is not None:
                 if operand.last_backward != NEVER:
-                    operand.wait()  # so that its recomputed value stays until it is read
+                    operand.wait()  # unread, so that the recomputed value stays until it is read
                 if operand.value.tensor is None:
                     missing.append(operand.value)
         if missing:

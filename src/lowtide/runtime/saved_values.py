@@ -24,7 +24,7 @@ from lowtide._torch.nodes import node_metadata, saved_slot
 from lowtide.runtime.saved_fields import NEVER, changed_in_place, materialize
 
 native: Any = load()
-"""The compiled hooks; None if those in Python are used."""
+"""Module of the compiled hooks; None if the hooks in Python are used."""
 if TYPE_CHECKING or native is None:
     from lowtide.runtime.saved_fields import HandleFields, ValueFields
 else:
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from lowtide.runtime.operand_capture import CaptureSite
 
 SEED_BYTES = 64
-"""Most bytes of a tensor without a node that is kept although a replay could bring it back, such as a seed. On a GPU
-attention's kernels save their seeds even if they have drawn no numbers; then the seeds are uninitialised.
+"""Most bytes of a tensor without a node, such as a seed, that is kept although a replay could bring it back. On a GPU,
+kernels of attention save their seeds even if they have drawn no numbers; the seeds are uninitialised then.
 """
 
 KeptTensor = tuple["Tensor", int]
@@ -54,10 +54,10 @@ class Recomputation(Protocol):
 
     @property
     def operands(self) -> Iterable[Handle | None]:
-        """Return the operands, which have to be available first."""
+        """Return the operands, which have to be available before `make`."""
 
     def make(self, value: Value) -> Tensor:
-        """Return the value's tensor. Other values that come with it `arrive`."""
+        """Return the value's tensor, and store other values that come with it by `Value.arrive`."""
 
 
 class Value(ValueFields):
@@ -90,7 +90,7 @@ class Value(ValueFields):
         self.places.append((needed, ordinal))
 
     def need(self) -> None:
-        """Make later runs' hooks see the saved tensors that are this value."""
+        """Make the hooks of later runs see the saved tensors that are this value."""
         for needed, ordinal in self.places or ():
             needed.add(ordinal)
         self.places = None
@@ -165,7 +165,7 @@ def unpack_in_python(handle: Handle | KeptTensor) -> Tensor:
     if observer is None:
         return handle.get()
     if not observer.has_packed(handle):
-        probe = None  # nor is it told of recomputes for this handle
+        probe = None  # it does not observe recomputes for this handle either
         try:
             return handle.get()
         finally:

@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 LEADING: Final = {3: 1, 4: 2, 5: 2}
 """Dimensions of batch and channels, by the number of all dimensions of a pooling layer's result."""
 SIZES: Final = ((torch.uint8, 2**8), (torch.int16, 2**15), (torch.int32, 2**31))
-"""Types, and the number of integers from 0 on that each holds."""
+"""Integer types, the smallest first, each with the number of integers from 0 on that it holds."""
 LOWEST: Final = torch.int32
 """Type of the lowest index at each point."""
 
 
 def offsets_of(tensor: Tensor) -> dict[str, Any]:
-    """Return the constants from which `FROM_OFFSETS` makes `tensor`. Raises CannotRecompute if that saves nothing."""
+    """Return the arguments with which the recipe `FROM_OFFSETS` restores `tensor`. Raises CannotRecompute if that saves
+    nothing.
+    """
     if tensor.dtype is not torch.int64 or tensor.dim() not in LEADING or tensor.requires_grad or not is_whole(tensor):
         raise CannotRecompute("it does not hold indices as pooling saves them")
     if tensor.nbytes < LEAST_BYTES:
@@ -61,7 +63,9 @@ def offsets_of(tensor: Tensor) -> dict[str, Any]:
 
 
 def _extremes(tensor: Tensor, dims: tuple[int, ...]) -> tuple[Any, Any]:
-    """Return the lowest and the highest index at each point: on a CPU in memory of numpy, which no recording sees."""
+    """Return the lowest and the highest index at each point; on a CPU in memory of NumPy, which recordings do not
+    count.
+    """
     if tensor.device.type == "cpu":
         array = np.from_dlpack(tensor)
         return array.min(axis=dims, keepdims=True), array.max(axis=dims, keepdims=True)

@@ -30,7 +30,7 @@ def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) 
     buckets, also those of other models: no Python object holds them.
     """
     optimizers, there = list(optimizers), place_of(model)
-    # Without a process group none has buckets, and the search takes its time.
+    # Without a process group no wrapper has buckets, and the search takes time.
     in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
     wrappers = live_objects(DistributedDataParallel) if in_group else []
     updated = [p for o in optimizers for group in o.param_groups for p in group["params"]]

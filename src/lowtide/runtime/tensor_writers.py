@@ -1,4 +1,5 @@
-"""Writers to tensors that recomputes and replays read again in backward, and that autograd does not watch.
+"""Code that writes between forward and backward to tensors that recomputes and replays read again, and whose versions
+autograd does not check.
 
 Autograd checks the version of each tensor that it has saved. A recompute also reads others, such as a bias, rows of an
 embedding, or an added mask; and a replay reads every parameter of its call. A plain step tolerates a write to one of
@@ -38,7 +39,9 @@ _overwritten: dict[int, weakref.ref[Tensor]] = {}
 
 
 class Overwritten(RuntimeError):
-    """Write between forward and backward, as in no earlier step, to a tensor that a recompute or replay reads."""
+    """Error for a write, between forward and backward, to a tensor that a recompute or replay reads; no earlier step
+    had it.
+    """
 
     def __init__(self, tensor: Tensor, version: int, reader: str, module_class: type | None = None) -> None:
         name = next((name for relied_on in _watching if (name := relied_on.name_of(tensor))), "it")
@@ -52,9 +55,9 @@ class Overwritten(RuntimeError):
             "  Write to it after backward, or fit (rehearse and plan) in a step that writes to it."
         )
         self.module_class = module_class
-        """The class of the module that was to run again, if a replay failed."""
+        """Class of the module that could not be run again, if a replay failed."""
         self.is_of_parameter = False
-        """True if it is a parameter that recomputes will not use any more."""
+        """True if the tensor is a parameter, which recomputes will not use from now on."""
 
 
 _FEW = 256
@@ -64,13 +67,17 @@ class ReliedOn:
     """Tensors that the recomputes and replays of one plan will read, and that stay in memory anyway."""
 
     def __init__(self, say: Callable[[Tensor, str], object], name_of: Callable[[Tensor], str | None]) -> None:
-        """Begin empty. `say` is called with each copied tensor and its writer; `name_of` names the model's tensors."""
+        """Begin without tensors. `say` is called with each copied tensor and its writer; `name_of` names the model's
+        tensors.
+        """
         self.name_of = name_of
         self.takes_values = True
         """True if recomputes will really run, not only on trial."""
         self.frames: weakref.WeakSet[ReplayFrame] = weakref.WeakSet()
         self._values: list[weakref.ref[Value]] = []
-        """References, some of them dead. A WeakSet, without dead entries, costs more time than a value is worth."""
+        """Weak references to values, some of them dead. A WeakSet would drop dead ones, but takes more time for each
+        value.
+        """
         self._most = _FEW
         self._say = say
         self._stop: Callable[[], object] = lambda: None
@@ -121,7 +128,9 @@ class ReliedOn:
         self._stop()
 
     def before_write(self, storages: set[int], writer: str, *, is_habit: bool = False) -> None:
-        """Copy tensors in this memory, which is about to be written to; if `is_habit`, recomputes avoid them later."""
+        """Copy tensors in these storages, which `writer` is about to write to. If `is_habit`, no recompute uses them
+        from then on.
+        """
         storages = storages - {0}
         copies: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -151,12 +160,12 @@ class ReliedOn:
 
 _watching: weakref.WeakSet[ReliedOn] = weakref.WeakSet()
 _undo: list[Callable[[], None]] = []
-"""Functions that end the watch for optimizer updates, while anything is watched."""
+"""Functions that end the watch for writers; empty while no plan has tensors to watch."""
 
 
 def _leave(stop: Callable[[], None]) -> None:
     stop()
-    while _undo and not [*_watching]:  # its len counts this one yet
+    while _undo and not [*_watching]:  # `self` still counts in its length
         _undo.pop()()
 
 

@@ -26,7 +26,7 @@ def whole(tensor: Tensor) -> tuple[Tensor, Node | None, int]:
 
 
 def producer(tensor: Tensor) -> tuple[Tensor, Node | None, int, Geometry | None]:
-    """Return the base, node and output number of `whole`, and the geometry of `tensor` in it; None without a view."""
+    """Return what `whole` returns, and the geometry of `tensor` in that base; None if it is not a view."""
     base, node, output = whole(tensor)
     view = None if base is tensor else (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
     return base, node, output, view
@@ -35,8 +35,8 @@ def producer(tensor: Tensor) -> tuple[Tensor, Node | None, int, Geometry | None]
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """Return the same elements with these strides, from the beginning of a storage, as saved geometries assume.
 
-    A recipe returns another layout than the op did if the op was given one that autograd does not record
-    (`contiguous()`).
+    A recipe returns another layout than the operator did if the operator got one that autograd does not record, as in
+    `contiguous()`.
     """
     if not tensor.storage_offset():
         if tensor.stride() == stride:

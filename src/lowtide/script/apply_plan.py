@@ -68,7 +68,7 @@ class Applying(PlanMonitor):
         if self._applied is None:
             self._n_others += 1
             if is_of_parts(self._plan.fingerprint) and type(model) is not CompositeModel and self._n_others < PATIENCE:
-                return  # models that take turns are recognised only later
+                return  # models that take turns are recognised later
             raise StalePlan(
                 f"this plan is not for the {name_of(model)} that the script trains.",
                 differences=self._differences,

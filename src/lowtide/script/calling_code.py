@@ -18,7 +18,7 @@ _OTHERS = ("torch.", "lowtide.", "importlib")
 _BLOCKS = (*_OTHERS, "contextlib")
 
 _outermost: list[CodeType] = []
-"""Functions at which the search for variables ends: their blocks contain the steps that are detected."""
+"""Functions at which the search for variables ends, because the detected steps are in a `with` block of theirs."""
 
 
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def as_far_as() -> Iterator[None]:
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_BLOCKS):
         frame = frame.f_back
     codes = [] if frame is None else [frame.f_code]
-    del frame  # the frame would hold the function's variables
+    del frame  # the code object, because the frame would keep the function's variables alive
     _outermost.extend(codes)
     try:
         yield

@@ -27,13 +27,13 @@ class _Detector(Protocol):
 
 
 def watch_compiled_functions(detector: _Detector) -> Callable[[], None]:
-    """Make functions that torch.compile returns call the detector, until the function returned here is called."""
+    """Make functions that torch.compile returns pass their calls to the detector. Return a function that ends this."""
     reference: weakref.ref[_Detector] | None = weakref.ref(detector)
 
     def compiles(plain: Callable[..., Any], model: Any = None, **settings: Any) -> Any:
         made = plain(model, **settings)
         if model is None or isinstance(model, nn.Module) or not callable(model):
-            return made  # a decorator calls torch.compile anew
+            return made  # the decorator form calls torch.compile a second time, with the function
 
         @functools.wraps(made)
         def watched(*args: Any, **kwargs: Any) -> Any:

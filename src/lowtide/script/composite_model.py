@@ -1,4 +1,6 @@
-"""Models that are not called as a whole: an encoder and a decoder, the two of a GAN, a frozen model and a prompt."""
+"""Models that are not called as a whole: an encoder and a decoder, the two models of a GAN, a frozen model and a
+prompt.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def name_of(model: nn.Module) -> str:
     """Return the name of the model's class, or those of its parts."""
     if type(model) is CompositeModel:
         return " and ".join(model._modules)
-    return type(getattr(model, "_orig_mod", model)).__name__  # as torch.compile names the model that it wraps
+    # the attribute in which torch.compile puts the model that it wraps
+    return type(getattr(model, "_orig_mod", model)).__name__
 
 
 def is_of_parts(fingerprint: Fingerprint) -> bool:

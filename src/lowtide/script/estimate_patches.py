@@ -47,7 +47,7 @@ def nothing_saved(listener: Estimating) -> Iterator[None]:
 
 @contextlib.contextmanager
 def steps_of_a_script(listener: Estimating) -> Iterator[None]:
-    """Tell `listener` of backward passes and checkpoints. Compilation is skipped: the operators themselves run."""
+    """Report backward passes and checkpoints to `listener` inside this block, and run compiled code uncompiled."""
 
     def compiles(model: Any = None, **options: Any) -> Any:
         listener.compiles = True
@@ -80,7 +80,7 @@ def cuda_for_a_script(gpu: GpuSpec, listener: Estimating, processes: AbsentProce
 
     The script is one of `processes`, if given.
     """
-    importlib.import_module("torch._dynamo")  # see `cuda_is_there`
+    importlib.import_module("torch._dynamo")  # imported for the same reason as in `cuda_is_there`
     with contextlib.ExitStack() as stack:
         if processes is not None:
             stack.enter_context(processes.around())

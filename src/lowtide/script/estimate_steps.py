@@ -49,13 +49,14 @@ BY_HAND = "a step is over when the model is called after its parameters changed:
 NO_GROUP = "the script has started no process group (torch.distributed.init_process_group): each process is alone"
 
 MOST_PASSES = 32
-"""Forward and backward passes after which a script without an optimizer is ended."""
+"""Number of forward and backward passes after which a script without an optimizer is ended."""
 
 
 class Estimating(StepListener):
     """A listener that ends the script after two steps on fake tensors, from the model's first forward on.
 
-    They are on `gpu`, which need not be there; without one on the devices on which the script has put them.
+    The tensors are on `gpu`, which the machine need not have; without one, on the devices on which the script has put
+    them.
 
     With `size`, every reachable tensor whose first dimension has the batch's length gets that size: tensors that the
     model is called with, and those in variables of the functions that call it.
@@ -82,20 +83,20 @@ class Estimating(StepListener):
         self._optimizers: tuple[Optimizer, ...] = ()
         self._n_steps = 0
         self._n_waited = 0
-        """Steps repeated to see if another model takes turns."""
+        """Number of further steps in which another model that takes turns was waited for."""
         self._given: int | None = None
-        """The size of the script's own batch, if it is to be resized."""
+        """Size of the script's own batch, if the batch is to be resized."""
         self.asked = DeferredCudaModule()
         self.answers: ValueOracle | None = None
-        """Values of the fake tensors; None before the first forward."""
+        """Known contents of the fake tensors; None before the first forward."""
         self._sizes = ""
-        """The batch that the last step began with, in words."""
+        """Shapes and dtypes of the batch with which the last step began, as text."""
         self._data: dict[int, int] = {}
         """Storages of the parameters, by the parameters' ids, at the last check."""
         self.compiles = False
         """True if the script compiles anything."""
         self._n_passes = 0
-        """Forward and backward passes since the first forward, as long as no optimizer exists."""
+        """Number of forward and backward passes since the first forward, as long as no optimizer exists."""
         self._has_gone_back = False
         """True if a backward pass ran since the model was called last."""
         self._held_up: tuple[nn.Module, tuple[Optimizer, ...]] | None = None
@@ -129,7 +130,9 @@ class Estimating(StepListener):
         self._rehearsal.answers.written.clear()
 
     def is_left_by(self, model: nn.Module, other: nn.Module) -> bool:
-        """Return True if no variable of the script leads to `model` or its parts, on fake tensors, any longer."""
+        """Return True if no variable of the script leads to `model` or its parts any longer; both are on fake
+        tensors.
+        """
         if self._rehearsal is None:
             return False
         reached = ids(ReachableState(*at_hand(), other).visited)
@@ -174,7 +177,7 @@ class Estimating(StepListener):
             return
         cells = [
             cell.cell_contents for cell in getattr(function, "__closure__", None) or ()
-        ]  # set in torch's own functions
+        ]  # an attribute that is set in torch's own functions
         for module in ReachableState(function, *cells).modules:
             if module.training and any(p.requires_grad for p in module.parameters()):
                 self._enter(module, batch)
@@ -182,7 +185,9 @@ class Estimating(StepListener):
                 return
 
     def _may_enter(self, batch: Any) -> bool:
-        """Return False inside a checkpoint, or for inputs with a graph: what began off the GPU has to end off it."""
+        """Return False inside a checkpoint, and for inputs with a graph: a graph that began on the CPU has to end
+        there.
+        """
         return saved_tensor_hooks() is None and all(tensor.is_leaf for tensor in tensors_in(batch))
 
     def finish(self) -> None:
@@ -249,9 +254,9 @@ class Estimating(StepListener):
         self._rehearsal, self.answers = rehearsal, rehearsal.answers
         self._on_entered()
         # Parameters outside of modules, and sums whose device a loop compares, as transformers' Trainer does.
-        there = [t for t in state.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
-        there += (t for t in state.visited if isinstance(t, torch.Tensor) and not t.is_leaf and is_given(t))
-        rehearsal.put([tensor for tensor in there if not _is_in(resizing, tensor)], lambda tensor: tensor)
+        tensors = [t for t in state.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
+        tensors += (t for t in state.visited if isinstance(t, torch.Tensor) and not t.is_leaf and is_given(t))
+        rehearsal.put([tensor for tensor in tensors if not _is_in(resizing, tensor)], lambda tensor: tensor)
 
     def ends(self, model: nn.Module) -> None:
         """Count a step; after the second, restore all real tensors and end the script."""
@@ -346,7 +351,7 @@ def estimate_script(
     """Run `script` up to two steps without memory; return its exit code and the estimate.
 
     With `gpu` the script runs on that GPU, as one of `processes`. `on_entered` is called when the script's tensors are
-    real for the last time. `how` is the way in which the steps are taken on `gpu`.
+    real for the last time. `how` says if the steps on `gpu` run plainly or with recomputes.
 
     Raises the errors of a rehearsal, with the line of the script that caused them.
     """
@@ -360,7 +365,7 @@ def estimate_script(
             code = run_watched(script, listener)
         except LowtideError as error:
             first = None if listener.answers is None else listener.answers.refused
-            raise first or error  # noqa: B904  the last one came of cleaning up after the first
+            raise first or error  # noqa: B904 the last one came of cleaning up after the first
     return code, listener.estimate
 
 

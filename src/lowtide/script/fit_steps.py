@@ -52,7 +52,9 @@ if TYPE_CHECKING:
     from lowtide.state.step_outcome import Outcome
 
 OnInfeasible = Literal["raise", "smallest", "plain"]
-"""Reactions if no plan fits: raise, continue under the plan with the smallest peak, or continue without a plan."""
+"""Reactions to a budget that no plan fits: raise, go on under the plan with the smallest peak, or go on without a
+plan.
+"""
 
 GROWTHS: Final = 12
 """Most plans made for larger batches, one after the other: enough for ten thousand random sizes."""
@@ -70,12 +72,14 @@ class RunVerdict(Displayed):
     budget_bytes: int
     predicted_peak_bytes: int
     measured_peak_bytes: int | None
-    """Static memory included, reserved bytes if the budget is for these; None if no step could be measured."""
+    """Largest peak of the measured steps, static memory included; in reserved bytes if the budget is for those. None if
+    no step could be measured.
+    """
     budget_for: BudgetFor = "requested"
     is_of_planned_size: bool
     """False if only smaller batches than the planned ones came."""
     proof: str = AUDITED
-    """Statement about the bits."""
+    """Result of comparing the bits, in words."""
 
     @property
     def within_budget(self) -> bool:
@@ -140,12 +144,12 @@ class Fitting(PlanMonitor):
         self.unplanned: str | None = None
         """The reason why training goes on without a plan."""
         self.when_kept: Callable[[Plan], object] = lambda plan: None
-        """Called with the plan that stays in force: its peak is within the budget, or no peak could be measured."""
+        """Function that gets the plan that stays in force, whose peak is within the budget or could not be measured."""
         self._budget, self._budget_for = budget, budget_for
         self._on_infeasible = on_infeasible
         self._takes_turns, self._progress = takes_turns, progress
         self._stage = contextlib.ExitStack()
-        """The part of the work that is shown in this step."""
+        """Progress stage of the work in this step, if it is shown."""
         self._applied: _InForce | None
         self._rehearsing = Rehearsing(stop=False, levers=levers, in_place=in_place)
         self._over: list[int] = []
@@ -155,7 +159,7 @@ class Fitting(PlanMonitor):
         self._preceding: Counter[str] = Counter()
         """Counts, by name, of models called between steps."""
         self._n_waited = 0
-        """Steps after the rehearsal in which other models might have taken turns."""
+        """Number of steps after the rehearsal in which other models that take turns were waited for."""
         self._smaller: list[Plan] = []
         """Plans for smaller batches than those of `plan`, the smallest first."""
         self._in_force: weakref.ref[_InForce] | None = None
@@ -163,17 +167,17 @@ class Fitting(PlanMonitor):
         self._is_outgrown = False
         """True once a batch has come that is larger than the batches of all plans."""
         self._n_looked: int | None = None
-        """Steps spent waiting for another batch of that size; None if none is awaited."""
+        """Number of steps in which another batch of the outgrown size was waited for; None if none is awaited."""
         self._is_rehearsed = False
-        """True if this step's batch is of such a size."""
+        """True if this step's batch is larger than all planned ones."""
         self._n_growths = 0
         self._proof = AUDITED
         self._compared: Plan | None = None
         """Plan under which compiled code was compared last."""
         self._n_compiled = 0
-        """Graphs that were compiled when the measured step began."""
+        """Number of graphs that torch.compile had compiled when the measured step began."""
         self._n_compiling = 0
-        """Steps under the plan in which code was compiled."""
+        """Number of steps under the plan in which code was compiled."""
 
     @property
     def awaits(self) -> str:
@@ -216,7 +220,7 @@ class Fitting(PlanMonitor):
             made = self._put_in_force(model, batch)
             if made is not None:
                 self._measure(made, model, batch, optimizers)
-            elif self.unplanned is None:  # blocks are to be replayed
+            elif self.unplanned is None:  # compiled blocks will be replayed
                 self._rehearsing.begins(model, batch, optimizers)
 
     def _measure(self, made: Plan, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
@@ -225,7 +229,7 @@ class Fitting(PlanMonitor):
         self._n_others += current != planned
         if current == planned or (not self._smaller and no_larger(shapes_in(current), shapes_in(planned))):
             self._n_compiled = n_compiled()
-            with contextlib.suppress(Busy):  # the script itself records this step, so a later one is measured
+            with contextlib.suppress(Busy):  # another recording by the script is active, so a later step is measured
                 self._shows(f"verifying the plan for {self.model_name}", model)
                 self._open = Measured(model, batch, optimizers, self._applied, self._budget_for)
             self._is_planned = current == planned
@@ -263,7 +267,8 @@ class Fitting(PlanMonitor):
             measured_bytes, took_ms = step.peak_bytes(), step.time_ms()
             is_compiling = bool(self.plan.graphs) and n_compiled() != self._n_compiled
             self._n_compiling += is_compiling
-            if not is_compiling or self._n_compiling >= PATIENCE:  # compiling takes memory: a later step counts
+            # code was compiled in this step, which takes memory: a later step counts
+            if not is_compiling or self._n_compiling >= PATIENCE:
                 self._judge(self.plan, measured_bytes, took_ms, model)
 
     def _make_plan(self, profile: Profile, model: nn.Module) -> None:
@@ -313,7 +318,7 @@ class Fitting(PlanMonitor):
         """Release the model; the plan stays in force."""
         if self._applied is not None:
             self._in_force = weakref.ref(self._applied)
-            self._rehearsing.begin_anew()  # frees the recorded data
+            self._rehearsing.begin_anew()  # frees the recording
         super().lets_go()
         self._rehearsing = Rehearsing()
 
@@ -354,9 +359,9 @@ class Fitting(PlanMonitor):
         self.done = True
 
     def _put_in_force(self, model: nn.Module, batch: Any) -> Plan | None:
-        """Make the model run under the current plans, if it does not yet. Compiled code is compared on `batch`.
+        """Put the current plans in force on the model, unless they are already. Compiled code is compared on `batch`.
 
-        Returns the plan in force, if there still is one.
+        Returns the plan that is in force then, if any.
         """
         assert self.plan is not None
         if self._applied is not None and self._applied.plan is self.plan:
@@ -366,12 +371,12 @@ class Fitting(PlanMonitor):
             self._applied.remove()
         plain = None
         is_compared = bool(self.plan.graphs) and bool(self.plan.recompute) and self._compared is not self.plan
-        if is_compared:  # before the rehearsal, whose partition is torch's own, leaves
+        if is_compared:  # before the rehearsal ends, under which code has torch's own partition
             plain = compiled_bits(model, self.compiled or model, batch)
         self._rehearsing.leaves()
         check_made_for(self.plan.fingerprint, model)
         if self._budget_for == "reserved":
-            torch.cuda.empty_cache()  # gives back the segments of rehearsed steps
+            torch.cuda.empty_cache()  # returns segments of rehearsed steps to the device
         self._applied = _InForce(model, self.plans, self._say, self._outgrown, self._rehearsing)
         self._guard(model, self._applied)
         if is_compared:
@@ -435,7 +440,7 @@ class Fitting(PlanMonitor):
             if self._is_planned:
                 if made.graphs and self._budget_for == "requested":
                     made = self._as_measured(made, measured_bytes)
-                if self._budget_for == "reserved":  # of the plain step requested bytes are known
+                if self._budget_for == "reserved":  # for the plain step requested bytes are known only
                     what = "peak reserved"
                 else:
                     what = f"peak, {format_ratio(measured_bytes / made.plain.peak_bytes)} of the plain step's"
@@ -488,7 +493,7 @@ class Fitting(PlanMonitor):
             raise why
         if self._on_infeasible == "plain" and not self._n_growths:
             self._go_on_plain(why)
-            self._to_remove = self._applied  # until the next step, which changes hooks
+            self._to_remove = self._applied  # removed in the next step, where hooks may be changed
             self._applied = self.plan = None
             return
         self._say(f"{_first_line(why)} Training goes on under the one of these plans with the smallest peak")
@@ -510,7 +515,8 @@ class Fitting(PlanMonitor):
     def _outgrown(self, what: str) -> bool:
         """Return True if the model gets another plan for a batch that is larger than the planned ones."""
         assert self.plan is not None
-        is_one_size = len(self.plan.input_shapes) == 1  # else a part of a large step would get the plan for a small one
+        # otherwise a part of a large step would get the plan for a small one
+        is_one_size = len(self.plan.input_shapes) == 1
         if not is_one_size or several_processes() or self._n_growths >= GROWTHS:
             return False
         self._say(

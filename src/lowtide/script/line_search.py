@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Search:
-    """The update of an optimizer, while it is in progress."""
+    """Update of an optimizer in progress, in which its closure evaluates the model."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

@@ -10,7 +10,7 @@ from lowtide.errors import RehearsalError
 from lowtide.script.composite_model import name_of
 
 MOST = 6
-"""Parameter changes without an optimizer of torch after which an error is raised, since more will follow."""
+"""Number of parameter changes without an optimizer of torch after which an error is raised."""
 
 
 def has_others(model: nn.Module) -> bool:
@@ -24,7 +24,7 @@ class ManualUpdates:
     def __init__(self) -> None:
         self.n_updates = 0
         self._ends: list[str] = []
-        """Last element of each parameter at the model's last call."""
+        """Last element of each parameter, as text, at the model's last call."""
 
     def called(self, model: nn.Module) -> None:
         """Compare parameters at a call of the model while no optimizer has stepped.

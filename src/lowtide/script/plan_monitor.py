@@ -42,7 +42,7 @@ class PlanMonitor(StepListener):
         """Begin without a plan; with `retry` a step that runs out of memory under one is repeated once."""
         self.done = False
         self.n_repeated = 0
-        """Steps that ran out of memory and were repeated."""
+        """Number of steps that ran out of memory and were repeated."""
         self._say, self._retry = say, retry
         self._applied: Applied | None = None
         self._to_remove: Applied | None = None
@@ -51,9 +51,9 @@ class PlanMonitor(StepListener):
         self._is_planned = False
         """True if this step's batch has the size that the plan is for."""
         self._n_others = 0
-        """Steps on other batches."""
+        """Number of measured steps on batches of other sizes."""
         self._most = 0
-        """The largest measured peak of steps on other batches."""
+        """Largest measured peak in bytes of steps on batches of other sizes."""
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Remove the plan from a model that was given up."""
@@ -63,9 +63,10 @@ class PlanMonitor(StepListener):
 
     def gives_up(self, model: nn.Module) -> None:
         """Forget `model`, which is not the trained one, and its measurements."""
-        PlanMonitor.leaves(self)  # changes no hooks
+        PlanMonitor.leaves(self)  # this changes no hooks
         if self._applied is not None:
-            self._to_remove, self._applied = self._applied, None  # until the next step: here no hooks may be removed
+            # removed in the next step, because no hooks may be removed here
+            self._to_remove, self._applied = self._applied, None
         self.done, self._n_others, self._most = False, 0, 0
 
     def passes_over(self) -> None:
@@ -86,7 +87,7 @@ class PlanMonitor(StepListener):
         """Repeat steps of `model` that run out of memory while the plan is in force, if `retry` is set."""
         if not self._retry:
             return
-        if applied.plan.graphs:  # nor may a wrapper precede a model whose calls are compiled
+        if applied.plan.graphs:  # and because a model whose calls are compiled must not have a wrapper in front
             self._say(_NOT_REPEATED)
         else:
             applied.also(StepRepeater(model, applied, self._say, self._has_repeated).remove)

@@ -24,7 +24,7 @@ class PostPlanMonitor:
         self._modules = [weakref.ref(module) for module in model.modules()]
         mine = ids(model.parameters())
         self._known = {id(o): weakref.ref(o) for o in optimizers if mine & held_by(o)}
-        """The model's optimizers, those observed since included."""
+        """Optimizers of the model, including those that were first observed after the plan was made."""
 
     def optimizers(self) -> list[Optimizer]:
         """Return the model's optimizers that are alive."""
@@ -39,8 +39,8 @@ class PostPlanMonitor:
         """Note a step of an optimizer that is not known."""
         if not self._modules:
             return
-        there = [module for reference in self._modules if (module := reference()) is not None]
-        if any(held_by(optimizer) & ids(module.parameters(recurse=False)) for module in there):
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        if any(held_by(optimizer) & ids(module.parameters(recurse=False)) for module in modules):
             self._known[id(optimizer)] = weakref.ref(optimizer)
         else:
             self._modules.clear()

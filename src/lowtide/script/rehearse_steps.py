@@ -10,7 +10,7 @@ from lowtide.errors import RehearsalError
 from lowtide.levers import enable
 from lowtide.levers.lever import LeverNotApplicable
 from lowtide.memory.events import Busy
-from lowtide.profiler.checkpointed_blocks import told
+from lowtide.profiler.checkpointed_blocks import with_checkpoint_note
 from lowtide.profiler.online import PATIENCE, OnlineProfiler
 from lowtide.profiler.preconditions import check_not_scripted, has_planned_blocks, has_torchscript
 from lowtide.script.composite_model import name_of
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 TWO_STEPS = "was rehearsed: that takes two steps, and more where batches are of several sizes"
 
 TORCHSCRIPT_RUNS = 2
-"""Steps after which TorchScript has compiled itself, forward and backward: each later step saves the same tensors."""
+"""Number of steps after which TorchScript has optimized its forward and backward, so that all later steps save the same
+tensors.
+"""
 
 MOST_UNUSABLE = 6
-"""Useless steps after which the rehearsal is given up."""
+"""Number of unusable steps after which the rehearsal is given up."""
 
 ONE_FORM = (
     "  Have the model do the same work in each step, or give a step of your own and the largest batch to "
@@ -57,14 +59,14 @@ class Rehearsing(StepListener):
         """False if compiled blocks are to be replayed as a whole."""
         self._on: LeverStack | None = None
         self.n_steps = 0
-        """Steps observed to their end."""
+        """Number of steps that were observed to their end."""
         self.n_hidden = 0
-        """Steps that could not be observed, because another recorder was active."""
+        """Number of steps that could not be observed, because another recorder was active."""
         self._is_hidden = False
         self._plain, self._stop = plain, stop
         self._observed: OnlineProfiler | OnlineCompiledProfiler | None = None
         self._n_runs = 0
-        """Steps in which TorchScript in the model ran; it compiles itself in the first ones."""
+        """Number of steps in which TorchScript in the model ran; it optimizes itself in the first ones."""
         self._given_up: list[OnlineProfiler | OnlineCompiledProfiler] = []
         """Profilers still in force on models that were given up."""
 
@@ -83,7 +85,7 @@ class Rehearsing(StepListener):
             self._on = _put_on(model, self._levers)
         try:
             self._observed.begin(batch, optimizers)
-        except Busy as busy:  # the script's own profiler or recording, perhaps for some steps only
+        except Busy as busy:  # a profiler or recording of the script, perhaps for some steps only
             self._is_hidden = True
             self.n_hidden += 1
             if self.n_hidden > PATIENCE:
@@ -122,7 +124,7 @@ class Rehearsing(StepListener):
         """Forget `model`, which is not the trained one, and its recordings."""
         if self._observed is not None:
             self._observed.give_up()
-            self._given_up.append(self._observed)  # until the next step: here no hooks may be removed
+            self._given_up.append(self._observed)  # removed in the next step, because no hooks may be removed here
         self.done, self.profile, self._observed = False, None, None
 
     def replays_blocks(self, model: nn.Module) -> bool:
@@ -167,7 +169,7 @@ class Rehearsing(StepListener):
             self._on.check()
         except LeverNotApplicable as why:
             raise RehearsalError(f"a lever that was asked for is of no use here: {why}. Leave it out.") from why
-        profile = told(observed.profile, observed.checkpointed, None)
+        profile = with_checkpoint_note(observed.profile, observed.checkpointed, None)
         self.profile, self.done = replace(profile, levers=self._levers), True
 
     @property

@@ -31,7 +31,7 @@ from lowtide._torch.backward import ENGINE, in_backward, in_transform
 from lowtide._torch.compiled_code import not_compiled_alone
 from lowtide._torch.device_timing import accelerator_in_use
 from lowtide._torch.patching import replace_function
-from lowtide._torch.privateuse1 import without_aside
+from lowtide._torch.privateuse1 import without_overrides
 from lowtide._torch.tensors import is_plain
 from lowtide.api.release import release
 from lowtide.diagnostics.oom.explain_oom import explain_oom
@@ -56,10 +56,12 @@ REPEATABLE_LEVERS: Final = frozenset({"outputs", "fused optimizer", "products ap
 """Levers under which each call of the model still has one forward and one backward pass."""
 
 LOOKS: Final = 3
-"""Calls that are checked for changes outside the model's modules: the first one may fill caches."""
+"""Number of calls that are checked for changes outside the model's modules. The first one may fill caches."""
 
 HELD_SHARE: Final = 20
-"""Gradients of the model's outputs are held through backward if they take at most this fraction of the peak."""
+"""Divisor of the peak: gradients of the model's outputs are held through backward if they take at most that part of
+it.
+"""
 
 
 class StepRepeater(Removable):
@@ -73,7 +75,7 @@ class StepRepeater(Removable):
         self.reach = MutableState(model)
         self._looks_left = LOOKS
         self._why_not = _why_never(model, applied)
-        """The reason why steps of this model are not repeated, as far as known."""
+        """Reason why steps of this model are not repeated; None if none is known."""
         if self._why_not is not None:
             self._looks_left = 0
             say(f"a step that runs out of memory will not be repeated: {self._why_not}")
@@ -164,7 +166,7 @@ class StepRepeater(Removable):
                 self._explain(error, why)
                 raise
             failed = _let_go(error)
-        # Outside of `except`, as above.
+        # Outside of `except`, which would keep the frames and tensors of the failed pass alive.
         missing = [gradient.parameter for gradient in before if not gradient.has_arrived()]
         calls = sorted(self.entered, key=lambda call: call.number)
         _release_all((*tensors, *(output for call in calls for output in call.outputs())))
@@ -255,8 +257,8 @@ def _why_never(model: nn.Module, applied: Applied) -> str | None:
     return None
 
 
-def told_repeated(n: int) -> str:
-    """Return a message with the number of repeated steps."""
+def count_in_words(n: int) -> str:
+    """Return a message with the number `n` of repeated steps."""
     return f"{n} step{' was' if n == 1 else 's were'} repeated after running out of memory"
 
 
@@ -276,9 +278,9 @@ class _Call:
         self._listening: hooks.Listening | None = None
         self._outputs: list[weakref.ref[Tensor]] = []
         self._places: set[int] = set()
-        """Places of the outputs by which the backward pass in progress has entered the call."""
+        """Numbers of the outputs by which the backward pass in progress has entered the call."""
         self.gradients: dict[int, Tensor | None] | None = {}
-        """Gradients of these outputs, by place; None if they are too large to be held."""
+        """Gradients of these outputs, by number; None if they are too large to be held."""
         self._is_released = False
         """True once a backward pass has released the arguments; another may enter by other outputs."""
 
@@ -352,7 +354,7 @@ class _Call:
         """Run the call again from the state before it; return its outputs with the gradients received."""
         assert self._listening is not None
         acting, modules = self._listening.acting, self.context.reach.modules
-        with without_aside(), self.context.again(), hooks.only(acting, modules):
+        with without_overrides(), self.context.again(), hooks.only(acting, modules):
             outputs = [*_with_graph(self.inner(*self.args, **self.kwargs)).values()]
         assert self.gradients is not None
         assert len(outputs) == len(self._outputs)
@@ -367,7 +369,7 @@ class _Entrance(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, place: int, output: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.place = call, place
-        return output.detach()  # no view: that could not be changed in place
+        return output.detach()  # not a view, which could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 _alone = threading.Lock()
-"""Held while a program's steps are detected: a process has one recorder of memory, and one budget."""
+"""Lock that is held while a program's steps are detected: a process has one recorder of memory, and one budget."""
 
 left_over: list[Callable[[], None]] = []
-"""Functions called before steps are detected. Each ends the block of a finished loop that no callback has closed."""
+"""Functions that are called before steps are detected. Each ends the block of a loop that is over and that no callback
+has ended.
+"""
 
 
 def forget_left_over(end: Callable[[], None]) -> None:

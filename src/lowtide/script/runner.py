@@ -32,7 +32,7 @@ class Script:
     args: tuple[str, ...] = ()
     is_module: bool = False
     _path: str = field(init=False)
-    """The file's absolute path: a script may change the current folder, and be run again."""
+    """Absolute path of the file, because a script may change the current folder and be run again."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_path", os.path.abspath(self.target))
@@ -80,7 +80,7 @@ class Script:
     def _spec(self) -> ModuleSpec | None:
         try:
             return importlib.util.find_spec(self.target)
-        except ModuleNotFoundError as error:  # nor its parent package
+        except ModuleNotFoundError as error:  # nor can its parent package be found
             if error.name is not None and f"{self.target}.".startswith(f"{error.name}."):
                 return None
             raise
@@ -97,15 +97,17 @@ class Script:
         sys.path.insert(0, folder)
         try:
             yield main
-            _LAST.append(_Program())  # not if ended early: exit functions must not save a partly trained model
-            atexit.unregister(_last_comes_back)
-            atexit.register(_last_comes_back)  # after those of the script, so it runs before them
+            # left out if the script was ended early: exit functions must not save a partly trained model
+            _LAST.append(_Program())
+            atexit.unregister(_restore_last)
+            # registered after the exit functions of the script, so it runs before them
+            atexit.register(_restore_last)
         finally:
-            before.comes_back()
+            before.restore()
 
 
 class _Program:
-    """A snapshot of process-wide state that a main program may change."""
+    """Snapshot of process-wide state that a main program may change."""
 
     def __init__(self) -> None:
         self._main, self._argv, self._path = sys.modules["__main__"], sys.argv, sys.path[:]
@@ -113,7 +115,7 @@ class _Program:
         with contextlib.suppress(OSError):  # the folder was deleted
             self._folder = os.getcwd()
 
-    def comes_back(self) -> None:
+    def restore(self) -> None:
         """Restore the state of the process that the script had changed."""
         sys.modules["__main__"], sys.argv, sys.path[:] = self._main, self._argv, self._path
         with contextlib.suppress(OSError):
@@ -122,13 +124,13 @@ class _Program:
 
 
 _LAST: list[_Program] = []
-"""The script that ended last, if any."""
+"""Snapshot for the script that ended last, if any."""
 
 
-def _last_comes_back() -> None:
+def _restore_last() -> None:
     """Make the script the main module again at exit, before Python calls the exit functions that it registered."""
     for script in _LAST:
-        script.comes_back()
+        script.restore()
 
 
 def _exit_code(end: SystemExit) -> int:

@@ -68,9 +68,9 @@ class Steps:
         self.listener = listener
         self._is_given, self._when_failed = model is not None, when_failed
         self.n_updates = 0
-        """Updates by optimizers so far."""
+        """Number of updates by optimizers so far."""
         self.n_compiled_before = n_compiled()
-        """Graphs that torch.compile had compiled when the block began."""
+        """Number of graphs that torch.compile had compiled when the block began."""
         self.model: nn.Module | None = model
         """The model, as far as it is known."""
         self.failed: LowtideError | Enough | None = None
@@ -81,7 +81,7 @@ class Steps:
         self._optimizers: dict[int, Optimizer] = {}
         self._stepped: dict[int, Optimizer] = {}
         self._updating: dict[int, Search] = {}
-        """Optimizers within an update, which may call the model."""
+        """Updates in progress, by optimizer id: they may call the model."""
         self._aside, self._prompted, self._turns, self.by_hand = (
             CandidateModels(),
             PromptTuning(),
@@ -99,9 +99,9 @@ class Steps:
         self.started_processes = False
         """True if the script started processes, which are not observed."""
         self._afterwards: PostPlanMonitor | None = None
-        """The monitor that takes over when the listener is done and this object holds no model any longer."""
+        """Monitor that takes over when the listener is done. From then on this object holds no model."""
         self._before: weakref.ref[nn.Module] | None = None
-        """The first module called since the last step without being trained."""
+        """First module that was called since the last step without being trained."""
         self._is_open = False
         self._is_beginning = False
         """True while the listener begins a step: updates in that time are tried by a rehearsal, and undone."""
@@ -110,7 +110,7 @@ class Steps:
         self._depth = 0
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
-        """The thread that trains, once it does."""
+        """Thread that trains, once one does."""
         self._other_threads = weakref.WeakSet(t for t in threading.enumerate() if t is not threading.current_thread())
 
     def __enter__(self) -> Self:
@@ -154,7 +154,7 @@ class Steps:
             self._updating.clear()
 
     def _resume(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """Detect steps again: the listener needs more steps of the model that it was done with."""
+        """Detect steps again, because the listener needs more steps of the model that it was done with."""
         self._afterwards, self.model = None, model
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
         self._is_open = self._is_late = False
@@ -267,26 +267,27 @@ class Steps:
     @never_compiled
     def _is_here(self) -> bool:
         """Return True in the observed thread, or in one that may become the observed thread."""
-        here = threading.current_thread()
+        current = threading.current_thread()
         if os.getpid() != self._process:
             return False
-        return here is self._thread if self._thread is not None else here not in self._other_threads
+        return current is self._thread if self._thread is not None else current not in self._other_threads
 
     @never_compiled
     def _handle_outermost_call(self, module: nn.Module, batch: Any) -> None:
-        if self.failed is not None:  # the program caught the error and went on
+        if self.failed is not None:  # the program has caught the error and goes on
             raise Enough from self.failed
         if self._is_given and not self._is_ours(module):
             return
         check_not_in_zero(module)
         self._thread = threading.current_thread()
         if self._is_open and (self._all_stepped() or self._is_updated_by_hand()):
-            self._close()  # a parameter had a gradient, but no optimizer has it
+            self._close()  # a parameter had a gradient, but is in no optimizer
         elif self._is_open and (search := self._search()) is not None and search.has_moved():
             self._stepped[id(search.optimizer)] = search.optimizer
             self._close()
         mine = set() if self.model is None else ids(self.model.parameters())
-        self._stepped = {key: o for key, o in self._stepped.items() if mine & held_by(o)}  # the others' steps are over
+        # the steps of the other models are over
+        self._stepped = {key: o for key, o in self._stepped.items() if mine & held_by(o)}
         self._turns.called(module)
         if self.listener.done:
             if self._waits_until and self.n_updates >= self._waits_until:
@@ -303,7 +304,7 @@ class Steps:
                 held.clear()
             self._replace(module)
         elif not self._is_given and self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
-            self._replace(module)  # the first call may have been a trial on something small
+            self._replace(module)  # the first call may have been a trial on a small input
         if not self.n_updates and not self._updating and module is self.model:
             self._look_for_updates_by_hand(module)
         if not self._is_open and not self._is_ours(module):
@@ -333,7 +334,8 @@ class Steps:
         if trained:
             assert self.model is not None
             self._aside.leave(self.model)
-            self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}  # the others' state may be freed
+            # the state of the other models may be freed
+            self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
             self._give_up(whole(trained))
 
     def _is_updated_by_hand(self) -> bool:
@@ -348,7 +350,9 @@ class Steps:
             self.listener.loses_track(why)
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
-        """Return True if the optimizer steps in a thread that is not observed, and updates nothing of the model."""
+        """Return True if the optimizer steps in a thread that is not observed, and updates no parameter of the
+        model.
+        """
         if self._is_here() or in_backward():
             return False
         return self.model is None or not held_by(optimizer) & ids(self.model.parameters())
@@ -387,7 +391,7 @@ class Steps:
         if not self._is_open or self.failed is not None:
             return
         self._stepped[id(optimizer)] = optimizer
-        if in_backward():  # more gradients will come
+        if in_backward():  # more gradients will arrive
             self._is_late = True
         elif not self._gradients() - self._updated() and self._all_stepped():
             with self._noting():

@@ -1,4 +1,4 @@
-"""The callbacks for detected steps of a script (`step_detector.py`): a rehearsal, a plan, an estimate."""
+"""Callbacks for the detected steps of a script (`step_detector.py`); rehearsals, plans and estimates override them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 class Enough(BaseException):
-    """Raised to end a script that needs no more observation. Not an Exception, because scripts catch those."""
+    """Signal that ends a script when no more steps have to be observed. Not an Exception, because scripts catch
+    those.
+    """
 
 
 class StepListener:
@@ -30,7 +32,7 @@ class StepListener:
 
     @property
     def awaits(self) -> str:
-        """The event that the work waits for, in words."""
+        """Text that names the event for which the listener waits."""
         raise NotImplementedError
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
@@ -79,7 +81,9 @@ class StepListener:
         """Note that another model is trained after all work is done. Called from an optimizer's hook, once."""
 
     def lets_go(self) -> None:
-        """Release the model: all work is done, and no other model takes turns. Hooks: see `ends`."""
+        """Release the model: all work is done, and no other model takes turns with it. Hooks must not be changed, as in
+        `ends`.
+        """
 
     def wants_more(self) -> bool:
         """Return True if more steps are needed. Called after each update once all work is done."""

@@ -15,7 +15,7 @@ from lowtide.report.text_table import decisions, extra_time, lever_lines
 from lowtide.runtime.fingerprint import place_of
 from lowtide.script.calling_code import as_far_as
 from lowtide.script.fit_steps import Fitting, OnInfeasible, RunVerdict, check_on_infeasible
-from lowtide.script.repeat_step import told_repeated
+from lowtide.script.repeat_step import count_in_words
 from lowtide.script.run_listened import watched, why_not
 from lowtide.units import format_bytes, format_change
 from lowtide.utils.amounts import BudgetFor
@@ -57,7 +57,7 @@ class Run(Displayed):
 
     @property
     def n_repeated(self) -> int:
-        """Steps that ran out of memory and were repeated."""
+        """Number of steps that ran out of memory and were repeated."""
         return self._fitting.n_repeated
 
     def metrics(self) -> dict[str, float]:
@@ -116,7 +116,7 @@ class Run(Displayed):
                 fitting.finish()
                 if not fitting.done and fitting.plan is None:
                     self._say(f"note: {why_not('the block', steps, fitting)}")
-        if error is None and steps.failed is not None:  # the loop has caught the error, and went on
+        if error is None and steps.failed is not None:  # the loop has caught the error and goes on
             raise steps.failed
 
     def __repr__(self) -> str:
@@ -142,7 +142,7 @@ class Run(Displayed):
 
     def _proof(self, plan: Plan) -> list[str]:
         proof = "not measured yet" if self.verdict is None else str(self.verdict)
-        repeated = [told_repeated(self.n_repeated)] if self.n_repeated else []
+        repeated = [count_in_words(self.n_repeated)] if self.n_repeated else []
         return [*lever_lines(plan), proof, *repeated, *(f"note: {noted}" for noted in plan.notes)]
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _DEPTH = 3
-"""Levels of nested tuples that are searched for a list."""
+"""Number of levels of nested tuples that are searched for a list."""
 
 
 def undo_appends(first: int, stop: int) -> None:

@@ -1,4 +1,4 @@
-"""Bindings of Python objects, each restorable: container entries, slots, variables, class attributes.
+"""Restorable bindings of Python objects: container entries, slots, variables, class attributes.
 
 Numbers and strings are immutable: a place that refers to the same objects again holds the same numbers, so only
 references are copied. All access bypasses methods of user-defined classes, because these may create something when
@@ -190,7 +190,7 @@ class Entries(NamedBindings):
             if not kind.__contains__(table, name) or kind.__getitem__(table, name) is not content:
                 kind.__setitem__(table, name, content)
         if [name for name in kind.keys(table) if name in wanted] != [*wanted]:
-            for name, content in wanted.items():  # an entry put back last comes last: restore the order
+            for name, content in wanted.items():  # restored entries come last in a dict: restore the order, too
                 kind.__delitem__(table, name)
                 kind.__setitem__(table, name, content)
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from lowtide.runtime.saved_fields import Geometry
 
 PIECE = 2**18
-"""Elements processed at a time: few enough for little memory, many enough for few events in a recording."""
+"""Number of elements processed at a time: few, so that little memory is needed, but enough that a recording gets few
+events.
+"""
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by element size in bytes."""
@@ -48,7 +50,8 @@ def _digest(array: Any) -> int:
     hasher = hashlib.sha1(usedforsecurity=False)
     for piece in [array.reshape(-1)] if array.flags.c_contiguous else _pieces(array):
         if piece.size:
-            hasher.update(piece if piece.flags.c_contiguous else piece.copy())  # expanded: a view with strides of 0
+            # an expanded array, a view with strides of 0
+            hasher.update(piece if piece.flags.c_contiguous else piece.copy())
     return int.from_bytes(hasher.digest()[:8], "little")
 
 
@@ -73,7 +76,7 @@ _FACTOR = 0x9E3779B97F4A7C15
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Return odd, random-looking numbers."""
+    """Return `count` odd, random-looking numbers, the same at each call."""
     weights = torch.arange(1, count + 1, device=device).mul_(_FACTOR - 2**64)
     weights ^= weights >> 31
     return weights.mul_(_FACTOR - 2**64).bitwise_or_(1)

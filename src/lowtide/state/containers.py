@@ -9,7 +9,7 @@ from typing import Any
 from lowtide.state.bindings import Bindings, contents_of, kind_of
 
 LARGEST = 10_000
-"""Containers in a batch with more entries are data and left alone."""
+"""Most entries of a container in a batch that is restored; larger ones are data."""
 
 
 def container_restorer(batch: Any) -> Callable[[], None]:
@@ -19,13 +19,13 @@ def container_restorer(batch: Any) -> Callable[[], None]:
     searched.
     """
     bindings: list[Bindings] = []
-    seen: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
     pending = [batch]
     while pending:
         obj = pending.pop()
-        if id(obj) in seen:
+        if id(obj) in visited:
             continue
-        seen[id(obj)] = obj
+        visited[id(obj)] = obj
         if (kind := kind_of(obj)) is not None:
             if kind.__len__(obj) <= LARGEST:
                 bindings.append(contents_of(obj))

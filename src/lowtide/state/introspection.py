@@ -1,4 +1,4 @@
-"""Origin of a function's code, and the objects that its code can reach by name. No code is run."""
+"""The origin of a function's code, and the objects that the code can reach by name. No code is run."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def variables(function: FunctionType) -> Iterator[tuple[Any, str, Any]]:
     bindings: list[tuple[Any, str, Any]]
     bindings = [(function.__globals__, n, function.__globals__[n]) for n in names if n in function.__globals__]
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # empty
+        with contextlib.suppress(ValueError):  # the cell is empty
             bindings.append((cell, "", cell.cell_contents))
     seen = {id(function.__globals__)}
     for place, name, content in bindings:  # grows during the loop
@@ -85,7 +85,7 @@ class NamedAttributes:
     """
 
     def __init__(self, *names: str) -> None:
-        self._names: dict[str, None] = dict.fromkeys(names)  # in the order of visits
+        self._names: dict[str, None] = dict.fromkeys(names)  # ordered by visit
         self._tables: list[dict[str, Any]] = []
         self._kinds: set[type] = set()
 
@@ -121,12 +121,12 @@ def user_functions(start: Any) -> Iterator[FunctionType]:
     """Yield the functions of the user's own code that calling `start` may reach, as far as names lead to them."""
     named = NamedAttributes()
     pending: list[Any] = [start]
-    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
+    visited: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
     while pending:
         obj = pending.pop()
-        if id(obj) in seen or isinstance(obj, _LEAVES):
+        if id(obj) in visited or isinstance(obj, _LEAVES):
             continue
-        seen[id(obj)] = obj
+        visited[id(obj)] = obj
         if isinstance(obj, FunctionType):
             if is_user_code(obj):
                 yield obj

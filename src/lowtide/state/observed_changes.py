@@ -1,4 +1,4 @@
-"""Changes that are not put back: of iterators, files, loaders, data sets, services, and objects too large to copy.
+"""Changes that are not restored: of iterators, files, loaders, data sets, services, and objects too large to copy.
 
 Such objects communicate with something outside, or can't take back an item once it was consumed. They are inspected,
 never asked for their next item, and each change is reported by name.
@@ -28,7 +28,7 @@ from lowtide.units import format_bytes
 from lowtide.utils.object_slots import slots_of
 
 SUMMED_BYTES = 2**28
-"""Arrays with more bytes are not inspected."""
+"""Largest size in bytes of arrays whose contents are compared."""
 
 MOST_SHOWN = 8
 
@@ -63,7 +63,7 @@ def describe_unrestored(changes: tuple[str, ...]) -> str:
 
 
 class WatchedObject:
-    """An object that is left alone, and its observable state."""
+    """An object that is not restored, and its observable state at construction."""
 
     __slots__ = ("_before", "obj")
 
@@ -72,7 +72,7 @@ class WatchedObject:
         self._before = dict(_observable_state(obj))
 
     def changes(self) -> Iterator[tuple[str, str]]:
-        """Yield the changes since then: a name within the object, and a description."""
+        """Yield the changes since construction: a name within the object, and a description."""
         now = dict(_observable_state(self.obj))
         for name in {**self._before, **now}:
             before, after = self._before.get(name, _NOTHING), now.get(name, _NOTHING)

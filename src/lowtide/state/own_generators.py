@@ -1,4 +1,4 @@
-"""Draws of a call from the model's own random number generators, which a replay would repeat.
+"""Draws of a call from random number generators of the model's own, which a replay would repeat.
 
 A replay restores torch's RNG state, the generators of its modules and arguments, and the global ones of Python and
 NumPy. It does not restore other generators that the model's code can reach: a call that draws from one of them is not
@@ -28,7 +28,7 @@ class OwnGenerators:
         self._generators = ReachableState(model, *(module.forward for module in model.modules())).generators
 
     def states(self) -> list[tuple[Callable[[Any], object], Any]]:
-        """Return for each generator the function that sets its state, and the state."""
+        """Return for each generator the function that sets its state, and the present state."""
         return list(map(state_of, self._generators))
 
     def put_back(self, before: list[tuple[Callable[[Any], object], Any]]) -> bool:

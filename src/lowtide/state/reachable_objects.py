@@ -50,9 +50,11 @@ COPIED_BYTES = 2**26
 """Most bytes copied in all: arrays, tensors that no module owns, and references."""
 
 LARGEST = 10_000
-"""Containers with more entries are data, not state: they are restored, but not searched."""
+"""Most entries of a container that is searched. Larger ones are data, not state: they are restored, but not
+searched.
+"""
 LARGEST_HELD = 1_000_000
-"""Containers with more entries are not even restored."""
+"""Most entries of a container that is restored."""
 
 MOST = 200_000
 """Most objects that the walk visits."""
@@ -62,7 +64,7 @@ _TABLES: Final = frozenset(name for name, table in vars(nn.Module()).items() if 
 _WALKED: Final = ("torch.nn.", "torch.optim.", "torch.amp.", "torch.cuda.amp.", "torch.distributions.")
 """Packages of torch whose objects have state."""
 _WRAPPERS: Final = ("torch.nn.parallel.", "torch.distributed.", "torch._")
-"""Packages of modules whose counters also live outside Python objects."""
+"""Packages of wrapper modules that have counters outside of Python objects, too."""
 _CACHE: Final = type(functools.lru_cache(int))
 
 
@@ -90,7 +92,7 @@ class ReachableObjects(ReachableState):
         super().__init__(*roots)
 
     def reserve_bytes(self, n_bytes: int) -> bool:
-        """Return True if `n_bytes` may still be copied, and count them."""
+        """Count `n_bytes` towards COPIED_BYTES; return True if they may be copied."""
         if n_bytes > self._remaining_bytes:
             return False
         self._remaining_bytes -= n_bytes
@@ -109,14 +111,14 @@ class ReachableObjects(ReachableState):
         self._watched.append(WatchedObject(obj))
 
     def restore(self) -> None:
-        """Put everything back, even if one part fails."""
+        """Restore all objects, even if restoring one of them fails."""
         error: BaseException | None = None
         restores: list[Callable[[], object]] = [places.restore for places in reversed(self._places)]
         restores += [functools.partial(kind_of(table).clear, table) for table in self._empty if table]
         for restore in (*restores, *(restore for _, restore in reversed(self._other_restores))):
             try:
                 restore()
-            except BaseException as raised:  # raise the first error after everything has been put back
+            except BaseException as raised:  # raise the first error after everything else has been restored
                 error = error or raised
         if error is not None:
             raise error
@@ -136,24 +138,24 @@ class ReachableObjects(ReachableState):
             more.clear()
 
     def release_unreached(self, *roots: Any) -> None:
-        """Release objects that `roots` no longer reach: they are not put back, nor places that held them."""
+        """Release objects that `roots` no longer reach: neither they nor the places that held them are restored."""
         walk = type(self)()
         walk.visit(*roots)
-        gone = self._seen.keys() - walk._seen.keys()
+        unreached = self._seen.keys() - walk._seen.keys()
         walk.close()
         self._places = [
             places
             for places in self._places
-            if id(places.container) not in gone and not any(id(content) in gone for content in places.held)
+            if id(places.container) not in unreached and not any(id(content) in unreached for content in places.held)
         ]
-        self._other_restores = [pair for pair in self._other_restores if id(pair[0]) not in gone]
-        self._watched = [watched for watched in self._watched if id(watched.obj) not in gone]
+        self._other_restores = [pair for pair in self._other_restores if id(pair[0]) not in unreached]
+        self._watched = [watched for watched in self._watched if id(watched.obj) not in unreached]
         for objects in (self._empty, self.modules, self.tensors, self.stateful):
-            _remove(objects, gone)
+            _remove(objects, unreached)
         for others in (self.generators, self.reached_optimizers):
-            _remove(others, gone)
-        self._named.forget(gone)
-        for key in gone:
+            _remove(others, unreached)
+        self._named.forget(unreached)
+        for key in unreached:
             del self._seen[key]
 
     def counts(self) -> dict[str, str]:
@@ -305,7 +307,7 @@ class ReachableObjects(ReachableState):
         if slots_of(obj):
             contents += self._record(Slots(obj, weakly=self.weakly))
         attributes = getattr(obj, "__dict__", None)
-        if type(attributes) is dict and id(attributes) not in self._seen:  # several objects may share one
+        if type(attributes) is dict and id(attributes) not in self._seen:  # several objects may share one `__dict__`
             self._seen[id(attributes)] = attributes
             own = Entries(attributes, weakly=self.weakly, owner=type(obj).__name__, excluded=excluded)
             contents += self._record(own)
@@ -314,7 +316,7 @@ class ReachableObjects(ReachableState):
 
     def _module(self, module: nn.Module) -> Iterable[Any]:
         """Record a module, except for uninitialised parameters and those sharded over processes."""
-        if isinstance(module, torch.jit.ScriptModule):  # its tables are no dicts
+        if isinstance(module, torch.jit.ScriptModule):  # the tables of a scripted module are no dicts
             self._classify(module)
             return [*module.children(), *module.parameters()]
         tensors = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
@@ -340,7 +342,7 @@ class ReachableObjects(ReachableState):
         before = now.copy()
 
         def restore() -> None:
-            if now.tobytes() != before.tobytes():  # NaN included; arrays of objects compare addresses
+            if now.tobytes() != before.tobytes():  # compares NaN by bits, and arrays of objects by address
                 now[...] = before
 
         self._other_restores.append((values, restore))
@@ -364,7 +366,7 @@ class ReachableObjects(ReachableState):
         return ()
 
     def _cache(self, cache: Any) -> Iterable[Any]:
-        """Leave a function's cache alone: cached results equal new ones."""
+        """Return nothing: a function's cache needs no restore, because cached results equal new ones."""
         return (cache.__wrapped__,)
 
 
@@ -373,8 +375,8 @@ def observe_changes(*roots: Any) -> Callable[[], tuple[str, ...]]:
     return ReachableObjects(*roots).changes
 
 
-def _remove(objects: list[Any], gone: Collection[int]) -> None:
-    objects[:] = [obj for obj in objects if id(obj) not in gone]
+def _remove(objects: list[Any], ids: Collection[int]) -> None:
+    objects[:] = [obj for obj in objects if id(obj) not in ids]
 
 
 _WORDS: Final = frozenset({str, int, float, bool, bytes, complex, types.NoneType, types.ModuleType, WeakContent})
@@ -404,7 +406,7 @@ def _referents_of(iterator: Any) -> Iterable[Any]:
 
 def _gradient_of(tensor: Tensor) -> Callable[[], None]:
     gradient, requires = tensor.grad, tensor.requires_grad
-    if gradient is not None and is_fake(gradient):  # found late: the gradient is a rehearsal's
+    if gradient is not None and is_fake(gradient):  # found after the step began: the gradient is the rehearsal's
         gradient = None
 
     def restore() -> None:

@@ -31,18 +31,18 @@ from lowtide.state.introspection import NamedAttributes, is_opaque, is_user_code
 from lowtide.utils.object_slots import in_slots
 
 LARGEST = 1000
-"""Lists, tuples and sets with more entries are data, not state: they are left alone, as are data sets and loaders.
-Dicts with more entries are searched for tensors and modules only.
+"""Most entries of a list, tuple or set that is searched. Larger ones are data, not state, as are data sets and loaders;
+in larger dicts only tensors and modules are searched for.
 """
 
 LARGEST_BYTES = 1 << 28
-"""Larger tensors are left alone too, unless a module owns them."""
+"""Largest size in bytes of a tensor that counts as state, unless a module owns it."""
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
 DATA = {"datasets", "multiprocessing", "queue"}
-"""Packages of data and of data transport: their objects are not searched either."""
+"""Packages of data and of data transport, whose objects are not searched."""
 
 
 class ReachableState:
@@ -67,7 +67,7 @@ class ReachableState:
         while pending:
             obj = pending.popleft()
             if isinstance(obj, types.BuiltinFunctionType):
-                obj = obj.__self__  # such as `random.Random(0).random`
+                obj = obj.__self__  # a method such as `random.Random(0).random`
             if not isinstance(obj, LEAVES) and id(obj) not in self._seen and self._is_of_interest(obj):
                 self._seen[id(obj)] = obj
                 pending.extend(self._visit(obj))
@@ -130,7 +130,7 @@ class ReachableState:
         if type(attributes) is not dict:
             return (*in_slots(obj), *self._named.add_object(obj)) if is_user_code(type(obj)) else ()
         if defined_in.startswith("torch.distributed.") and not isinstance(obj, nn.Module):
-            return ()  # such as FSDP's: tensors whose memory comes and goes
+            return ()  # such as FSDP's tensors, whose memory comes and goes
         self._classify(obj)
         return (attributes, vars(type(obj)).get("__call__"), *self._named.add_object(obj))
 
@@ -186,7 +186,7 @@ class State:
         now = self._owner.state_dict()
         if not _equal(self._before, now):
             self._owner.load_state_dict(_copy_on_devices_of(self._before, now))
-        if self._stages is not None:  # a step that failed halfway may have left them changed
+        if self._stages is not None:  # a step that failed halfway may leave the stages changed
             set_scaler_stages(self._owner, self._stages)
 
     def set_scale_to_one(self) -> None:
@@ -210,7 +210,7 @@ def states(owners: Iterable[Any]) -> list[State]:
     for owner in owners:
         try:
             reported.append(State(owner))
-        except Exception:  # foreign code, which may depend on something that does not exist yet
+        except Exception:  # code of other packages, which may depend on objects that do not exist yet
             continue
     return reported
 
@@ -253,5 +253,5 @@ def _equal(one: Any, other: Any) -> bool:
         return True
     try:
         return bool(one == other)
-    except Exception:  # no truth value, as for arrays: counts as changed
+    except Exception:  # a comparison without a truth value, as of arrays, counts as a change
         return False

@@ -32,7 +32,7 @@ CHANGES = "it changes something outside of its modules, which a replay would cha
 ITERATES = "its code has an iterator, and what that has given can't be given back"
 
 LARGEST_BYTES = 2**22
-"""Uncounted writes to larger arrays and tensors go unseen."""
+"""Largest size in bytes of arrays and tensors in which writes without a new version are detected."""
 
 
 class CodeState(ReachableState):
@@ -81,7 +81,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def _comparable(obj: Any) -> Any:
-    """Return an object that compares equal while `obj` is unchanged. It keeps its subjects alive: ids are reused."""
+    """Return an object that compares equal while `obj` is unchanged. It keeps the compared objects alive, because ids
+    are reused.
+    """
     if isinstance(obj, Tensor):
         return None if obj.is_inference() else obj._version, _digest_of(obj)
     if isinstance(obj, np.ndarray):

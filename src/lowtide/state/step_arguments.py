@@ -35,7 +35,7 @@ def _call_unpacked(step: Callable[..., Any], batch: Any) -> Any:
 def _signature(step: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(step)
-    except (TypeError, ValueError):  # not written in Python, or no function: refused elsewhere
+    except (TypeError, ValueError):  # no Python function: other checks refuse it
         return None
 
 

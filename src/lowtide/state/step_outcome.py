@@ -31,7 +31,9 @@ _PHRASES = ("out of memory", "can't allocate memory", "not enough memory", "allo
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an exception reports exhausted memory: from CUDA and its kin, the CPU allocator, cuBLAS, cuDNN."""
+    """Return True if an exception reports exhausted memory: of CUDA or a similar device, the CPU allocator, cuBLAS,
+    cuDNN.
+    """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error).lower()
@@ -46,11 +48,11 @@ def unless_out_of_memory(run: Callable[[], T], refuse: Callable[[str], LowtideEr
         if not is_out_of_memory(error):
             raise
         message = str(error).partition("\n")[0]
-    raise refuse(message)  # outside `except`: the failed step's frames and their tensors are freed by now
+    raise refuse(message)  # outside of `except`, where the frames of the failed step and their tensors are freed
 
 
 _PIECE = 1 << 22
-"""Elements digested at a time."""
+"""Number of elements digested at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class Outcome:
             optimizers.append(optimizer)
 
         def digest_arrived(name: str, parameter: Tensor) -> None:
-            if parameter.grad is not None:  # a lever may have freed it by now
+            if parameter.grad is not None:  # a lever may have freed the gradient
                 arrived[f"{name} (0)"] = digest(parameter.grad)
 
         with contextlib.ExitStack() as hooks:

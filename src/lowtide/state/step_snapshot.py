@@ -61,7 +61,7 @@ class StepSnapshot:
         self._batch = batch
         self._stepped: dict[int, Optimizer] = {}
         self._optimizers: dict[int, list[_TensorContents]] = {}
-        """For each optimizer that has stepped, the earlier contents of its tensors."""
+        """For each optimizer that has stepped, by id, the contents of its tensors before that."""
         self.changes: tuple[str, ...] = ()
         """Descriptions of changes that were not put back; filled when the block ends."""
         self._named = optimizer
@@ -172,7 +172,7 @@ class StepSnapshot:
             for contents in self._optimizers.values():
                 for content in contents:
                     content.restore()
-        for state in self._states:  # last: its tensors have been put back by now
+        for state in self._states:  # restored last, after the tensors that it contains
             state.restore()
         self._random.restore()
 
@@ -185,7 +185,7 @@ class StepSnapshot:
         self._random.restore()
 
     def seed(self, seed: int | None) -> None:
-        """Start later steps from generators with this seed; None: from their state at `with`."""
+        """Make later steps begin with generators of this seed; with None, with their state at `with`."""
         self._random = self._own_random if seed is None else self._own_random.seeded(seed, self._reachable.generators)
 
     def put_back(self, tensors: set[int]) -> None:
@@ -228,7 +228,7 @@ class StepSnapshot:
         if id(optimizer) in self._stepped:
             return
         self._stepped[id(optimizer)] = optimizer
-        self._reachable.visit_late(optimizer)  # in case nothing reached it; it has not stepped yet
+        self._reachable.visit_late(optimizer)  # an optimizer that nothing reached may come here; it has not stepped yet
         state_tensors = tensors_in([*optimizer.param_groups, *optimizer.state.values()])
         self._optimizers[id(optimizer)] = [
             _TensorContents(t) for t in _unique(state_tensors) if id(t) not in self._known

@@ -50,7 +50,7 @@ _lock: Final = threading.RLock()
 """Lock held while an interrupt is resent, and while resending is called off."""
 _claims: set[object] = set()
 _whole = 0
-"""Number of calls in progress, in the main thread, that must not be interrupted wherever they lead."""
+"""Number of calls in progress, in the main thread, that must not be interrupted, nor any code that they call."""
 _waits = False
 """True while an interrupt waits."""
 _is_resent = False
@@ -66,7 +66,7 @@ class _Handler:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         global _waits, _is_resent
         is_resent, _is_resent = _is_resent, False
-        if is_resent and not _waits:  # passed on while the resent one was under way
+        if is_resent and not _waits:  # passed on while the resent interrupt was under way
             return
         if not _claims or (not _whole and _is_interruptible(frame)):
             with _lock:
@@ -78,7 +78,7 @@ class _Handler:
 
 
 def delay_interrupts() -> Callable[[], None]:
-    """Delay interrupts in code of this package until the returned function is called; that one passes them on."""
+    """Delay interrupts in code of this package until the returned function is called, which passes them on."""
     claim = object()
     _claims.add(claim)
     install_handler()
@@ -88,7 +88,8 @@ def delay_interrupts() -> Callable[[], None]:
 def install_handler() -> None:
     """Install Lowtide's handler in front of the process's handler, if another one has been set since."""
     if threading.get_ident() == threading.main_thread().ident:
-        handler: Any = _signal.getsignal(signal.SIGINT)  # signal's own looks for an Enum first, in every step
+        # the function in C: the one of `signal` looks up an Enum first, in every step
+        handler: Any = _signal.getsignal(signal.SIGINT)
         if callable(handler) and not isinstance(handler, _Handler):
             signal.signal(signal.SIGINT, _Handler(handler))
 
@@ -131,7 +132,8 @@ def resend_dropped_interrupts() -> Iterator[None]:
     own = sys.unraisablehook
 
     def dropped(unraisable: sys.UnraisableHookArgs) -> None:
-        if unraisable.exc_type is KeyboardInterrupt:  # do not raise here: exceptions do not get out of this hook either
+        # nothing may be raised here, because exceptions do not get out of this hook either
+        if unraisable.exc_type is KeyboardInterrupt:
             threading.Thread(target=_interrupt_out_of, args=(dropped.__code__,), daemon=True).start()
         else:
             own(unraisable)
@@ -159,7 +161,9 @@ def _interrupt_out_of(code: CodeType) -> None:
 
 
 def removed_if_interrupted(function: Callable[P, R]) -> Callable[P, R]:
-    """Delay interrupts in `function`, and remove what it returns where one has waited: no caller would get it."""
+    """Delay interrupts in `function`. If one has waited, remove the plan that it returns, which the caller would not
+    get.
+    """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -21,7 +21,8 @@ def live_objects(*classes: type[T]) -> list[T]:
 
 
 class LiveObjectFinder:
-    """Finds the live objects of some classes again and again, most of the time among the youngest only.
+    """Search for the live objects of some classes that is repeated often, and mostly looks at the youngest objects
+    only.
 
     Objects that survive a collection of the middle generation are moved to the oldest. As long as none was collected,
     the oldest generation has nothing but what the last full search has seen. Objects are remembered by weak references.
@@ -43,13 +44,13 @@ class LiveObjectFinder:
                 old = [obj for ref in self._known.values() if (obj := ref()) is not None]
                 return self._remember({id(obj): obj for obj in (*old, *young)}.values())
         objects = self._remember(live_objects(*self._classes))
-        self._state = before  # a collection meanwhile makes the next search a full one
+        self._state = before  # a collection in the meantime makes the next search a full one
         return objects
 
     def _remember(self, objects: Iterable[object]) -> list[object]:
-        found = list(objects)
-        self._known = {id(obj): weakref.ref(obj) for obj in found}
-        return found
+        survivors = list(objects)
+        self._known = {id(obj): weakref.ref(obj) for obj in survivors}
+        return survivors
 
 
 _HAS_GENERATIONS = sys.version_info < (3, 14)

@@ -43,7 +43,9 @@ shown_bars: Final[list[Callable[[], AbstractContextManager[object]]]] = []
 
 @contextlib.contextmanager
 def beside_bars() -> Iterator[None]:
-    """Make room for a line on stderr: bars, Lowtide's and the program's own of tqdm, are cleared during the block."""
+    """Clear progress bars, Lowtide's and the program's tqdm bars, during the block, to make room for a line on
+    stderr.
+    """
     with contextlib.ExitStack() as stack:
         if (bars := sys.modules.get("tqdm.std")) is not None:
             stack.enter_context(bars.tqdm.external_write_mode(file=sys.stderr))

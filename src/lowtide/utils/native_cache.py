@@ -50,7 +50,8 @@ def _root() -> Path:
 
 @functools.cache
 def _key(torch_version: str) -> str:
-    found = hashlib.sha256(SOURCE.read_bytes())
-    abi = sysconfig.get_config_var("SOABI")  # not `cache_tag`, which builds without a GIL and debug builds share
-    found.update(f"{torch_version} {abi} {sys.platform} {platform.machine()}".encode())
-    return found.hexdigest()[:16]
+    digest = hashlib.sha256(SOURCE.read_bytes())
+    # not `cache_tag`, which is the same for debug builds and for builds without a GIL
+    abi = sysconfig.get_config_var("SOABI")
+    digest.update(f"{torch_version} {abi} {sys.platform} {platform.machine()}".encode())
+    return digest.hexdigest()[:16]

@@ -17,5 +17,5 @@ def slots_of(obj: Any) -> list[types.MemberDescriptorType]:
 def in_slots(obj: Any) -> Iterator[Any]:
     """Yield the values in an object's slots."""
     for slot in slots_of(obj):
-        with contextlib.suppress(AttributeError):  # empty
+        with contextlib.suppress(AttributeError):  # an empty slot
             yield slot.__get__(obj)

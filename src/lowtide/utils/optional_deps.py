@@ -10,7 +10,7 @@ from lowtide.utils.messages import say
 OLDEST_TORCH = (2, 10)
 
 _said: list[str] = []
-"""The remark on a torch that is newer than any tested, once it was said."""
+"""Remark on a torch that is newer than any tested one, once it was logged."""
 
 
 def require_torch(asked_by: str) -> None:

@@ -71,7 +71,7 @@ class Stage:
 
     def __enter__(self) -> Self:
         LOG.debug("%s", self._doing)
-        self._open = _here.open  # of this thread, though the stage may end in another one
+        self._open = _here.open  # the stages of this thread; the stage may end in another one
         if self._open:
             self._open[-1]._hide()
         self._open.append(self)

@@ -14,7 +14,7 @@ _HTML: list[str] = []
 
 
 def register_renderers(modules: Mapping[str, str], html: str) -> None:
-    """Name the modules that show records: they are imported when the first record is shown.
+    """Set the modules that show records. They are imported when the first record is shown.
 
     Args:
         modules: Class name -> module with a function `show(record) -> str`.
@@ -51,8 +51,8 @@ class Displayed:
         return page
 
 
-def short_repr(name: str, told: str) -> str:
-    """Return `name(told)` in one line of at most LONGEST_REPR characters."""
-    told = " ".join(told.split())
+def short_repr(name: str, content: str) -> str:
+    """Return `name(content)` in one line of at most LONGEST_REPR characters."""
+    content = " ".join(content.split())
     room = LONGEST_REPR - len(name) - 2
-    return f"{name}({told if len(told) <= room else told[: room - 3] + '...'})"
+    return f"{name}({content if len(content) <= room else content[: room - 3] + '...'})"

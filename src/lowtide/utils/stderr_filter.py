@@ -38,7 +38,7 @@ def without_noise(descriptor: int, *noise: bytes) -> Iterator[Callable[[], int]]
             lines = sink.read().splitlines(keepends=True)
             others = b"".join(line for line in lines if not any(part in line for part in noise))
             if others:
-                with contextlib.suppress(OSError):  # if that is full, C++ writes nothing either
+                with contextlib.suppress(OSError):  # C++ writes nothing either if the file is full
                     os.write(real, others)
 
 

@@ -38,6 +38,7 @@ def fitted():
     fitted.remove()
 
 
+@pytest.mark.slow
 def test_every_bucket_is_measured_to_be_within_the_budget(fitted):
     _, fitted = fitted
     budget = fitted.plan.budget_bytes
@@ -142,7 +143,7 @@ def test_each_forward_is_replayed_by_its_own_plan_whatever_came_after_it(fitted)
     assert not switched.drifted
 
 
-def test_a_batch_beyond_the_largest_gets_the_most_saving_plan_and_one_warning(fitted):
+def test_a_batch_beyond_the_largest_gets_the_plan_with_the_smallest_peak_and_one_warning(fitted):
     case, found = fitted
     larger = {name: tensor.repeat(2, 1) for name, tensor in case.batch.items()}
     peaks = []
@@ -186,7 +187,7 @@ def test_a_step_that_raises_leaves_the_next_ones_right(fitted):
 
 
 @pytest.mark.slow
-def test_what_lies_between_two_sizes_is_never_less_than_the_truth():
+def test_an_interpolated_profile_never_underestimates():
     """Exact in the number of rows; on the safe side where attention grows with the square of the length."""
     for name, small, middle, exact in [
         ("llama", (1, 64), (2, 64), True),
@@ -265,6 +266,7 @@ def test_images_vary_in_number():
     assert not any(CALL in vars(module) for module in case.model.modules())
 
 
+@pytest.mark.slow
 def test_where_everything_fits_nothing_is_done():
     case = build("llama")
     with lowtide.fit(case.model, case.step, case.batch, budget="100%", shapes="auto") as fitted:
@@ -273,7 +275,7 @@ def test_where_everything_fits_nothing_is_done():
     assert CALL not in vars(case.model)
 
 
-def test_what_varies_is_found():
+def test_varying_dimensions_are_found():
     ids = torch.zeros(4, 64, dtype=torch.long)
     sizes = Range({"ids": ids, "weights": torch.ones(4, 64, 3), "label": torch.zeros(4)})
     assert [(v.tensor, v.dim, v.small, v.large) for v in sizes.varying] == [(0, 1, 16, 64), (1, 1, 16, 64)]

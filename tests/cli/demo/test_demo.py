@@ -32,7 +32,7 @@ SMALL = {
 
 
 def check(found: Comparison, steps: int) -> None:
-    """What every demo has to show, whatever was trained."""
+    """Assertions that hold for the demo of every model."""
     plain, *runs = found.runs
     assert plain.kind == "plain"
     assert len(plain.losses) == len(plain.step_ms) == steps
@@ -232,13 +232,13 @@ def test_exit_codes(found: Comparison, args: Sequence[str], code: int, monkeypat
     assert run(*args).return_value == code
 
 
-def test_what_is_recomputed_and_replayed_is_said() -> None:
+def test_the_table_lists_recomputed_and_replayed_parts() -> None:
     assert "70 %: recomputed GELU (2), layer norm (1); replayed h.{0-1}.attn." in shown(comparison(GOOD))
     row = next(line for line in shown(comparison(GOOD)).splitlines() if line.startswith("70 % "))
     assert row.split() == ["70", "%", "700", "B", "600", "B", "650", "B", "+5", "%", "3", "2", "equal"]
 
 
-def test_a_broken_promise_is_said() -> None:
+def test_a_broken_promise_is_reported() -> None:
     assert "70 %: the measured peak is ABOVE the budget." in shown(comparison(OVER))
     text = shown(comparison(DIFFERENT))
     assert "70 %: NOT the plain loop's bits: step 1: gradients; step 2: gradients." in text

@@ -295,7 +295,7 @@ def test_gpt2_learns(work: Workload) -> None:
 
 
 @gpt2
-def test_a_difference_of_one_bit_is_said(work: Workload) -> None:
+def test_a_difference_of_one_bit_is_reported(work: Workload) -> None:
     plain = train(work, 2)
 
     def flip(grad: Tensor) -> Tensor:

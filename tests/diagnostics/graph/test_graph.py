@@ -74,7 +74,7 @@ def test_bytes_are_those_of_unique_storages_with_parameters_apart() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_held_is_what_dropping_the_loss_frees(name: str) -> None:
+def test_held_bytes_are_those_that_dropping_the_loss_frees(name: str) -> None:
     """To the byte, for the allocator: the graph, less the batch that it shares with us, and the loss itself."""
     case = build(name)
     ours = {storage_id(tensor) for tensor in case.batch.values()}
@@ -122,7 +122,7 @@ def test_inputs_that_torch_forgets_are_counted() -> None:
     assert found.nodes[0].unrecorded == 1
 
 
-def test_what_a_custom_function_holds() -> None:
+def test_tensors_held_by_a_custom_function_are_listed() -> None:
     class Scale(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -241,8 +241,8 @@ def test_nothing_is_unpacked_or_run_again() -> None:
     assert [(kept.packed, kept.bytes) for kept in only.kept] == [("tuple", 12)]
 
 
-def test_a_plan_in_force_is_seen_as_it_is() -> None:
-    """What Lowtide will make again holds nothing; what it keeps is seen through its handles."""
+def test_a_plan_in_force_is_shown_as_packed_handles() -> None:
+    """Recomputed tensors count as not held; kept ones are seen through Lowtide's handles."""
     case = build("llama")
     plan = lowtide.plan(lowtide.rehearse(case.model, case.step, case.batch), "70%")
     plain = graph(case.model(**case.batch).loss, model=case.model)

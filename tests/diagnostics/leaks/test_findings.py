@@ -24,7 +24,7 @@ REPORTED_BAD, REPORTED_GOOD = (sorted(HERE.glob(f"reported/*_{kind}.py")) for ki
 
 @cache
 def reports(*, of_loops: bool = False) -> dict[str, Any]:
-    """What `lowtide watch` said of every script, by name. One run for all tests: torch is loaded once."""
+    """Findings of `lowtide watch` for each script, by name. One run serves all tests, so that torch is loaded once."""
     scripts = map(str, CLEAN if of_loops else (*BAD, *GOOD, *REPORTED_BAD, *REPORTED_GOOD))
     command = [sys.executable, str(HERE / "run_scripts.py"), *scripts]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)

@@ -26,7 +26,7 @@ def batches(n: int = STEPS) -> Iterator[Tensor]:
 
 
 def findings(keep: Keep, data: Iterable[Tensor]) -> tuple[Finding, ...]:
-    """What is said of a training that gives `keep` the number and the output of each step."""
+    """Findings for a training loop that passes the number and the output of each step to `keep`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -92,14 +92,14 @@ def keep_arrays() -> Keep:
         (keep_in_class, "Outputs.kept[6 entries]", "keep_in_class.<locals>.Outputs.kept"),
     ],
 )
-def test_what_gathers_outputs(made: Callable[[], Keep], holder: str, name: str) -> None:
+def test_holders_that_gather_outputs_are_found(made: Callable[[], Keep], holder: str, name: str) -> None:
     (finding,) = findings(made(), batches())
     assert (finding.code, finding.held_bytes) == ("LT021", STEPS * OUTPUT)
     assert finding.holder.endswith(holder)
     assert f"`{name}`" in finding.fix
 
 
-def test_what_a_generator_gathers() -> None:
+def test_outputs_gathered_by_a_generator_are_found() -> None:
     class Loader:
         def __init__(self) -> None:
             self.done: list[Tensor] = []
@@ -148,7 +148,7 @@ def test_a_queue_that_is_drawn_from() -> None:
     assert findings(keep, batches(20)) == ()
 
 
-def test_a_dict_that_is_made_anew_gathers_nothing() -> None:
+def test_a_dict_made_in_each_step_gathers_nothing() -> None:
     model = nn.Sequential(nn.Linear(64, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with lowtide.watch(model) as watched:
@@ -190,7 +190,7 @@ def test_small_tensors_of_equal_layers() -> None:
     assert finding.holder.endswith(".means[6 entries] and 99 more like it")
 
 
-def test_who_holds_only_what_backward_has_freed_is_no_holder() -> None:
+def test_an_object_with_only_freed_graphs_is_no_holder() -> None:
     model = nn.Sequential(nn.Linear(64, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with lowtide.watch(model) as watched:

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from comparing import equal
 from conftest import RunPython
 from lowtide._torch.backward import ENGINE
+from lowtide.diagnostics.leaks.watcher import Watch
 from lowtide.errors import LowtideError
 from parts import COMPILED
 
@@ -226,7 +228,7 @@ raise KeyboardInterrupt
 """
 
 
-def test_what_was_found_before_an_interrupt_is_said(tmp_path: Path, run_python: RunPython) -> None:
+def test_findings_before_an_interrupt_are_reported(tmp_path: Path, run_python: RunPython) -> None:
     script, report = tmp_path / "train.py", tmp_path / "found.json"
     script.write_text(INTERRUPTED, encoding="utf-8")
     done = run_python("-m", "lowtide", "watch", "--json", str(report), str(script))
@@ -260,6 +262,7 @@ for _ in range(4):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gathered", ["total", pytest.param("torch.stack(losses).mean()", marks=pytest.mark.slow)])
 def test_losses_that_are_gathered_to_be_differentiated_are_not_to_be_detached(
     gathered: str, tmp_path: Path, run_python: RunPython
@@ -308,3 +311,19 @@ def test_a_model_that_is_compiled_where_it_stands_is_compiled_as_ever(tmp_path: 
     assert watched.stdout == plain.stdout
     assert "LT017" in watched.stderr, watched.stderr
     assert "global hooks" not in watched.stderr
+
+
+def test_the_forward_of_a_reentrant_checkpoint_is_no_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its modules are called without gradients, and an evaluation is inspected after 2, 4, 8 ... calls."""
+    evaluated: list[int] = []
+    monkeypatch.setattr(Watch, "_inspect_evaluation", lambda _, key: evaluated.append(key))
+    layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+    x = torch.randn(64, 64, requires_grad=True)
+    with lowtide.watch():
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        x.sum().backward()
+        assert not evaluated
+        with torch.no_grad():
+            layers[0](x)
+    assert len(evaluated) == 1

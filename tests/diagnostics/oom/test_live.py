@@ -33,7 +33,7 @@ def _blocks(n: int, width: int) -> list[nn.Module]:
 
 
 @linux_only
-def test_a_real_one_is_explained_and_the_process_goes_on() -> None:
+def test_a_real_out_of_memory_error_is_explained_and_the_process_goes_on() -> None:
     done = run(scripts.PLAIN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("caught RuntimeError 1\n")
@@ -45,7 +45,7 @@ def test_a_real_one_is_explained_and_the_process_goes_on() -> None:
     assert done.stdout.endswith("goes on True\n")
 
 
-@pytest.mark.default_cases(2)
+@pytest.mark.default_cases(1)
 @linux_only
 @pytest.mark.parametrize(
     ("script", "code", "says"),
@@ -56,7 +56,7 @@ def test_a_real_one_is_explained_and_the_process_goes_on() -> None:
     ],
     ids=["evaluation", "leak", "first step"],
 )
-def test_what_only_the_process_shows(script: str, code: str, says: str) -> None:
+def test_facts_of_the_live_process_are_found(script: str, code: str, says: str) -> None:
     done = run(script)
     assert done.returncode == 1
     assert "DefaultCPUAllocator: can't allocate memory" in done.stderr  # the error itself, as ever
@@ -121,7 +121,7 @@ def test_blocks_of_a_model_that_is_a_sequence_are_one_line() -> None:
     assert "  12 MiB  activations of {0-2}.0\n" in raised.value.__notes__[0]
 
 
-def test_words_that_are_not_known_are_said_to_be_so() -> None:
+def test_an_unknown_message_is_reported_as_unknown() -> None:
     with pytest.raises(torch.OutOfMemoryError) as raised, lowtide.explain_oom():
         raise torch.OutOfMemoryError("no room")
     assert raised.value.__notes__ == ["\nlowtide: out of memory, in a message that is not known. Please report it."]

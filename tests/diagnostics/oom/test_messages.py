@@ -59,7 +59,7 @@ def test_the_table_is_large_and_has_all_kinds() -> None:
         "CUDA_HOME is not set",
     ],
 )
-def test_what_is_unknown_is_said_to_be(text: str) -> None:
+def test_unknown_amounts_are_reported_as_unknown(text: str) -> None:
     assert explain(text) is None
     done = CliRunner().invoke(command, ["-"], input=text, standalone_mode=False)
     assert type(done.exception).__name__ == "LowtideError"
@@ -99,7 +99,7 @@ def in_a_container(free: str, *processes: str, allocated: str) -> Explanation:
     return found
 
 
-def test_which_process_is_this_one_is_concluded_or_said_to_be_open() -> None:
+def test_this_process_is_identified_or_its_identity_left_open() -> None:
     found = in_a_container("0.50 GiB", "30.00 GiB", "49.00 GiB", allocated="45.00 GiB")
     assert (found.message.process_bytes, found.message.others_bytes) == (49 * GIB, 30 * GIB)
     assert found.message.maybe_own == ()
@@ -146,13 +146,13 @@ FULL = next(row.text for row in ROWS if row.name.startswith("2.1, with its"))
         (Facts(leftover_graphs=1, leftover_bytes=GIB // 10), "true-need"),
     ],
 )
-def test_what_a_live_process_adds(facts: Facts, code: str) -> None:
+def test_facts_of_a_live_process_change_the_cause(facts: Facts, code: str) -> None:
     found = explain(FULL, facts)
     assert found is not None
     assert found.cause.code == code
 
 
-def test_a_limit_on_the_process_is_told_from_a_full_machine() -> None:
+def test_a_limit_on_the_process_is_distinguished_from_a_full_machine() -> None:
     text = next(row.text for row in ROWS if row.name == "CPU, Linux")
     limited = Facts(limit_bytes=32 * GIB, limit_used_bytes=30 * GIB, limit_name="limit", host_free_bytes=100 * GIB)
     found = explain(text, limited)
@@ -180,7 +180,7 @@ def test_expandable_segments_are_advised_only_where_they_are_off(known: bool | N
         (20 * GIB, "lowtide.accumulate", None),
     ],
 )
-def test_what_a_rehearsal_adds(least: int | None, first: str, amount: float | None) -> None:
+def test_a_rehearsal_adds_the_plan_that_fits(least: int | None, first: str, amount: float | None) -> None:
     found = explain(FULL, Facts(smallest_peak_bytes=least))
     assert found is not None
     assert found.actions[0].text.startswith(first)
@@ -236,7 +236,7 @@ def test_text_around_a_message_changes_nothing(text: str, row: Row) -> None:
         assert dataclasses.replace(messages(f"{text}\n{row.text}")[0], text=alone.text) == alone
 
 
-def test_the_page_shows_what_comes_out() -> None:
+def test_the_page_shows_the_real_output() -> None:
     page = (Path(__file__).parents[3] / "docs" / "explain.md").read_text(encoding="utf-8")
     shown = page.partition("for programs\n")[2].partition("  ...\n")[0]
     out = str(explain(next(row.text for row in ROWS if row.name == "2.3, in pieces")))

@@ -55,7 +55,7 @@ def test_a_log_of_any_size_takes_little_memory(part: str) -> None:
     assert peak < MOST_BYTES
 
 
-def test_messages_on_one_line_are_told_from_each_other() -> None:
+def test_messages_on_one_line_are_separated() -> None:
     line = " ".join(f"CUDA out of memory. Tried to allocate {n % 1500}.00 MiB" for n in range(3000))
     found = explain(line)
     assert found is not None

@@ -30,7 +30,7 @@ class Switching(Engine):
         self.ambiguous_addresses = frozenset(address for plan in plans for address in plan.ambiguous_addresses)
         self._shapes = [bucket.shapes for bucket in buckets]
         first, last = self._shapes[0], self._shapes[-1]
-        self._telling = frozenset(path for path in last if len(buckets) == 1 or first.get(path) != last[path])
+        self._size_paths = frozenset(path for path in last if len(buckets) == 1 or first.get(path) != last[path])
         """Paths of calls whose shapes reveal the size of a batch."""
         self._largest = buckets[-1].size
         self._was_larger = False
@@ -41,9 +41,9 @@ class Switching(Engine):
         return any(self.tables[: len(self._shapes)]) or any(self.in_place[: len(self._shapes)])
 
     def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Choose a plan by the shapes of the outermost call's arguments: a few comparisons."""
+        """Return the number of the plan for the shapes of the outermost call's arguments."""
         chosen = len(self._shapes) - 1
-        if seam.path in self._telling:
+        if seam.path in self._size_paths:
             given, last = shapes_of(args, kwargs), self._shapes[-1]
             for number, shapes in enumerate(self._shapes):
                 if seam.path in shapes and within(given, shapes[seam.path]):

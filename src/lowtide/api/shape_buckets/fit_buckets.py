@@ -38,7 +38,7 @@ BUCKETS = 3
 """Number of buckets for sizes that do not fit without a plan."""
 
 FitOne = Callable[[Any, int, Profile], tuple[Plan, "Verdict"]]
-"""Fits one batch into the budget and returns its plan and the proof. Raises Infeasible or OverBudget."""
+"""Function that fits one batch into the budget and returns its plan and the proof. Raises Infeasible or OverBudget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

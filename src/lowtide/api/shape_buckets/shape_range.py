@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.call_interceptor import CallInterceptor
 
 LEAST_SHARE = 4
-"""The default smallest size is the largest one divided by this."""
+"""Ratio of the largest size to the default smallest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Varying:
     """A dimension of a tensor of the batch whose size varies between batches."""
 
     tensor: int
-    """The tensor's number in the batch."""
+    """Index of the tensor among those of the batch."""
     dim: int
     small: int
     large: int
@@ -38,7 +38,7 @@ class Varying:
 
 
 class Range:
-    """The batches between a small one and a large one: leading parts of the large one."""
+    """Range of batches from a small one to a large one: each is a leading part of the large one."""
 
     def __init__(self, large: Any, small: Any = None) -> None:
         """Compare the two batches; without `small` the length of token sequences varies, or else the number of rows.
@@ -54,7 +54,7 @@ class Range:
                 "structure."
             )
         self.steps = max(v.large - v.small for v in self.varying)
-        """The number of sizes, less one."""
+        """Number of sizes in the range, less one."""
 
     def share(self, step: int) -> float:
         """Return the position of a size between the smallest and the largest, which is at 1."""

@@ -31,7 +31,7 @@ from lowtide.runtime.static_memory import static_bytes
 from lowtide.units import format_bytes
 
 STEPS = 2
-"""Steps of a run. They keep the demo at about a minute on two cores."""
+"""Default number of steps of a run: few, so that the demo takes about a minute on two cores."""
 
 _REHEARSING, _FITTING = 5, 5  # approximate numbers of plain steps
 
@@ -186,7 +186,7 @@ class _Duel:
         self._plain.set_aside()
 
     def skip(self) -> None:
-        """Skip one run."""
+        """Count the steps of a run that is left out as done."""
         self.pace.skip(self._steps_of_a_run)
 
     @property
@@ -211,7 +211,7 @@ class _Pace:
         self.steps = steps
         """Steps of each run."""
         self.runs = runs
-        """Runs beside the plain one."""
+        """Number of runs beside the plain one."""
         self._skipped = 0
         self._doing = ""
         self._done, self._stop = 0, 0

@@ -35,9 +35,9 @@ def need_folder(package: str, folder: str) -> Path:
     raise _missing(package.replace("_", "-"), "it is not installed" if spec is None else f"it has no folder {folder}")
 
 
-def _missing(package: str, found: str) -> PackageMissing:
+def _missing(package: str, state: str) -> PackageMissing:
     return PackageMissing(
         f"the demo needs the package {package}.\n"
-        f"  Found: {found} (in {sys.executable}).\n"
+        f"  Found: {state} (in {sys.executable}).\n"
         '  Install it: pip install "lowtide[demo]"'
     )

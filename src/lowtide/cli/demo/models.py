@@ -242,7 +242,7 @@ def minilm_tokenizer() -> Any:
 
 
 def tokens_in_use(tokenizer: Any) -> tuple[Tensor, Tensor]:
-    """Return Python's reference as tokens numbered by their place in the second tensor, and that: tokens that occur.
+    """Return Python's reference as indices into the second tensor, which holds the tokens that occur.
 
     [tokens] and [different tokens], int64. The second is sorted, and holds the special tokens of BERT as well.
     """

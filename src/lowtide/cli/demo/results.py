@@ -28,15 +28,15 @@ class Run(Record):
     budget_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
-    """Static memory included, as in the budget."""
+    """Peak of a step, static memory included, as in the budget."""
     losses: tuple[float, ...] = ()
     step_ms: tuple[float, ...] = ()
     plain_step_ms: tuple[float, ...] = ()
     """Times of the plain loop, which took turns with this one."""
     time_ratio: float | None = None
-    """The fastest step's time over the fastest plain one's."""
+    """Ratio of the fastest step's time to that of the fastest plain step."""
     same: Same | None = None
-    """None for the plain run, which is the reference of the others."""
+    """Comparison with the plain run; None for the plain run itself."""
     differences: tuple[str, ...] = ()
     drifted: tuple[str, ...] = ()
     """Addresses of saved tensors that differed from the plan's expectation, and were kept."""

@@ -92,9 +92,9 @@ def masked_batches(
     each = max(1, round(share * length))
     chosen = 1 + torch.rand(count, length, generator=random).argsort(dim=1)[:, :each].sort(dim=1).values
     labels = framed.gather(1, chosen)
-    fate = torch.rand(count, each, generator=random)
+    draw = torch.rand(count, each, generator=random)
     anything = torch.randint(vocab_size, (count, each), generator=random)
-    shown = torch.where(fate < 0.8, mask, torch.where(fate < 0.9, anything, labels))
+    shown = torch.where(draw < 0.8, mask, torch.where(draw < 0.9, anything, labels))
     framed.scatter_(1, chosen, shown)
     offsets = torch.arange(batch_size)[:, None] * framed.shape[1]
     return tuple(

@@ -16,7 +16,7 @@ from lowtide.state.step_snapshot import RandomState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A run of the loop: each step's loss, digest of all gradients and time, and digests of the final state.
+    """Record of a run: for each step the loss, a digest of all gradients and the time; and digests of the final state.
 
     `state` has one digest each for the parameters, the buffers, the optimizer and torch's random numbers.
     """
@@ -52,7 +52,8 @@ class Training:
 
 
 class Loop:
-    """The loop over a workload, from its first bit and a step at a time. Several can take turns in one process.
+    """Training loop over a workload, run a step at a time from the initial state. Several can take turns in one
+    process.
 
     It is the plain loop, with any plan or checkpointing switch on the model in force. Each loop continues with the
     random numbers of its last step. Gradients are digested between backward and update, excluded from the time, on the
@@ -106,7 +107,7 @@ class Loop:
 
 
 def train(work: Workload, steps: int, *, on_step: Callable[[int, float], None] | None = None) -> Training:
-    """Train `work` from its first bit for `steps` steps; call `on_step(steps done, loss)` after each."""
+    """Train `work` from its initial state for `steps` steps; call `on_step(steps done, loss)` after each."""
     loop = Loop(work)
     for done in range(1, steps + 1):
         loss = loop.step()

@@ -1,4 +1,4 @@
-"""`workload("gpt2")`: model, data and optimizer as one training step that can be reset to its first bit."""
+"""`workload("gpt2")`: model, data and optimizer as one training step that can be reset to its initial bits."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ class Workload:
         torch.manual_seed(self.seed)
 
     def set_aside(self) -> None:
-        """Exclude this workload from the memory of others in recordings of another workload."""
+        """Leave this workload's memory out of recordings of another workload."""
         parameters = [*self.model.parameters()]
         state = (value for entry in self.optimizer.state.values() for value in entry.values())
         gradients = (parameter.grad for parameter in parameters)

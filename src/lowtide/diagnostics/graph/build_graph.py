@@ -29,7 +29,9 @@ Key = tuple[object, ...]
 
 
 class GraphBuilder:
-    """Builder of one graph behind `roots`. `names` are tensors by name; `others` is memory in use anyway."""
+    """Builder of the graph behind `roots`. `names` maps names to tensors; `others` are tensors that are in memory
+    anyway.
+    """
 
     def __init__(self, roots: Iterable[Tensor], names: Mapping[str, Tensor], others: Iterable[Tensor]) -> None:
         self._roots = list(roots)
@@ -84,7 +86,7 @@ class GraphBuilder:
             else:
                 unrecorded += 1
         rest = [value for value in constants.values() if not any(value is each for each in inputs)]
-        unrecorded = max(0, unrecorded - len(rest))  # a constant whose argument has no name here was one of those
+        unrecorded = max(0, unrecorded - len(rest))  # constants whose argument has no name here
         kept = tuple(each.kept(self._parameters) for each in saved)
         node = Node(function, index=len(self._nodes), inputs=(*inputs, *rest), kept=kept, unrecorded=unrecorded)
         node.line = _line_of(function)
@@ -110,7 +112,7 @@ class GraphBuilder:
         return constants
 
     def _locate(self, function: Function, node: Node, saved: SavedSlot) -> None:
-        """Note with a computed value that its data can be read from this node."""
+        """Record on a computed value that its data can be read from this node."""
         if saved.packed or saved.name.startswith("ctx."):
             return
         maker = producer(saved.tensor)

@@ -28,14 +28,15 @@ class Kept:
     """None for nested tensors."""
     dtype: str
     bytes: int
-    """Bytes of its whole storage, of which it may be a small view."""
+    """Bytes of the tensor's whole storage, of which it may be a small view."""
     storage: int
-    """Same number for tensors that share memory."""
+    """Number of the storage, equal for tensors that share memory."""
     parameter: bool
     """True for memory in use anyway: of a parameter, a buffer or another leaf that needs a gradient."""
     packed: str = ""
-    """Type of the object that a saved-tensor hook made of it; it was not unpacked, so this may be one of several
-    parts."""
+    """Type of the object that a pack hook returned for it. That object was not unpacked, so this may be one of several
+    parts.
+    """
 
 
 class Value:
@@ -58,11 +59,11 @@ class Value:
         self.name = name
         """Name of a parameter, of a tensor named to `graph`, or of a constant's argument. May be empty."""
         self.producer = producer
-        """The node that computed it; None for leaves and constants."""
+        """Node that computed the value; None for leaves and constants."""
         self.output = output
         """Index among the producer's outputs."""
         self.shape = shape
-        """None where autograd did not record it."""
+        """Shape of the value; None where autograd did not record it."""
         self.dtype = dtype
         self.requires_grad = requires_grad
         self._places: list[tuple[Any, str]] = []
@@ -109,9 +110,9 @@ class Node:
         self.unrecorded = unrecorded
         """Number of inputs that need no gradient and are not kept: torch does not record them."""
         self.module = ""
-        """Path of the module that it ran in, where known; see `graph`."""
+        """Path of the module that the node ran in, where known; see `graph`."""
         self.line = ""
-        """Line that made it, such as `train.py:42`, if anomaly detection was on."""
+        """Line of code that made the node, such as `train.py:42`, if anomaly detection was on."""
 
     @property
     def held_bytes(self) -> int:

@@ -54,7 +54,9 @@ def name_modules(graph: Graph, model: nn.Module) -> None:
 
 
 def _owner(node: Node, paths: list[str], model: nn.Module) -> str:
-    """Return the module that fits this node among those that share a parameter: only embeddings look up."""
+    """Return the module that ran this node, of several that share its parameter. An embedding node is an
+    embedding's.
+    """
     looks_up = "Embedding" in node.name
     fitting = [path for path in paths if isinstance(model.get_submodule(path), nn.Embedding) == looks_up]
     return (fitting or paths)[0]

@@ -25,7 +25,7 @@ class Box:
     height: float
     layer: int
     x: float = 0.0
-    """Centre."""
+    """Position of the centre."""
     y: float = 0.0
     above: list[int] = field(default_factory=list)
     below: list[int] = field(default_factory=list)

@@ -64,11 +64,11 @@ class Graph:
         Bytes not known to belong to a module are under "".
         """
         totals: dict[str, int] = defaultdict(int)
-        seen: set[int] = set()
+        counted: set[int] = set()
         for node in self.nodes:
             for kept in node.kept:
-                if not kept.parameter and kept.storage not in seen:
-                    seen.add(kept.storage)
+                if not kept.parameter and kept.storage not in counted:
+                    counted.add(kept.storage)
                     totals[node.module] += kept.bytes
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 

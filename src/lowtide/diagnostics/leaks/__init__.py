@@ -1,1 +1,3 @@
-"""`lowtide.watch`: tensors and graphs that stay in memory although nobody needs them, and who holds them."""
+"""`lowtide.watch`: tensors and graphs that stay in memory although nothing needs them, and the objects that hold
+them.
+"""

@@ -1,4 +1,6 @@
-"""Forward and backward passes as the watch remembers them: plain numbers and weak references, no part of the graph."""
+"""Records of forward and backward passes for the watch. They hold numbers and weak references, and no part of the
+graph.
+"""
 
 from __future__ import annotations
 
@@ -53,17 +55,17 @@ class Call:
     stop: int = 0
     has_graph: bool = False
     is_alive: bool = False
-    """True while the node of one of its outputs exists."""
+    """True while the node of an output of the call exists."""
     n_marks: int = 0
     outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     memory: list[weakref.ref[UntypedStorage]] = field(default_factory=list)
     """Storages of the outputs, which views and detached copies share."""
     graph_bytes: int = 0
-    """Bytes that its graph keeps besides the outputs, where measured."""
+    """Bytes that the call's graph keeps in addition to the outputs, where measured."""
     backwards: list[Backward] = field(default_factory=list)
     is_reached_at_output: bool = False
     is_explained: bool = False
-    """True if a finding already says why no backward pass reached it."""
+    """True if a finding already says why no backward pass reached the call."""
 
     @property
     def place(self) -> Place:
@@ -76,7 +78,7 @@ class Call:
 
 @dataclass(slots=True)
 class SiteStats:
-    """Counts over all calls of one model from one place."""
+    """Counts over all calls of one model from one line of code."""
 
     site: Site
     model: str
@@ -87,7 +89,9 @@ class SiteStats:
     n_unreached: int = 0
     n_explained: int = 0
     is_left_inside: bool = False
-    """True if backward passes enter the graph elsewhere than at its outputs, so that outputs prove nothing."""
+    """True if backward passes enter the graph elsewhere than at the call's outputs; then outputs do not tell if the
+    graph was reached.
+    """
     module_ids: set[int] = field(default_factory=set)
     """Ids of the modules that were called; one line may call several of a class."""
     unreached_bytes: int = 0
@@ -200,7 +204,7 @@ class CallLog:
         node.register_prehook(_Prehook(self, call, is_output))
 
     def between(self, first: int, last: int) -> list[Call]:
-        """Return the living or recent calls that made any of the nodes `first` to `last`."""
+        """Return the calls, with a living graph or recent, that made any of the nodes numbered `first` to `last`."""
         return [c for c in (*self.alive.values(), *self._recent) if c.first <= last and first < c.stop]
 
     def of_output(self, storages: set[int]) -> dict[int, Call]:

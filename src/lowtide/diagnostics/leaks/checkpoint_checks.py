@@ -1,4 +1,6 @@
-"""Mistakes with `torch.utils.checkpoint`: another block in backward, statistics counted twice, lost gradients."""
+"""Mistakes with `torch.utils.checkpoint`: a different block runs in backward, statistics are updated twice, gradients
+are lost.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.finding_log import FindingLog
 
 _MOST_REGIONS = 512
-"""Checkpointed calls that are observed; a mistake shows in the first steps."""
+"""Most checkpointed calls that are observed: mistakes show in the first steps."""
 
 
 class CheckpointChecks:
-    """Observes checkpointed calls. `names` returns names of modules by id."""
+    """Observer of checkpointed calls. `names` returns the names of modules by id."""
 
     def __init__(self, log: FindingLog, names: Callable[[], dict[int, str]], step: Callable[[], int]) -> None:
         self._log, self._names, self._step = log, names, step
@@ -89,7 +91,7 @@ class CheckpointChecks:
         self._log.record("LT028", str(place), held_bytes=0, step=self._step(), text=text, name=names[0], made_at=place)
 
     def _add_name(self, names_at: dict[Place, dict[int, str]], place: Place, module: nn.Module) -> list[str]:
-        """Return the names of the modules found at `place`, with that of `module`; empty if it was there before."""
+        """Add the name of `module` to those of `place`, and return all of them; empty if it was there before."""
         known = names_at.setdefault(place, {})
         if id(module) in known:
             return []
@@ -148,7 +150,7 @@ class _Calls:
             self._before.setdefault(id(module), _versions(module))
 
     def note_written(self) -> None:
-        """Compare all buffers with those from before the calls."""
+        """Record the buffers that the calls wrote to, by comparing them with those from before."""
         for module in self.modules():
             before = self._before.pop(id(module), {})
             after = _versions(module) if before else {}
@@ -168,8 +170,8 @@ class _Calls:
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Return the identity and version of each buffer; writes through `.data` change neither."""
-    there = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-    return {name: (id(buffer), buffer._version) for name, buffer in there.items() if not buffer.is_inference()}
+    buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+    return {name: (id(buffer), buffer._version) for name, buffer in buffers.items() if not buffer.is_inference()}
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -178,5 +180,5 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _counts(module: nn.Module) -> bool:
-    """Return True if a forward in training moves running statistics of a norm."""
+    """Return True if the module is a norm whose running statistics a training forward updates."""
     return _is_norm(module) and module._buffers["running_mean"] is not None and bool(getattr(module, "momentum", None))

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide._torch.backward import ENGINE, in_backward
 from lowtide._torch.checkpointed_functions import observe_checkpoints
-from lowtide._torch.patching import TOLD_CODE, replace_function, wrap_module_calls
+from lowtide._torch.patching import OBSERVED_CALL_CODE, replace_function, wrap_module_calls
 from lowtide.diagnostics.leaks.call_log import tensors_in
 from lowtide.errors import LowtideError
 from lowtide.memory.frame_locals import local_variables
@@ -26,7 +26,7 @@ _watching: Watch | None = None
 
 
 class EventSources:
-    """Forwards a process's forward passes, backward passes and optimizer steps to a watch, from install to remove."""
+    """Subscriptions that report the process's forward passes, backward passes and optimizer steps to a watch."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -59,7 +59,7 @@ class EventSources:
         frame: FrameType | None = sys._getframe(1)
         tensors: list[Tensor] = []
         while frame is not None:
-            if frame.f_code is TOLD_CODE:
+            if frame.f_code is OBSERVED_CALL_CODE:
                 with local_variables(frame) as variables:
                     tensors = [*tensors_in(variables.get("args")), *tensors_in(variables.get("kwargs"))]
             frame = frame.f_back

@@ -15,7 +15,7 @@ from lowtide.diagnostics.leaks.rules import RULES, Rule
 from lowtide.report.finding import Finding
 
 _HISTORY = 8
-"""Earlier inspections of a holder that rules can look back on."""
+"""Number of earlier inspections of a holder that rules can look back on."""
 
 
 @dataclass(slots=True)
@@ -30,9 +30,9 @@ class Entry:
     owner: str = ""
     part: str = ""
     names: tuple[str, ...] = ()
-    """All variables that hold the memory: each of them must let go."""
+    """All variables that hold the memory: it is freed once none of them does."""
     parts: tuple[str, ...] = ()
-    """Containers and objects, parts of which hold its graph: they are not to be deleted."""
+    """Containers and objects that hold the graph by one of their parts; the advice must not be to delete them whole."""
     fix: str = ""
     """Advice of the rule for this holder, a format string."""
     remedy: str = ""
@@ -105,7 +105,7 @@ class FindingLog:
         return key in self.entries or f"{item.subject} {key}" in self.entries
 
     def retract(self, retained: Iterable[RetainedObject]) -> None:
-        """Withdraw growth findings of containers that a step later have no more entries, whatever holds them now."""
+        """Withdraw findings of growth for containers that have no more entries a step later."""
         growing = [entry for entry in self.entries.values() if entry.rule and entry.rule.ends_without_growth]
         for group in _by_holder(retained).values() if growing else ():
             storages, n_entries = _storages(group), _most_entries(group)
@@ -135,7 +135,9 @@ class FindingLog:
         entry.n_inspections += 1
 
     def findings(self, stats: Iterable[SiteStats], *, least_bytes: int) -> list[Finding]:
-        """Return all certain findings, the largest first; forwards without backward only from `least_bytes` on."""
+        """Return all certain findings, the largest first. Forwards without backward are included from `least_bytes`
+        on.
+        """
         findings: list[Finding] = []
         explained: set[int] = set()
         reasons = {(e.rule.code, e.backward.place) for e in self.entries.values() if e.rule and e.backward}
@@ -156,7 +158,9 @@ class FindingLog:
         return sorted(_joined(findings), key=lambda finding: (-finding.held_bytes, finding.code))
 
     def _claimant(self, group: list[RetainedObject]) -> str | None:
-        """Return the entry that claims the graph of `group`: other holders only refer to it."""
+        """Return the key of the entry that is reported for the graph of `group`; other holders only refer to that
+        graph.
+        """
         calls = {call.number for s in group if s.has_graph and not s.is_input for call in s.calls}
         claims = (key for key, e in self.entries.items() if e.rule and e.rule.claims_graph and e.calls & calls)
         return next(claims, None)
@@ -206,7 +210,7 @@ class FindingLog:
     def _judge(self, entry: Entry, main: RetainedObject, history: History) -> Rule | None:
         """Return the rule that `main` falls under, if any."""
         if entry.rule and entry.rule.ends_without_growth and entry.entries[-1] <= entry.entries[-2]:
-            entry.rule = None  # it is bounded after all, as a cache of masks is
+            entry.rule = None  # the container is bounded after all, as a cache of masks is
         if entry.rule and entry.rule.claims_graph and main.has_graph:
             return entry.rule
         rules = (rule for rule in RULES.values() if rule.subject == main.subject)
@@ -220,7 +224,7 @@ class FindingLog:
         passes = [b for s in group for b in s.backwards]
         entry.backward = next((b for b in passes if b.retain_graph or b.is_partial), passes[0] if passes else None)
         unreached = [call for call in calls if call.has_graph and not call.backwards]
-        for call in unreached:  # the finding explains them: a missing backward is not reported as well
+        for call in unreached:  # this finding explains the calls without backward, so those are not reported as well
             call.is_explained = True
         entry.pending = unreached if rule.is_refuted_by_backward and not passes else []
 
@@ -267,7 +271,7 @@ def _by_holder(retained: Iterable[RetainedObject]) -> dict[str, list[RetainedObj
 
 
 def _text(item: RetainedObject) -> str:
-    """Return the holder's text; where several variables hold the same graph, the texts of all."""
+    """Return the description of the holder, or of all variables if several hold the same graph."""
     holder = item.holder
     assert holder is not None
     if holder.kind != "variable":
@@ -276,7 +280,9 @@ def _text(item: RetainedObject) -> str:
 
 
 def _never_reached(stats: list[SiteStats]) -> Finding:
-    """Return the finding for a line whose graphs were all dropped without backward, unseen by any inspection."""
+    """Return the finding for a line whose graphs were all dropped without backward, each of them between two
+    inspections.
+    """
     rule = RULES["LT002"]
     place, model, n_times = stats[0].site.place, stats[0].model, sum(s.n_unreached for s in stats)
     return Finding(

@@ -1,4 +1,4 @@
-"""The record of earlier inspections of a holder, by which rules judge."""
+"""Observations of one holder over several inspections, which the rules judge."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class History:
     entries: Sequence[int] = ()
     """Entries of the lists, dicts and sets through which the holder reaches the tensors."""
     n_steps: int = 0
-    """Steps that the holder's memory is from."""
+    """Number of different steps in which the holder's memory was allocated."""
     n_alike: int = 0
-    """Graphs that the holder has now and that one call site made."""
+    """Number of graphs that the holder keeps and that the same call site made."""
     largest_graph_bytes: int = 0
     """Largest graph of a single forward pass measured so far."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 LEAST_NODE_BYTES = 16 * 1024
-"""Smaller empty graphs are left out."""
+"""Empty graphs with less host memory than this are left out."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,11 +27,13 @@ class RetainedObject:
     """Tensors with one holder, or with one graph, that a step left in memory. Holds no reference to user objects."""
 
     held_bytes: int
-    """Bytes freed when the holder lets go: the tensors' own memory, and what the graph behind them keeps."""
+    """Bytes that are freed when the holder drops its reference: the tensors' own memory, and memory that only their
+    graph keeps.
+    """
     unfreed_bytes: int = 0
-    """The part that autograd saved for a backward pass that has not reached it."""
+    """The part of `held_bytes` that autograd saved for a backward pass that has not reached it."""
     context_bytes: int = 0
-    """The part in tensors that custom Functions put on their ctx."""
+    """The part of `held_bytes` in tensors that custom Functions set as attributes of their ctx."""
     holders: list[Holder] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     """Calls that made the graph, or returned the output; oldest first."""
@@ -39,24 +41,25 @@ class RetainedObject:
     """Steps in which the graph's nodes were made."""
     backwards: list[Backward] = field(default_factory=list)
     has_graph: bool = False
-    """True if a graph is behind it that backward could still go through."""
+    """True if the tensors have a graph that backward could still go through."""
     is_scalar: bool = False
     is_input: bool = False
-    """True if one of its tensors is an input of the current call."""
+    """True if one of the object's tensors is an input of the current call."""
     is_output: bool = False
     is_view: bool = False
-    """True if the tensors show less than half of the memory that they keep."""
+    """True if the tensors are views of less than half of the memory that they keep alive."""
     shown_bytes: int = 0
     born: int = 0
-    """Step in which it was made, as far as known."""
+    """Step in which the object was made, as far as known."""
     storages: dict[int, int] = field(default_factory=dict)
     """Storage number -> bytes."""
     n_tensors: int = 1
     subject: str = "tensors"
-    """Kind of the object: "tensors"; "nodes" of a graph whose tensors backward has freed; or "evaluation", for tensors
-    seen between calls without gradients."""
+    """Kind of the object: "tensors"; "nodes" of a graph whose saved tensors backward has freed; or "evaluation" for
+    tensors that are found during an evaluation, between calls without gradients.
+    """
     is_older: bool = False
-    """True if its graph was made before the watch began."""
+    """True if the object's graph was made before the watch began."""
     is_of_gradients: bool = False
     """True if the `.grad` of a parameter has this graph."""
     buffer: str | None = None
@@ -68,11 +71,11 @@ class RetainedObject:
 
     @property
     def holder(self) -> Holder | None:
-        """The holder at fault; a list takes precedence over the variable of its last entry."""
+        """The holder to report; a list takes precedence over the variable that refers to its last entry."""
         return min(self.holders, key=lambda h: (RANK.index(h.kind), not h.gathers), default=None)
 
     def is_held_as(self, kind: str) -> bool:
-        """Return True if the holder at fault is of this kind."""
+        """Return True if the holder to report is of this kind."""
         return self.holder is not None and self.holder.kind == kind
 
 
@@ -87,18 +90,20 @@ class InspectionInput:
     inputs: frozenset[int]
     """Storages of the current call's inputs."""
     new_from: int
-    """First graph node of the step that begins now."""
+    """Number of the first graph node of the step that begins now."""
     least_bytes: int
     in_evaluation: bool = False
     """True between calls without gradients."""
     watched_from: int = 0
-    """First graph node that the watch saw being made."""
+    """Number of the first graph node that was made under the watch."""
     last_step: int = 0
-    """The step that has just ended, or is about to."""
+    """Number of the step that has just ended, or is about to."""
 
 
 def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
-    """Return all objects that survived, largest first; also small ones, because many may share a holder."""
+    """Return all objects that the step left alive, the largest first; small ones too, because many may share a
+    holder.
+    """
     excused = live.standing | {0}
     tensors = live.tensors
     held = [index for index in range(len(tensors)) if held_by_python(tensors, index, 1)]  # 1: the list itself
@@ -194,7 +199,7 @@ def _retained_storage(
     shown_bytes = sum(t.numel() * t.element_size() for t in tensors)
     call = output_of
     numbers = [sequence_number(node) for t in tensors if (node := computed_by(t)) is not None]
-    if call is None and numbers:  # its graph is freed, but still tells its origin
+    if call is None and numbers:  # the nodes of a freed graph still tell which call made it
         call = next(iter(view.calls.between(min(numbers), max(numbers))), None)
     since = view.known.since(number)
     return RetainedObject(
@@ -228,7 +233,7 @@ def _find_holders(retained: list[tuple[RetainedObject, list[int]]], view: Inspec
 def _assign_holders(
     wanted: dict[int, list[RetainedObject]], search: HolderSearch, targets: list[tuple[int, Any]]
 ) -> None:
-    """Note the holders of the objects in `targets`, each paired with the index of a tensor."""
+    """Set the holders of the retained objects. Each of `targets` is an object, paired with the index of a tensor."""
     search.ignored.add(id(targets))
     search.ignored |= {id(pair) for pair in targets}
     holders_of = search.holders(targets)

@@ -19,7 +19,7 @@ _finder = LiveObjectFinder(Tensor, nn.Module, Optimizer)
 
 
 def storage_bytes(tensor: Tensor) -> int:
-    """Return the size of the whole storage of a tensor."""
+    """Return the size in bytes of the whole storage of a tensor."""
     try:
         return tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
@@ -86,7 +86,9 @@ class LiveObjects:
 
 
 class KnownStorages:
-    """Storages by the time they were first seen; weak, because a freed storage's number is reused."""
+    """Time at which each storage was first seen. Weak references notice when a storage is freed and its number is
+    reused.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}

@@ -1,4 +1,6 @@
-"""Checks of single tensors: outputs alive when backward begins, and inputs that are in memory twice."""
+"""Checks at the beginning of forward and backward: outputs that are still alive, sums of separate graphs, inputs that
+are in memory twice.
+"""
 
 from __future__ import annotations
 
@@ -109,14 +111,14 @@ _ADDING = re.compile(r"(?:Add|Sum|Stack|Cat|Mean|Unsqueeze|Mul|Div|Neg)Backward\
 def _summands(nodes: Iterable[Node]) -> Iterator[Node]:
     """Yield the roots of the terms that were added up to these nodes: sums, means and multiples of scalars."""
     pending = list(nodes)
-    seen = set()
+    visited = set()
     while pending:
         node = pending.pop()
         inputs = [upstream for upstream, _ in node.next_functions if upstream is not None]
         is_linear = _ADDING.fullmatch(node.name()) and (len(inputs) == 1 or node.name()[:3] not in ("Mul", "Div"))
         if is_linear and inputs and all(_is_scalar(upstream) for upstream in inputs):
-            pending += [upstream for upstream in inputs if upstream not in seen]
-            seen.update(inputs)
+            pending += [upstream for upstream in inputs if upstream not in visited]
+            visited.update(inputs)
         elif is_numbered(node):
             yield node
 

@@ -38,19 +38,21 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
 
 LEVELS = 9
-"""References between a tensor and a named holder."""
+"""Most references that are followed from a tensor to a named holder."""
 
 MOST_TENSORS = 2_000
-"""Objects whose referrers are searched for at once."""
+"""Most objects whose referrers are searched for at once."""
 
 _MANY = 256
-"""Objects from which on one pass over all objects is faster than `gc.get_referrers`, which compares each with each."""
+"""Number of objects from which one pass over all objects is faster than `gc.get_referrers`, which compares each with
+each.
+"""
 
 RANK = ("exception", "notebook", "hook", "module", "context", "closure", "generator", "variable", "class", "gradient")
-"""Kinds of holders; of several the first one is at fault."""
+"""Kinds of holders in order of precedence: the first one that is found is reported."""
 
 _ENTRIES = re.compile(r"\[\d+ entr(?:y|ies)\]")
-"""Step of a path through a container without names."""
+"""Step of a path through a container whose entries have no names."""
 _ENTRY = re.compile(r"\[(?:\d+ entr(?:y|ies)|'.*')\]")
 """Step of a path through any container that is no tuple."""
 
@@ -58,7 +60,9 @@ _OUTPUT_NAME = re.compile(r"_+|_[oi]*\d+|_oh|Out|_i+|_ih|In")
 
 
 def _is_output(name: str) -> bool:
-    """Return True if a prompt or notebook gives such names to results; in a script, `_` is an ordinary variable."""
+    """Return True for a name such as `_` or `_12` that a prompt or notebook gives to results. In a script, `_` is an
+    ordinary variable.
+    """
     return bool(_OUTPUT_NAME.fullmatch(name)) and (hasattr(sys, "ps1") or "IPython" in sys.modules)
 
 
@@ -71,34 +75,36 @@ class Holder:
     key: str
     name: str = ""
     owner: str = ""
-    """The object whose attribute holds them, as code; else `name`."""
+    """The object whose attribute holds the tensors, as code; else `name`."""
     entries: int | None = None
-    """Entries of all unbounded lists, dicts and sets on the path, added up; None without any."""
+    """Total number of entries of all unbounded lists, dicts and sets on the path; None without any."""
     gathers: bool = False
     """True for a list, or another container whose entries have no names."""
     is_part: bool = False
-    """True if an entry or attribute of the named variable holds them, and not the variable itself."""
+    """True if an entry or attribute of the named variable refers to the tensors, not the variable itself."""
     part: str = ""
     """That entry or attribute as code: `state['logits']`, `items[..].embedding`."""
     is_cache: bool = False
-    """True if it is a function with a cache of its results."""
+    """True for a function with a cache of its results."""
     place: Place | None = None
 
 
 @dataclass(slots=True)
 class _ReferencePath:
-    """Path from tensors (by number) to `obj`, which reaches them by `path`, written from the outside in."""
+    """Path of references from `obj` to tensors, which are given by number. `path` is written as code, from the outside
+    in.
+    """
 
     obj: Any
     tensors: set[int]
     path: tuple[str, ...] = ()
     entries: int | None = None
-    """Entries of the containers inside `obj`."""
+    """Total number of entries of the containers inside `obj`; None without any."""
     container: type | None = None
 
     @property
     def all_entries(self) -> int | None:
-        """Entries of this path, including those of `obj` itself."""
+        """Total number of entries on the path, including those of `obj` itself."""
         is_queue = isinstance(self.obj, deque) and self.obj.maxlen is not None  # bounded
         if is_queue or not isinstance(self.obj, list | deque | set | dict):
             return self.entries
@@ -128,14 +134,14 @@ class HolderSearch:
         """
         holders_of: dict[int, list[Holder]] = {}
         ways = [_ReferencePath(tensor, {number}) for number, tensor in tensors]
-        seen: dict[int, set[int]] = {}  # ids of objects -> tensors with paths through them
+        tensors_through: dict[int, set[int]] = {}  # ids of objects -> tensors with paths through them
         for _ in range(LEVELS):
             if not ways:
                 break
             by_id: dict[int, list[_ReferencePath]] = {}
             for way in ways:
                 by_id.setdefault(id(way.obj), []).append(way)
-                seen.setdefault(id(way.obj), set()).update(way.tensors)
+                tensors_through.setdefault(id(way.obj), set()).update(way.tensors)
                 for variable in self.variables.referring_to(way.obj):
                     name, place, entries = variable.name, variable.place, way.all_entries
                     _add(holders_of, way, self._variable(way, name, place, "local variable", entries))
@@ -146,7 +152,7 @@ class HolderSearch:
                 if id(referrer) in self.ignored or self._is_ours(referrer):
                     continue
                 met = dict.fromkeys(number for r in gc.get_referents(referrer) if (number := id(r)) in by_id)
-                known = seen.setdefault(id(referrer), set())
+                known = tensors_through.setdefault(id(referrer), set())
                 for way, inner in self._outward(referrer, [way for number in met for way in by_id[number]]):
                     if way.tensors <= known:
                         continue
@@ -178,7 +184,8 @@ class HolderSearch:
     def _outward(self, referrer: Any, inner: list[_ReferencePath]) -> Iterator[tuple[_ReferencePath, _ReferencePath]]:
         """Yield the paths through `referrer`, each with the path that it extends.
 
-        One path for each object that has a name in it; objects without a name share one if they go on alike inside.
+        Each object with a name of its own gets a path. Objects without a name share one if their paths go on alike
+        inside.
         """
         labels = _labels(referrer)
         gathered: dict[tuple[str, ...], tuple[_ReferencePath, _ReferencePath]] = {}
@@ -343,7 +350,7 @@ def _attribute(step: str) -> str:
 
 
 def _referring_to(things: tuple[Any, ...]) -> list[Any]:
-    """Return all objects that refer to one of `things`, except `things` itself."""
+    """Return all objects that refer to an item of `things`, except the tuple `things` itself."""
     if len(things) <= _MANY:
         return gc.get_referrers(*things)
     numbers, own = {id(obj) for obj in things}, id(things)
@@ -385,8 +392,8 @@ def _gathers(way: _ReferencePath) -> bool:
 
 
 def _shown(way: _ReferencePath, name: str, kind: str) -> tuple[str, str, str]:
-    """Return the description of a variable that holds tensors by this path, the name of the part that holds them, and
-    a name that is the same for all entries of one dict.
+    """Return three texts for a variable that holds tensors by this path: its description, the name of the part that
+    holds them, and a key that is equal for all entries of one dict.
     """
     if _gathers(way):
         assert way.container is not None
@@ -394,7 +401,8 @@ def _shown(way: _ReferencePath, name: str, kind: str) -> tuple[str, str, str]:
     else:
         shown = f"{kind} '{name}'" + (f" -> {_path(way.path)}" if way.path else "")
     if any(_ENTRY.fullmatch(step) for step in way.path[:-1]) and not _ENTRIES.fullmatch(way.path[-1]):
-        steps = ("[..]" if _ENTRY.fullmatch(step) else step for step in way.path[:-1])  # a part of each entry
+        # the tensors are parts of entries
+        steps = ("[..]" if _ENTRY.fullmatch(step) else step for step in way.path[:-1])
         full_name = "".join((name, *steps, way.path[-1]))
         return shown, full_name, full_name
     attributes = tuple(takewhile(lambda step: step.startswith("."), way.path))

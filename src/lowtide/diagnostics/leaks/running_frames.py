@@ -15,7 +15,7 @@ from lowtide.diagnostics.leaks.call_site import Place, line_of_store
 from lowtide.memory.frame_locals import local_variables
 from lowtide.state.introspection import origin
 
-_module_variables: dict[tuple[str, str], Place] = {}  # remembered for when the module has run
+_module_variables: dict[tuple[str, str], Place] = {}  # kept for the time after the module's code has run
 
 
 class Variable(NamedTuple):

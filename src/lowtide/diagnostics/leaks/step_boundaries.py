@@ -8,7 +8,9 @@ import time
 import torch
 
 FIRST = 4
-"""Boundaries that are always inspected; later ones are at powers of two, and where memory has grown."""
+"""Number of boundaries at the start that are all inspected. Later inspections are at powers of two, and where memory
+has grown.
+"""
 
 MOST_TIME = 0.01
 """Share of the time since the watch began that later inspections may take."""
@@ -18,7 +20,7 @@ _BETWEEN = 0.002
 
 
 class StepBoundaries:
-    """A step begins when a place in the code calls a model again and an optimizer has stepped in between.
+    """Detector of steps: one begins when a line of code calls a model again and an optimizer has stepped in between.
 
     This holds for loops with several models, losses, accumulation or optimizers: a graph may live from one model's call
     to another's, but not around the loop.
@@ -28,13 +30,13 @@ class StepBoundaries:
         self.first_number = 0
         """Number of the first graph node after the last optimizer step."""
         self.n_updates = 0
-        """Updates by optimizers."""
+        """Number of updates by optimizers."""
         self._called: dict[int, int] = {}  # place -> optimizer steps before its last call
         self._n = 0
         self._began = time.perf_counter()
         self._spent = 0.0
         self._level = 0
-        self._asked = 0.0
+        self._last_read_s = 0.0
         self._exempt = 0.0
 
     @property
@@ -75,9 +77,9 @@ class StepBoundaries:
     def _has_grown(self) -> bool:
         """Return True if memory has grown since the last inspection; read at most once in _BETWEEN seconds."""
         now = time.perf_counter()
-        if now - self._asked < _BETWEEN:
+        if now - self._last_read_s < _BETWEEN:
             return False
-        self._asked = now
+        self._last_read_s = now
         return _level() - self._level > _LEAST_GROWTH
 
     def inspected(self, seconds: float) -> None:
@@ -89,7 +91,7 @@ class StepBoundaries:
 
 
 def _level() -> int:
-    """Return the bytes in use: torch's on CUDA, else the process's, as far as the system reports them cheaply."""
+    """Return the bytes in use: torch's on CUDA, else those of the process; 0 where no cheap query exists."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.memory_allocated()
     try:

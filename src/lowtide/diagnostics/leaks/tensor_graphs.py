@@ -23,14 +23,17 @@ if TYPE_CHECKING:
 
 NODE_BYTES, SLOT_BYTES = 577, 107
 """Host memory of one node with its edges and metadata, and of each of its slots; within 2 % of glibc's count for the
-models in docs/retention.md."""
+models in docs/retention.md.
+"""
 
 _NEXT_TO_NOTHING = 0.05
 
 
 @dataclass(slots=True)
 class Graph:
-    """Nodes connected otherwise than through parameters, and the tensors (by index) that end in them."""
+    """Nodes that are connected other than through parameters, and the tensors (by index) whose `grad_fn` is among
+    them.
+    """
 
     nodes: list[Node] = field(default_factory=list)
     tensors: list[int] = field(default_factory=list)
@@ -41,11 +44,13 @@ class Graph:
     context: dict[int, int] = field(default_factory=dict)
     """Storage -> bytes of tensors that custom Functions put on their ctx as attributes."""
     keepers: set[int] = field(default_factory=set)
-    """Tensors that lead to anything kept; backward has freed everything behind the others."""
+    """Tensors (by index) upstream of which a node still keeps tensors; backward has freed everything behind the
+    others.
+    """
     n_slots: int = 0
-    """Tensors that the nodes can save, whether they still do or not."""
+    """Number of tensors that the nodes can save, whether they still hold them or not."""
     gradient_of: list[int] = field(default_factory=list)
-    """Leaves whose `.grad` ends in this graph."""
+    """Indices of the leaves whose `.grad` was computed by this graph."""
 
     @property
     def node_bytes(self) -> int:
@@ -71,7 +76,9 @@ def computing(nodes: Iterable[Node]) -> list[Node]:
 
 
 def kept_by(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
-    """Return storage -> bytes of what these nodes saved, and of what custom Functions put on their ctx."""
+    """Return bytes by storage of the tensors that these nodes saved, and of those that custom Functions set on their
+    ctx.
+    """
     saved: dict[int, int] = {}
     context: dict[int, int] = {}
     for node in nodes:
@@ -84,7 +91,7 @@ def kept_by(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def kept_beside(nodes: Iterable[Node], *others: Iterable[Tensor]) -> dict[int, int]:
-    """Return storage -> bytes of all that these nodes keep, without the memory of other tensors."""
+    """Return bytes by storage of all tensors that these nodes keep, without the storages of `others`."""
     saved, context = kept_by(nodes)
     excused = {storage_id(tensor) for group in others for tensor in group}
     return {number: n_bytes for number, n_bytes in {**saved, **context}.items() if number not in excused}
@@ -142,7 +149,7 @@ def _leading_to(keeping: set[Node], ends: list[tuple[int, Node]]) -> set[int]:
 
 
 def is_of_torch(node_class: type) -> bool:
-    """Return True if the custom Function of this node class is torch's own, whose ctx no user can mend."""
+    """Return True if the custom Function of this node class is torch's own, so that users can't change its ctx."""
     function = getattr(node_class, "_forward_cls", node_class)
     return str(function.__module__).split(".")[0] == "torch"
 

@@ -1,4 +1,6 @@
-"""Gradients of parameters that no optimizer has: they are added to over several updates, and never reset."""
+"""Gradients of parameters that are in no optimizer: backward adds to them over several updates, and nothing resets
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.live_tensors import LiveObjects
 
 _INSPECTED_UPDATES = (2, 4)
-"""Updates after which a step is looked at: first for candidates, then for whether they are still there."""
+"""Numbers of updates after which a step is inspected: the first time for candidates, then to check that they are still
+there.
+"""
 
 
 @dataclass(slots=True)
@@ -56,14 +60,14 @@ class _Idle:
 
 
 class UnreadGradients:
-    """Looks after an early update and a later one for gradients that no optimizer has."""
+    """Check for gradients that no optimizer reads, made after an early update and after a later one."""
 
     def __init__(self, log: FindingLog) -> None:
         self._log = log
         self._n_updates = 0
         self._has_looked = False
         self._candidates: dict[int, _Candidate] = {}
-        self._found: list[_Idle] = []
+        self._idle: list[_Idle] = []
 
     def updated(self) -> None:
         """Handle an optimizer's update."""
@@ -91,19 +95,21 @@ class UnreadGradients:
                     name = ".".join((root_name, *name.split(".")[1:]))
                 gradient_bytes = sum(storage_bytes(p.grad) for p in module.parameters() if p.grad is not None)
                 if gradient_bytes >= least_bytes:
-                    self._found.append(_Idle(weakref.ref(module), name, gradient_bytes, step))
+                    self._idle.append(_Idle(weakref.ref(module), name, gradient_bytes, step))
         self._candidates.clear()
 
     def backward_begins(self, nodes: Iterable[Node], stats: Iterable[SiteStats]) -> None:
-        """Handle the first backward pass after idle modules were found: its graph tells what they cost."""
-        if not self._found:
+        """Handle the first backward pass after idle modules were found: measure in its graph the bytes that they
+        cost.
+        """
+        if not self._idle:
             return
         graph = computing(nodes)
-        for idle in self._found:
+        for idle in self._idle:
             module = idle.module()
             if module is not None:
                 self._report(idle, module, graph, list(stats))
-        self._found.clear()
+        self._idle.clear()
 
     def _report(self, idle: _Idle, module: nn.Module, graph: list[Node], stats: list[SiteStats]) -> None:
         name, gradient_bytes, step = idle.name, idle.gradient_bytes, idle.step

@@ -50,7 +50,7 @@ from lowtide.report.run_record import RunRecord, versions
 from lowtide.utils.rendering import Displayed, short_repr
 
 LEAST_BYTES = 16 * 1024
-"""Smaller findings are not reported, whatever their share."""
+"""Smallest bytes from which on a finding is reported, whatever its share."""
 
 LEAST_SHARE = 0.01
 """Share of the largest forward's graph below which findings are not reported."""
@@ -241,7 +241,8 @@ class Watch(Displayed):
             self._watched_from = next_sequence_number() or 1
             self._known.note(LiveObjects().tensors, 0)
         if not torch.is_grad_enabled():
-            self._inspect_evaluation(site.key)
+            if not self._checkpoints.is_recording:  # a reentrant checkpoint's forward is no evaluation
+                self._inspect_evaluation(site.key)
         else:
             if not self._has_begun:
                 self._has_begun = True
@@ -274,7 +275,9 @@ class Watch(Displayed):
         self._largest_graph_bytes = max(self._largest_graph_bytes, call.graph_bytes)
 
     def _inspect_suspect(self, key: int, module: nn.Module) -> None:
-        """Inspect if a place calls again within one step and its last call's graph is still waiting."""
+        """Inspect if a line calls a model again within one step while the graph of its last call still waits for
+        backward.
+        """
         stats = self._calls.stats.get((key, type(module).__name__))
         if stats is None or (stats.n_calls & (stats.n_calls - 1) and stats.n_calls > _SUSPICIONS):
             return
@@ -351,7 +354,7 @@ class Watch(Displayed):
     def _inspect_end(self) -> None:
         if self._has_begun:
             self._calls.forget_old()
-            self._inspect(  # an output left over at the end is in no forward's way
+            self._inspect(  # no forward follows that an output left over at the end could add to
                 next_sequence_number(),
                 only=lambda s: s.has_graph or self._finding_log.knows(s),
                 is_later=True,

@@ -1,4 +1,6 @@
-"""Causes of an out-of-memory error: messages of every version and kind as numbers, the likely cause, and remedies."""
+"""`lowtide explain`: reads the numbers of an out-of-memory message of any version and library, and finds cause and
+remedy.
+"""
 
 from lowtide.diagnostics.oom.explanation import Explanation as Explanation
 from lowtide.diagnostics.oom.explanation import explain as explain

@@ -147,7 +147,7 @@ def _fragmentation(m: Message, f: Facts) -> Actions:
 
 
 def _expandable(m: Message, f: Facts) -> str:
-    """Return the advice to set it, where it is available and not known to be on."""
+    """Return the advice to set `expandable_segments`, where it is available and not known to be on."""
     has_it = m.kind == "cuda" and m.form in ("torch 2.1", "torch 2.2 and later", "torch 2.4 and later")
     if f.expandable or f.windows or not has_it:
         return ""
@@ -287,7 +287,7 @@ def _true_need(m: Message, f: Facts) -> Actions:
 
 
 def _fit(m: Message, f: Facts) -> Actions:
-    """Advise a plan within the memory there is; where even that is too much, smaller pieces of the batch."""
+    """Advise a plan within the available memory; if even the smallest peak is above it, smaller pieces of the batch."""
     if program := runs_only(m, f):
         yield from (Action(text=text) for text in INFERENCE[program])
         return
@@ -329,7 +329,7 @@ def _is_of_torch(m: Message) -> bool:
 
 
 def _typed(n_bytes: int | None, *, round_up: bool = False) -> str:
-    """Return a budget as one types it; a share where the amount is not known."""
+    """Return a budget in the form that users type, such as `"22GiB"`; a percentage if the amount is not known."""
     return "90%" if n_bytes is None else format_bytes(n_bytes, round_up=round_up).replace(" ", "")
 
 

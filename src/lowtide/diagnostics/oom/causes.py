@@ -21,20 +21,20 @@ from lowtide.units import format_bytes, format_ratio
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
 _SHARE = 0.1
-"""Share of the device's capacity below which a part of it does not decide whether a step fits."""
+"""Smallest share of the device's capacity that counts as a cause."""
 _ONE_TENSOR_SHARE = 0.25
 _GAPS_SHARE = 0.05
 _POOLS_SHARE = 0.25
 _HOST_TENSOR_BYTES = 16 * _GIB
-"""Where the capacity is unknown, a larger request counts as one huge tensor."""
+"""Request from which on, where the capacity is unknown, a single huge tensor is the cause."""
 _IMPOSSIBLE_BYTES = 1 << 50
-"""A request of a PiB or more is an error in a size."""
+"""Request from which on a size must be wrong: a PiB."""
 TINY_BYTES = 64 * _KIB
-"""A host request below this fails for a limit, not for its size."""
+"""Host request below which a limit is the cause, not the size."""
 _ONE_ALLOCATION_BYTES = 4 * _GIB
 """Largest single allocation of Intel GPUs without relaxed limits."""
 _ROWS_OF_A_SET = 1000
-"""An array of at least so many rows, and columns, is an evaluation set's logits rather than a batch's."""
+"""Number of rows, and of columns, from which on a failed array is taken for the logits of a whole evaluation set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,8 @@ class Cause(Record):
     code: str
     """Stable: `cap`, `huge-tensor`, `other-process`, `not-pytorch`, `private-pools`, `fragmentation`, `driver`,
     `evaluation-with-gradients`, `evaluation-gathers`, `leak`, `optimizer-first-step`, `optimizer-temporaries`,
-    `loading`, `model-copy`, `engine-buffers`, `pinned-memory`, `host-memory`, `true-need`."""
+    `loading`, `model-copy`, `engine-buffers`, `pinned-memory`, `host-memory`, `true-need`.
+    """
     claim: str
     evidence: tuple[str, ...]
 
@@ -214,7 +215,7 @@ def _leak(m: Message, f: Facts) -> Cause | None:
 
 
 def _would_do(n_bytes: int, m: Message) -> bool:
-    """Return True if the request would have had room without these bytes, and they are no splinter of the whole."""
+    """Return True if the request would have fitted without these bytes, and they are a sizable part of the capacity."""
     return n_bytes > 0 and n_bytes >= (m.tried_bytes or 0) and n_bytes >= _SHARE * (m.allocated_bytes or 0)
 
 
@@ -276,7 +277,7 @@ def _host_limit(m: Message, f: Facts) -> Cause | None:
         free = ""
     elif tried > f.host_free_bytes:
         return None
-    else:  # without the limit it would have worked; the memory of the failed call itself is free again by now
+    else:  # without the limit the request would have fitted; the memory of the failed call itself is free again by now
         free = f", while {format_bytes(f.host_free_bytes)} of the machine are free"
     return Cause(
         code="cap",

@@ -36,8 +36,8 @@ _RESERVED_BYTES = 16 << 20
 class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator):
     """Add a note to an out-of-memory error that leaves the block: the cause in numbers, and the remedy.
 
-    The same exception is always raised on. Other exceptions pass untouched, and nothing is done where nothing fails, so
-    the block may enclose a whole training run; the class is also a decorator. Tracebacks and `logging` print the note.
+    The exception itself propagates. Other exceptions are not touched, and a block that does not fail costs nothing, so
+    it may enclose a whole training run. The class is also a decorator. Tracebacks and `logging` print the note.
 
     Args:
         model: The model; found in the traceback if not given.

@@ -9,13 +9,13 @@ from lowtide.diagnostics.oom.advice import Action, advise
 from lowtide.diagnostics.oom.causes import Cause, find_cause
 from lowtide.diagnostics.oom.facts import FactReader, Facts
 from lowtide.diagnostics.oom.message import Message
-from lowtide.diagnostics.oom.parse_messages import Messages, candidates, most_telling
+from lowtide.diagnostics.oom.parse_messages import Messages, candidates, most_informative
 from lowtide.diagnostics.oom.text_stream import PIECE
 from lowtide.planner.serialization import Record
 from lowtide.units import format_bytes
 
 _MOST_PROCESSES = 1024
-"""Processes of a log whose messages are kept apart."""
+"""Most processes of a log whose messages are kept apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,9 @@ class Explanation(Record):
     processes: tuple[Explanation, ...] = ()
     """Explanations of other processes that failed for another cause."""
     further: int = 0
-    """Differing messages in the same text: of other processes, or consequences of the first. Beyond `MOST_KNOWN` they
-    are not counted."""
+    """Number of other messages in the same text: of other processes, or consequences of the first. Beyond `MOST_KNOWN`
+    none is counted.
+    """
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -48,25 +49,25 @@ def explain(text: str | Iterable[str], facts: Facts | None = None) -> Explanatio
     """
     parts = (part for piece in ([text] if isinstance(text, str) else text) for part in _parts(piece))
     messages, reader, n_messages = Messages(), FactReader(), 0
-    telling: list[Message] = []
+    informative: list[Message] = []
     of_process: dict[str, list[Message]] = {}
     for piece, is_last in _with_last(parts):
         for message in messages.read(piece, is_last=is_last):
             n_messages += 1
-            telling = candidates([*telling, message])
+            informative = candidates([*informative, message])
             name = message.process
             if name is not None and (name in of_process or len(of_process) < _MOST_PROCESSES):
                 of_process[name] = candidates([*of_process.get(name, ()), message])
         if facts is None:
             reader.read(piece, is_last=is_last)
-    if not telling:
+    if not informative:
         return None
     known = reader.facts() if facts is None else facts
-    main = _explained(most_telling(telling), known)
+    main = _explained(most_informative(informative), known)
     others = {main.cause.code: main}
     for name, of_one in of_process.items():
         if name != main.message.process:
-            other = _explained(most_telling(of_one), known)
+            other = _explained(most_informative(of_one), known)
             others.setdefault(other.cause.code, other)
     processes = tuple(other for other in others.values() if other is not main)
     return replace(main, processes=processes, further=n_messages - 1 - len(processes))
@@ -83,7 +84,7 @@ def _parts(piece: str) -> Iterator[str]:
 
 
 def _with_last(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Yield each part with False, then an empty one with True."""
+    """Yield each part of the text with False, then an empty one with True, which marks the end."""
     yield from ((part, False) for part in parts)
     yield "", True
 

@@ -44,26 +44,26 @@ class Facts(Record):
     evaluation_bytes: int = 0
     """Bytes held by graphs of a model in evaluation mode, which no backward pass will reach."""
     evaluation_graphs: int = 0
-    """Number of these graphs: more than one if outputs are kept."""
+    """Number of graphs of a model in evaluation mode: more than one if outputs are kept."""
     leftover_graphs: int = 0
-    """Graphs of earlier steps that are still alive."""
+    """Number of graphs of earlier steps that are still alive."""
     leftover_bytes: int = 0
     new_state_bytes: int = 0
-    """Optimizer state that does not exist yet."""
+    """Bytes of optimizer state that does not exist yet."""
     holders: tuple[Holder, ...] = ()
     """Largest holders of memory, by part of the step and by module."""
     limit_bytes: int | None = None
-    """A limit on this process's memory; `limit_name` says which."""
+    """Bytes of a limit on this process's memory; `limit_name` is the name of the limit."""
     limit_name: str = ""
     limit_used_bytes: int = 0
     host_bytes: int | None = None
-    """Main memory of the machine."""
+    """Bytes of the machine's main memory."""
     host_free_bytes: int | None = None
     smallest_peak_bytes: int | None = None
-    """Peak of the step under the plan that saves most; from a rehearsal."""
+    """Peak of the step under the plan with the smallest peak; from a rehearsal."""
     plain_peak_bytes: int | None = None
     static_bytes: int | None = None
-    """Memory in use before the step begins, which no plan lowers."""
+    """Bytes in use before the step begins, which no plan lowers."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -289,7 +289,7 @@ _INFERENCE: dict[str, Callable[[Place], object]] = {
 """Programs that run models, by the files of their tracebacks."""
 
 
-_TELLING: tuple[Callable[[Place], object], ...] = (
+_INFORMATIVE: tuple[Callable[[Place], object], ...] = (
     _in_optimizer,
     _makes_state,
     _updates_parameters,
@@ -335,9 +335,9 @@ _SETTING = re.compile(
 )
 """The first alternative is torch's advice, which does not mean that the setting is on."""
 _LINE = 2000
-"""Characters before a place in which its line must begin."""
+"""Most characters between the beginning of a line and a place of a traceback in it."""
 MOST_PLACES = 1000
-"""Traceback lines that are kept, besides earlier ones that carry a fact by themselves."""
+"""Most lines of a traceback that are kept, besides earlier ones that carry a fact by themselves."""
 
 
 class _Traceback:
@@ -355,7 +355,7 @@ class _Traceback:
     def add(self, place: Place) -> None:
         if not self._is_over:
             self.places.append(place)
-            self.places = _telling(self.places)
+            self.places = _informative(self.places)
 
     def complete(self, line: int, code: str) -> None:
         """Note the statement that a rich or notebook traceback marks below its last place."""
@@ -363,7 +363,7 @@ class _Traceback:
             self.places[-1] = replace(self.places[-1], code=code)
 
     def end(self) -> None:
-        """Handle words of an out-of-memory error."""
+        """Record that the error of this traceback is an out-of-memory error."""
         self._is_over = self._is_over or bool(self.places)
 
 
@@ -451,11 +451,11 @@ def _place(kind: str, match: re.Match[str], process: str | None) -> Place:
     )
 
 
-def _telling(places: list[Place]) -> list[Place]:
+def _informative(places: list[Place]) -> list[Place]:
     """Return the last of very many places, and earlier ones that carry a fact of their own."""
     if len(places) < 2 * MOST_PLACES:
         return places
     before, last = places[:-MOST_PLACES], places[-MOST_PLACES:]
-    first = [next((n for n, place in enumerate(before) if tells(place)), -1) for tells in _TELLING]
+    first = [next((n for n, place in enumerate(before) if tells(place)), -1) for tells in _INFORMATIVE]
     own = max((n for n, place in enumerate(before) if not _INSTALLED.search(place.file)), default=-1)
     return [*(before[n] for n in sorted({*first, own} - {-1})), *last]

@@ -1,4 +1,6 @@
-"""Programs that report or end a process for its memory in fixed words: what each message means, and the remedy."""
+"""Programs with a fixed message when they end a process for its memory, and for each message its meaning and the
+remedy.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The cause that all messages of one program have."""
+    """A program, and the cause that all its messages have."""
 
     code: str
     claim: str

@@ -119,9 +119,9 @@ def _evaluated(graphs: list[LiveGraph], model: nn.Module | None) -> list[LiveGra
     own = {storage_id(parameter) for parameter in model.parameters()}
     evaluated = []
     for graph in graphs:
-        seen = graph_behind(graph.roots, None)
-        through = any(leaf.tensor is not None and storage_id(leaf.tensor) in own for leaf in seen.leaves)
-        if through and seen.held_bytes:
+        behind = graph_behind(graph.roots, None)
+        through = any(leaf.tensor is not None and storage_id(leaf.tensor) in own for leaf in behind.leaves)
+        if through and behind.held_bytes:
             evaluated.append(graph)
     return evaluated if evaluated and evaluated[-1] is graphs[-1] else []
 
@@ -143,13 +143,13 @@ def _new_state_bytes(optimizer: Optimizer | None) -> int:
 def _holders(graphs: list[LiveGraph], model: nn.Module | None, optimizer: Optimizer | None) -> tuple[Holder, ...]:
     """Return the largest holders: kinds of tensors, and the modules of activations."""
     totals: dict[str, int] = defaultdict(int)
-    seen: set[int] = set()
+    counted: set[int] = set()
 
     def count(name: str, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             storage = storage_id(tensor) or id(tensor)
-            if storage not in seen:
-                seen.add(storage)
+            if storage not in counted:
+                counted.add(storage)
                 totals[name] += storage_bytes(tensor)
 
     if model is not None:
@@ -162,8 +162,8 @@ def _holders(graphs: list[LiveGraph], model: nn.Module | None, optimizer: Optimi
     for node in graph_behind(roots, model).nodes if roots else ():
         where = node.module or node.name
         for kept in node.kept:
-            if not kept.parameter and kept.storage not in seen:
-                seen.add(kept.storage)
+            if not kept.parameter and kept.storage not in counted:
+                counted.add(kept.storage)
                 totals[f"activations of {where}"] += kept.bytes
     largest = sorted(_merged(totals).items(), key=lambda item: -item[1])
     return tuple(Holder(name=name, bytes=n_bytes) for name, n_bytes in largest[:_MOST_HOLDERS] if n_bytes)

@@ -57,7 +57,8 @@ class Message(Record):
     """Other processes on the device."""
     maybe_own: tuple[str, ...] = ()
     """Processes that may be this one, where the message leaves that open. If `process_bytes` is set as well, it is that
-    of the process with the usual size."""
+    of the process with the usual size.
+    """
     allowed_bytes: int | None = None
     """A limit below the capacity: `set_per_process_memory_fraction`, MPS's watermark."""
     elsewhere_bytes: int | None = None
@@ -77,7 +78,7 @@ class Message(Record):
 
     @property
     def sure_others_bytes(self) -> int:
-        """Least memory of other processes, whichever of them this one is."""
+        """Least memory of other processes, in case one of the listed processes is this one."""
         own = [other.bytes for other in self.others if other.name in self.maybe_own]
         return self.others_bytes - (max(own, default=0) if self.process_bytes is None else 0)
 

@@ -30,7 +30,7 @@ _SHELLS = "shells, torchrun and containers"
 _SHM = "shared memory of workers"
 
 HEADS = (
-    # torch's allocators, with numbers
+    # torch's own allocators, whose messages have numbers
     _head("warming up sampler", r"\b(CUDA|HIP) out of memory occurred when warming up sampler", "", "vLLM's warm-up"),
     _head("out of memory", r"\b(CUDA|HIP|XPU|NPU|MUSA|GCU|MLU|HPU) out of memory\b", ""),
     _head("cuda graph failed", r"Capture cuda graph failed: (CUDA|HIP) out of memory", "", "SGLang's graphs"),

@@ -53,14 +53,14 @@ _SHAPE = re.compile(r"for an array with shape \(([\d, ]{1,200})\)")
 _PROCESS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 
 _LONGEST = 2000
-"""Characters of the longest message, which lists some twenty processes."""
+"""Most characters of a message: the longest one lists some twenty processes."""
 MOST_KNOWN = 1 << 18
-"""Messages that are distinguished from each other."""
+"""Most messages that are distinguished from each other."""
 
 _USUAL_OVERHEAD_BYTES = 2 << 30
 """Usual upper bound of a context and its libraries."""
 _MOST_BYTES = 1 << 60
-"""Larger amounts, of sizes that have overflowed, are read as this one."""
+"""Largest amount: larger ones, of sizes that have overflowed, are read as this one."""
 _SLACK_BYTES = 1 << 26
 """Tolerance for rounded amounts."""
 
@@ -130,7 +130,7 @@ class _MessageStart(NamedTuple):
 
     start: int
     number: int
-    """Number of its head."""
+    """Index of the message's head in HEADS."""
     end: int
     """End of the head's match."""
     kind: str
@@ -141,18 +141,18 @@ def messages(text: str) -> list[Message]:
     return list(Messages().read(text, is_last=True))
 
 
-def most_telling(known: list[Message]) -> Message:
+def most_informative(known: list[Message]) -> Message:
     """Return the message to explain: the first with numbers of a device, else with any, else the first certain one."""
-    return next(message for tells in _TELLING for message in known if tells(message))
+    return next(message for tells in _INFORMATIVE for message in known if tells(message))
 
 
 def candidates(known: list[Message]) -> list[Message]:
-    """Return the messages among which `most_telling` will choose, whatever else comes."""
-    kept = (next((n for n, message in enumerate(known) if tells(message)), None) for tells in _TELLING)
+    """Return the messages that `most_informative` can still choose after further messages."""
+    kept = (next((n for n, message in enumerate(known) if tells(message)), None) for tells in _INFORMATIVE)
     return [known[n] for n in sorted({n for n in kept if n is not None})]
 
 
-_TELLING: tuple[Callable[[Message], bool], ...] = (
+_INFORMATIVE: tuple[Callable[[Message], bool], ...] = (
     lambda m: m.tried_bytes is not None and m.total_bytes is not None,
     lambda m: m.tried_bytes is not None,
     lambda m: m.certain,
@@ -162,7 +162,9 @@ _TELLING: tuple[Callable[[Message], bool], ...] = (
 
 @lru_cache(maxsize=64)
 def _read(number: int, kind: str, text: str) -> Message:
-    """Read the message in `text`, which begins with head `number`; `kind` is what the head's match says of it."""
+    """Read the message in `text`, which begins with head `number`; `kind` is the kind of memory, if the head names
+    it.
+    """
     head = HEADS[number]
     amounts = {name: _amount(pattern, text) for name, pattern in _CLAUSES.items()}
     form = head.form or next((name for clause, name in _FORMS if re.search(clause, text)), "torch")
@@ -255,10 +257,10 @@ def _bytes(number: str, unit: str) -> int:
 
 
 _NEXT = re.compile(r"(?:\s+[\w.]*(?:Error|Exception):)+\s*$")
-"""Class of the next error, which its own message begins after."""
+"""Class of the next error, at whose name a message ends."""
 
 
 def _sentences(text: str) -> str:
-    """Return the message up to torch's own advice, or to its first sentence where it has no numbers."""
+    """Return the message without torch's own advice; only its first sentence where it has no numbers."""
     text = re.split(r" If reserved | Please use | Use PYTORCH_| Buy new RAM", text)[0]
     return _NEXT.sub("", text[:600]).strip()

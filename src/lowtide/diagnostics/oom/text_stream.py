@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 PIECE = 1 << 18
-"""Characters read at once."""
+"""Number of characters that are read at once."""
 LONGEST = 5000
-"""Characters of the longest match; more than the longest message."""
+"""Most characters of a match, which is more than the longest message has."""
 
 PREFIX = re.compile(
     r"^(?:\x1b\[[0-9;]{0,60}m)*(?:\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}(?:Z|[+-]\d\d:?\d\d)? )?"
@@ -37,7 +37,7 @@ def process_named(prefix: re.Match[str]) -> str:
 _ANSI = re.compile(r"\x1b\[[0-9;]{0,60}[A-Za-z]")
 _LONGEST_ANSI = 64
 _LONGEST_LINE = 1 << 16
-"""Characters up to which the end of a line is waited for."""
+"""Length of a line from which on it is read before its end has come."""
 
 
 class PatternFinder:
@@ -52,7 +52,7 @@ class PatternFinder:
         """Position in the window where the search continues."""
 
     def found(self, window: str, *, is_last: bool) -> Iterator[re.Match[str]]:
-        """Yield the new matches, except those that begin where their rest may still be missing."""
+        """Yield the new matches, except those so close to the end of the window that text may still be missing."""
         stop = len(window) + 1 if is_last else len(window) - LONGEST
         if any(window.find(word, self._next) >= 0 for word in self._words):
             for match in self._pattern.finditer(window, self._next):

@@ -42,7 +42,7 @@ def _is_pointwise(func: Any) -> bool:
 
 
 def _numbers(tensors: list[Tensor]) -> set[torch.dtype]:
-    """Return the dtypes of tensors that may be cast: neither masks nor tensors without dimensions."""
+    """Return the dtypes of the tensors that may be cast: all but masks and tensors without dimensions."""
     return {tensor.dtype for tensor in tensors if tensor.dtype is not torch.bool and tensor.dim()}
 
 
@@ -74,9 +74,9 @@ NEVER = frozenset(
         *(aten.tril.default, aten.triu.default, aten.diag_embed.default, aten.diagonal_backward.default),
         *(aten.slice_backward.default, aten.select_backward.default, aten.slice_scatter.default),
         *(aten.select_scatter.default, aten.unfold_backward.default),
-        # questions
+        # queries
         *(aten._local_scalar_dense.default, aten.equal.default, aten._linalg_check_errors.default),
-        # sums and choices
+        # reductions and selections
         *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.linalg_vector_norm.default),
         *(aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default),
         *(aten.all.default, aten.any.default, aten.any.dim, aten.all.dim, aten.var.correction, aten.std.correction),

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 Rule = Callable[[Any, Any, list["Tensor"]], list[int] | None]
-"""(args, kwargs, results) -> bytes of each block, other than results, that is alive at the operator's peak.
+"""Function from args, kwargs and results to the bytes of each other block that is alive at the operator's peak.
 
-None if the bytes depend on more than these, so that the operator is to be tried out.
+It returns None if the bytes depend on more than these; the operator is then tried out.
 """
 
 
 _BY_CONTENTS = (aten.linalg_matrix_exp.default,)
-"""Operators whose scratch depends on contents: the larger a matrix's values, the more of its powers."""
+"""Operators whose scratch depends on contents: `matrix_exp` keeps more powers of a matrix with larger values."""
 
 
 class Scratch:
@@ -47,7 +47,9 @@ class Scratch:
     def of(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]
     ) -> tuple[dict[int, int], list[int]]:
-        """Return real sizes by the result's number, where a fake storage has another size, and the sizes of scratch."""
+        """Return the true sizes of results (by number) whose fake storage has another size, and the sizes of scratch
+        blocks.
+        """
         if func is aten._efficientzerotensor.default:
             return {0: 0}, []
         if self._device != "cpu" or func.namespace in SHARDING_OPERATORS:
@@ -55,7 +57,7 @@ class Scratch:
         if func in REDUCED_LATE and not made[0].dim():
             return {0: args[0].numel() * args[0].element_size()}, []
         if func in _BY_CONTENTS:
-            self._trials.leave(func, args, kwargs)  # counted as in the trial, if it is tried
+            self._trials.leave(func, args, kwargs)  # an operator that is tried counts as in the trial
         if func.namespace not in OWN_OPERATORS:
             self._trials.leave(func, args, kwargs)  # a custom operator may allocate more
             return {}, []
@@ -77,10 +79,13 @@ def _copied(*places: int) -> Callable[[Any, Any, list[Tensor]], list[int]]:
 
 
 def _promoted(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Count the casts of TensorIterator: tensors not of the common dtype, except those without dimensions."""
+    """Return the bytes of the copies that TensorIterator casts: of tensors not of the common dtype, except those
+    without
+    dimensions.
+    """
     one, other = args[:2]
     dtype = torch.result_type(one, other)
-    if made[0].dtype.is_floating_point and not dtype.is_floating_point:  # a quotient of integers
+    if made[0].dtype.is_floating_point and not dtype.is_floating_point:  # integers are divided in floating point
         dtype = made[0].dtype
     return [
         operand.numel() * dtype.itemsize
@@ -94,14 +99,18 @@ def _cast_input(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
 
 
 def _safe_softmax(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Count masks of the elements that are -inf and of all-inf rows; or a copy, which is freed before the masks."""
+    """Return the bytes of masks of -inf elements and of all -inf rows; or of a copy, which is freed before the
+    masks.
+    """
     numel = args[0].numel()
     masks = [numel, numel // max(args[0].shape[args[1]], 1)]
     return max(masks, _copied(0)(args, kwargs, made), key=sum)
 
 
 def _roll(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
-    """Count intermediate results, one for each dimension rolled. Without dimensions the tensor is flattened."""
+    """Return the bytes of intermediate results, one for each dimension rolled. Without dimensions the tensor is
+    flattened.
+    """
     dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
     return [_bytes(made[0])] * (len(dims) - 1) if dims else None
 
@@ -111,25 +120,27 @@ def _batch_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int
 
 
 def _layer_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Count copies, and for each thread the partial sums of the gradients of weight and bias."""
+    """Return the bytes of copies, and of each thread's partial sums of the gradients of weight and bias."""
     normed = math.prod(args[2])
     sums = 2 * torch.get_num_threads() * normed * args[1].element_size() if any(args[-1][1:]) else 0
     return [*_copied(0, 1)(args, kwargs, made), sums]
 
 
 def _group_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Count two sums for each channel of each example, in their own dtype."""
+    """Return the bytes of two sums for each channel of each example."""
     examples, channels = args[5:7]
     return [2 * examples * channels * made[0].element_size()]
 
 
 def _logsumexp(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Count the exponentials, and the maxima."""
+    """Return the bytes of the exponentials, and of the maxima."""
     return [args[0].numel() * made[0].element_size(), _bytes(made[0])]
 
 
 def _upsample(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Count input and result in channels-last, the format in which small images are enlarged (UpSampleKernel.cpp)."""
+    """Return the bytes of input and result in channels-last, the format in which small images are enlarged
+    (UpSampleKernel.cpp).
+    """
     is_small = sum(made[0].shape[-2:]) <= _SMALL_IMAGE
     if not is_small or args[0].is_contiguous(memory_format=torch.channels_last):
         return []
@@ -141,12 +152,14 @@ _SMALL_IMAGE = 128
 
 
 def _upsample_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Count a copy of the gradient, unless it is contiguous or channels-last."""
+    """Return the bytes of a copy of the gradient, unless it is contiguous or channels-last."""
     return [] if args[0].is_contiguous(memory_format=torch.channels_last) else _copied(0)(args, kwargs, made)
 
 
 def _flash(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Count for each thread tiles of scores and of the result, maxima and sums of rows (FlashAttentionKernel.cpp)."""
+    """Return each thread's bytes for tiles of scores and of the result, and for maxima and sums of rows
+    (FlashAttentionKernel.cpp).
+    """
     query, key, value = args[:3]
     rows, columns = _tile(query, key)
     floats = rows * (columns + 2 + value.shape[-1]) * torch.get_num_threads()
@@ -155,7 +168,7 @@ def _flash(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
 
 
 def _flash_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Count two tiles for each thread, and one row of sums."""
+    """Return the bytes of two tiles for each thread, and of the sums of all rows."""
     query, key = args[1:3]
     rows, columns = _tile(query, key)
     tiles = 2 * rows * columns * torch.get_num_threads()
@@ -170,7 +183,7 @@ def _tile(query: Tensor, key: Tensor) -> tuple[int, int]:
 
 
 def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
-    """Count copies of factors that BLAS can't read: neither their rows nor their columns are contiguous.
+    """Return the bytes of copies of factors that BLAS can't read: neither their rows nor their columns are contiguous.
 
     Copies are of whole matrices, one of a batch at a time (LinearAlgebra.cpp: addmm_impl_cpu_). Batched products of
     small matrices do not use BLAS (bmm_out_or_baddbmm_).
@@ -196,7 +209,9 @@ def blas_reads(factor: Tensor) -> bool:
 
 
 def _sorted_indices(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Count one number for each element, sorted, with positions and the sort's buffers (SparseTensor.cpp)."""
+    """Return the bytes of one sorted number for each element, of positions, and of the sort's buffers
+    (SparseTensor.cpp).
+    """
     indices, _ = parts_of(args[0])
     n_bytes = indices.shape[1] * indices.element_size()
     return [n_bytes] * (3 if indices.shape[0] == 1 else 4)

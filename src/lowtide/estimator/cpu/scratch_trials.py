@@ -38,7 +38,9 @@ _BATCHED = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
 
 @dataclass(frozen=True, slots=True)
 class _Script:
-    """Allocations (+bytes) and frees (-bytes) of one run, in order, and the bytes of each result, 0 for an argument."""
+    """Allocations (+bytes) and frees (-bytes) of one run, in order; and the bytes of each result, 0 if it is an
+    argument.
+    """
 
     events: tuple[int, ...]
     results: tuple[int, ...]
@@ -62,7 +64,7 @@ class _Script:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """An operator call with geometries in place of tensors: the inputs on which scratch memory depends."""
+    """An operator call with shapes and strides in place of tensors: all that its scratch memory depends on."""
 
     func: Any
     args: Any
@@ -155,12 +157,12 @@ class Trials:
         if script is None:
             self._leave(call)
             return {}, []
-        by_contents = torch.Tag.dynamic_output_shape in func.tags  # the trial selects all of a mask
+        by_contents = torch.Tag.dynamic_output_shape in func.tags  # in the trial a mask selects all elements
         sizes = {} if by_contents else {number: n_bytes for number, n_bytes in enumerate(script.results) if n_bytes}
         return sizes, [script.beyond_results()]
 
     def leave(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Record that this operator stays unknown."""
+        """Record that the scratch memory of this operator stays unknown."""
         self._leave(_Call.of(func, args, kwargs))
 
     def _leave(self, call: _Call) -> None:
@@ -220,7 +222,7 @@ _WORKSPACE = 22
 
 
 def _workspace(args: list[Any]) -> Any:
-    """Return the workspace that a recurrent layer's forward saves for backward, which crashes with any other."""
+    """Return the workspace that a recurrent layer's forward saves; backward crashes with any other tensor."""
     reverse, mode, hidden_size, layers, biases, _, bidirectional, batch_sizes, batch_first = args[13:_WORKSPACE]
     settings = (reverse, batch_sizes, mode, hidden_size, layers, biases, bidirectional, batch_first, True)
     return torch.ops.aten.mkldnn_rnn_layer(*args[:7], *settings)[3]

@@ -128,7 +128,7 @@ class AbsentGpuRun(TwoStepRun):
                 stack.enter_context(_rare_collections())
             stack.enter_context(self._placed)
             device = torch.device(NAME, 0)
-            stack.enter_context(units_on(device, self._state.reached, self._placed.twin))
+            stack.enter_context(units_on(device, self._state.reached, self._placed.twin_of))
             self._placed.put(at_entry)
             means, usage = CudaRedirect(NAME, self._ledger), Usage(self._ledger, self._config)
             stack.enter_context(cuda_is_there(self._gpu, means, usage, self._ledger, self.answers))
@@ -147,7 +147,7 @@ class AbsentGpuRun(TwoStepRun):
         return self
 
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor]) -> None:
-        """Put more tensors on the GPU, in the sizes that `resized` gives; fake ones keep their device."""
+        """Put more tensors on the GPU, in the sizes that `resized` returns; fake tensors keep their device."""
         fakes: list[Tensor] = []
         real: list[Tensor] = []
         for tensor in {id(t): t for t in tensors if id(t) not in self._on_host}.values():
@@ -165,7 +165,7 @@ class AbsentGpuRun(TwoStepRun):
         """Do nothing: kernels of an absent GPU can't be tried."""
 
     def finish(self) -> None:
-        """End the step that counts."""
+        """End the second step, which is the estimated one."""
         super().finish()
         self._ledger.unbounded |= unbounded
         self._measured = tuple(measured.values())

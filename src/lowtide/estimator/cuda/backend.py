@@ -30,7 +30,7 @@ from lowtide.memory.gpu_specs import GpuSpec
 
 
 class Stream(NullStream):
-    """A stream that FSDP2 computes on: its number tells the allocator's blocks of different streams apart."""
+    """Stream that FSDP2 computes on. By its number the simulated allocator tells blocks of different streams apart."""
 
     _numbers = count(1)
 

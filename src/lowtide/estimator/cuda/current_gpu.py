@@ -50,7 +50,7 @@ class NullStream:
 
 
 in_use: list[GpuSpec] = []
-"""The GPU being rehearsed; at most one."""
+"""The GPU that is being estimated; at most one."""
 
 
 taking: list[Callable[[Tensor], Tensor]] = []
@@ -58,16 +58,18 @@ taking: list[Callable[[Tensor], Tensor]] = []
 
 
 def there(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor of a script without a GPU moved to the rehearsed GPU; any other unchanged."""
+    """Move a CPU tensor of a script that was written without a GPU to the rehearsed GPU; return any other tensor
+    unchanged.
+    """
     is_away = tensor.device.type == "cpu" and not tensor.requires_grad
     return taking[0](tensor) if is_away and taking else tensor
 
 
 unbounded: dict[str, str] = {}
-"""Memory that only a library knows, in words, by operator; for the GPU in use, or the last one."""
+"""Notes, by operator, on memory whose size only a library knows; for the GPU in use, or the last one."""
 
 measured: dict[str, str] = {}
-"""Memory of a library as measured on one GPU, in words, by operator; for the GPU in use, or the last one."""
+"""Notes, by operator, on memory of a library that was measured on one GPU; for the GPU in use, or the last one."""
 
 lasting: dict[str, Tensor] = {}
 """Memory that a library allocates once and keeps until the process ends, by name."""
@@ -76,7 +78,7 @@ streams = [0]
 """Stack of the numbers of the streams in use; 0 is the default stream."""
 
 standing_in: list[str] = []
-"""Stack of operators that others currently stand in for; allocations are attributed to the last one."""
+"""Stack of operators that are replaced by others while they run; allocations are attributed to the last one."""
 
 
 @contextlib.contextmanager

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 
 class DeferredCudaModule(CudaRedirect):
-    """Context in which, until a GPU is rehearsed, "cuda" means the CPU, and tensors requested there are remembered."""
+    """Function mode for the time before a GPU is rehearsed: "cuda" means the CPU, and tensors requested there are
+    remembered.
+    """
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -86,7 +88,7 @@ class DeferredCudaModule(CudaRedirect):
         if func == SET_DATA and self._holds(args[1]):
             self._there[args[0]] = True
         if place is not None and args and out is args[0] and goes_there != self._holds(args[0]):
-            # The argument keeps its device. A slice of a larger tensor is copied on its own.
+            # The argument keeps its device. Of a slice, only the slice is copied.
             out = alias(out) if _is_whole(out) else out.clone()
         if goes_there:
             results = out if isinstance(out, tuple | list) else (out,)
@@ -122,7 +124,7 @@ def _variable(kind: type, data: Any = None, requires_grad: bool = False, volatil
 
 
 def _asking(frame: FrameType) -> FrameType:
-    """Return the frame that made the call, past function modes that pass it on, such as a default device's."""
+    """Return the frame that made the call, not those of function modes, such as a default device's, that pass it on."""
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame

@@ -77,7 +77,7 @@ class GpuAllocationTracker(AllocationTracker):
         return len(self._entered), self._n_corrected
 
     def since(self, position: int) -> Iterator[Event]:
-        """Return the events of the whole recording so far, from this position on."""
+        """Return the events of the whole recording from `position` on."""
         for part in (self._entered, self._earlier, self._events):
             yield from part[position:]
             position = max(position - len(part), 0)
@@ -137,10 +137,10 @@ class GpuAllocationTracker(AllocationTracker):
 
     def put_on_gpu(self, tensor: Tensor) -> None:
         """Move a leaf tensor that the step created on the CPU to the GPU from here on."""
-        if tensor.is_leaf and is_fake(tensor) and (there := self.on_gpu(tensor)) is not tensor:
+        if tensor.is_leaf and is_fake(tensor) and (on_gpu := self.on_gpu(tensor)) is not tensor:
             del self._moved[tensor]
-            there.requires_grad_(tensor.requires_grad)
-            swap(tensor, there)
+            on_gpu.requires_grad_(tensor.requires_grad)
+            swap(tensor, on_gpu)
 
     def on_gpu(self, leaf: Any) -> Any:
         """Return a CPU tensor's stand-in on the GPU, which lives as long as the tensor; any other leaf unchanged."""
@@ -155,7 +155,7 @@ class GpuAllocationTracker(AllocationTracker):
             for part in sparse.parts([copy]):
                 self._follow(part, "aten::_to_copy")
         if is_strided(leaf):
-            self._answers.pass_on(leaf, copy)  # each time, because the tensor may have been written to since
+            self._answers.pass_on(leaf, copy)  # at each use, because the tensor may have been written to since
         return copy
 
     def _empty(self, tensor: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class GpuAllocationTracker(AllocationTracker):
         """Run an operator without a fake kernel on the CPU, on zeros, for the shapes of its results."""
         back: dict[int, Tensor] = {}
 
-        def there(leaf: Any) -> Any:
+        def zeros_on_cpu(leaf: Any) -> Any:
             if isinstance(leaf, torch.device):
                 return _CPU
             if not isinstance(leaf, torch.Tensor) or leaf.device == _CPU:
@@ -190,14 +190,14 @@ class GpuAllocationTracker(AllocationTracker):
             back[id(on_cpu)] = leaf
             return on_cpu
 
-        def here(leaf: Any) -> Any:
+        def fake_again(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or id(leaf) in back:
                 return back.get(id(leaf), leaf)
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
 
         with self._fakes:
-            args, kwargs = tree_map(there, (args, kwargs))
+            args, kwargs = tree_map(zeros_on_cpu, (args, kwargs))
         with running_on_zeros(self._fakes):
             out = self._fakes.dispatch(func, (), args, kwargs)
         with self._fakes:
-            return tree_map(here, out)
+            return tree_map(fake_again, out)

@@ -29,7 +29,7 @@ Verdict: TypeAlias = Literal["fits", "does not fit", "unknown"]
 class GpuMemoryEstimate(MemoryEstimate):
     """A `MemoryEstimate` for a GPU, over both steps and the memory before them. `print` it for a table.
 
-    Memory known only within bounds is counted as expected, unless a name says otherwise.
+    Of memory that is known only within bounds the expected bytes are counted, except where an attribute states bounds.
     """
 
     gpu: GpuSpec
@@ -47,7 +47,7 @@ class GpuMemoryEstimate(MemoryEstimate):
     interval: tuple[int, int]
     """Bytes reserved at the peak, at least and at most: with other segment addresses, and with all bounds."""
     outcome: Outcome
-    """The run, which can be tried on any GPU."""
+    """The recorded run, which can be simulated on any GPU."""
     processes: AbsentProcesses | None = None
     """Processes that train together, of which this is the estimate of one; None for a process alone."""
     is_bounded: bool = True
@@ -96,7 +96,9 @@ class GpuMemoryEstimate(MemoryEstimate):
 
     @property
     def left_bytes(self) -> int:
-        """Bytes of the GPU beyond the most that the allocator reserves and a context: room for unknown memory."""
+        """Bytes of the GPU that remain after a context and the most that the allocator reserves: room for unknown
+        memory.
+        """
         return max(self.gpu.total_bytes - context_bytes(self.gpu)[1] - self.nccl[1] - self.interval[1], 0)
 
     def to_record(self, command: str = "lowtide.estimate(model, step, batch, device)", subject: str = "") -> RunRecord:
@@ -123,7 +125,7 @@ class GpuMemoryEstimate(MemoryEstimate):
         )
 
     def more(self) -> Iterator[str]:
-        """Return lines on the allocator, and the verdict."""
+        """Yield lines on the allocator, and the verdict."""
         least, most = (format_bytes(n) for n in self.interval)
         within = "" if least == most else f", within {least} and {most}"
         answer = _IN_WORDS[self.verdict]
@@ -157,7 +159,7 @@ class GpuMemoryEstimate(MemoryEstimate):
         return f"on each of {self.processes.size} x {self.gpu.name}, rank {self.processes.rank}"
 
     def _peak_in_words(self) -> str:
-        """Describe the peak, which may differ from that of the last recorded step, which is shown."""
+        """Describe the peak of the whole run; the table shows the last step, whose peak may be another."""
         events, peak = self.whole.events, Timeline(self.whole).peak_index
         before = (event for event in events[: peak + 1] if type(event) is Allocate)
         workspaces = sum(event.bytes for event in before if event.op in (WORKSPACE, LT_WORKSPACE))
@@ -181,7 +183,7 @@ _IN_WORDS: dict[Verdict, str] = {
 
 
 class Outcome:
-    """A recorded run on any GPU: a stream of expected sizes and one for each bound, each with several address orders.
+    """Simulator of a recorded run on any GPU, with expected sizes and with each bound, in several orders of addresses.
 
     The driver's segment addresses decide between free blocks of equal size, and so whether one more tensor has room.
     The expected order is that of recorded snapshots, `DriverAddresses`; other orders count as possible.
@@ -258,7 +260,7 @@ class Outcome:
         stream, capacity = self._on_gpu(name, workspace_bytes(gpu)), gpu.total_bytes - context
         if not self._config.expandable_segments and self._config.per_process_memory_fraction == 1:
             endless = self._without_end(stream, 0)
-            if endless.peak_requested_bytes > capacity:  # in any order
+            if endless.peak_requested_bytes > capacity:  # true for every order of addresses
                 return False
             # no allocation fails if the run with unlimited memory needs no more; simulated only where that is likely
             if endless.peak_reserved_bytes <= capacity >= self._without_end(stream, order).peak_reserved_bytes:
@@ -266,7 +268,7 @@ class Outcome:
         return simulate(stream, self._config, capacity, total=gpu.total_bytes, addresses=self._orders[order]()).fits
 
     def _without_end(self, stream: EventStream, order: int) -> Reserved:
-        """Return the peaks of one of this object's streams on a GPU of unlimited memory."""
+        """Return the peaks of one of the streams on a GPU of unlimited memory."""
         key = id(stream), order
         if key not in self._endless:
             self._endless[key] = simulate(stream, self._config, addresses=self._orders[order]())

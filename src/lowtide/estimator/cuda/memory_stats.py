@@ -17,7 +17,7 @@ from lowtide.memory.memory_timeline import Timeline
 from lowtide.memory.snapshots.write import snapshot_of
 
 RESET_PEAKS, RESET_SUMS = "reset peaks", "reset sums"
-"""Data of marks ALLOCATOR: calls of the script that change statistics, but no allocation."""
+"""Data of ALLOCATOR marks: calls of the script that change statistics, but no allocation."""
 
 _BYTES = ("allocated_bytes", "active_bytes", "requested_bytes")
 _KINDS = (*_BYTES, "reserved_bytes", "allocation", "active", "segment", "inactive_split", "inactive_split_bytes")
@@ -30,7 +30,7 @@ class Source(Protocol):
 
     @property
     def streams(self) -> Mapping[int, int]:
-        """CUDA streams of blocks that are not on the default one, by block."""
+        """Streams of the blocks that are not on CUDA's default stream, by block."""
 
     @property
     def version(self) -> object:

@@ -41,8 +41,8 @@ class GpuPlacement:
         self._done: list[tuple[Callable[[], Tensor | None], Tensor]] = []
 
     @property
-    def twin(self) -> Callable[[Tensor], Tensor]:
-        """Function that returns the twin of a plain tensor."""
+    def twin_of(self) -> Callable[[Tensor], Tensor]:
+        """Function that returns the fake twin of a plain tensor."""
         return self._twins.of
 
     def has(self, tensor: Tensor) -> bool:
@@ -102,7 +102,7 @@ class GpuPlacement:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            traceback.clear_frames(error.__traceback__)  # a failed step's frames hold graphs that hold parameters
+            traceback.clear_frames(error.__traceback__)  # frames of a failed step hold graphs, which hold parameters
         for placed, fake in reversed(self._done):
             if (tensor := placed()) is not None:
                 tensor.grad = None
@@ -125,7 +125,8 @@ def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Ten
         elif isinstance(thing, torch.optim.Optimizer):
             optimizers.append(thing)
     for optimizer in optimizers:
-        tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]  # some in no module
+        # some parameters are in no module
+        tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
         tensors += _state(optimizer)
     tensors += (t for t in reached if isinstance(t, torch.Tensor) and t.requires_grad and is_given(t))
     sizes = {id(tensor) for tensor in sizes_in(batch)}
@@ -143,7 +144,7 @@ def is_given(tensor: Tensor) -> bool:
 
 
 def _module(module: nn.Module, tensors: list[Tensor]) -> None:
-    """Collect a module's tensors in the order of `module.cuda()`: children before its own tensors."""
+    """Collect a module's tensors in `tensors`, in the order of `module.cuda()`: those of children before its own."""
     for child in module.children():
         _module(child, tensors)
     tensors += [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]

@@ -47,7 +47,7 @@ def stand_ins(processes: AbsentProcesses | None = None) -> Iterator[tuple[Any, s
 
 
 def _anywhere(init: Callable[..., None]) -> Callable[..., None]:
-    """Allow wrapping a module on any device: before the first forward its parameters are on the CPU."""
+    """Let DDP wrap a module whose parameters are still on the CPU, as they are before the first forward."""
 
     @functools.wraps(init)
     def wrap(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class CudaRedirect(TorchFunctionMode):
-    """Function mode in which "cuda" in arguments is another device, whose tensors report to be on CUDA.
+    """Function mode that replaces "cuda" in arguments by another device, whose tensors report that they are on CUDA.
 
     `ledger` moves CPU tensors to the GPU before they require gradients, because autograd sends no gradients across
     devices.
@@ -154,13 +154,13 @@ def cuda_is_there(
 def _autocast_on_gpu(answers: ValueOracle) -> Iterator[None]:
     """Redirect autocast for CUDA to the GPU; also autocast for the CPU, which a script without a GPU would request."""
     entered: dict[int, str] = {}
-    asked: list[str] = []
-    """Devices requested by the autocasts in force."""
+    devices: list[str] = []
+    """Devices of the autocast contexts in force, the innermost last."""
     is_on, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     enter, leave, clear = torch.autocast.__enter__, torch.autocast.__exit__, torch.clear_autocast_cache
 
     def follow(device: str) -> None:
-        """Set autocast on the GPU as it is on `device`."""
+        """Set autocast for the GPU to its state for `device`."""
         torch.set_autocast_enabled(NAME, is_on(device))
         torch.set_autocast_dtype(NAME, dtype(device))
 
@@ -168,12 +168,12 @@ def _autocast_on_gpu(answers: ValueOracle) -> Iterator[None]:
         entered[id(self)] = self.device
         # CPU autocast turned off changes nothing while CUDA's is on. Checkpoints reenter both, each as it was.
         is_off = self.device == "cpu" and not self._enabled
-        if is_off and (asked[-1:] == ["cuda"] or sys._getframe(1).f_globals.get("__name__") == CHECKPOINT):
+        if is_off and (devices[-1:] == ["cuda"] or sys._getframe(1).f_globals.get("__name__") == CHECKPOINT):
             return enter(self)  # type: ignore[no-untyped-call]
         if self.device == "cpu" and self._enabled:
             answers.note("autocast for the CPU is assumed to be for the GPU")
         if self.device in ("cuda", "cpu", NAME):
-            asked.append(self.device)
+            devices.append(self.device)
             self.device = NAME
         return enter(self)  # type: ignore[no-untyped-call]
 
@@ -183,7 +183,7 @@ def _autocast_on_gpu(answers: ValueOracle) -> Iterator[None]:
         finally:
             if id(self) in entered:
                 if self.device == NAME:
-                    asked.pop()
+                    devices.pop()
                 self.device = entered.pop(id(self))
             else:  # entered before this block
                 follow(self.device)
@@ -206,7 +206,7 @@ def _autocast_on_gpu(answers: ValueOracle) -> Iterator[None]:
         try:
             for device in ("cpu", "cuda"):
                 if is_on(device):
-                    asked.append(device)
+                    devices.append(device)
                     follow(device)
             yield
         finally:

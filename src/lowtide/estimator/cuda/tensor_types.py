@@ -1,4 +1,4 @@
-"""Tensor types such as `torch.cuda.FloatTensor`: one name for the GPU and a dtype.
+"""Tensor types such as `torch.cuda.FloatTensor`: one name that stands for the GPU and a dtype.
 
 C++ code refuses torch's own types where torch is built without CUDA.
 """
@@ -61,13 +61,13 @@ _BY_NAME = {_name(kind): kind for kind in DENSE.values()}
 
 def place_and_dtype(kind: Any) -> tuple[torch.device, torch.dtype] | None:
     """Return device and dtype of a tensor type or its name; None for a dtype, or if it is no dense tensor type."""
-    if found := kind if isinstance(kind, TensorType) else _BY_NAME.get(kind) if isinstance(kind, str) else None:
-        return CUDA, found.dtype
+    if tensor_type := kind if isinstance(kind, TensorType) else _BY_NAME.get(kind) if isinstance(kind, str) else None:
+        return CUDA, tensor_type.dtype
     if isinstance(kind, _OWN) and not kind.is_cuda:
         return torch.device("cpu"), kind.dtype
     if isinstance(kind, str) and kind.startswith("torch.") and kind.count(".") == 1:
-        found = getattr(torch, kind.removeprefix("torch."), None)
-        return place_and_dtype(found) if isinstance(found, _OWN) else None
+        tensor_type = getattr(torch, kind.removeprefix("torch."), None)
+        return place_and_dtype(tensor_type) if isinstance(tensor_type, _OWN) else None
     return None
 
 

@@ -258,10 +258,10 @@ def _restored(restore: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
 def _alone(self: torch.nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
     """Call the wrapped module itself, with its inputs on the one GPU."""
 
-    def there(leaf: Any) -> Any:
+    def on_the_gpu(leaf: Any) -> Any:
         return leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf
 
-    inputs, kwargs = tree_map(there, (inputs, kwargs))
+    inputs, kwargs = tree_map(on_the_gpu, (inputs, kwargs))
     return self.module(*inputs, **kwargs)
 
 
@@ -281,7 +281,9 @@ def _of_accelerator(gpu: GpuSpec, usage: Usage) -> dict[str, Callable[..., Any]]
 
 
 def _unless_torch_asks(true: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the true answer to torch's own code, which would pin memory and set up threads for a GPU."""
+    """Return a function that gives torch's own code the true answer, because it would otherwise pin memory for a
+    GPU.
+    """
 
     def ask(*args: Any, **kwargs: Any) -> Any:
         return (true if is_own(sys._getframe(1)) else answer)(*args, **kwargs)

@@ -1,1 +1,1 @@
-"""Contents of fake tensors: known values, and assumptions where a step asks for more."""
+"""Contents of fake tensors: known values, and assumptions where a step reads unknown ones."""

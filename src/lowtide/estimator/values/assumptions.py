@@ -64,7 +64,7 @@ LARGEST_ASKED = 2**26
 """Largest number of elements of a batch that is searched for NaN and infinity."""
 
 MOST_ASKED = 10_000
-"""Largest number of times in a row that one line gets the answer that a loop goes on."""
+"""Most times in a row that one line gets the answer "the loop goes on"."""
 
 _AS_NUMBER = (aten._local_scalar_dense.default, aten.item.default)
 """Operators behind `.item()`; the second is seen only for inference-mode tensors, else it is composed of the first."""
@@ -108,14 +108,14 @@ class ValueOracle:
         self.written: set[int] = set()
         """Storages that operators wrote to, until a caller clears the set."""
         self._asked_at, self._n_asked = "", 0
-        """The line that last got an assumed answer, and how often in a row."""
+        """Line of code that last got an assumed answer, and the number of times in a row."""
         self._n_searched = 0
         """Number of losses given to LBFGS."""
 
-    # --- what is known
+    # --- known contents
 
     def introduce(self, fake: Tensor, real: Tensor) -> None:
-        """Set a twin's contents to the real tensor's, except for a parameter, which the step changes."""
+        """Give a fake tensor the contents of its real tensor. Parameters get none, because the step changes them."""
         if real.requires_grad or real.device.type == "meta" or contents.is_met(fake):
             return
         if self.arrays and real.data_ptr() in {array.ctypes.data for array in self.arrays.values()}:
@@ -136,14 +136,14 @@ class ValueOracle:
                 is_small = ones.numel() * ones.itemsize <= contents.LARGEST_COPIED
                 array = func(ones.clone() if is_small else ones, *args, **kwargs)
                 if not is_small:
-                    array.setflags(write=False)  # an expanded array: one number for all elements
+                    array.setflags(write=False)  # an expanded array has one number for all elements
                 return unknown_array(array, self)
             self._note_assumed(tensor)
             if value is not None:
                 return func(value, *args, **kwargs)
             value = contents.value(tensor)
             array = func(value, *args, **kwargs)
-            array.setflags(write=False)  # a real tensor's memory, too large for a copy
+            array.setflags(write=False)  # memory of a real tensor that is too large to be copied
             return array
 
     def numbers(self, tensor: Tensor) -> Any:
@@ -156,11 +156,11 @@ class ValueOracle:
             return value.tolist()
 
     def is_score(self, tensor: Tensor) -> bool:
-        """Return True for an accuracy: a number that rates choices, rather than a count of chosen elements."""
+        """Return True for a tensor that only rates choices, such as an accuracy, and does not count chosen elements."""
         return contents.assumed(tensor) == EVENLY and (tensor.dtype.is_floating_point or is_counted())
 
     def pass_on(self, tensor: Tensor, copy: Tensor) -> None:
-        """Give a copy the contents of its tensor."""
+        """Give `copy` the known contents of `tensor`."""
         with on_real_tensors():
             contents.share(tensor, copy)
 
@@ -222,7 +222,7 @@ class ValueOracle:
         return bool(self._run(func, args, kwargs))
 
     def places_of_masks(self, func: Any, args: Any) -> list[int]:
-        """Return the bytes of the index that an operator computes from each known mask by which it indexes.
+        """Return the bytes of the integer index that an operator computes from each known mask among its indices.
 
         aten/src/ATen/native/IndexingUtils.h: expandTensors; a single number written everywhere is filled in instead
         (TensorAdvancedIndexing.cpp: _index_put_impl_). torch 2.13.
@@ -302,11 +302,13 @@ class ValueOracle:
                 contents.learn(made[-1], _assume_balanced(made[-1], count), EVENLY)
 
     def _is_worth(self, func: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
-        """Return True if an operator can be run on contents: they are known and small, and have no tangents."""
+        """Return True if an operator can be run on its arguments' contents: they are known and small, and have no
+        tangents.
+        """
         if in_forward_mode() or func is aten._efficientzerotensor.default:  # can't be copied
             return False
         if func in NOT_IN_HEALTH and contents.is_known(tensors[0]):
-            return tensors[0].numel() <= LARGEST_ASKED  # a batch may well have some
+            return tensors[0].numel() <= LARGEST_ASKED  # a batch may contain NaN
         if func in BY_SHAPE:
             tensors = ()
         elif func in GATHERING:
@@ -335,7 +337,7 @@ class ValueOracle:
         results = [leaf for leaf in tree_leaves(real) if isinstance(leaf, torch.Tensor)]
         if func in EMPTY:
             for value in results:
-                value.zero_()  # so that no two rehearsals differ
+                value.zero_()  # so that all rehearsals draw the same numbers
         for fake, value in zip(made, results, strict=False):
             if fake.shape == value.shape and not contents.is_known(fake):
                 self.learn(fake, value, assumed)
@@ -373,7 +375,7 @@ class ValueOracle:
             if value is None:
                 value = self.value(leaf)
             if value is None:
-                return torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)  # only its shape matters
+                return torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)  # only the shape of this argument matters
             borrowed.add(storage_id(value))
             return value
 
@@ -394,7 +396,7 @@ class ValueOracle:
             )
         return copy
 
-    # --- questions
+    # --- queries
 
     def truth(self, why: str) -> bool:
         """Return the assumed answer to a yes-or-no query of unknown contents. `why` as for `refusal`.
@@ -416,7 +418,7 @@ class ValueOracle:
         return assumed.answer
 
     def falling(self) -> float:
-        """Return a loss for LBFGS, smaller than the one before."""
+        """Return an assumed loss for LBFGS, smaller than the previous one."""
         self.note(SEARCHING)
         self._n_searched += 1
         return 1 / self._n_searched
@@ -436,7 +438,8 @@ class ValueOracle:
 
     def _note_assumed(self, tensor: Tensor) -> None:
         assumed = contents.assumed(tensor)
-        if assumed and not (assumed == DRAWN and asked_by_loader()):  # the rows of a batch are random in any step
+        # the choice of a batch's rows is random in any case
+        if assumed and not (assumed == DRAWN and asked_by_loader()):
             self.note(assumed)
 
     def note(self, what: str) -> None:
@@ -467,7 +470,9 @@ def _targets(writes: tuple[int | str, ...], args: Any, kwargs: Any) -> list[Tens
 
 
 def _candidates(func: Any, args: Any) -> int:
-    """Return the number of candidates among which the largest are chosen; 0 if all elements of a tensor."""
+    """Return the number of candidates from which the largest are chosen, such as experts; 0 if all elements are
+    chosen.
+    """
     place = 2 if func is aten.topk.default else 1
     dim = args[place] if len(args) > place else -1 if func is aten.topk.default else None
     return 0 if dim is None or not args[0].dim() else int(args[0].shape[dim])

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-TELLING = frozenset(
+REPORTING = frozenset(
     {
         *("print", "warn", "warning", "warning_once", "info", "debug", "error"),
         *("add_scalar", "set_postfix", "set_postfix_str", "set_description"),
@@ -37,7 +37,7 @@ _CHECK = "a check is assumed to pass"
 _GOES_ON = "training is assumed to continue"
 _SAME = "either way needs the same memory"
 _MORE = "the way that saves or copies something is taken, as the one that needs more memory"
-_TOLD = "both ways only print or count"
+_ONLY_REPORTED = "both ways only print or count"
 
 
 class Taken(NamedTuple):
@@ -69,7 +69,7 @@ class Source:
         if all(map(_tells, node.body)):
             return Taken(False, _CHECK)
         ways = node.body, node.orelse
-        if not all(_is_harmless(statement) for way in ways for statement in way) or self._sizes(node):
+        if not all(_is_harmless(statement) for way in ways for statement in way) or self._assigns_a_size(node):
             return None
         keeps = [any(map(_keeps, way)) for way in ways]
         return Taken(keeps[0] or not keeps[1], _MORE if any(keeps) else _SAME)
@@ -81,11 +81,11 @@ class Source:
         place: ast.AST = node
         while isinstance(place, ast.expr | ast.keyword):
             if makes_text(place):
-                return Taken(True, _TOLD)
+                return Taken(True, _ONLY_REPORTED)
             place = self._parents[place]
         return None
 
-    def _sizes(self, branch: ast.If) -> bool:
+    def _assigns_a_size(self, branch: ast.If) -> bool:
         """Return True if a name that this branch assigns may be a size, or decide about one."""
         scope: ast.AST = branch
         while not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module):
@@ -96,8 +96,8 @@ class Source:
                 if node.value is None or _copies(node.value):
                     continue
                 is_number = isinstance(node, ast.AugAssign) or isinstance(node.value, ast.Constant)
-                seen = self._tree if _is_global(scope, target) else scope
-                if target in self._deciding(seen, is_number):
+                readers = self._tree if _is_global(scope, target) else scope
+                if target in self._deciding(readers, is_number):
                     return True
         return False
 
@@ -135,7 +135,7 @@ class Source:
         if isinstance(parent, ast.JoinedStr | ast.FormattedValue):
             return set()
         if isinstance(parent, ast.Call) and node is not parent.func:
-            return set() if _name(parent) in TELLING | _SAVING else None
+            return set() if _name(parent) in REPORTING | _SAVING else None
         if isinstance(parent, ast.If) and node is parent.test:
             ways = parent.body, parent.orelse
             is_free = any(_ends(way) or _leaves(way) for way in ways) or all(
@@ -153,7 +153,7 @@ def makes_text(node: ast.AST) -> bool:
     """Return True for a text that embeds values, or a call of a function that reports them."""
     if isinstance(node, ast.BinOp):
         return isinstance(node.op, ast.Mod) and isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _name(node) in {*TELLING, "format"})
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _name(node) in {*REPORTING, "format"})
 
 
 _PASSING = (
@@ -169,7 +169,7 @@ def _ends(way: list[ast.stmt]) -> bool:
 
 
 def _leaves(way: list[ast.stmt]) -> bool:
-    """Return True if a branch leaves the loop; or, having done nothing else, the function or this iteration."""
+    """Return True if a branch leaves the loop, or does nothing but leave the function or this iteration."""
     if not way:
         return False
     *before, last = way
@@ -184,7 +184,7 @@ def _leaves(way: list[ast.stmt]) -> bool:
 
 
 def _is_harmless(statement: ast.stmt) -> bool:
-    """Return True if a statement needs only memory that it saves or copies, and assigns only plain values."""
+    """Return True if a statement allocates memory only to save or copy values, and assigns only plain values."""
     if isinstance(statement, ast.If):
         return all(map(_is_harmless, [*statement.body, *statement.orelse]))
     if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
@@ -214,11 +214,11 @@ def _calls_only(value: ast.expr, names: frozenset[str]) -> bool:
 
 
 def _tells(statement: ast.stmt) -> bool:
-    return _called(statement) in TELLING
+    return _called(statement) in REPORTING
 
 
 def _called(statement: ast.stmt) -> str:
-    """Return the name of the function if the statement is just its call."""
+    """Return the name of the called function if the statement is only a call; empty otherwise."""
     expression = statement.value if isinstance(statement, ast.Expr) else None
     return _name(expression) if isinstance(expression, ast.Call) else ""
 

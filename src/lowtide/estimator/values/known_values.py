@@ -25,7 +25,7 @@ LARGEST_COPIED = 2**26
 """Largest memory, in bytes, that is copied in order to be written to."""
 
 senders: dict[str, None] = {}
-"""Functions by which other processes would have filled tensors of the current estimate, as ordered keys."""
+"""Collectives by which other processes would have filled tensors in the current estimate; the keys are ordered."""
 
 
 class _Contents:
@@ -39,7 +39,7 @@ class _Contents:
         self.memory, self.alike = memory, alike
         self.assumed = assumed
         self.owned = owned
-        """True if the memory is not shared."""
+        """True if no other tensor shares the memory, so that it may be written to."""
 
 
 def is_met(tensor: Tensor) -> bool:
@@ -65,7 +65,9 @@ def value(tensor: Tensor) -> Tensor | None:
 
 
 def alike(tensor: Tensor, assumed: str) -> bool | None:
-    """Return the value of every element of a boolean tensor, if made under this assumption; None otherwise."""
+    """Return the value that all elements of a boolean tensor have, if `assumed` is the assumption behind them; None
+    otherwise.
+    """
     contents = _of(tensor)
     if contents is None or contents.alike is None or contents.assumed != assumed:
         return None
@@ -149,7 +151,7 @@ def _of(tensor: Tensor) -> _Contents | None:
     storage = tensor.untyped_storage()
     contents: _Contents | None = getattr(storage, _ATTRIBUTE, None)
     if contents is None or (contents.memory is not None and contents.memory.nbytes() != storage.nbytes()):
-        return None  # or the storage was resized
+        return None  # also after a resize
     return contents
 
 

@@ -56,7 +56,7 @@ class PythonQueries(TorchFunctionMode):
             return func(tensor, *args[1:]) if tensor.dim() else self._shown(tensor).__format__(*args[1:])
         value = self._answers.value(tensor)
         if value is not None and not (asked in ("item", "float") and self._answers.is_score(tensor)):
-            return func(tensor)  # its assumption is noted there
+            return func(tensor)  # `numbers` notes its assumption
         if asked == "item":
             return Unknown(self._answers)
         if asked == "float":

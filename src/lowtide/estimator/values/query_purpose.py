@@ -55,7 +55,7 @@ class _Places(NamedTuple):
     checks: list[_Check]
     asserts: set[_Span]
     """Whole statements: pytest replaces their code."""
-    telling: list[_Span]
+    reported: list[_Span]
     """Expressions that become text, or are added to a count."""
     divided: list[_Span]
     """Dividends of divisions whose result is not rounded to an integer."""
@@ -83,13 +83,13 @@ def passing() -> Taken | None:
     return None
 
 
-def is_telling() -> bool:
+def is_only_reported() -> bool:
     """Return True if the queried value is only reported or counted."""
     frame = _asking()
     span = None if frame is None else _span(frame)
     if frame is None or span is None:
         return False
-    return any(_is_within(span, place) for place in _places(frame).telling)
+    return any(_is_within(span, place) for place in _places(frame).reported)
 
 
 def is_counted() -> bool:
@@ -99,7 +99,7 @@ def is_counted() -> bool:
     if frame is None or span is None:
         return False
     places = _places(frame)
-    return any(_is_within(span, place) for place in (*places.telling, *places.divided))
+    return any(_is_within(span, place) for place in (*places.reported, *places.divided))
 
 
 def is_scoring() -> bool:
@@ -146,10 +146,10 @@ def _asking() -> FrameType | None:
 
 
 def _span(frame: FrameType) -> _Span | None:
-    """Return the source span of the value that a frame is computing, or has just computed before a jump."""
+    """Return the source span of the expression that a frame is evaluating, or has just evaluated for a jump."""
     place = frame.f_lasti // 2
     if "JUMP" in dis.opname[frame.f_code.co_code[frame.f_lasti]]:
-        place -= 1  # the jump itself has the whole statement's place, or any
+        place -= 1  # the position of the jump itself is that of the whole statement, or any
     positions = next(itertools.islice(frame.f_code.co_positions(), place, None))
     return None if None in positions else positions  # type: ignore[return-value]
 
@@ -179,9 +179,9 @@ def _searched(source: str) -> _Places:
         elif isinstance(node, ast.IfExp):
             places.checks.append(_Check(node.test, branches.choice(node)))
         if isinstance(node, ast.expr) and makes_text(node):
-            places.telling.append(_of(node))
+            places.reported.append(_of(node))
         elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
-            places.telling.append(_of(node.value))
+            places.reported.append(_of(node.value))
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
             places.divided.append(_of(node.left))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CHOOSING:
@@ -193,7 +193,9 @@ def _searched(source: str) -> _Places:
 
 
 def _asked(test: ast.expr, passes: bool, span: _Span) -> bool | None:
-    """Return the value for a condition's part at `span`; None if it is combined by more than `not`, `and`, `or`."""
+    """Return the value of the part of a condition at `span` for which the whole is `passes`; None if more than `not`,
+    `and` and `or` combine the parts.
+    """
     while True:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             test, passes = test.operand, not passes

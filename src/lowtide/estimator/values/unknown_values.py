@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
-from lowtide.estimator.values.query_purpose import choosing, is_scoring, is_searching, is_telling
+from lowtide.estimator.values.query_purpose import choosing, is_only_reported, is_scoring, is_searching
 
 if TYPE_CHECKING:
     from lowtide.estimator.values.assumptions import ValueOracle
@@ -91,7 +91,7 @@ class Unknown(float):
 
 def whole_number(answers: ValueOracle) -> int:
     """Return the `int` of an unknown number; refuse unless it is only counted or reported."""
-    if not is_telling():
+    if not is_only_reported():
         raise answers.refusal(_BY_NUMBER)
     answers.note("a number from a tensor is taken as 1")
     return 1
@@ -116,7 +116,7 @@ class UnknownArray(np.ndarray[Any, Any]):
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in _SIZED or (func is np.where and len(args) == 1):
-            self._sizes(f"the size of what numpy.{func.__name__} gives depends on contents")
+            self._refuse_size(f"the size of what numpy.{func.__name__} gives depends on contents")
         given = {name: _plain(value) for name, value in kwargs.items()}
         with np.errstate(all="ignore"):
             result = func(*map(_plain, args), **given)
@@ -133,7 +133,7 @@ class UnknownArray(np.ndarray[Any, Any]):
     def __getitem__(self, key: Any) -> Any:
         parts = key if isinstance(key, tuple) else (key,)
         if any(isinstance(part, UnknownArray) and part.dtype == np.bool_ for part in parts):
-            self._sizes("how many elements it takes depends on a mask")
+            self._refuse_size("how many elements it takes depends on a mask")
         return self._unknown(_plain(self)[_plain(key)])
 
     def __iter__(self) -> Iterator[Any]:
@@ -170,7 +170,7 @@ class UnknownArray(np.ndarray[Any, Any]):
     def nonzero(self) -> Any:
         return np.nonzero(self)
 
-    def _sizes(self, why: str) -> None:
+    def _refuse_size(self, why: str) -> None:
         """Refuse a query for sizes, except for a score, which is a number in any case."""
         if not is_scoring():
             raise self._answers.refusal(why)

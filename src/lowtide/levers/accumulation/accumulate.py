@@ -146,16 +146,16 @@ def accumulate_weighted(
                 if is_checked and weight is not None:
                     shares.check_against_labels(loss, parts)
             except LowtideError:
-                check_no_product_of_rows(loss, rows[0])  # if there is one, that is the reason
+                check_no_product_of_rows(loss, rows[0])  # raises the better reason, if there is one
                 raise
         elif weight is None or isinstance(weight, SumOver):
             shares.check(number, average_of(loss, weight))
         share = shares.of(number)
-        if share:  # all labels are ignored otherwise: no gradient, and a mean over no terms is NaN
+        if share:  # otherwise all labels are ignored: there is no gradient, and a mean over no terms is NaN
             loss = loss if share == 1 else loss * share
             backward(loss)
             total = loss.detach() if total is None else total + loss.detach()
-        del loss  # and its graph, before the next forward
+        del loss  # frees its graph, too, before the next forward
     assert total is not None
     return total
 

@@ -49,8 +49,8 @@ def accumulated_by_representations(
 ) -> Tensor:
     """Add the gradients of `loss_of(encode(batch))` to `.grad`, by `n` pieces; return that loss, detached.
 
-    `check_loss` and `check_piece` raise LowtideError for a loss that is none, and for representations of a piece whose
-    graph shows that they depend on other rows.
+    `check_loss` raises LowtideError for a value that is not a loss, `check_piece` for representations whose graph shows
+    that they depend on other rows.
     """
     pieces = micro_batches(batch, n, shared=shared)
     before: list[RandomState] = []
@@ -66,7 +66,7 @@ def accumulated_by_representations(
         cached.append([leaf.detach() for leaf in leaves])
         outline = tree_map(lambda _: None, made)
         del made, leaves
-    torch.clear_autocast_cache()  # casts of weights that were made without a graph would be used again
+    torch.clear_autocast_cache()  # casts of weights that autocast cached without a graph would be used again
 
     whole = [torch.cat(parts) for parts in zip(*cached, strict=True)]
     for leaf in whole:
@@ -106,7 +106,7 @@ def accumulated_by_representations(
 
 
 def _filled(outline: Any, leaves: Sequence[Tensor]) -> Any:
-    """Return containers of the form of `outline` with these leaves, in order."""
+    """Return a copy of the nested containers `outline` with these leaves, in order."""
     remaining = iter(leaves)
     return tree_map(lambda _: next(remaining), outline)
 
@@ -125,7 +125,7 @@ def _leaves(made: Any, rows: int) -> list[Tensor]:
 
 
 def _check_alike(number: int, leaves: Sequence[Tensor], cached: Sequence[Tensor]) -> None:
-    """Raise LowtideError if a piece has other representations than the first time."""
+    """Raise LowtideError if the second encoding of a piece gives other representations than the first."""
     for leaf, before in zip(leaves, cached, strict=True):
         tolerance = _TOLERANCE.get(leaf.dtype, _LOW_PRECISION_TOLERANCE)
         now = leaf.detach()

@@ -70,7 +70,7 @@ class SumOver:
 
 
 Weight = Literal["rows", "sum"] | SumOver | Callable[[Any], float | Tensor] | None
-"""The average that a loss takes; None or a SumOver if it is read from the loss's node."""
+"""Kind of average that a loss takes; None or a SumOver if it is read from the loss's node."""
 
 _AVERAGE_KEY = "lowtide.average"  # key in the metadata of nodes that do not reveal their average
 
@@ -169,7 +169,7 @@ def _match_smoothing(node: Node) -> _Smoothed | None:
     if node.name() != "AddBackward0" or getattr(node, SAVED + "alpha", 1) != 1:
         return None
     scaled = [upstream for upstream, _ in node.next_functions]
-    if any(each is None or each.name() != "MulBackward1" for each in scaled):  # by numbers
+    if any(each is None or each.name() != "MulBackward1" for each in scaled):  # scaled by numbers
         return None
     (likelihood, kept), (total, spread) = (
         (each.next_functions[0][0], getattr(each, SAVED + "other")) for each in scaled if each is not None

@@ -30,7 +30,7 @@ from lowtide.levers.accumulation.split_batch import first_rows
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5}
 _LOW_PRECISION_TOLERANCE = 0.05
 _GPU_TOLERANCE = 1e-3
-"""TF32 rounds products of float32 matrices to about so much."""
+"""Relative tolerance on a GPU: about the error of float32 matrix products in TF32."""
 
 _MOST_COMPARED = 10_000
 _compared: set[Hashable] = set()
@@ -59,7 +59,7 @@ def check_rows_are_independent(
     with _preserve_random_state() as has_drawn, _WithoutDropout():  # type: ignore[no-untyped-call]
         first: Any = loss_of(pair[0])
         if not isinstance(first, Tensor) or first.numel() != 1 or first.grad_fn is None:
-            return  # which is said where the loss is used
+            return  # the caller raises the error for it
         check_graph([first])
         try:
             shares = shares_for(first, pair, rows[:2], weight)

@@ -17,7 +17,7 @@ from lowtide.errors import LowtideError
 Batch = TypeVar("Batch")
 
 Span = tuple[int, int]
-"""First row, and the row after the last."""
+"""Range of rows: the first one, and the one after the last."""
 
 
 def micro_batches(batch: Batch, n: int, *, shared: Collection[str] = ()) -> list[Batch]:

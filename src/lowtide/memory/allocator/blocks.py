@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from operator import attrgetter
 
 ADDRESS_BITS = 64
-"""Bits for the address in a key, below the size."""
+"""Number of bits for the address in a sort key, below the size."""
 
 
 class Block:
@@ -58,7 +58,7 @@ class FreeBlocks:
         self.is_small = is_small
         self.smallest_rest = smallest_rest
         self.blocks: list[Block] = []
-        self.keys: list[int] = []  # of the blocks, in the same order: bisecting over numbers is fast
+        self.keys: list[int] = []  # keys of the blocks, in the same order: bisecting over numbers is fast
         self.unmapped: list[Block] = []
 
     def first(self, size: int) -> int:

@@ -85,7 +85,7 @@ class CachingAllocator:
         self._max_split = self.config.max_split_size
         threshold = self.config.garbage_collection_threshold
         self._garbage_from = None if self._allowed is None or not threshold else int(threshold * self._allowed)
-        self._n_searches = 0  # in the large pool: the clock that measures idle time
+        self._n_searches = 0  # of allocations in the large pool: the clock by which idle time is measured
 
     def malloc(self, n_bytes: int, stream: int = 0) -> Block:
         """Return the block for a request of `n_bytes` on `stream` (malloc, alloc_found_block). Raises OutOfMemory."""
@@ -182,13 +182,15 @@ class CachingAllocator:
 
     def _best_fit(self, free: FreeBlocks, size: int) -> int:
         """Return the index of the best fit, -1 for none (get_free_block)."""
-        at = bisect_left(free.keys, size << ADDRESS_BITS)  # free.first(size), inlined in the hottest place
+        at = bisect_left(free.keys, size << ADDRESS_BITS)  # free.first(size), inlined because this is the hottest line
         if at == len(free.keys):
             return -1
         return at if self._max_split == UNLIMITED or self._may_have(free.blocks[at], size) else -1
 
     def _may_have(self, block: Block, size: int) -> bool:
-        """Return True if `max_split_size` allows the block for the request, to neither waste nor split huge blocks."""
+        """Return True if `max_split_size` allows to serve the request from the block, without waste or a split of a
+        huge block.
+        """
         if size < self.config.max_split_size:
             return block.size < self.config.max_split_size
         return block.size < size + self.config.max_non_split_rounding
@@ -290,7 +292,7 @@ class CachingAllocator:
         idle = [block for free in self._large.values() for block in free.blocks if not block.is_split]
         while surplus > 0 and idle:
             ages = [self._n_searches - block.idle_since for block in idle]
-            mean_age = sum(ages) / len(ages)  # at least one is as old, so the list gets shorter
+            mean_age = sum(ages) / len(ages)  # at least one block is as old as the average, so the list gets shorter
             old = [block for block, age in zip(idle, ages, strict=True) if age >= mean_age]
             for block in old:
                 surplus -= block.size

@@ -53,7 +53,7 @@ class AllocatorConfig:
     """
 
     expandable_segments: bool = False
-    large_segment_size: int = 20 * MIB  # first: torch tests the next two against it, in the order of the text
+    large_segment_size: int = 20 * MIB  # parsed first: torch tests the next two against it, in the order of the text
     max_split_size: int = UNLIMITED
     max_non_split_rounding: int = 20 * MIB
     garbage_collection_threshold: float = 0.0

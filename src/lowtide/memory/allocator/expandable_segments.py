@@ -12,7 +12,7 @@ from lowtide.memory.allocator.caching import Addresses, CachingAllocator, Segmen
 from lowtide.memory.allocator.config import UNLIMITED, AllocatorConfig
 
 _ENDLESS = 2**44
-"""Virtual bytes of a segment if the device's memory is not known."""
+"""Bytes of virtual memory of a segment if the size of the device's memory is unknown."""
 
 
 class ExpandableAllocator(CachingAllocator):

@@ -10,13 +10,13 @@ from lowtide.memory.allocator.config import VARIABLES
 from lowtide.memory.untrusted_files import in_one_line
 
 MOST_DEVICES = 128
-"""Limit of devices: PyTorch numbers them in 8 bits."""
+"""Most devices in a snapshot: PyTorch numbers them in 8 bits."""
 MOST_BYTES = 2**48
-"""Limit of bytes, more than any device has."""
+"""Largest number of bytes in a snapshot, more than any device has."""
 MOST_NUMBER = 2**64
-"""Limit of addresses, streams and times."""
+"""Largest address, stream or time in a snapshot."""
 ENTRY_BYTES = 16
-"""Least bytes of a segment, block or action in a file. An entry referenced many times would be counted each time."""
+"""Least bytes of a segment, block or action in a file. A file with more entries than that repeats some by reference."""
 LONGEST_SETTINGS = 10_000
 
 _NUMBERS = {

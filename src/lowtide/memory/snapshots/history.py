@@ -85,7 +85,9 @@ def rebuild(
 
 
 def held_at_start(segments: Sequence[Entry], actions: Sequence[Entry]) -> dict[int, Held]:
-    """Return the blocks in use before the first action, by address: those at the end, undone action by action."""
+    """Return the blocks in use before the first action, by address: those in use at the end, with each action
+    undone.
+    """
     held = _held_at_end(segments)
     for action in reversed(actions):
         if action["action"] == "free_completed":
@@ -104,7 +106,7 @@ def _held_at_end(segments: Sequence[Entry]) -> dict[int, Held]:
     for segment in segments:
         address = segment["address"]
         for block in segment["blocks"]:
-            if str(block["state"]).startswith("active"):  # allocated, or freed and still used by a stream
+            if str(block["state"]).startswith("active"):  # in use, or freed while a stream still uses it
                 held[address] = Held(block.get("requested_size", block["size"]), block)
             address += block["size"]  # older files do not give each block's own address
     return held

@@ -28,15 +28,17 @@ _LENGTH_BYTES = {
 }
 """Opcodes of text, bytes, long numbers and frames, and the size of the length that follows them."""
 _LINES = frozenset(b"FILSVg")
-"""Opcodes that end with their line: numbers and text of the first protocol."""
+"""Opcodes whose argument ends with the line: numbers and text of the first protocol."""
 _REFUSED = frozenset(b"c\x93iobR\x81\x92PQ")
-"""Opcodes that name a class, call one or refer elsewhere: the reader refuses them by name."""
+"""Opcodes that name a class, call one or refer to other objects. The scan skips them, because the reader refuses
+them.
+"""
 _TUPLES = frozenset(b"t\x85\x86\x87")
 _APART = 4
-"""Least bytes per list or dict, beyond the first ones."""
+"""Least bytes of a file per list or dict, beyond the first 1000."""
 _FIRST = 1000
 _BYTES_FOR_INDEX = 3
-"""Least bytes of a value and its index in the memo."""
+"""Least bytes of a file per value that is stored in the memo."""
 
 
 def check(pickle: bytes | mmap) -> None:

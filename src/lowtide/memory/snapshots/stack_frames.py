@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-_OPERATOR = re.compile(r"^at::_ops::(\w+?)(?:_[A-Z]\w*)?::(?:call|redispatch)\b")  # without the overload: div_Tensor
-_NOT_TOLD = re.compile(r"(?:site|dist)-packages[/\\](?:torch|torchvision|einops)[/\\]")
+# the operator without its overload: div_Tensor
+_OPERATOR = re.compile(r"^at::_ops::(\w+?)(?:_[A-Z]\w*)?::(?:call|redispatch)\b")
+_NOT_THE_USERS = re.compile(r"(?:site|dist)-packages[/\\](?:torch|torchvision|einops)[/\\]")
 
 Frames = Sequence[Mapping[str, Any]]
 
@@ -26,7 +27,7 @@ def operator(frames: Frames) -> str:
 def place(frames: Frames) -> str:
     """Return the innermost line outside torch and einops, "model.py:42 forward"; else any Python line; or ""."""
     python = list(_python(frames))
-    own = [frame for frame in python if not _NOT_TOLD.search(str(frame["filename"]))]
+    own = [frame for frame in python if not _NOT_THE_USERS.search(str(frame["filename"]))]
     if not python:
         return ""
     frame = (own or python)[0]

@@ -65,10 +65,12 @@ class Assignment(NamedTuple):
     foreign_values: list[tuple[int, int]]
     """Pairs of a value and a replayed call that saves it, where the value is produced outside and is not an input.
     Other holders keep the value, so it costs no memory, but reading it runs the replay, which is held
-    as long as the value."""
+    as long as the value.
+    """
     held_inputs: Ints
-    """Rows of the input slots that calls hold at least while they run: all inputs of replayed and advanced calls, only
-    the state for calls inside a replayed one."""
+    """Rows of the input slots that calls hold, at least while they run: all inputs of replayed and advanced calls, and
+    only the state of calls inside a replayed one.
+    """
     offloaded_storages: list[int]
     """Storages of offloaded values, in the order in which their copies to the host start."""
     offloaded_at: list[int]
@@ -97,7 +99,7 @@ def assign(index: Index, choice: DecisionVector) -> Assignment:
     replay = (around >= 0) & ~recompute & ~index.slot_is_state
     follows = is_replayed[index.followed_in]
     follower, followed = index.follower[follows], index.followed[follows]
-    # The outermost call comes last for each row, and the last write wins.
+    # For each row the outermost call comes last, and the last write counts.
     recompute[follower], replay[follower], around[follower] = recompute[followed], replay[followed], around[followed]
     offload = np.zeros_like(active)
     if index.can_offload:

@@ -33,7 +33,7 @@ class ForwardMemory:
         if call not in self._windows:
             index, enter, exit_ = self.index, int(self.index.enter[call]), int(self.index.exit[call])
             level = index.profile.calls[call].begins_at
-            if level is None:  # not recorded: it is no higher than the positions around it
+            if level is None:  # not recorded; the level at the beginning is at most that of the positions around it
                 level = index.base[max(enter - 1, 0) : exit_].min() if enter else min(0, index.base[:exit_].min())
             inside = (index.allocated_at >= enter) & (index.allocated_at < exit_)
             changes = np.zeros(exit_ - enter + 1, np.int64)

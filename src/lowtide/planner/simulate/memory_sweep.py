@@ -55,7 +55,7 @@ from lowtide.planner.simulate.profile_index import Index, Ints
 from lowtide.planner.simulate.recompute_segments import Segments
 
 REMEMBERED = 2**20
-"""Positions and values of the sweeps that are cached: about 20 MB."""
+"""Limit of the cache of sweeps, in positions and values: about 20 MB."""
 
 
 class Copies(NamedTuple):
@@ -90,7 +90,7 @@ class Sweep:
     copies: Copies
     """Recomputed memory, and one entry per position at which a node runs: its scratch memory beyond later results."""
     host_bytes: int
-    """Host memory that offloaded tensors occupy."""
+    """Bytes of host memory that offloaded tensors occupy."""
 
 
 class Sweeper:

@@ -15,7 +15,7 @@ from lowtide.planner.simulate.two_clocks import TwoClocks
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 HIDDEN = 0.25
-"""Share of its time that work on the clock that does not bound the plain step counts for in the order of moves."""
+"""Weight, when moves are compared, of time on the clock (host or device) that does not bound the plain step."""
 
 
 class Index:
@@ -145,7 +145,9 @@ class Index:
         """Values that no slot holds, or only inputs of replays: recomputes go through them."""
         self.may_pass[list(only_input)] = True
         self.shared = self._flag_shared(saved - only_input)
-        """Values with bytes of their own that no slot is sure to hold and that several recomputes need."""
+        """Values with bytes of their own that several recomputes need, and that a slot holds in no or not in all
+        plans.
+        """
         self.recompute_costs = [self.recompute_cost(value, unsaved) for value in range(self.n_values)]
         """Cost of recomputing each value when every value with a slot exists."""
         self.shared_operands = [
@@ -154,7 +156,9 @@ class Index:
         ]
         """Operands of each recompute that no slot holds and that others need too: computed once for all of them."""
         self.optional = [tuple(set(cost.operands) & only_input) for cost in self.recompute_costs]
-        """Operands that are held only as inputs of replays: without such a replay, `recompute_costs` is incomplete."""
+        """Operands that only replays hold, as their inputs. Without such a replay `recompute_costs` leaves out their
+        own cost.
+        """
 
     def _index_inputs(self, slots: list[Slot]) -> None:
         calls = self.profile.calls
@@ -185,12 +189,13 @@ class Index:
                 ):
                     self.restorable[call].add(slot.value)
         self.follower, self.followed, self.followed_in = np.array(follows, np.int64).reshape(-1, 3).T
-        """Tensors that are also an input of an enclosing call: row of the slot, row of the input, the call. For a row
-        the innermost call first."""
+        """Slots whose tensor is also an input of an enclosing call, as three columns: row of the slot, row of the
+        input, the call. For each slot the innermost call comes first.
+        """
         self.result_value: list[int] = [self._result_value_of(call) for call in range(len(calls))]
-        """For each call the value that it can be run forward again for, or -1."""
+        """For each call the value that running it forward again produces, or -1."""
         self._calls_by_result: dict[int, list[int]] = {}
-        """Calls by the value that they can be run forward again for."""
+        """Calls by the value that running them forward again produces."""
         for call, value in enumerate(self.result_value):
             self._calls_by_result.setdefault(value, []).append(call)
         self.rows_within: list[list[int]] = [

@@ -1,4 +1,4 @@
-"""Compute the cost of one recompute: unheld values are computed on the way, each freed once its successor exists.
+"""Compute the cost of one recompute. Values on the way that are not held are computed too, and freed once used.
 
 A value with no other reader may also be overwritten by its successor.
 
@@ -19,15 +19,15 @@ from lowtide.planner.records import Value
 
 
 class RecomputeCost(NamedTuple):
-    """Cost of one recompute, including values that exist only while it runs; or of a replay, or an advance."""
+    """Cost of one recompute, including the values that exist only while it runs; or of one replay or advance."""
 
     operands: tuple[int, ...]
     """Values that have to exist first."""
     ms: float
-    """Time of the device; with that of the host where both are one resource."""
+    """Time on the device; of host and device together where both are one resource."""
     flops: int
     ahead_bytes: tuple[int, ...] = ()
-    """For each operand of a recompute the bytes computed on the way before it is demanded."""
+    """For each operand of a recompute, the bytes of values on the way that exist when the operand is demanded."""
     scratch_bytes: int = 0
     """Most bytes allocated while it runs, beyond its result; not given for replays and advances."""
     expensive: bool = False
@@ -52,7 +52,8 @@ def recompute_cost_of(
                 compute(need)
         is_over = values[current].overwrites in computed
         result = 0 if current == value else values[current].bytes
-        room = 0 if current == value and not is_over else values[value].bytes  # the result's own, not allocated yet
+        # bytes of the result, which is not allocated yet
+        room = 0 if current == value and not is_over else values[value].bytes
         most = max(most, held_bytes + (0 if is_over else result) + values[current].transient_bytes - room)
         held_bytes = before + result if result else held_bytes  # a view holds its base
         computed[current] = held_bytes - before

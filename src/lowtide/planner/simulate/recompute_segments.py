@@ -23,11 +23,11 @@ from lowtide.planner.simulate.recompute_cost import RecomputeCost
 from lowtide.planner.simulate.two_clocks import ns_of
 
 REMEMBERED = 128
-"""Cached visits per segment."""
+"""Number of visits that are cached per segment."""
 
 
 NodeDemand = tuple[int, int, int, int]
-"""`demanded`, `wanted`, `held` and `later` of a node."""
+"""The numbers `demanded`, `wanted`, `held` and `later` of a node, as `memory_sweep.py` defines them."""
 
 
 def combine_demands(one: NodeDemand, other: NodeDemand) -> NodeDemand:
@@ -45,7 +45,7 @@ class SegmentResult:
     """Pairs of a call and (storage that its replay restores, position until which that is wanted)."""
     times: list[float]
     work: Ints
-    """Positions, and nanoseconds of host and device there; empty where both are one resource."""
+    """Positions, and nanoseconds of host and of device there; empty where both are one resource."""
     flops: int
     copies: Ints
     """Starts, ends, bytes and nodes: memory in use in positions [start, end)."""
@@ -104,7 +104,9 @@ class Segment:
 
 
 class Segments:
-    """All nodes in their order, in segments just long enough that looking all up takes about as long as one visit."""
+    """All nodes in their order, cut into segments of such a length that looking up all of them takes about as long as
+    visiting one.
+    """
 
     def __init__(self, index: Index) -> None:
         order, forwards, calls = index.order.tolist(), ForwardMemory(index), len(index.profile.calls)
@@ -206,7 +208,7 @@ class _SegmentWalk:
         for operand in cost.operands:
             if self._state[operand] >= RECOMPUTED:
                 self._demand(operand, (when, when + 1 if is_demanded else until, held, after))
-            else:  # kept; or without a recipe and a holder, and then held like a kept one
+            else:  # kept; or with neither recipe nor holder, and then held like a kept one
                 self._holds.append((operand, held))
 
     def _demand(self, node: int, wanted: NodeDemand) -> None:
@@ -248,7 +250,7 @@ class _SegmentWalk:
                 ahead = max((ahead for operand, ahead in ahead_of if self._state[operand] >= RECOMPUTED), default=0)
                 self._waits.append((when, ahead))  # until the operand has been recomputed
                 scratch = max(0, scratch - ahead)
-            stays = until > when + 1 or index.read[node] == when  # otherwise it is freed when the others have run
+            stays = until > when + 1 or index.read[node] == when  # otherwise freed when the other nodes have run
             self._copies.append((when, until, size if stays else 0, node))
             if not stays:
                 self._waits.append((when, size))

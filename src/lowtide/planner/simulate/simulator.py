@@ -26,7 +26,7 @@ def predict(profile: Profile, decisions: Decisions) -> Prediction:
 
 
 class Simulator:
-    """Predictor of the needs of a step under any decisions about one profile."""
+    """Predictor of peak and time for any decisions about one profile."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -36,7 +36,7 @@ class Simulator:
         self._with_in_place: dict[int, Simulator] = {}
 
     def predict(self, decisions: Decisions) -> Prediction:
-        """Return the same as the function `predict`, for this profile."""
+        """Return peak, extra time and extra FLOPs of the step under `decisions`; see the function `predict`."""
         if decisions.in_place:
             n = prefix_length_of(self.profile, decisions.in_place)
             prediction = self._in_place(n).predict(replace(decisions, in_place=frozenset()))
@@ -91,16 +91,16 @@ class Simulator:
         return choice
 
     def keep_everything(self) -> DecisionVector:
-        """Return the choice to keep everything."""
+        """Return the choice that keeps everything."""
         addresses, ids = len(self.index.addresses), len(self.index.ids)
         return DecisionVector(*(np.zeros(size, np.bool_) for size in (addresses, ids, ids, addresses)))
 
     def sweep(self, choice: DecisionVector) -> Sweep:
-        """Return the step under `choice`."""
+        """Return the memory of the step under `choice` at each position."""
         return self._sweeper.sweep(choice)
 
     def decisions(self, choice: DecisionVector) -> Decisions:
-        """Return `choice` by name."""
+        """Return `choice` as decisions by address and id."""
         return Decisions(
             recompute=frozenset(self.index.addresses[address] for address in np.flatnonzero(choice.recompute)),
             replay=frozenset(self.index.ids[id_] for id_ in np.flatnonzero(choice.replay)),

@@ -40,13 +40,13 @@ def step_ns(host: Ints, device: Ints) -> int:
 
 
 def hand_overs(host: Ints, device: Ints) -> Ints:
-    """Return for each position the time of the way that is handed over from the host to the device there."""
+    """Return for each position the nanoseconds of the way that goes over from the host to the device there."""
     ways: Ints = host.cumsum() + device[::-1].cumsum()[::-1]
     return ways
 
 
 class TwoClocks:
-    """The clocks of a plain step, to which the work of a plan is added."""
+    """Host and device times of a plain step, to which the work of a plan is added."""
 
     def __init__(self, clocks: StepClocks) -> None:
         self.host = np.array([ns_of(ms) for ms in clocks.host_ms], np.int64)
@@ -56,10 +56,12 @@ class TwoClocks:
         self.packed_slot_ns = ns_of(clocks.packed_slot_ms)
 
     def extra_ms(self, host: Ints, device: Ints) -> float:
-        """Return by how much the step takes longer with the given nanoseconds more at each position."""
+        """Return the extra milliseconds of the step if `host` and `device` are added to the nanoseconds of each
+        position.
+        """
         return (step_ns(self.host + host, self.device + device) - self.plain_ns) / NS_PER_MS
 
     def critical_position(self) -> int:
-        """Return the last position at which the plain step's longest way is handed over to the device."""
+        """Return the last position at which the plain step's longest way goes over to the device."""
         ways = hand_overs(self.host, self.device)
         return int(np.flatnonzero(ways == ways.max())[-1])

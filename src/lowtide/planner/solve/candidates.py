@@ -1,4 +1,4 @@
-"""The single decisions of a solver: groups of recomputes, replays and advances, each with its savings and cost.
+"""The decisions from which solvers choose: groups of recomputes, replays and advances, each with its savings and cost.
 
 A storage is freed only when every value in it is dropped, and an address stands for the slots of every call of the
 model in the step. So recomputes come in groups: storages that share an address go together. A replay or an advance is
@@ -30,7 +30,7 @@ class Group:
     cost: float
     expensive: bool
     inside: frozenset[int]
-    """Ids of the calls whose replay would restore all of it."""
+    """Ids of the calls whose replay restores all storages of the group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,12 +41,12 @@ class Replay:
     start: int
     """First position of its forward."""
     storages: frozenset[int]
-    """Storages that it can restore."""
+    """Storages that the replay can restore."""
     cost: float
     around: frozenset[int]
-    """Ids of the replayable calls around it."""
+    """Ids of the replayable calls around this call."""
     within: frozenset[int]
-    """Ids of the replayable calls inside it."""
+    """Ids of the replayable calls inside this call."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +57,7 @@ class Advance:
     start: int
     """First position of its forward."""
     storages: frozenset[int]
-    """Storages of its results."""
+    """Storages of the call's results."""
     cost: float
 
 

@@ -25,11 +25,13 @@ from lowtide.planner.solve.pareto_pool import Candidate, CostRange
 Bytes = dict[int, float]
 """Bytes by position."""
 ROUNDS = 3
-"""Integer programs that are solved for one limit."""
+"""Most integer programs that are solved for one limit."""
 ROUGH = 0.1
-"""Share of the limit: if the rows leave out more, their solutions are no guide to choices that fit."""
+"""Largest share of the limit that the rows may leave out; above it, their solutions are no guide to choices that
+fit.
+"""
 TIGHT = 0.97
-"""Share of the limit from which on a position is included from the start for the next limit."""
+"""Share of the limit above which a position is part of the program for the next limit from its first round on."""
 TIE = 0.01
 """Relative accuracy of measured times: FLOPs decide between times that are closer."""
 
@@ -49,16 +51,16 @@ class BranchAndBound:
         self._recompute_variables = [
             [covering.n_storages + storage for storage in sorted(g.storages)] for g in moves.groups
         ]
-        """Variables that say that a group is recomputed."""
+        """For each group the variable that is 1 if it is recomputed."""
         self._advance_ids = [(v, index.id_index[simulator.profile.calls[c].id]) for c, v in covering.advances.items()]
         calls = [[covering.runs[call] for call in calls if call in covering.runs] for calls in index.calls_of_id]
         calls += [[covering.advances[call] for call in calls] for calls in index.advances_of_id]
         self._offload_variables = [
             [covering.offloads[storage] for storage in sorted(g.storages)] for g in moves.offloads
         ]
-        """Variables that say that a group is offloaded."""
+        """For each group the variable that is 1 if it is offloaded."""
         self._equalities: list[Row] = []
-        """Rows that keep groups whole, and make a call run again in every call of the model."""
+        """Rows that treat all storages of a group alike, and a module call alike in every call of the model."""
         for first, *others in filter(None, [*self._recompute_variables, *self._offload_variables, *calls]):
             for other in others:
                 self._equalities += [({first: 1.0, other: -1.0}, 0.0), ({other: 1.0, first: -1.0}, 0.0)]
@@ -89,7 +91,7 @@ class BranchAndBound:
         for _ in range(ROUNDS):
             if is_over(until):
                 break
-            # Capacities with omitted memory subtracted are guesses: then accept any decisions that are found quickly.
+            # A capacity with omitted memory subtracted is a guess: accept any decisions that are found quickly.
             answer = problem.solve_decisions(accept_any=any(problem.omitted_bytes.values()))
             if answer.variables is None and problem.omitted_bytes and not fits:
                 problem.omitted_bytes = {}
@@ -121,7 +123,7 @@ class BranchAndBound:
         if not fits:
             choice = search.reduce(choice, limit)
         if search.fits(choice, limit) and (not fits or any(problem.omitted_bytes.values())):
-            search.prune(choice, limit)  # more than needed may have been subtracted from the capacity
+            search.prune(choice, limit)  # too much may have been subtracted from the capacity
         return relaxed.bound, omitted_bytes
 
     def cost_of(self, candidate: Candidate) -> float:
@@ -129,7 +131,7 @@ class BranchAndBound:
         return candidate.extra_ms + self.tie * candidate.extra_flops
 
     def choice(self, variables: Floats) -> DecisionVector:
-        """Return the decisions that the values of the variables mean."""
+        """Return the decisions that a solution's `variables` stand for."""
         choice = self.simulator.keep_everything()
         for group, of_storages in zip(self.moves.groups, self._recompute_variables, strict=True):
             if variables[of_storages].max() > 0.5:

@@ -27,9 +27,9 @@ from lowtide.planner.solve.moves import Move, Moves
 from lowtide.planner.solve.pareto_pool import ParetoPool
 
 GOOD_ENOUGH = 0.9
-"""Share of the best possible worth at which a move is taken."""
+"""Share of the best possible worth from which on a move is taken without simulating others."""
 MOST_TRIED = 6
-"""Moves that are simulated for one choice, unless none of them helps."""
+"""Most moves that are simulated for one choice, unless none of them helps."""
 MANY = 600
 """Number of moves beyond which the smallest peak is searched for from one start only."""
 
@@ -84,11 +84,11 @@ class GreedySearch:
             promising = [
                 (float(worth[n]), self.moves.moves[n]) for n in np.argsort(-worth, kind="stable") if worth[n] > 0
             ]
-            here = (choice, sweep, limit)
+            state = (choice, sweep, limit)
             move = (
-                self._best(*here, [pair for pair in promising if pair[1] not in useless], useless)
-                or self._best(*here, [pair for pair in promising if pair[1] in useless], set())
-                or self._best_detour(*here, self.moves.detours(choice, sweep))
+                self._best(*state, [pair for pair in promising if pair[1] not in useless], useless)
+                or self._best(*state, [pair for pair in promising if pair[1] in useless], set())
+                or self._best_detour(*state, self.moves.detours(choice, sweep))
             )
             if move is None:
                 break
@@ -134,7 +134,8 @@ class GreedySearch:
         return best_move
 
     def prune(self, choice: DecisionVector, limit: int) -> DecisionVector:
-        """Return `choice` without decisions that are not needed to fit: costly ones go first, of equal ones the later.
+        """Return `choice` without decisions that are not needed to fit. Costly ones are undone first, of equal ones the
+        later.
 
         Several decisions are removed at once as long as the choice still fits, which takes fewer simulations.
         """
@@ -175,7 +176,7 @@ class GreedySearch:
         back = np.full(len(index.freed_at), index.end, np.int64)
         np.minimum.at(back, index.value_storage[node[stored]], start[stored])
         back[back == index.end] = 0
-        # Maximum between two positions, if the second is the larger one; every other result is unused.
+        # Maxima between pairs of positions; those of pairs in descending order are not used.
         spans = np.column_stack((index.freed_at, back)).ravel()
         most = np.maximum.reduceat(np.append(sweep.usage, 0), spans)[::2] if len(spans) else spans
         full: Flags = index.storage_bytes > limit - np.where(index.freed_at < back, most, 0)
@@ -197,7 +198,9 @@ class GreedySearch:
         return tidied if (same.peak, same.extra_ms) == (sweep.peak, sweep.extra_ms) else choice
 
     def search_smallest(self) -> list[DecisionVector]:
-        """Return choices with the smallest peak: everything at once, and greedy searches for ever lower limits."""
+        """Return the choices with the smallest peaks: all decisions at once, and results of greedy searches for ever
+        lower limits.
+        """
         moves = self.moves
         starts = [
             self.simulator.keep_everything(),
@@ -225,7 +228,7 @@ class GreedySearch:
         return [best, *([other] if self.fits(other, self.sweep(best).peak) else [])]
 
     def _floor(self) -> int:
-        """Return a peak that no choice can beat: nothing held, nothing recomputed."""
+        """Return a lower bound on the peak of any choice: that of a step that holds and recomputes nothing."""
         index = self.simulator.index
         changes = np.zeros(index.end + 1, np.int64)
         np.add.at(changes, index.allocated_at, index.storage_bytes)

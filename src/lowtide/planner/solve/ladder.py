@@ -38,28 +38,32 @@ from lowtide.planner.solve.pareto_pool import Candidate, CostRange, ParetoPool, 
 from lowtide.units import format_bytes
 
 Solver = Callable[[Simulator, int], Decisions]
-"""From a simulator and a budget in bytes to decisions whose predicted peak is within it. Raises Infeasible."""
+"""Function that returns, for a simulator and a budget in bytes, decisions whose predicted peak is within it. Raises
+Infeasible.
+"""
 
 HALVINGS = 12
 """Upper limit of the rungs that are solved on the way to one budget."""
 NEAR = 0.01
-"""Share of the cost: between two rungs that are this close no further ones are solved."""
+"""Relative difference of costs: no rung is solved between two whose costs differ by less."""
 DEPTH = 400
 """Number of storages above which HALVINGS is one less, and one less again with each doubling."""
 GOOD = 1.05
-"""Ratio to the bound up to which branch and bound is not compared with greedy searches."""
+"""Ratio of cost to bound up to which the result of branch and bound is not compared with greedy searches."""
 POOR = 1.2
-"""The ratio if greedy searches are slow: they start only from the result of the rung above."""
+"""Like GOOD, where greedy searches are slow: there they start only from the result of the rung above."""
 NEAR_PLAIN = 0.5
 """Share of the plain peak above which greedy searches also start from an empty choice, a few moves away."""
 NOTHING_NEW = 1e-3
-"""Share of the cost: a rung that costs less than the one below by no more than this tells nothing new ..."""
+"""Relative difference of costs up to which a rung tells nothing new beside the one below."""
 STUCK = 0.05
-"""... and if costs differ by no more than this share, no more rungs are solved above it."""
+"""Relative difference of costs up to which no further rungs are solved above a rung that tells nothing new."""
 
 
 NOTHING_SAVED = 0.97
-"""Share of the plain step's peak: the error for an infeasible budget says so where plans save less than the rest."""
+"""Share of the plain step's peak. If the smallest peak is above it, the error for an infeasible budget says that plans
+save next to nothing.
+"""
 
 
 _TEMPORARIES = {
@@ -147,7 +151,9 @@ class BudgetLadder:
         pruned = search.prune(low[0].choice, peak)
         choice = pruned if search.sweep(pruned).peak == peak else low[0].choice
         self.bottom = Candidate.of(choice, search.sweep(choice))
-        """A choice with the smallest peak. Luck with times may have found a smaller peak, which no error promises."""
+        """A choice with the smallest peak that does not depend on measured times. A search by time may find a smaller
+        one, which no error promises.
+        """
         search.sweep(simulator.keep_everything())
         self.top = min(search.pool.candidates, key=lambda candidate: (candidate.cost, candidate.peak))
         self._first = BudgetStep(self.bottom.peak, self.bottom, search.pool, {})
@@ -159,7 +165,8 @@ class BudgetLadder:
     def best(self, limit: int, until: float | None = None) -> Candidate | None:
         """Return the plan for peaks of at most `limit`, or None below the smallest. See the top of this file.
 
-        If `until` ends the search, the plan is the cheapest one found so far, and not part of the order.
+        If `until` ends the search, the plan is the cheapest one found so far, and a larger budget may get a costlier
+        one.
         """
         if limit < self.bottom.peak:
             return None
@@ -175,7 +182,7 @@ class BudgetLadder:
             rung = self._rungs.get(middle)
             if rung is None:
                 rung = self._solve_step(middle, span, path, until)
-                if is_over(until):  # cut short, so it depends on the clock: cache nothing
+                if is_over(until):  # a search that was cut short depends on the clock: cache nothing
                     return self._best_so_far(limit, [*path, rung])
                 self._rungs[middle] = rung
             path.append(rung)
@@ -186,7 +193,7 @@ class BudgetLadder:
                     break
             elif rung.candidate.peak <= limit:
                 return rung.candidate
-            else:  # from the rung's own peak on, no choice is cheaper
+            else:  # no choice with a peak between the rung's own and the rung is cheaper
                 high, span = rung.candidate.peak, CostRange(rung.candidate, span.most)
         steps = pareto_front([span.least, *(candidate for rung in path for candidate in rung.pool.candidates)], span)
         return [step for step in steps if step.peak <= limit][-1]
@@ -200,13 +207,13 @@ class BudgetLadder:
 
     def _solve_step(self, limit: int, span: CostRange, path: list[BudgetStep], until: float | None) -> BudgetStep:
         """Return the rung `limit`, with a cost in `span`; the rungs in `path` lead to it. Ends early at `until`."""
-        search, seen = GreedySearch(self.moves), [rung.pool for rung in path]
-        # Where the rows leave out too much to be a guide, they may still be one for a larger limit.
+        search, pools = GreedySearch(self.moves), [rung.pool for rung in path]
+        # Where the rows leave out too much for this limit, they may still be good enough for a larger one.
         guides = (rung for rung in reversed(path) if rung.limit > limit or not is_rough(rung.omitted_bytes, rung.limit))
         bound, omitted_bytes = 0.0, next(guides).omitted_bytes
         if self.exact is not None:
             bound, omitted_bytes = self.exact.search(search, limit, span, omitted_bytes, until)
-        cheapest = _cheapest(limit, span, [*seen, search.pool])
+        cheapest = _cheapest(limit, span, [*pools, search.pool])
         enough = GOOD if self._quick else POOR
         if not is_over(until) and (self.exact is None or self.exact.cost_of(cheapest) > enough * bound):
             if self._quick:
@@ -219,12 +226,14 @@ class BudgetLadder:
             for choice in {choice.key: choice for choice in starts}.values():
                 if not is_over(until) and search.fits(choice, limit):
                     search.prune(choice, limit)
-            cheapest = _cheapest(limit, span, [*seen, search.pool])
+            cheapest = _cheapest(limit, span, [*pools, search.pool])
         return BudgetStep(limit, cheapest, search.pool, omitted_bytes)
 
 
 def _smallest_candidates(profile: Profile, is_quick: bool) -> list[Candidate]:
-    """Return choices with small peaks, smallest first. No clock is involved: each rehearsal of a step finds them."""
+    """Return choices with small peaks, the smallest first. They depend on no measured time, so every rehearsal of a
+    step finds the same.
+    """
     search = GreedySearch(Moves(Simulator(with_work_costs(profile))))
     smallest = search.search_smallest()
     peak = search.sweep(smallest[0]).peak
@@ -234,11 +243,11 @@ def _smallest_candidates(profile: Profile, is_quick: bool) -> list[Candidate]:
     return sorted(search.pool.candidates, key=lambda candidate: (candidate.peak, candidate.cost))
 
 
-def _cheapest(limit: int, span: CostRange, seen: Sequence[ParetoPool]) -> Candidate:
-    """Return the cheapest choice in `pool` that fits and has a cost within `span`."""
+def _cheapest(limit: int, span: CostRange, pools: Sequence[ParetoPool]) -> Candidate:
+    """Return the cheapest choice in one of `pools` that fits and has a cost within `span`."""
     if span.least.peak <= limit:
         return span.least
-    fitting = (pool.best(limit, span) for pool in seen)
+    fitting = (pool.best(limit, span) for pool in pools)
     return min((span.most, *(each for each in fitting if each is not None)), key=lambda each: each.cost)
 
 

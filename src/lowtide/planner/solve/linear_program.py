@@ -43,13 +43,16 @@ IGNORED = 0.0005
 """Share of the plain step's peak below which memory recomputed early is omitted."""
 HAND_OVERS = 8
 """Positions at which the extra time is bounded from below, besides the first, the last, and the plain step's critical
-one. They divide the plain step's times into equal parts."""
+one. They divide the plain step's times into equal parts.
+"""
 NEAREST = 16
-"""Values whose early recompute is considered, for one position."""
+"""Most values whose early recompute is considered at one position."""
 
 
 class Rows(NamedTuple):
-    """Rows of a program, entry by entry. Variables from `CoveringProblem.n_fixed` on belong to these rows only."""
+    """Rows of a program as columns: one entry for each coefficient. Variables from `CoveringProblem.n_fixed` on are
+    used in these rows only.
+    """
 
     row: Ints
     variable: Ints
@@ -60,7 +63,7 @@ class Rows(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """For each storage the positions [start, end) in which it takes so many bytes; none if `end` is not later."""
+    """For each storage its bytes, and the positions [start, end) in which it takes them; none if `end` is not later."""
 
     start: Ints
     end: Ints
@@ -260,7 +263,9 @@ class CoveringProblem:
         return rows
 
     def usage(self, dropped: Floats) -> Floats:
-        """Return bytes at each position for shares `dropped` of the storages, without values recomputed early."""
+        """Return the bytes at each position if the shares `dropped` of the storages are dropped, without values
+        recomputed early.
+        """
         return self.base + self.kept.usage(self.index.end, 1.0 - dropped) + self.copied.usage(self.index.end, dropped)
 
     def at(self, position: int) -> Rows:
@@ -322,7 +327,9 @@ class CoveringProblem:
         return rows, early
 
     def _other_ways(self, call: int, storage: int) -> dict[int, float]:
-        """Return other ways to restore a storage saved in `call` than its replay: that of a call inside, an advance."""
+        """Return the variables of the ways to restore a storage saved in `call`, other than the replay of `call`:
+        replays of calls inside it, and advances.
+        """
         value = self.sole_value[storage]
         inner = (self.runs[c] for c in self._restoring_calls[value] if c != call and call in self.index.around[c])
         offload = (self.offloads[storage],) if self.offloads else ()

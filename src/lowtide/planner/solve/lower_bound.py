@@ -18,7 +18,7 @@ from lowtide.planner.solve.linear_program import covering_of
 from lowtide.planner.solve.milp import MilpProblem, is_over
 
 SLACK = 1e-6
-"""Share of all costs that covers HiGHS's tolerance."""
+"""Share of all costs that is subtracted from the bound, for HiGHS's tolerance."""
 
 
 def lower_bound(

@@ -19,7 +19,7 @@ from lowtide.planner.solve.linear_program import CoveringProblem, Floats, Row
 from lowtide.utils.stderr_filter import without_noise
 
 AT_ONCE = 4
-"""Positions that are added from one round to the next."""
+"""Most positions that are added from one round to the next."""
 ROUNDS = 8
 """Most relaxations that are solved until no position is over the limit."""
 NODES = 10
@@ -27,23 +27,25 @@ NODES = 10
 NEAR_ENOUGH = 2e-3
 """Relative gap at which the search for decisions ends, if not before."""
 FREE = 1e-9
-"""Cost in milliseconds of shares for which the relaxation has none."""
+"""Cost of the relaxation, in milliseconds, below which it counts as free."""
 NOISE = b"HighsMipSolverData::transformNewIntegerFeasibleSolution"
 """Line that HiGHS 1.8 to 1.12 prints when it repairs a solution (https://github.com/jump-dev/HiGHS.jl/issues/312)."""
 CLOSE = 5e-3
-"""Share by which decisions may cost more than the relaxation and still count as the cheapest."""
+"""Relative excess over the relaxation's cost up to which decisions count as the cheapest."""
 CORES = ((1e-4, CLOSE), (3e-3, 0.03), (0.03, np.inf), (np.inf, np.inf))
-"""Pairs of a share of the relaxation's cost, within which decisions are searched for, and a gap to the relaxation up
-to which no larger core is searched. The third core takes ten times as long as the first.
+"""Cores of the search, the smallest first: a share of the relaxation's cost, within which decisions are searched for,
+and a gap to the relaxation up to which no larger core is searched. The third core takes ten times as long as the first.
 """
 OPEN = 1e-6
 """Least distance from 0 and from 1 of the share of an open decision."""
 FEW_OPEN, MANY_OPEN = 8, 16
 """Numbers of open decisions above which only the smallest core is searched, or no bound raised: time grows with their
-number far faster than with that of all decisions."""
+number far faster than with that of all decisions.
+"""
 FAR = 0.06
-"""Gap between a known cost and the relaxation up to which MANY_OPEN applies: beyond it a slightly higher bound is of
-no use."""
+"""Gap between a known cost and the relaxation up to which the bound is raised despite MANY_OPEN: beyond it a slightly
+higher bound is of no use.
+"""
 SMALL = 300
 """Number of variables up to which a bound is always raised: that takes no time."""
 
@@ -118,7 +120,7 @@ class MilpProblem:
             if slack <= tried:
                 break
             settled, tried = relaxed.fixed_variables(slack), slack
-            if known is None or not np.array_equal(settled, known):  # otherwise the solution is the same
+            if known is None or not np.array_equal(settled, known):  # without such rows the solution would be the same
                 best = min(best, relaxed.rows.solve_integers(settled), key=lambda answer: answer.cost)
             known = settled
             has_decisions = best.variables is not None

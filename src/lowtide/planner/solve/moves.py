@@ -79,7 +79,8 @@ class Moves:
             *(Move(offload=(group,)) for group in self.offloads),
         ]
         """Moves that recompute one group, replay one call with its cheap contents recomputed or with nothing in it
-        recomputed, replay around inner replays, advance one call, or offload one group."""
+        recomputed, replay around inner replays, advance one call, or offload one group.
+        """
 
         self.read = np.full(len(index.allocated_at), index.end, np.int64)
         """First position at which backward reads each storage."""
@@ -126,7 +127,8 @@ class Moves:
         return sweep.extra_ms + sweep.extra_flops * MS_PER_FLOP
 
     def worth(self, choice: DecisionVector, sweep: Sweep, excess: Ints) -> Floats:
-        """Return for each move at most how much `excess` (bytes over the budget, by position) it removes per cost.
+        """Return for each move an upper bound of the `excess` (bytes over the budget, by position) that it removes per
+        cost.
 
         0 if nothing is left to gain. Decisions that a move undoes are not counted, so a solver simulates a move
         before accepting it.
@@ -158,7 +160,9 @@ class Moves:
         return worth
 
     def detours(self, choice: DecisionVector, sweep: Sweep) -> list[Move]:
-        """Return moves that may still lower the peak if dropping does not: keep values there, or replay inner calls."""
+        """Return moves for a peak that no further drop lowers: keep values that are needed there, or replay inner
+        calls.
+        """
         at = int(sweep.usage.argmax())
         nodes = set(sweep.copies.at(at).node.tolist())
         index, n_values = self.simulator.index, self.simulator.index.n_values

@@ -12,7 +12,7 @@ from lowtide.planner.simulate.memory_sweep import Sweep
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """One choice and its needs. `peak` is in bytes beyond `static`."""
+    """One choice with its peak, time and FLOPs. `peak` is in bytes beyond `static`."""
 
     peak: int
     extra_ms: float
@@ -44,7 +44,9 @@ class CostRange(NamedTuple):
 
 
 class ParetoPool:
-    """Choices none of which another dominates in both peak and cost. The first of equal ones stays."""
+    """Simulated choices of which none is at least as good as another in both peak and cost. Of equal ones the first
+    stays.
+    """
 
     def __init__(self) -> None:
         self.candidates: list[Candidate] = []
@@ -63,7 +65,7 @@ class ParetoPool:
 
 
 def pareto_front(candidates: Iterable[Candidate], span: CostRange) -> list[Candidate]:
-    """Return a chain of candidates from `candidates` and `span` with ever larger peaks and ever lower costs."""
+    """Return those of `candidates` within `span` that form a chain with ever larger peaks and ever lower costs."""
     chain = [span.most]
     for each in sorted(candidates, key=lambda each: (each.peak, each.cost)):
         if each.peak > chain[-1].peak and span.least.cost <= each.cost < chain[-1].cost:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_AT_ONCE = 4096
-"""Elements of a row that one program has in registers."""
+"""Largest number of elements of a row that one program holds in registers."""
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

@@ -8,12 +8,14 @@ from torch.nn import functional as F
 
 from lowtide.runtime.recipes.registry import aten, recipe
 
-# These save their own result: what makes it again is upstream, on the edge.
+# These save their own result, so the operand from which it is recomputed is on the input edge.
 
 
 @recipe("ReluBackward0", edges={"self": 0})
 def relu(self: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Also in place: recomputed from the overwritten tensor, such as a batch norm's output, itself recomputed."""
+    """Recompute ReLU, also in place: then from the overwritten tensor, such as a batch norm's output, which is
+    recomputed first.
+    """
     return torch.relu(self) if out is None else torch.relu_(out)
 
 
@@ -33,7 +35,7 @@ def leaky_relu(self: Tensor, *, negative_slope: float) -> Tensor:
     return F.leaky_relu(self, negative_slope)
 
 
-# These save their input; the in-place forms a copy of it.
+# These save their input, and the in-place forms a copy of it.
 
 
 @recipe("GeluBackward0", edges={"self": 0})

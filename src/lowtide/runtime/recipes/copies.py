@@ -10,13 +10,13 @@ from lowtide.runtime.recipes.registry import recipe
 
 @recipe("ToCopyBackward0", edges={"self": 0})
 def to_copy(self: Tensor, *, out_dtype: torch.dtype, out_device: torch.device) -> Tensor:
-    """A cast: autocast's copies of activations and of weights too."""
+    """Recompute a cast, such as autocast's copies of activations and of weights."""
     return self.to(device=out_device, dtype=out_dtype, copy=True)
 
 
 @recipe("CloneBackward0", edges={"self": 0})
 def clone(self: Tensor, *, out_stride: tuple[int, ...]) -> Tensor:
-    """Also `contiguous`, whose memory format autograd does not record."""
+    """Recompute a clone, or `contiguous`, whose memory format autograd does not record."""
     return torch.empty_strided(self.shape, out_stride, dtype=self.dtype, device=self.device).copy_(self)
 
 

@@ -47,7 +47,7 @@ UNARY: dict[str, Callable[..., Tensor]] = {
     "TanhBackward0": torch.tanh,
     "TruncBackward0": torch.trunc,
 }
-"""Ops of one tensor and nothing else, whether they save it or their own result."""
+"""Operators of a single tensor and no constants. Some save that tensor, others their own result."""
 
 
 def unary(op: Callable[..., Tensor]) -> Function:
@@ -64,13 +64,13 @@ for node, op in UNARY.items():
 
 @recipe("AddBackward0", edges={"self": 0, "other": 1})
 def add(self: Tensor, other: Tensor, *, alpha: float, out: Tensor | None = None) -> Tensor:
-    """For two tensors that need gradients, or one and a number."""
+    """Recompute a sum of tensors, or of a tensor and a number."""
     return torch.add(self, other, alpha=alpha, out=out)
 
 
 @recipe("SubBackward0", edges={"self": 0, "other": 1})
 def sub(self: Tensor, other: Tensor, *, alpha: float, out: Tensor | None = None) -> Tensor:
-    """For two tensors that need gradients, or one and a number, in either order."""
+    """Recompute a difference of tensors, or of a tensor and a number in either order."""
     return torch.sub(self, other, alpha=alpha, out=out)
 
 
@@ -88,7 +88,7 @@ def rsub_scalar(self: Tensor, other: Tensor, *, alpha: float) -> Tensor:
 
 @recipe("MulBackward0", edges={"self": 0, "other": 1})
 def mul(self: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Also by a Python number, and dropout on a CPU: the product with its saved mask."""
+    """Recompute a product, also with a Python number; and dropout on a CPU, which is a product with its saved mask."""
     return torch.mul(self, other, out=out)
 
 

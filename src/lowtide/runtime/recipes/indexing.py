@@ -1,4 +1,4 @@
-"""Elements taken from a tensor by index: embeddings, gathers, and ops that save where their results came from."""
+"""Elements taken from a tensor by index: embeddings, gathers, and operators that save the indices of their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def embedding_bag(
     padding_idx: int,
     out_shape: torch.Size,
 ) -> Tensor:
-    """`include_last_offset` is not recorded, but follows from the number of bags."""
+    """Recompute an embedding bag. `include_last_offset` is not recorded, but follows from the number of bags."""
     last = offsets.numel() > out_shape[0]
     settings = (scale_grad_by_freq, mode, sparse, per_sample_weights, last, padding_idx)
     bags: Tensor = aten._embedding_bag(weight, indices, offsets, *settings)[0]
@@ -73,5 +73,5 @@ def sorted(self: Tensor, indices: Tensor, *, dim: int) -> Tensor:
     edges={"self": 0},
 )
 def chosen(self: Tensor, indices: Tensor, *, dim: int, keepdim: bool) -> Tensor:
-    """One element along a dimension, by its saved index."""
+    """Recompute max, min, median and similar operators along a dimension, by the saved index of their result."""
     return self.gather(dim, indices) if keepdim else self.gather(dim, indices.unsqueeze(dim)).squeeze(dim)

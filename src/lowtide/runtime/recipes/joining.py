@@ -1,4 +1,4 @@
-"""Tensors put together, repeated, moved around and padded."""
+"""Operators that join, repeat, roll and pad tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowtide.runtime.recipes.registry import EVERY, FILLED, CannotRecompute, Sou
 
 @recipe("CatBackward0", edges={"tensors": FILLED})
 def cat(tensors: list[Tensor], *, dim: int) -> Tensor:
-    """For tensors that need gradients or are empty, such as an initial key-value cache."""
+    """Recompute `cat` of tensors that need gradients or are empty, such as an initial key-value cache."""
     return torch.cat(tensors, dim)
 
 
@@ -36,7 +36,7 @@ def roll(self: Tensor, *, shifts: tuple[int, ...], dims: tuple[int, ...]) -> Ten
 
 
 def padding(out: Tensor | None, node: Source) -> Tensor | None:
-    """Return the padding value, read from a corner of the output; None if nothing was padded."""
+    """Return the padding value, read from a corner of the output; None if there is no padding."""
     pad = node.constant("pad")
     side = next((side for side, width in enumerate(pad) if width > 0), None)
     if side is None:
@@ -50,7 +50,7 @@ def padding(out: Tensor | None, node: Source) -> Tensor | None:
 
 @recipe("ConstantPadNdBackward0", edges={"self": 0}, read_off={"value": padding})
 def constant_pad_nd(self: Tensor, *, pad: tuple[int, ...], value: Tensor | None) -> Tensor:
-    """Only if nothing is padded, or the output is available: the padding value is not recorded, but read from it."""
+    """Recompute constant padding, if the output is available: the padding value is not recorded, and read from it."""
     out: Tensor = aten.constant_pad_nd(self, pad)
     if value is not None:
         for side, width in enumerate(pad):

@@ -1,4 +1,4 @@
-"""Masks: what is left out, filled in or dropped. Random masks are taken from where the node saved them.
+"""Operators with masks: `where`, `masked_fill` and dropout. Random masks are those that the node saved.
 
 A mask itself, which no node made, is kept, or its bits are: `runtime/bitmask.py`.
 """
@@ -15,7 +15,7 @@ from lowtide.runtime.recipes.registry import aten, recipe
 
 @recipe("WhereBackward0", edges={"self": 0, "other": 1})
 def where(condition: Tensor, self: Tensor, other: Tensor) -> Tensor:
-    """For two tensors that need gradients, or one and a number."""
+    """Recompute `where` of two tensors that need gradients, or of one and a number."""
     return torch.where(condition, self, other)
 
 
@@ -38,7 +38,7 @@ def filled(self: Tensor, mask: Tensor, value: Tensor | float) -> Tensor:
 
 @recipe("MaskedFillBackward0", edges={"self": 0})
 def masked_fill(self: Tensor, mask: Tensor, value: Tensor | float) -> Tensor:
-    """With a number, which is captured when the operator is called."""
+    """Recompute `masked_fill` with a number, which is captured when the operator is called."""
     return filled(self, mask, value)
 
 
@@ -54,7 +54,7 @@ def masked_scatter(self: Tensor, mask: Tensor, source: Tensor) -> Tensor:
 
 @recipe("NativeDropoutBackward0", edges={"input": 0})
 def native_dropout(input: Tensor, result1: Tensor, *, p: float, out_device: torch.device) -> Tensor:
-    """Recompute the fused form from its saved mask.
+    """Recompute fused dropout from its saved mask.
 
     A CPU rounds the scale to the input's type; a GPU to single, and its backward's kernel is the same product.
     """

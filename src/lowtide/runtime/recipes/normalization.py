@@ -21,7 +21,9 @@ EPS_IN_USE = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-3)
 
 
 def first_with(rstd: Tensor, op: Callable[[float | None], Tensor], *eps: float | None) -> Tensor:
-    """Return the first result of `op` for the first eps with which its last result is `rstd`."""
+    """Call `op` with each `eps` until its last result, the reciprocal deviation, equals `rstd`; return the first result
+    of that call.
+    """
     if rstd.dtype not in (torch.float32, torch.float64):
         raise RuntimeError(f"its eps is not recorded, and its statistics are rounded to {rstd.dtype}")
     for candidate in eps:
@@ -63,7 +65,7 @@ def layer_norm_in_triton(
     *,
     normalized_shape: tuple[int, ...],
 ) -> Tensor:
-    """On CUDA where Triton is installed."""
+    """Recompute layer norm from its saved statistics; on CUDA, where Triton is installed."""
     from lowtide.runtime.kernels.layer_norm import layer_norm_from_statistics
 
     return layer_norm_from_statistics(input, weight, bias, result1, result2, math.prod(normalized_shape))
@@ -73,7 +75,7 @@ def layer_norm_in_triton(
 def rms_norm(
     input: Tensor, weight: Tensor | None, result1: Tensor, *, normalized_shape: tuple[int, ...], eps: float | None
 ) -> Tensor:
-    """On a CPU it is several ops, each with its own recipe."""
+    """Recompute fused RMS norm. On a CPU it is several operators, each with its own recipe."""
 
     def op(eps: float | None) -> Tensor:
         return aten._fused_rms_norm(input, normalized_shape, weight, eps)
@@ -119,7 +121,7 @@ def batch_norm(
     training: bool,
     eps: float,
 ) -> Tensor:
-    """Also instance norm. In training the batch's own statistics are used."""
+    """Recompute batch norm or instance norm. In training the batch's own statistics are used."""
     return aten.native_batch_norm(input, weight, bias, running_mean, running_var, training, 0.0, eps)[0]
 
 
@@ -132,7 +134,7 @@ def batch_norm(
     device="cuda",
 )
 def cudnn_batch_norm(input: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float) -> Tensor:
-    """In training, the only case in which CUDA uses it."""
+    """Recompute cuDNN's batch norm, which CUDA uses in training only."""
     return aten.cudnn_batch_norm(input, weight, bias, None, None, True, 0.0, epsilon)[0]
 
 

@@ -1,4 +1,4 @@
-"""Pooling. Maxima are picked out by their saved indices."""
+"""Pooling. Maxima are gathered by their saved indices."""
 
 from __future__ import annotations
 

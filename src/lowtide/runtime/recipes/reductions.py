@@ -1,4 +1,4 @@
-"""Sums, means and other reductions: small by themselves, but on the way to larger tensors."""
+"""Sums, means and other reductions. Their results are small, but larger tensors are computed from them."""
 
 from __future__ import annotations
 
@@ -76,5 +76,5 @@ def vector_norm(
 
 @recipe("CumsumBackward0", edges={"self": 0}, device="cpu")
 def cumsum(self: Tensor, *, dim: int, out_dtype: torch.dtype) -> Tensor:
-    """Not on CUDA, where it may differ from run to run."""
+    """Recompute `cumsum`, except on CUDA, where it may differ from run to run."""
     return torch.cumsum(self, dim, dtype=out_dtype)

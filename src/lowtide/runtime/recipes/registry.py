@@ -36,7 +36,7 @@ aten: Aten = torch.ops.aten
 
 
 class Source(Protocol):
-    """The node, as a `read_off` function may query it."""
+    """Node, as `read_off` functions see it."""
 
     def constant(self, name: str) -> Any:
         """Return the constant `name`. Raises CannotRecompute if the node does not record it."""
@@ -51,10 +51,10 @@ class TooSmall(CannotRecompute):
 
 
 EVERY: Final = -1
-"""All input edges, for a list of tensors: `edges={"tensors": EVERY}`."""
+"""Stands for all input edges, for a list of tensors: `edges={"tensors": EVERY}`."""
 
 FILLED: Final = -2
-"""As EVERY, but inputs without an edge are allowed if empty, which the output's length along `dim` shows."""
+"""Like EVERY, but inputs without an edge are allowed if they are empty, which the output's length along `dim` shows."""
 
 OUT: Final = "out"
 """The parameter of recipes that can write their result over an operand."""
@@ -104,7 +104,7 @@ RECIPES: dict[str, Recipe] = {}
 """Recipes by the name of the autograd node."""
 
 IMPLEMENTATIONS: dict[str, dict[str, Recipe]] = {}
-"""Other implementations of those recipes, by node and by name: used only where an audit found them exact and faster."""
+"""Other implementations of recipes, by node and by name: used only where an audit found them exact and faster."""
 
 
 def recipe(

@@ -1,4 +1,4 @@
-"""Images and signals at other places or sizes: interpolation, pixel shuffles, patches."""
+"""Images and signals resampled or rearranged: interpolation, pixel shuffles, patches."""
 
 from __future__ import annotations
 

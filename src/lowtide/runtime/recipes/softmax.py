@@ -21,7 +21,9 @@ def log_softmax(self: Tensor, *, dim: int, out_dtype: torch.dtype) -> Tensor:
 
 @recipe("SafeSoftmaxBackward0", edges={"self": 0})
 def safe_softmax(self: Tensor, *, dim: int, out_dtype: torch.dtype) -> Tensor:
-    """Attention's own softmax: rows that are fully masked become 0, and are found without an elementwise mask."""
+    """Recompute attention's softmax, in which fully masked rows become 0; such rows are found without an elementwise
+    mask.
+    """
     made = torch.softmax(self, dim, dtype=out_dtype)
     if made.numel() and may_be_masked_out(made, dim):
         made.masked_fill_(self.amax(dim, keepdim=True) == -torch.inf, 0.0)

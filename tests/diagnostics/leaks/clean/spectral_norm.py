@@ -1,4 +1,4 @@
-"""Weights under spectral norm, which torch computes once where they are registered, with a graph that nobody needs."""
+"""Weights under spectral norm, which torch computes once where they are registered, with a graph that nothing needs."""
 
 import torch
 from torch import nn

@@ -8,7 +8,7 @@ from lowtide.diagnostics.leaks.inspection import RetainedObject
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 GROWTHS = 3
-"""Consecutive inspections at which a container must have grown."""
+"""Number of consecutive inspections at which a container must have grown."""
 
 
 def _accumulates(item: RetainedObject) -> bool:
@@ -32,7 +32,9 @@ def _grows(sizes: Sequence[int]) -> bool:
     fix="put numbers in `{name}`: `.item()` (`.detach()` drops the graph, and keeps all memory that the value is in)",
 )
 class ListOfGraphs(Rule):
-    """Rule for a list that grows. A list that each step creates afresh never has two graphs of one call: no match."""
+    """Rule for a list that grows. It does not match a list that each step makes anew, which never has two graphs of one
+    call.
+    """
 
     is_refuted_by_backward = True
     fix_of_values = (
@@ -97,7 +99,7 @@ class GrowingList(Rule):
 
 
 LEAST_HOST_BYTES = 100 * 1024
-"""Host memory a step below which empty graphs are not worth a line of code."""
+"""Bytes of host memory a step below which empty graphs are not reported."""
 
 
 @rule(
@@ -113,7 +115,7 @@ LEAST_HOST_BYTES = 100 * 1024
     fix="add values without a graph to `{name}`: `loss.detach()`, or `loss.item()`",
 )
 class RunningTotalOfEmptyGraphs(Rule):
-    """Rule for nodes of at least three steps, with next to nothing saved."""
+    """Rule for the nodes of at least three steps that stay alive with next to no saved tensors."""
 
     subject = "nodes"
     unit = "of host memory a step"
@@ -126,7 +128,7 @@ class RunningTotalOfEmptyGraphs(Rule):
 
 
 LEAST_GATHERED_BYTES = 2**20
-"""Outputs gathered by an evaluation below which nothing is reported."""
+"""Bytes of outputs gathered by an evaluation below which nothing is reported."""
 
 
 @rule(

@@ -37,7 +37,7 @@ class RetainGraph(Rule):
         return item.has_graph and any(b.retain_graph for b in item.backwards)
 
     def names_part(self, holder: Holder, history: History) -> bool:
-        """Return True if the advice is about an entry that stays for several steps."""
+        """Return True if the advice should name the entry, because the container stays for several steps."""
         # A container that each step makes anew can be deleted.
         is_the_same = len(history.held_bytes) > 1 and not history.has_changed
         has_grown = holder.gathers and bool(holder.entries) and history.entries[-1] > history.entries[0]

@@ -13,20 +13,23 @@ if TYPE_CHECKING:
 
 
 class Rule:
-    """One kind of finding. Subclasses override the questions that they answer differently."""
+    """One kind of finding. Subclasses override the methods that differ."""
 
     code: str
     priority: int | None
-    """Rules are tried in this order on a retained object, and the first match wins; None: only events report it."""
+    """Position in the order in which rules are tried on a retained object; the first match counts. None for a rule that
+    only events report.
+    """
     name: str
     what: str
     why: str
     bad: str
     good: str
     fix: str
-    """One line; may contain {name} (the variable or attribute), {owner} (the object whose attribute it is), {part} (the
-    entry or attribute itself), {names} (all variables), {remedy} (words of the event), {made} and {backward} (places in
-    the code)."""
+    """One line of advice; may contain {name} (the variable or attribute), {owner} (the object whose attribute it is),
+    {part} (the entry or attribute itself), {names} (all variables), {remedy} (words of the event), {made} and
+    {backward} (places in the code).
+    """
 
     is_refuted_by_backward = False
     """True if a later backward pass through the graph withdraws the finding."""
@@ -35,8 +38,9 @@ class Rule:
     claims_graph = False
     """True if a graph stays with the holder first found for it, whatever else holds it later."""
     subject = "tensors"
-    """Retained objects that the rule judges: "tensors", "nodes" (of empty graphs), or "evaluation" (tensors
-    seen between calls without gradients)."""
+    """Retained objects that the rule judges: "tensors", "nodes" (of empty graphs), or "evaluation" (tensors that are
+    found between calls without gradients).
+    """
     ends_without_growth = False
     """True if the finding is withdrawn when its container stops growing."""
     fix_of_container = ""
@@ -44,7 +48,7 @@ class Rule:
     fix_of_part = ""
     """Fix where an entry or attribute of the variable holds the tensors."""
     unit = ""
-    """Words behind the bytes, such as "of host memory a step"."""
+    """Words printed after the bytes, such as "of host memory a step"."""
     superseded_by = ""
     """Code of a rule whose finding on the same holder replaces this one."""
     follows_from = ""

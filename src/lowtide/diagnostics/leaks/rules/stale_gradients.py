@@ -29,7 +29,7 @@ class ZeroGradLate(Rule):
     fix="{remedy}, and `{name}.zero_grad()` once to free the gradients",
 )
 class UnreadGradients(Rule):
-    """Rule for gradients without an optimizer, recorded when a step begins after several updates left them there."""
+    """Rule for gradients that no optimizer reads, recorded when they are still there after several updates."""
 
 
 @rule(

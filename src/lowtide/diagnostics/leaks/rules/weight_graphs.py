@@ -18,7 +18,9 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     fix="compute `{name}` under `torch.no_grad()`",
 )
 class WeightAverage(Rule):
-    """Rule for a graph that no call made and no backward pass reached."""
+    """Rule for averages of weights with a graph, as an EMA without no_grad has: no call made the graph, no backward
+    reaches it.
+    """
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return item.has_graph and not item.calls and not item.backwards and not item.is_older

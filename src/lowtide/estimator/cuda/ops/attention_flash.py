@@ -51,7 +51,8 @@ _MOST_SPLITS = 128
 
 
 def _splits(blocks: int, parts: int, processors: int) -> int:
-    """Return the fewest splits of the keys that keep multiprocessors nearly as busy as possible (num_splits_heuristic).
+    """Return the smallest number of splits of the keys that keeps multiprocessors nearly fully busy
+    (num_splits_heuristic).
 
     `blocks` is the number of thread blocks without a split, `parts` the most splits of the keys.
     """
@@ -96,7 +97,7 @@ def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
 
 
 def _widths(head: int) -> tuple[int, int]:
-    """Return the least and the most numbers of a head in single precision: newer versions have no kernel for 224."""
+    """Return bounds of a head's padded size, in float32 elements: newer versions have no kernel for 224."""
     width = -(-head // 32) * 32
     return width, 256 if width == 224 else width
 
@@ -123,7 +124,7 @@ def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
 
 @cuda_op(aten._scaled_dot_product_cudnn_attention_backward.default, of=_CUDNN)
 def cudnn_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Return a workspace of cuDNN's choice."""
+    """Return cuDNN's workspace, of which only bounds are known."""
     query = args[1]
     n_bytes = query.numel() * 4
     return [ScratchBlock(n_bytes, 0, 3 * n_bytes)]

@@ -39,7 +39,7 @@ _BACKWARD = Behaviour(
 
 _HEAD_IN_REGISTERS = 128
 _LOCK = 16
-"""Bytes before each tile of the queries' gradients."""
+"""Bytes of the lock before each tile of the queries' gradients."""
 
 _MANY = 256
 _MOST_SPLITS = 200
@@ -100,7 +100,7 @@ def _up(number: int, multiple: int) -> int:
 
 @cuda_op(aten._scaled_dot_product_efficient_attention.default, of=_FORWARD)
 def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Return the result in single precision, unless it stays in registers."""
+    """Return the block for the result in float32, unless it stays in registers."""
     query, key, value = args[:3]
     if query.dtype not in HALF or max(key.shape[-1], value.shape[-1]) <= _HEAD_IN_REGISTERS:
         return []

@@ -84,7 +84,8 @@ def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
 
 @cuda_op(aten.convolution_backward.default, of=_WORKSPACE)
 def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Return copies, and one workspace used for the input's gradient, then the weight's, with the same three tensors.
+    """Return copies, and one workspace that serves the input's gradient and then the weight's, which read the same
+    tensors.
 
     The input is copied before gradients are allocated, and so is a gradient of the other layout.
     """

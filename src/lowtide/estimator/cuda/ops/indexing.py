@@ -38,19 +38,19 @@ _UNSORTED = 3072
 """Most indices for which the kernel does not sort."""
 
 _ROWS_EACH = 10
-"""NROWS_PER_THREAD"""
+"""Rows that each thread adds up (NROWS_PER_THREAD)."""
 
 _WARP, _THREADS = 32, 1024
 """Threads of a warp, and of a block at most (MAX_BLOCK_SIZE)."""
 
 _BLOCKS_EACH = 4
-"""Blocks for each multiprocessor below which all rows are added up in one pass (MAX_ATOMIC_ACCUM_BLOCKS_PER_SM)."""
+"""Thread blocks per multiprocessor below which all rows are added up in one pass (MAX_ATOMIC_ACCUM_BLOCKS_PER_SM)."""
 
 _MULTIPROCESSORS = (4, 192)
 """Multiprocessors of a GPU, at least and at most."""
 
 _COUNT = 8
-"""Bytes of a number that the kernels leave on the GPU."""
+"""Bytes of the count of segments, which the kernels leave on the GPU."""
 
 _HISTOGRAMS = 64 * 2**10
 
@@ -73,7 +73,7 @@ def _embedding(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]
 
 
 def _sums(gradient: Tensor, partial: int, segments: int, table: int, each: int) -> ScratchBlock:
-    """Return a row for each partial sum; for few rows per multiprocessor, the memory of one pass."""
+    """Return the block of partial sums, one row each; for few rows per multiprocessor, that of the one-pass kernel."""
     width = gradient.shape[-1]
     accumulated = 8 if gradient.dtype is torch.float64 else 4
     two_passes = partial * width * accumulated
@@ -90,13 +90,13 @@ def _sums(gradient: Tensor, partial: int, segments: int, table: int, each: int) 
 
 
 def _sorting(n: int, each: int) -> ScratchBlock:
-    """Return the second arrays of `n` pairs, with histograms, for the duration of the sort."""
+    """Return the block that sorts `n` pairs of key and index: second arrays for both, and histograms."""
     return ScratchBlock(n * each, 0, n * (each + 1) + _HISTOGRAMS, through=0)
 
 
 @cuda_op(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default, of=_INDEXING)
 def _index_put(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    if len(args) < 4 or not args[3]:  # not accumulated: written without sorting
+    if len(args) < 4 or not args[3]:  # without accumulation rows are written unsorted
         return []
     into, indices, values = args[:3]
     shapes = [index.shape for index in indices if index is not None]

@@ -128,7 +128,7 @@ def _partial_sums(x: Tensor, width: int, n_gradients: int) -> list[ScratchBlock]
 
 @cuda_op(aten.native_group_norm.default, of=_GROUP_NORM)
 def _group_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Return mean and deviation in single precision, and the scale and shift of each channel."""
+    """Return the blocks for mean and deviation in float32, and for the scale and shift of each channel."""
     x, weight, bias, examples, channels, pixels, groups = args[:7]
     each = 8 if x.dtype is torch.float64 else 4
     inside = [ScratchBlock.exactly(examples * groups * each)] * 2 if x.element_size() < each else []
@@ -139,7 +139,9 @@ def _group_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock
 
 @cuda_op(aten.native_group_norm_backward.default, of=_GROUP_NORM)
 def _group_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Return two sums for each channel; for the input's gradient two numbers a group and one a channel."""
+    """Return the blocks for two sums a channel and, if the input has a gradient, two float32 numbers a group and one a
+    channel.
+    """
     x, weight = args[1], args[4]
     examples, channels, pixels, groups, wanted = args[5:10]
     each = 8 if x.dtype is torch.float64 else 4

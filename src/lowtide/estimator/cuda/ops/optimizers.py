@@ -1,4 +1,4 @@
-"""Optimizers: all parameters at once, with temporary lists of tensors."""
+"""Multi-tensor (`foreach`) optimizers: all parameters are updated at once, with temporary lists of tensors."""
 
 from __future__ import annotations
 

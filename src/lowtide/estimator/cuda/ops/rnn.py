@@ -34,7 +34,7 @@ _GRU_CELL = Behaviour(
 
 _KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _KEPT_A_STEP = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}
-"""Numbers for each hidden unit and step in the reserve."""
+"""Elements of the reserve for each hidden unit and step."""
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 _IN_WORK = {"lstm": (21, 1), "gru": (18, 2), "rnn_tanh": (14, 2), "rnn_relu": (14, 2)}
@@ -45,9 +45,9 @@ Layers with at least MANY hidden units need fewer.
 """
 MANY = 256
 _BACKWARDS = 9
-"""Numbers for each step and each hidden unit of a second direction in the workspace."""
+"""Elements of the workspace for each step and hidden unit of a second direction."""
 _EACH = 8 * 2**20
-"""Bytes in the workspace for each layer and direction."""
+"""Bytes of the workspace for each layer and direction."""
 
 _STATES = 132 * 48 * 2**10
 """Bytes of the random number states for dropout, allocated once in a process.
@@ -115,7 +115,7 @@ class _Recurrent(torch.autograd.Function):
         for_states = tuple(torch.empty_like(state) for state in states)
         _ = x.new_empty((workspace_bytes(*ctx.shape),), dtype=torch.uint8)
         del _
-        copies = [_sequence_first(x, ctx.settings)]  # again, for another call of cuDNN
+        copies = [_sequence_first(x, ctx.settings)]  # a second time, for another call of cuDNN
         for_weights = _in_one_block(weights)
         work = x.new_empty((workspace_bytes(*ctx.shape),), dtype=torch.uint8)
         del copies, work
