@@ -344,12 +344,13 @@ def test_a_large_buffer_that_is_written_to_without_a_version():
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_large_buffer_that_a_later_step_is_the_first_to_write_to(counted):
-    """As codes that are averaged after a warm-up. What was there before has not been copied."""
+    """As codes that are averaged after a warm-up, by a writer that is not seen beforehand."""
 
     def averaging(m, x):
         if m.warm:
             with torch.no_grad():
-                (m.usage if counted else m.usage.data).lerp_(x.detach().mean(), 0.1)
+                usage = m.usage if counted else m.usage.data
+                torch.lerp(usage, x.detach().mean(), 0.1, out=usage)
         return nonlinear(x * m.usage[:4])
 
     model = Around(averaging, warm=False)
@@ -698,7 +699,7 @@ def test_a_tensor_changed_in_place_before_backward_raises(nesting):
     model = Around(scaled, arguments)
     with in_force(model, "replay", Replayed):
         loss = model(X)
-        factor.add_(1)
+        torch.add(factor, 1, out=factor)  # its method would be seen beforehand, and the tensor copied
         with pytest.raises(
             RuntimeError, match=r"modified by an inplace operation: .*is at version 1; expected version 0"
         ):
@@ -1150,7 +1151,7 @@ def test_a_parameter_changed_before_backward_is_copied_or_refused_where_it_matte
         parameter.add_(1)
 
     def unseen(parameter):
-        torch._foreach_add_([parameter], 1)
+        torch.add(parameter, 1, out=parameter)
 
     with in_force(model, "replay", Replayed):
         assert differences(plain, outcome(model, lambda: step(model.part.bias, unseen))) == []

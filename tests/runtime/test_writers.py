@@ -1,5 +1,6 @@
 """Recomputes from tensors that are written to before backward, in rehearsed steps or only in later ones."""
 
+import functools
 import gc
 import warnings
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide.planner import smallest_peak
-from lowtide.runtime import parameter_methods
+from lowtide.runtime import inplace_methods
 from lowtide.runtime import tensor_writers as writers
 
 WIDTH = 64
@@ -140,21 +141,34 @@ def test_an_optimizer_between_forward_and_backward_finds_what_it_updates_copied(
     assert said[0].startswith("SGD.step() writes to wide.bias ([256] torch.float32) between forward and backward")
 
 
-def set_rows(bias: Tensor) -> None:
-    bias[3:9] = 0.25
+def set_rows(operand: Tensor) -> None:
+    operand[3:9] = 0.25
 
 
-def add_to(bias: Tensor) -> None:
-    bias += 0.25
+def set_rows_of_data(operand: Tensor) -> None:
+    operand.data[3:9] = 0.25
 
 
-WRITERS: dict[str, Callable[[Tensor], object]] = {
-    "clamp_": lambda bias: bias.clamp_(-0.01, 0.01),
-    "copy_": lambda bias: bias.copy_(torch.ones_like(bias)),
-    "fill_": lambda bias: nn.init.constant_(bias, 0.3),
-    "__setitem__": set_rows,
-    "__iadd__": add_to,
+def add_to(operand: Tensor) -> None:
+    operand += 0.25
+
+
+WRITERS: dict[str, tuple[str, Callable[[Tensor], object]]] = {
+    "clamp_": ("Tensor.clamp_", lambda it: it.clamp_(-0.01, 0.01)),
+    "copy_": ("Tensor.copy_", lambda it: it.copy_(torch.ones_like(it))),
+    "init": ("Tensor.fill_", lambda it: nn.init.constant_(it, 0.3)),
+    "[]": ("Tensor.__setitem__", set_rows),
+    "+=": ("Tensor.__iadd__", add_to),
+    "/=": ("Tensor.__itruediv__", lambda it: it.__itruediv__(2)),
+    "through a view": ("Tensor.mul_", lambda it: it[2:5].mul_(0.5)),
+    "through detach": ("Tensor.add_", lambda it: it.detach().view(-1).add_(1)),
+    "through data": ("Tensor.mul_", lambda it: it.data.mul_(0.5)),
+    "through data, []": ("Tensor.__setitem__", set_rows_of_data),
+    "foreach": ("torch._foreach_mul_", lambda it: torch._foreach_mul_([it], 0.5)),
+    "foreach, a view": ("torch._foreach_add_", lambda it: torch._foreach_add_((it.data[:4],), 1.0)),
+    "foreach copy": ("torch._foreach_copy_", lambda it: torch._foreach_copy_([it], [torch.ones_like(it)])),
 }
+"""What is said to write, and the writer."""
 
 
 class Blocks(nn.Module):
@@ -169,43 +183,155 @@ class Blocks(nn.Module):
         return self.blocks(x).square().mean()
 
 
+class Shifting(nn.Module):
+    """A block that reads a large mask, its own or its caller's."""
+
+    def __init__(self, *, own: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.randn(512, WIDTH) if own else None)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        shift = (self.get_buffer("mask") if mask is None else mask)[: len(x), None]
+        return torch.tanh(F.gelu(self.linear(x + shift)) + 0.5 * shift)
+
+
+class Shifted(nn.Module):
+    """Blocks that a plan runs again, and a mask that is too large to be copied for each call."""
+
+    def __init__(self, *, own: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Shifting(own=own) for _ in range(3))
+        self.register_buffer("mask", None if own else torch.randn(512, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.mask)
+        return x.square().mean()
+
+
+def named(name: str) -> Callable[[nn.Module], Tensor]:
+    return lambda model: {**dict(model.named_parameters()), **dict(model.named_buffers())}[name]
+
+
+OPERANDS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]] = {
+    "a parameter, recomputed from": (Sum, named("wide.bias")),
+    "a buffer, recomputed from": (Sum, named("shift")),
+    "a parameter of a block that is run again": (Blocks, named("blocks.0.0.bias")),
+    "a buffer of a block that is run again": (lambda: Shifted(own=True), named("blocks.0.mask")),
+    "an argument of a block that is run again": (lambda: Shifted(own=False), named("mask")),
+}
+ROWS = torch.randn(64, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@functools.cache
+def plan_of(operand: str) -> lowtide.Plan:
+    return with_smallest_peak(OPERANDS[operand][0](), [ROWS])
+
+
 @pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("kind", [Sum, Blocks], ids=["recomputed", "run again"])
-def test_a_later_writer_to_a_parameter_finds_it_copied_and_the_loop_goes_on(kind: type[nn.Module], writer: str) -> None:
-    x = torch.randn(64, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_a_later_writer_finds_the_operand_copied_and_the_loop_goes_on(operand: str, writer: str) -> None:
+    make, find = OPERANDS[operand]
+    called, write = WRITERS[writer]
 
     def gradients(model: nn.Module) -> list[Tensor]:
-        found: list[Tensor] = []
-        bias = next(p for name, p in model.named_parameters() if name.endswith("bias"))
-        for n in range(3):
-            loss = model(x)
-            if n:
+        results: list[Tensor] = []
+        for n in range(4):
+            loss = model(ROWS)
+            if n in (1, 2):
                 with torch.no_grad():
-                    WRITERS[writer](bias)
+                    write(find(model))
             loss.backward()
-            found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+            results += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
             model.zero_grad()
-        return found
+        return results
 
-    plan, model, said = with_smallest_peak(kind(), [x]), kind(), list[str]()
-    with lowtide.apply(model, plan, say=said.append):
-        assert same(gradients(model), gradients(kind()))
+    model, said = make(), list[str]()
+    with lowtide.apply(model, plan_of(operand), say=said.append):
+        assert same(gradients(model), gradients(make()))
     assert len(said) == 1
-    assert f"Tensor.{writer} writes to " in said[0]
+    assert said[0].startswith(f"{called} writes to ")
+    assert "between forward and backward" in said[0]
 
 
-def test_methods_of_parameters_are_torchs_own_without_a_plan() -> None:
-    before = dict(vars(nn.Parameter))
+class Averaging(nn.Module):
+    """A block that averages what it sees in a large buffer of its own from the third call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.register_buffer("mean", torch.zeros(512, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.get_buffer("mean")
+        x = torch.tanh(F.gelu(self.linear(x - mean[: len(x), None])))
+        self.calls += 1
+        if self.calls > 2:
+            with torch.no_grad():
+                mean[: len(x)].lerp_(x.mean(1), 0.1)
+        return x
+
+
+def test_a_block_that_writes_to_a_large_buffer_in_later_steps_only_is_run_again_with_its_first_contents() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Averaging() for _ in range(3)))
+
+    def trained(model: nn.Module) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses = []
+        for _ in range(5):
+            loss = model(ROWS).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return [*losses, *(p.detach() for p in model.parameters()), *model.buffers()]
+
+    def step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    model = make()
+    profile = lowtide.rehearse(model, step, ROWS)
+    plan = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    assert plan.replay
+    planned, said = make(), list[str]()
+    with lowtide.apply(planned, plan, say=said.append):
+        assert same(trained(planned), trained(make()))
+    assert [what.partition(" writes to ")[0] for what in said] == ["Tensor.lerp_"] * 3  # once for each block
+
+
+def test_methods_of_tensors_are_torchs_own_without_a_plan() -> None:
+    before = dict(vars(Tensor)), dict(vars(torch))
     model = Sum()
-    with lowtide.apply(model, with_smallest_peak(Sum(), [torch.randn(64, 8, WIDTH)])):
-        assert nn.Parameter.clamp_ is not Tensor.clamp_
-        assert Tensor.clamp_ is torch._C.TensorBase.clamp_
-    assert dict(vars(nn.Parameter)) == before
+    with lowtide.apply(model, plan_of("a buffer, recomputed from")):
+        assert Tensor.clamp_ is not torch._C.TensorBase.clamp_
+        assert torch._foreach_mul_ is not before[1]["_foreach_mul_"]
+        assert nn.Parameter.clamp_ is Tensor.clamp_
+    assert (dict(vars(Tensor)), dict(vars(torch))) == before
+    assert Tensor.clamp_ is torch._C.TensorBase.clamp_
+
+
+def test_functions_that_write_in_place_compile_in_one_graph_while_a_plan_is_in_force() -> None:
+    def scale(x: Tensor) -> Tensor:
+        y = x.clone()
+        y.mul_(2)
+        y[0] = 3
+        y += 1
+        torch._foreach_add_([y], 1.0)
+        return y
+
+    with lowtide.apply(Sum(), plan_of("a buffer, recomputed from")):
+        compiled = torch.compile(scale, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(torch.ones(4)), scale(torch.ones(4)))
 
 
 def test_every_method_that_writes_is_intercepted() -> None:
     wrote = [name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")]
-    assert set(wrote) - {*parameter_methods.writers()} == parameter_methods._NO_WRITERS & {*wrote}
+    assert set(wrote) - {*inplace_methods.writers()} == inplace_methods._NO_WRITERS & {*wrote}
 
 
 def test_an_optimizer_compiled_while_a_plan_is_in_force_updates_parameters() -> None:
@@ -220,7 +346,7 @@ def test_an_optimizer_compiled_while_a_plan_is_in_force_updates_parameters() -> 
     assert same([*other.parameters()], [*plain.parameters()])
 
 
-def test_another_writer_ends_one_step_in_words_and_the_plan_gives_way() -> None:
+def test_a_writer_that_is_not_seen_beforehand_ends_one_step_in_words_and_the_plan_gives_way() -> None:
     x = torch.randn(64, 8, WIDTH, generator=torch.Generator().manual_seed(1))
     model, plain = Sum(), Sum()
     plan = with_smallest_peak(Sum(), [x])
@@ -228,7 +354,7 @@ def test_another_writer_ends_one_step_in_words_and_the_plan_gives_way() -> None:
     def step(model: Sum) -> list[Tensor]:
         loss = model(x)
         with torch.no_grad():
-            model.get_buffer("shift").mul_(0.5)
+            torch.mul(model.get_buffer("shift"), 0.5, out=model.get_buffer("shift"))
         model.zero_grad()
         loss.backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]

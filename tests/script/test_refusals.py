@@ -85,6 +85,15 @@ def test_it_is_planned_for(tmp_path: Path, lines: tuple[str, ...]) -> None:
     assert any("within the budget" in line for line in said)
 
 
+def test_processes_that_train_without_a_plan_are_reported_when_they_start(tmp_path: Path) -> None:
+    file, said = tmp_path / "train.py", list[str]()
+    file.write_text("\n".join((BEGIN, SPAWNED)))
+    with pytest.raises(RehearsalError, match="nothing was watched"):
+        run_watched(Script(target=str(file)), Fitting("90%", said.append))
+    assert len(said) == 1
+    assert said[0].startswith("torch.multiprocessing.spawn starts processes, which train without a plan. Call lowtide")
+
+
 @pytest.mark.parametrize(
     ("lines", "names", "way_out"),
     [

@@ -6,12 +6,15 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 
 from lowtide._torch.fake_modes import is_own, without_function_modes, without_modes
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 
 def n_collectives() -> int:
@@ -178,3 +181,8 @@ def symmetric_memory() -> Iterator[tuple[Any, str]]:
     ):
         if hasattr(owner, name):
             yield owner, name
+
+
+def is_spawned(process: BaseProcess) -> bool:
+    """Return True if `torch.multiprocessing.spawn`, or `start_processes`, made the process. 2.13."""
+    return getattr(getattr(process, "_target", None), "__module__", "") == "torch.multiprocessing.spawn"

@@ -105,8 +105,8 @@ class CallContext:
             if reach.written is None or (module, name) in reach.written or buffer.nbytes <= SMALL_BYTES
         }
         self.copied: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-        """Parameters that were written to after the call, with copies of their earlier contents: table, name, tensor,
-        copy.
+        """Parameters and buffers that were written to since, with copies of their contents before: table, name,
+        tensor, copy.
         """
         self.held = self._held()
         self.sums = self._sums()
@@ -137,18 +137,22 @@ class CallContext:
         ]
 
     def copy(self, storages: set[int], copy_of: Callable[[Tensor], Tensor]) -> bool:
-        """Copy the parameters in this memory, which is about to be written to; return True if there are any."""
+        """Copy parameters and buffers in this memory, which is about to be written to; return True if there are any."""
         uncopied = []
         for held, before in zip(self.held, self.sums, strict=True):
             table, name, tensor, version = held
-            is_parameter = isinstance(tensor, torch.nn.Parameter) and tensor._version == version
-            if is_parameter and storage_id(tensor) in storages:
+            if tensor._version == version and storage_id(tensor) in storages:
                 self.copied.append((table, name, tensor, copy_of(tensor)))
             else:
                 uncopied.append((held, before))
         has_copied = len(uncopied) < len(self.held)
         self.held, self.sums = [held for held, _ in uncopied], [before for _, before in uncopied]
         return has_copied
+
+    def storages(self) -> Iterator[int]:
+        """Yield the memory of the parameters and buffers that are read again and not copied."""
+        for _, _, tensor, _ in self.held:
+            yield storage_id(tensor)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -217,9 +221,11 @@ class CallContext:
             for module, flag in zip(self.reach.modules, self.training, strict=True):
                 vars(module)["training"] = flag
             copies: dict[int, Tensor] = {}  # a tensor shared by two modules stays shared
-            for table, name, parameter, content in self.copied:
-                like = torch.nn.Parameter(content.clone(), requires_grad=parameter.requires_grad)
-                table[name] = copies.setdefault(id(parameter), like)
+            for table, name, tensor, content in self.copied:
+                like = content.clone()
+                if isinstance(tensor, torch.nn.Parameter):
+                    like = torch.nn.Parameter(like, requires_grad=tensor.requires_grad)
+                table[name] = copies.setdefault(id(tensor), like)
             for (module, name), (buffer, _, content) in self.buffers.items():
                 module._buffers[name] = copies.setdefault(id(buffer), content.clone())
             for kind, state in self.autocast:

@@ -295,7 +295,10 @@ class ForwardPass:
         """Hold an argument of a call that will be replayed, as if the outer call had saved it."""
         if outer is not None:
             outer.count += 1
-        return self.engine.hold(tensor, scope.actions.inputs.get(next(places)), outer, scope)
+        handle = self.engine.hold(tensor, scope.actions.inputs.get(next(places)), outer, scope)
+        if handle.value.maker is None and tensor.grad_fn is None:  # a mask, which autograd need not save
+            self.engine.relied_on.of(handle.value, tensor)
+        return handle
 
     def hooks_are_active(self, seam: CallInterceptor) -> bool:
         """Return True if saved tensors reach Lowtide's hooks here; report it if they do not."""

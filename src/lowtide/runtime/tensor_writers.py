@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +21,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch.backward import in_backward
+from lowtide._torch.fake_modes import without_function_modes
 from lowtide._torch.patching import replace_function
 from lowtide._torch.tensors import storage_id
-from lowtide.runtime import parameter_methods
+from lowtide.runtime import inplace_methods
 from lowtide.runtime.recipes import CannotRecompute
 from lowtide.runtime.saved_fields import changed_in_place
 from lowtide.runtime.saved_values import Value, value_without_grad_fn
@@ -79,6 +80,10 @@ class ReliedOn:
         value.
         """
         self._most = _FEW
+        self._storages: set[int] = set()
+        """The memory of all tensors that have been looked at, freed ones included."""
+        self._unlooked: list[weakref.ref[Value] | weakref.ref[ReplayFrame]] = []
+        """Values and replays that came since."""
         self._say = say
         self._stop: Callable[[], object] = lambda: None
 
@@ -86,21 +91,37 @@ class ReliedOn:
         """Return `value`, registered as holding `tensor` for a recompute."""
         value.original = weakref.ref(tensor)
         if self.takes_values:
-            parameter_methods.watched = True
+            inplace_methods.watched = True
             if len(self._values) >= self._most:
                 self._forget_gone()
             self._values.append(weakref.ref(value))
+            self._unlooked.append(self._values[-1])
         return value
 
     def rely_on(self, values: Iterable[Value]) -> None:
         """Copy these values' tensors before a write, although other recomputes run only on trial."""
-        self._values += [weakref.ref(value) for value in values if value.original is not None]
-        parameter_methods.watched = True
+        references = [weakref.ref(value) for value in values if value.original is not None]
+        self._values += references
+        self._unlooked += references
+        inplace_methods.watched = True
 
     def add(self, frame: ReplayFrame) -> None:
-        """Copy the parameters that the replay of `frame` reads before a write."""
+        """Copy the parameters and buffers that the replay of `frame` reads before a write."""
         self.frames.add(frame)
-        parameter_methods.watched = True
+        self._unlooked.append(weakref.ref(frame))
+        inplace_methods.watched = True
+
+    def may_read(self, storages: set[int]) -> bool:
+        """Return True if a tensor that will be read again may be in this memory: a quick answer, before each write."""
+        unlooked, self._unlooked = self._unlooked, []
+        for reference in unlooked:
+            reader = reference()
+            if isinstance(reader, Value):
+                original = None if reader.original is None else reader.original()
+                self._storages.update(() if original is None else (storage_id(original),))
+            elif reader is not None:
+                self._storages.update(reader.call_context.storages())
+        return not self._storages.isdisjoint(storages)
 
     def _forget_gone(self) -> None:
         self._values = [reference for reference in self._values if reference() is not None]
@@ -116,7 +137,7 @@ class ReliedOn:
         """Copy tensors that are still to be read before a write, until `leave`, or until the plan's model is freed."""
         _watching.add(self)
         if not _undo:
-            _undo.extend((register_optimizer_step_pre_hook(_updates).remove, parameter_methods.intercept(_writes)))
+            _undo.extend((register_optimizer_step_pre_hook(_updates).remove, inplace_methods.intercept(_writes)))
         stop = replace_function(
             torch, "embedding_renorm_", functools.partial(functools.partial, _renormalise, weakref.ref(self))
         )
@@ -154,8 +175,11 @@ class ReliedOn:
             self._say(tensor, writer)
 
     def __bool__(self) -> bool:
-        self._forget_gone()
-        return bool(self._values or self.frames)
+        if self.frames or any(reference() is not None for reference in self._values):
+            return True
+        self._values, self._unlooked, self._most = [], [], _FEW
+        self._storages.clear()
+        return False
 
 
 _watching: weakref.WeakSet[ReliedOn] = weakref.WeakSet()
@@ -199,12 +223,18 @@ def _updates(optimizer: Optimizer, *_: Any) -> None:
             relied_on.before_write(updated, f"{type(optimizer).__name__}.step()")
 
 
-def _writes(parameter: Tensor, method: str) -> bool:
-    """Copy tensors that a method of `parameter` is about to write to and a plan reads again; False if none reads."""
+def _writes(tensors: Sequence[Tensor], writer: str) -> bool:
+    """Copy memory that `writer` is about to write to and a plan reads again; return False if no plan reads any."""
+    if in_backward():
+        return True
     plans = _at_work()
-    for relied_on in plans:
-        relied_on.before_write({storage_id(parameter)}, f"Tensor.{method}")
-    return bool(plans) or in_backward()
+    if plans:
+        with without_function_modes():
+            storages = {storage_id(tensor) for tensor in tensors} - {0}
+            for relied_on in plans:
+                if relied_on.may_read(storages):
+                    relied_on.before_write(storages, writer)
+    return bool(plans)
 
 
 def _renormalise(

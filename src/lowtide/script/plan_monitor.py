@@ -27,6 +27,11 @@ _PASSED_OVER = (
     "each in a process of its own, or call lowtide.fit in the script"
 )
 
+IN_PROCESSES = (
+    "Call lowtide.fit(model, step, batch) in the function that each process runs, or have the processes started from "
+    "outside: torchrun --no-python --nproc-per-node N lowtide run ... SCRIPT."
+)
+
 _NOT_REPEATED = (
     "a step that runs out of memory will not be repeated: the model is compiled as a whole, and there is no plan with "
     "a smaller peak to repeat the step under. Give a smaller budget, or compile repeated blocks instead, each in its "
@@ -68,6 +73,10 @@ class PlanMonitor(StepListener):
             # removed in the next step, because no hooks may be removed here
             self._to_remove, self._applied = self._applied, None
         self.done, self._n_others, self._most = False, 0, 0
+
+    def starts_processes(self) -> None:
+        """Report that processes of `torch.multiprocessing.spawn` are not watched."""
+        self._say(f"torch.multiprocessing.spawn starts processes, which train without a plan. {IN_PROCESSES}")
 
     def passes_over(self) -> None:
         """Report that the trained model runs without a plan."""

@@ -11,6 +11,7 @@ from lowtide._torch.compiled_code import n_compiled
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.runtime.bypassed_calls import IN_TRANSFORM
 from lowtide.script.composite_model import name_of
+from lowtide.script.plan_monitor import IN_PROCESSES
 from lowtide.script.runner import Script
 from lowtide.script.step_detector import Steps
 from lowtide.script.step_listener import Enough, StepListener
@@ -100,9 +101,7 @@ def why_not(program: str, steps: Steps, listener: StepListener) -> str:
     if steps.model is None and steps.started_processes:
         return (
             f"{ended}; no model was trained in it, but perhaps in processes that it started (torch.multiprocessing, "
-            "spawn), where nothing was watched.\n"
-            "  Call lowtide.fit(model, step, batch) in the function that each process runs, or have the processes "
-            "started from outside: torchrun --no-python --nproc-per-node N lowtide run ... SCRIPT."
+            f"spawn), where nothing was watched.\n  {IN_PROCESSES}"
         )
     if steps.model is None and steps.in_backward_only:
         return (

@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lowtide._torch.backward import in_backward, in_transform, is_tracing
 from lowtide._torch.compiled_code import is_compiled, n_compiled, never_compiled, not_compiled_alone
+from lowtide._torch.distributed import is_spawned
 from lowtide._torch.patching import Make, replace_function
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.profiler.preconditions import check_not_in_zero, check_updates_outside
@@ -169,6 +170,8 @@ class Steps:
                 self._close()
 
     def _starts_process(self, plain: Callable[..., Any], process: BaseProcess) -> None:
+        if not self.started_processes and self.model is None and is_spawned(process):
+            self.listener.starts_processes()  # at once, as they may train for hours
         self.started_processes = True
         plain(process)
 

@@ -77,6 +77,9 @@ class StepListener:
         """Raise `why`, or continue although the end of a step can't be detected."""
         raise why
 
+    def starts_processes(self) -> None:
+        """Note that `torch.multiprocessing.spawn` starts processes before anything is trained in this one."""
+
     def passes_over(self) -> None:
         """Note that another model is trained after all work is done. Called from an optimizer's hook, once."""
 

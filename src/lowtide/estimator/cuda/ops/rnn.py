@@ -3,7 +3,7 @@
 The CPU's composition saves every gate of every step as separate tensors. Only on a GPU does cuDNN report the sizes of
 its reserve and workspace (cudnnGetRNNTempSpaceSizes), and its documentation gives no bound. The sizes counted are those
 of 40 layers on an H200 with cuDNN 9.19 (tests/estimator/data/cudnn_h200.json): the reserves of all of them to the byte,
-the workspaces within a tenth. Other GPUs may need other sizes, which is noted; `lowtide rehearse --strict` does not
+the workspaces within a tenth. Other GPUs may need other sizes, which is noted; `lowtide estimate --strict` does not
 accept the sizes as known.
 """
 
