@@ -197,7 +197,9 @@ def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGr
     index: dict[fx.Node, int] = {}
     nodes: list[JointNode] = []
     numbers: dict[int, int] = {}
-    """Numbers of calls; indices of nodes shift with symbolic sizes, which are extra inputs."""
+    """Number of each call, by the node's index. The hash names calls by it: symbolic sizes are extra inputs, which
+    shift indices.
+    """
     sizes: set[int] = set()
     """Indices of symbolic sizes and of what is computed from them."""
     digest = hashlib.blake2b(digest_size=8)

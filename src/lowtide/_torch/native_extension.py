@@ -23,7 +23,9 @@ class BuildFailed(Exception):
 
 
 def build() -> Path:
-    """Compile the hooks for this torch and Python, and return the library. Raises BuildFailed."""
+    """Compile the hooks for this torch and Python, and return the library's path. Raises BuildFailed if they don't
+    compile.
+    """
     try:
         library = native_cache.library(torch.__version__)
         library.parent.mkdir(parents=True, exist_ok=True)

@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 REPAIRS = 4
-"""Most plans that are tried for a budget. Each aims lower by the excess of the one before."""
+"""Largest number of plans that are tried for a budget. Each aims lower by the excess of the one before."""
 FORECAST = "before it was compiled"
 """Beginning of the note on the forecast of a compiled plan's peak."""
 SCHEDULED = 4
-"""Most plans for compiled code that are measured without kernels."""
+"""Largest number of plans for compiled code that are measured without kernels."""
 COMPILED_REPAIRS = 3
-"""Most compiled plans that are tried for a budget."""
+"""Largest number of compiled plans that are tried for a budget."""
 FORECAST_MARGIN = 1.2
 """Ratio up to which a peak that is forecast for compiled code may be above the measured one."""
 UNUSED = 0.02

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 REPEATED = 5
-"""Most plain steps that are run to check if a difference under the plan also occurs without it: some CUDA kernels add
-up in another order only now and then.
+"""Largest number of plain steps that are run to check if a difference under the plan also occurs without it. Some CUDA
+kernels add up in another order only now and then.
 """
 
 DRAWN = "random numbers"

@@ -351,7 +351,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
 
     @contextlib.contextmanager
     def purpose(self, category: Category) -> Iterator[None]:
-        """Give memory that is allocated in this block a category."""
+        """Set the category of memory that is allocated inside this `with` block."""
         self._purposes.append(category)
         try:
             yield

@@ -81,7 +81,7 @@ class _Work:
 
     @property
     def room(self) -> int:
-        """The room of the largest GPU."""
+        """Bytes that the largest context leaves of the largest of these GPUs."""
         return max(map(_room, self.gpus))
 
 

@@ -44,7 +44,7 @@ ALL_OR_ANY = frozenset({aten.all.default, aten.any.default})
 PACKING = aten._pack_padded_sequence.default
 """The only operator that returns a CPU tensor along with one on a GPU."""
 BY_INTEGERS = frozenset({aten._ctc_loss.default, aten._ctc_loss.Tensor, PACKING})
-"""Operators whose result shapes depend on contents, but not on those of floating-point arguments."""
+"""Operators whose result shapes depend on the contents of their integer arguments only."""
 LESS = frozenset({aten.le.Scalar, aten.lt.Scalar, aten.le.Tensor, aten.lt.Tensor})
 MORE = frozenset({aten.ge.Scalar, aten.gt.Scalar, aten.ge.Tensor, aten.gt.Tensor})
 COMPARING = frozenset({aten.equal.default, aten.allclose.default})

@@ -101,7 +101,7 @@ class ObservedStep:
     """Observations of one step."""
 
     backwards: int = 0
-    """Most backward passes that added to one parameter's gradient before a step of the optimizer."""
+    """Largest number of backward passes that added to one parameter's gradient before a step of the optimizer."""
     scaled: bool = False
     changed: bool = False
     moved: bool = False

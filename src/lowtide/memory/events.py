@@ -161,9 +161,9 @@ class Recorder(ABC):
         """Put a mark between the allocations made so far and the next one."""
 
     def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
-        """Return the bytes in memory at entry outside blocks at these `addresses`, which have `n_bytes` together.
+        """Return the bytes in memory at entry outside the blocks at `addresses`, which have `n_bytes` together.
 
-        None if a recorder does not know.
+        0 for a recorder that does not know it.
         """
         return 0
 

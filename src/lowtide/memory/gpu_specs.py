@@ -60,7 +60,7 @@ def context_bytes(gpu: GpuSpec) -> tuple[int, int]:
 
 
 _SHORTEST = 3
-"""Fewest letters and digits of an abbreviated name: "cuda:5" is not taken for an RTX 5090."""
+"""Smallest number of letters and digits of an abbreviated name: "cuda:5" is not taken for an RTX 5090."""
 
 
 def parse_gpu(text: str | GpuSpec) -> GpuSpec:

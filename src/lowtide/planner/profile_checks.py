@@ -6,7 +6,7 @@ from lowtide.errors import LowtideError
 from lowtide.planner.records import Profile
 
 DEEPEST = 256
-"""Most enclosing calls of a call: Python cannot run deeper nested modules."""
+"""Largest number of enclosing calls of a call: Python cannot run deeper nested modules."""
 MOST = 2**60
 """Upper limit for the sum of all bytes, FLOPs or milliseconds of a step."""
 

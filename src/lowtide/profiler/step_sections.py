@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lowtide.profiler.trial_updates import Updates
 
 MOST_MODULES = 64
-"""Most modules whose calls are timed, the outer ones first: each costs the host a few microseconds."""
+"""Largest number of modules whose calls are timed, the outer ones first: each costs the host a few microseconds."""
 AHEAD = 2.0
 """Time for which the device is kept busy before a section, as a multiple of the host's time to launch the section."""
 LEAST_AHEAD_MS = 0.05

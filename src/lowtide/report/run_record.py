@@ -154,7 +154,7 @@ class RunRecord(Record):
 
     @property
     def reserved_peak_bytes(self) -> int | None:
-        """Measured peak of reserved bytes; None if the budget is not for these."""
+        """Measured peak of reserved bytes; None if the budget is for requested bytes."""
         if self.proof is None or self.plan is None or self.plan.budget_for == "requested":
             return None
         return self.proof.measured_peak_bytes

@@ -297,7 +297,7 @@ def _tuple(kind: type, items: list[Any]) -> Any:
 
 
 _DEPTH = 4
-"""Most levels of nested objects that are searched."""
+"""Largest number of levels of nested objects that are searched."""
 
 ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range}

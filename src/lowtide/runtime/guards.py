@@ -33,7 +33,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _VALUES = methodcaller("values")  # includes parameters of TorchScript modules, which are in no dict
 
 _MOST_SHAPES = 1024
-"""Most shapes that a guard remembers."""
+"""Largest number of shapes that a guard remembers."""
 
 
 class PlanGuard:

@@ -43,7 +43,7 @@ class Operator:
 
 
 def _written(name: str, node: str, forward: Callable[[Tensor], Tensor], *, out: str = "grad_input", **more: Any) -> Any:
-    """Return an operator that accepts an output argument."""
+    """Return the in-place form of an operator that has an overload with an output argument."""
     overload = getattr(getattr(aten, name), "out" if name.endswith("_data") else "grad_input")
 
     def write(own: Any, gradient: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -23,7 +23,8 @@ from lowtide._torch.modules import CALL
 from lowtide.runtime.call_arguments import ATOMS
 
 LARGEST: Final = 100
-"""Most entries of a captured container; nested ones may have an eighth of it. Larger ones are data or logs."""
+"""Largest number of entries of a captured container, an eighth of it for nested ones; larger ones are data or logs.
+"""
 
 _TORCHS: Final = frozenset(vars(nn.Module())) | {CALL}
 

@@ -92,7 +92,7 @@ _NOTED = ("lowtide", "noted")
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 _SAVED = frozenset({"condition", "mask"})
-"""Names of those operands of these operators that the node saves."""
+"""Names of the operands in `_OPERANDS` that the autograd node itself saves."""
 
 
 class CaptureListener(Protocol):
@@ -227,7 +227,9 @@ class OperandCapture(TorchFunctionMode):
 
 
 def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Return True if the memory of this call of a function in `_SIZED_BY_CONTENTS` depends on contents."""
+    """Return True if the memory of this call of a function in `_SIZED_BY_CONTENTS` depends on its arguments'
+    contents.
+    """
     if func is torch.Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else args[1:2]
         return any(isinstance(it, Tensor) and it.dtype in (torch.bool, torch.uint8) for it in index)

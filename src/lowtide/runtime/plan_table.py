@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 MOST_PATHS = 4
-"""Most runs in which the path to a recompute's operands is remembered anew. After that every run searches for them."""
+"""Number of runs in which the path to a recompute's operands may be remembered anew; after that every run searches."""
 
 
 class Decision:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _UNRECORDED: Final = object()
 
 MAX_CHAIN = 32
-"""Most nodes that one recompute may visit before it reaches a held value."""
+"""Largest number of nodes that one recompute may visit before it reaches a held value."""
 
 
 class ParameterOwners:

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from lowtide.runtime.operand_capture import CaptureSite
 
 SEED_BYTES = 64
-"""Most bytes of a tensor without a node, such as a seed, that is kept although a replay could bring it back. On a GPU,
+"""Largest size in bytes of a tensor without a node, such as a seed, that is kept although a replay could restore it. On
+a GPU,
 kernels of attention save their seeds even if they have drawn no numbers; the seeds are uninitialised then.
 """
 

@@ -57,7 +57,7 @@ plan.
 """
 
 GROWTHS: Final = 12
-"""Most plans made for larger batches, one after the other: enough for ten thousand random sizes."""
+"""Largest number of plans made for larger batches, one after the other: enough for ten thousand random sizes."""
 
 AUDITED: Final = "every recipe and replay was compared with the true tensors, bit by bit"
 COMPARED: Final = "compiled code under the plan was compared with the plain compiled code on a batch, bit by bit"

@@ -32,7 +32,7 @@ class StepListener:
 
     @property
     def awaits(self) -> str:
-        """Text that names the event for which the listener waits."""
+        """Text that names the event that the listener waits for."""
         raise NotImplementedError
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:

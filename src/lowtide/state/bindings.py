@@ -23,7 +23,7 @@ from lowtide._torch.autograd_graph import producer
 from lowtide.utils.object_slots import slots_of
 
 LARGEST = 1000
-"""Most entries of a container that are searched for a graph."""
+"""Largest number of entries of a container that are searched for a graph."""
 
 _KINDS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
 _COUNTS = (int, str, bytes, type(None), Enum)

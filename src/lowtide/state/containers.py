@@ -9,7 +9,7 @@ from typing import Any
 from lowtide.state.bindings import Bindings, contents_of, kind_of
 
 LARGEST = 10_000
-"""Most entries of a container in a batch that is restored; larger ones are data."""
+"""Largest number of entries of a container in a batch that is restored; larger ones are data."""
 
 
 def container_restorer(batch: Any) -> Callable[[], None]:

@@ -47,17 +47,16 @@ from lowtide.state.reachable_state import LEAVES, ReachableState, is_generator, 
 from lowtide.utils.object_slots import slots_of
 
 COPIED_BYTES = 2**26
-"""Most bytes copied in all: arrays, tensors that no module owns, and references."""
+"""Largest number of bytes copied in all: arrays, tensors that no module owns, and references."""
 
 LARGEST = 10_000
-"""Most entries of a container that is searched. Larger ones are data, not state: they are restored, but not
-searched.
+"""Largest number of entries of a container that is searched. Larger ones are data, not state: they are only restored.
 """
 LARGEST_HELD = 1_000_000
-"""Most entries of a container that is restored."""
+"""Largest number of entries of a container that is restored."""
 
 MOST = 200_000
-"""Most objects that the walk visits."""
+"""Largest number of objects that the walk visits."""
 
 _TABLES: Final = frozenset(name for name, table in vars(nn.Module()).items() if isinstance(table, dict))
 """Names of a module's own tables: parameters, buffers, modules, hooks."""

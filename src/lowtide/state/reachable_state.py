@@ -31,8 +31,8 @@ from lowtide.state.introspection import NamedAttributes, is_opaque, is_user_code
 from lowtide.utils.object_slots import in_slots
 
 LARGEST = 1000
-"""Most entries of a list, tuple or set that is searched. Larger ones are data, not state, as are data sets and loaders;
-in larger dicts only tensors and modules are searched for.
+"""Largest number of entries of a list, tuple or set that is searched. Larger ones are data, not state, as are data sets
+and loaders; in larger dicts only tensors and modules are searched for.
 """
 
 LARGEST_BYTES = 1 << 28

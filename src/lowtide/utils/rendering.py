@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 LONGEST_REPR = 200
-"""Most characters of a record's `repr`, which is what a notebook or a debugger shows of it in a line."""
+"""Largest number of characters of a record's `repr`, which is what a notebook or a debugger shows of it in a line."""
 
 _MODULES: dict[str, str] = {}
 _HTML: list[str] = []

@@ -25,7 +25,7 @@ class Kept:
     name: str
     """Name under which torch saves it (`mat1`, `result`), or `ctx.x` for an attribute of a custom Function."""
     shape: tuple[int, ...] | None
-    """None for nested tensors."""
+    """Size in each dimension; None for nested tensors."""
     dtype: str
     bytes: int
     """Bytes of the tensor's whole storage, of which it may be a small view."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from lowtide.state import introspection
 
 DEPTH = 16
-"""Most user frames that are compared to tell one place from another."""
+"""Largest number of user frames that are compared to tell one place from another."""
 
 origin = lru_cache(maxsize=4096)(introspection.origin)
 

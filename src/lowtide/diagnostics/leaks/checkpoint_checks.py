@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.finding_log import FindingLog
 
 _MOST_REGIONS = 512
-"""Most checkpointed calls that are observed: mistakes show in the first steps."""
+"""Largest number of checkpointed calls that are observed: mistakes show in the first steps."""
 
 
 class CheckpointChecks:
@@ -157,7 +157,7 @@ class _Calls:
             self._written[id(module)] = {name for name, version in before.items() if after.get(name) != version}
 
     def wrote(self, module: nn.Module) -> set[str]:
-        """Return names of the buffers that the calls of `module` wrote to; none for norms."""
+        """Return the names of the buffers that the calls of `module` wrote to; an empty set for norms."""
         return self._written.get(id(module), set())
 
     def modules(self) -> Iterator[nn.Module]:

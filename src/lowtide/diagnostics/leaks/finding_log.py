@@ -86,7 +86,7 @@ class FindingLog:
         self.entries: dict[str, Entry] = {}
 
     def add(self, retained: Iterable[RetainedObject], *, least_bytes: int, largest_graph_bytes: int) -> None:
-        """Add the objects that one inspection found, for holders of at least `least_bytes`."""
+        """Add the objects that one inspection found, if their holder holds at least `least_bytes`."""
         for key, group in _by_holder(retained).items():
             for subject in ("nodes", "evaluation"):
                 others = [item for item in group if item.subject == subject]

@@ -75,7 +75,7 @@ class RetainedObject:
         return min(self.holders, key=lambda h: (RANK.index(h.kind), not h.gathers), default=None)
 
     def is_held_as(self, kind: str) -> bool:
-        """Return True if the holder to report is of this kind."""
+        """Return True if the holder to report is of the kind `kind`."""
         return self.holder is not None and self.holder.kind == kind
 
 

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
 
 LEVELS = 9
-"""Most references that are followed from a tensor to a named holder."""
+"""Largest number of references that are followed from a tensor to a named holder."""
 
 MOST_TENSORS = 2_000
-"""Most objects whose referrers are searched for at once."""
+"""Largest number of objects whose referrers are searched for at once."""
 
 _MANY = 256
 """Number of objects from which one pass over all objects is faster than `gc.get_referrers`, which compares each with

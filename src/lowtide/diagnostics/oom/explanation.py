@@ -15,7 +15,7 @@ from lowtide.planner.serialization import Record
 from lowtide.units import format_bytes
 
 _MOST_PROCESSES = 1024
-"""Most processes of a log whose messages are kept apart."""
+"""Largest number of processes of a log whose messages are kept apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

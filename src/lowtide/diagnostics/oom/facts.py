@@ -335,9 +335,9 @@ _SETTING = re.compile(
 )
 """The first alternative is torch's advice, which does not mean that the setting is on."""
 _LINE = 2000
-"""Most characters between the beginning of a line and a place of a traceback in it."""
+"""Largest number of characters between the beginning of a line and a place of a traceback in it."""
 MOST_PLACES = 1000
-"""Most lines of a traceback that are kept, besides earlier ones that carry a fact by themselves."""
+"""Largest number of lines of a traceback that are kept, besides earlier ones that carry a fact by themselves."""
 
 
 class _Traceback:

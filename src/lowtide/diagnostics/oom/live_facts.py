@@ -68,7 +68,7 @@ def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
 
 
 def _selves(frames: list[tuple[FrameType, int]], kind: type[Any]) -> list[tuple[FrameType, Any]]:
-    """Return the frames of methods of objects of this kind, outermost first, with the objects."""
+    """Return the frames of methods of instances of `kind`, outermost first, each with its instance."""
     candidates = ((frame, _self(frame)) for frame, _ in frames)
     return [(frame, each) for frame, each in candidates if isinstance(each, kind)]
 

@@ -53,9 +53,9 @@ _SHAPE = re.compile(r"for an array with shape \(([\d, ]{1,200})\)")
 _PROCESS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 
 _LONGEST = 2000
-"""Most characters of a message: the longest one lists some twenty processes."""
+"""Largest number of characters of a message: the longest one lists some twenty processes."""
 MOST_KNOWN = 1 << 18
-"""Most messages that are distinguished from each other."""
+"""Largest number of messages that are distinguished from each other."""
 
 _USUAL_OVERHEAD_BYTES = 2 << 30
 """Usual upper bound of a context and its libraries."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 PIECE = 1 << 18
 """Number of characters that are read at once."""
 LONGEST = 5000
-"""Most characters of a match, which is more than the longest message has."""
+"""Largest number of characters of a match, which is more than the longest message has."""
 
 PREFIX = re.compile(
     r"^(?:\x1b\[[0-9;]{0,60}m)*(?:\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}(?:Z|[+-]\d\d:?\d\d)? )?"

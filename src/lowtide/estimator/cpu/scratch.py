@@ -69,7 +69,7 @@ class Scratch:
 
 
 def _copied(*places: int) -> Callable[[Any, Any, list[Tensor]], list[int]]:
-    """Return a rule for kernels that make these arguments contiguous."""
+    """Return a rule for kernels that copy the arguments at `places` if they are not contiguous."""
 
     def rule(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
         given = (args[place] for place in places if args[place] is not None)
@@ -199,7 +199,7 @@ def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
 
 
 _SMALLEST_OF_BLAS = 400
-"""Fewest multiplications in each product of a batch for which BLAS is used."""
+"""Smallest number of multiplications in each product of a batch for which BLAS is used."""
 
 
 def blas_reads(factor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Parts of `torch.cuda` that an absent GPU does not support: refused by name, with the way out."""
+"""Parts of `torch.cuda` that an absent GPU does not support: refused by name, each with an alternative."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ LARGEST_ASKED = 2**26
 """Largest number of elements of a batch that is searched for NaN and infinity."""
 
 MOST_ASKED = 10_000
-"""Most times in a row that one line gets the answer "the loop goes on"."""
+"""Largest number of times in a row that one line gets the answer "the loop goes on"."""
 
 _AS_NUMBER = (aten._local_scalar_dense.default, aten.item.default)
 """Operators behind `.item()`; the second is seen only for inference-mode tensors, else it is composed of the first."""
@@ -316,7 +316,8 @@ class ValueOracle:
         return all(_is_small(t) and contents.is_known(t) for t in tensors) and all(map(_is_small, made))
 
     def _compute(self, func: Any, args: Any, kwargs: Any, targets: list[Tensor], made: list[Tensor]) -> bool:
-        """Run an operator on contents and record its results. Return False, with no effect, if it can't run.
+        """Run an operator on the contents of its arguments and record its results. Return False, with no effect, if it
+        can't run.
 
         Assumed contents may be invalid for the operator, such as an index that is too large; and some operators exist
         only on GPUs.
@@ -360,7 +361,9 @@ class ValueOracle:
         return None
 
     def _run(self, func: Any, args: Any, kwargs: Any, written: dict[int, Tensor | None] | None = None) -> Any:
-        """Run an operator on contents. `written`: contents of its write targets, by id of the fake tensor."""
+        """Run an operator on the contents of its arguments. `written`: contents of its write targets, by fake tensor's
+        id.
+        """
         targets = written or {}
         borrowed: set[int] = set()
 

@@ -88,7 +88,7 @@ class CachingAllocator:
         self._n_searches = 0  # of allocations in the large pool: the clock by which idle time is measured
 
     def malloc(self, n_bytes: int, stream: int = 0) -> Block:
-        """Return the block for a request of `n_bytes` on `stream` (malloc, alloc_found_block). Raises OutOfMemory."""
+        """Allocate `n_bytes` on `stream` (malloc, alloc_found_block). Raises OutOfMemory if no memory is left."""
         size = (n_bytes + 511 & -512 or 512) if self._rounds_to_512 else round_size(n_bytes, self.config)
         free = (self._small if size <= SMALL_SIZE else self._large).get(stream) or self._new_pool(size, stream)
         if self._garbage_from is not None and not free.is_small:

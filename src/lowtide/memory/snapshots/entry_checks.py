@@ -10,7 +10,7 @@ from lowtide.memory.allocator.config import VARIABLES
 from lowtide.memory.untrusted_files import in_one_line
 
 MOST_DEVICES = 128
-"""Most devices in a snapshot: PyTorch numbers them in 8 bits."""
+"""Largest number of devices in a snapshot: PyTorch numbers them in 8 bits."""
 MOST_BYTES = 2**48
 """Largest number of bytes in a snapshot, more than any device has."""
 MOST_NUMBER = 2**64

@@ -32,7 +32,9 @@ class Snapshot:
 
     @classmethod
     def read(cls, path: str | Path) -> Snapshot:
-        """Return the snapshot in a file, which may be untrusted: only plain data is read. Raises LowtideError."""
+        """Return the snapshot in a file, which may be untrusted: only plain data is read. Raises LowtideError for any
+        other file.
+        """
         record = load_plain(path)
         return cls(record, Path(path).stat().st_size)
 
@@ -58,7 +60,7 @@ class Snapshot:
         return [segment for segment in self.record["segments"] if segment.get("device", 0) == device]
 
     def history(self, device: int | None = None) -> History:
-        """Return the history of a device, by default the only one in the snapshot. Raises LowtideError."""
+        """Return the history of a device, by default the only one. Raises LowtideError if there is none."""
         device = self._device(device)
         traces = self.record.get("device_traces", [])
         try:

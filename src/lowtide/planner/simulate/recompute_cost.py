@@ -29,7 +29,7 @@ class RecomputeCost(NamedTuple):
     ahead_bytes: tuple[int, ...] = ()
     """For each operand of a recompute, the bytes of values on the way that exist when the operand is demanded."""
     scratch_bytes: int = 0
-    """Most bytes allocated while it runs, beyond its result; not given for replays and advances."""
+    """Peak of the bytes allocated while it runs, beyond its result; not given for replays and advances."""
     expensive: bool = False
     host_ms: float = 0.0
 

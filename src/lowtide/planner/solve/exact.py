@@ -25,7 +25,7 @@ from lowtide.planner.solve.pareto_pool import Candidate, CostRange
 Bytes = dict[int, float]
 """Bytes by position."""
 ROUNDS = 3
-"""Most integer programs that are solved for one limit."""
+"""Largest number of integer programs that are solved for one limit."""
 ROUGH = 0.1
 """Largest share of the limit that the rows may leave out; above it, their solutions are no guide to choices that
 fit.

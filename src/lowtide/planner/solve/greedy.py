@@ -29,7 +29,7 @@ from lowtide.planner.solve.pareto_pool import ParetoPool
 GOOD_ENOUGH = 0.9
 """Share of the best possible worth from which on a move is taken without simulating others."""
 MOST_TRIED = 6
-"""Most moves that are simulated for one choice, unless none of them helps."""
+"""Largest number of moves that are simulated for one choice, unless none of them helps."""
 MANY = 600
 """Number of moves beyond which the smallest peak is searched for from one start only."""
 

@@ -46,7 +46,7 @@ HAND_OVERS = 8
 one. They divide the plain step's times into equal parts.
 """
 NEAREST = 16
-"""Most values whose early recompute is considered at one position."""
+"""Largest number of values whose early recompute is considered at one position."""
 
 
 class Rows(NamedTuple):

@@ -19,11 +19,11 @@ from lowtide.planner.solve.linear_program import CoveringProblem, Floats, Row
 from lowtide.utils.stderr_filter import without_noise
 
 AT_ONCE = 4
-"""Most positions that are added from one round to the next."""
+"""Largest number of positions whose rows are added to the relaxation from one round to the next."""
 ROUNDS = 8
-"""Most relaxations that are solved until no position is over the limit."""
+"""Largest number of relaxations that are solved until no position is over the limit."""
 NODES = 10
-"""Most nodes of the search tree that are visited."""
+"""Largest number of nodes of the search tree that are visited."""
 NEAR_ENOUGH = 2e-3
 """Relative gap at which the search for decisions ends, if not before."""
 FREE = 1e-9

@@ -202,7 +202,7 @@ class Moves:
         return [move for _, _, move in sorted(parts, key=lambda part: part[:2])]
 
     def recompute_all(self, *, expensive: bool) -> DecisionVector:
-        """Return the choice to recompute every cheap group, and all others too if `expensive`."""
+        """Return the choice that recomputes every cheap group, and all others too if `expensive`."""
         groups = tuple(group for group in self.groups if expensive or not group.expensive)
         return Move(recompute=groups).apply_to(self.simulator.keep_everything())
 

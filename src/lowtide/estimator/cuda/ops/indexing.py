@@ -35,7 +35,7 @@ _INDEXING = Behaviour(
 )
 
 _UNSORTED = 3072
-"""Most indices for which the kernel does not sort."""
+"""Largest number of indices for which the kernel does not sort."""
 
 _ROWS_EACH = 10
 """Rows that each thread adds up (NROWS_PER_THREAD)."""

@@ -74,7 +74,7 @@ _COLUMNS_EACH = 32
 _MOST_BLOCKS = 64 * 1024 // 2
 _MOST_EXAMPLES = 880_801
 _MOST_MULTIPROCESSORS = 192
-"""Most multiprocessors of any GPU; groups of columns are few below half that number."""
+"""Largest number of multiprocessors of any GPU; groups of columns are few below half that number."""
 
 
 class _RmsNorm(torch.autograd.Function):
