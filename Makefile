@@ -19,7 +19,7 @@ READY := $(VENV)/.ready
 UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow integrations lint docs bench mutants clean
+.PHONY: help demo test slow integrations lint docs pictures bench mutants clean
 
 help: ## say what there is (the default)
 	@sed -n 's/^\([a-z]*\):[^#]*## */  make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -47,6 +47,9 @@ lint: $(READY) ## check style, format, types, layers and prose
 docs: $(READY) ## build the documentation site into build/site; a broken link is an error
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -c constraints-docs.txt -e '.[docs]'
 	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going docs build/site
+
+pictures: $(READY) ## make the pictures of README and docs again; needs Chromium
+	$(BIN)/python tools/pictures.py
 
 bench: $(READY) ## measure Lowtide beside the others: docs/benchmarks.md
 	@set -e; for name in $(BENCH); do echo "== bench/$$name.py"; $(BIN)/python "bench/$$name.py"; done

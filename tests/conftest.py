@@ -98,7 +98,8 @@ def _left_in_force() -> list[str]:
     """List what plans put into this process and no test has taken away."""
     left = []
     if (patching := sys.modules.get("lowtide._torch.patching")) is not None:
-        left += [f"a stand-in for {name}" for _, name in patching._replacements]
+        # Without makes it only calls the original; it stays where other code has wrapped it, as dynamo does `__init__`.
+        left += [f"a stand-in for {name}" for (_, name), (_, makes) in patching._replacements.items() if makes]
     if (in_place := sys.modules.get("lowtide.runtime.inplace_gradients")) is not None:
         left += ["gradients that are written in place" for plan in in_place._IN_FORCE if plan() is not None]
     if (writers := sys.modules.get("lowtide.runtime.tensor_writers")) is not None and writers._undo:

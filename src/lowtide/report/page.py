@@ -16,7 +16,7 @@ from lowtide.report.plan_text import blocks, extra
 from lowtide.report.run_record import RunRecord
 from lowtide.report.run_text import peak_sentence, verdict
 from lowtide.report.step_memory import CATEGORIES, StepMemory
-from lowtide.report.text_table import decisions, lever_lines
+from lowtide.report.text_table import added_time, decisions, lever_lines
 from lowtide.units import format_bytes, format_ratio, format_time
 from lowtide.utils.tables import Styled, Table
 
@@ -319,12 +319,12 @@ def decided(run: RunRecord) -> str:
         f"and computed again in backward: by their own operator, or by running their module once more.</p>{listing}"
         "<p>Bytes are of tensors saved for backward, by the module that saves them. Times are of its own recomputes "
         "and replays; all together, with what these need on the way, they take "
-        f"{format_time(plan.predicted.extra_ms)} a step.</p>"
-        f'<div class="lt-tree">{"".join(_branch(tree, tree.total, 0))}</div>'
+        f"{added_time(plan.predicted.extra_ms, plan.step_ms).removeprefix('+')}.</p>"
+        f'<div class="lt-tree">{"".join(_branch(tree, tree.total, 0, plan.step_ms))}</div>'
     )
 
 
-def _branch(branch: Branch, whole: int, depth: int) -> Iterator[str]:
+def _branch(branch: Branch, whole: int, depth: int, step_ms: float) -> Iterator[str]:
     name = f"{escape(branch.name)}"
     if branch.n_alike > 1:
         name += f" <small>{branch.n_alike} alike</small>"
@@ -335,7 +335,8 @@ def _branch(branch: Branch, whole: int, depth: int) -> Iterator[str]:
     )
     parts = [f"{decision} {format_bytes(branch.bytes[decision])}" for decision in DECISIONS if branch.bytes[decision]]
     if branch.ms >= 0.0005:
-        parts.append(f"+{format_time(branch.ms)}")
+        share = f" ({format_ratio(branch.ms / step_ms, signed=True)})" if step_ms else ""
+        parts.append(f"+{format_time(branch.ms)}{share}")
     row = (
         f'<span class="lt-name">{name}</span><span class="lt-decisions" aria-hidden="true">{bar}</span>'
         f'<span class="lt-told">{" · ".join(parts)}</span>'
@@ -348,7 +349,7 @@ def _branch(branch: Branch, whole: int, depth: int) -> Iterator[str]:
     below = whole // branch.n_alike if branch.n_alike > 1 else whole
     yield f"<details{' open' if depth <= _DEEPEST_OPEN else ''}><summary>{row}</summary>{each}"
     for child in children:
-        yield from _branch(child, below, depth + 1)
+        yield from _branch(child, below, depth + 1, step_ms)
     yield "</details>"
 
 

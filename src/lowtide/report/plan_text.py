@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lowtide.planner.plan_format import KINDS, fold, join
 from lowtide.planner.records import Decided, Plan, Profile
 from lowtide.planner.serialization import Record
-from lowtide.report.text_table import decisions, lever_lines
+from lowtide.report.text_table import added_time, decisions, lever_lines
 from lowtide.units import format_bytes, format_change, format_parts, format_ratio, format_time
 
 
@@ -42,7 +42,7 @@ def implementations(record: Plan | Profile) -> Iterator[str]:
 
 def extra(extra_ms: float, step_ms: float) -> str:
     """Return a plan's cost: `+4.1 % time`, or milliseconds if the plain step was not timed."""
-    return f"{format_ratio(extra_ms / step_ms, signed=True)} time" if step_ms else f"+{format_time(extra_ms)} a step"
+    return f"{format_ratio(extra_ms / step_ms, signed=True)} time" if step_ms else added_time(extra_ms, 0)
 
 
 def _bound(plan: Plan) -> str:

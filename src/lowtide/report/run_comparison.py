@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowtide.errors import LowtideError
+from lowtide.planner.records import Plan
 from lowtide.report.finding import Finding
 from lowtide.report.page import document, memory, obtained
 from lowtide.report.pictures import escape
 from lowtide.report.plan_text import show_diff
 from lowtide.report.run_record import RunRecord
 from lowtide.report.step_memory import StepMemory
-from lowtide.units import format_bytes, format_ratio, format_time
+from lowtide.report.text_table import added_time
+from lowtide.units import format_bytes, format_ratio
 from lowtide.utils.tables import Styled, Table
 
 
@@ -73,7 +75,7 @@ class RunComparison:
         plans = first.plan, second.plan
         if any(plans):
             times = [None if plan is None else plan.predicted.extra_ms for plan in plans]
-            shown = ["no plan" if ms is None else f"+{format_time(ms)}" for ms in times]
+            shown = ["no plan" if plan is None else _time(plan) for plan in plans]
             if shown[0] != shown[1]:
                 yield "extra time, predicted", shown[0], shown[1], _change(times[0], times[1])
         for name in {**first.versions, **second.versions}:
@@ -144,6 +146,10 @@ def _own(run: RunRecord) -> StepMemory | None:
 def _parts(run: RunRecord) -> dict[str, int]:
     own = _own(run)
     return {} if own is None else own.parts_at(own.peak_moment)
+
+
+def _time(plan: Plan) -> str:
+    return added_time(plan.predicted.extra_ms, plan.step_ms).replace(" a step", "")
 
 
 def _size(n_bytes: int | None) -> str:

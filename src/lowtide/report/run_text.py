@@ -9,7 +9,7 @@ from lowtide.report.plan_text import extra
 from lowtide.report.run_record import RunRecord
 from lowtide.report.step_memory import StepMemory
 from lowtide.report.text_table import decisions, listed
-from lowtide.units import format_apart, format_bytes, format_ratio
+from lowtide.units import format_bytes, format_ratio
 
 Answer = Literal["yes", "no", "open", "plain"]
 """Kinds of verdict: the step fits, does not fit, may or may not fit (something is unknown), or no budget was given."""
@@ -68,8 +68,8 @@ def verdict(run: RunRecord) -> tuple[Answer, str]:
         if run.reserved_peak_bytes is None:
             return "open", "No step was measured, and the budget is for what the allocator reserves."
         peak_bytes = run.reserved_peak_bytes
-    budget, peak = format_apart(run.plan.budget_bytes, peak_bytes)
-    if format_bytes(peak_bytes) == format_bytes(run.plan.budget_bytes) and peak_bytes != run.plan.budget_bytes:
+    budget, peak = format_bytes(run.plan.budget_bytes), format_bytes(peak_bytes)
+    if peak == budget and peak_bytes > run.plan.budget_bytes:
         budget, peak = (f"{format_bytes(n)} ({n:,} B)" for n in (run.plan.budget_bytes, peak_bytes))
     is_measured = run.proof is not None and run.proof.measured_peak_bytes is not None
     how = "peaks at" if is_measured else "is predicted to peak at"

@@ -39,7 +39,7 @@ from lowtide.script.composite_model import name_of
 from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.state.process_group import several_processes
-from lowtide.units import format_apart, format_bytes, format_change, format_ratio, format_time
+from lowtide.units import format_apart, format_bytes, format_change, format_ratio
 from lowtide.utils.amounts import BudgetFor
 from lowtide.utils.progress import Stage, showing
 from lowtide.utils.rendering import Displayed, short_repr
@@ -264,12 +264,12 @@ class Fitting(PlanMonitor):
             self._n_looked, self.done = None, True
         elif self._open is not None:
             step, self._open = self._open, None
-            measured_bytes = step.peak_bytes()
+            measured_bytes, took_ms = step.peak_bytes(), step.time_ms()
             is_compiling = bool(self.plan.graphs) and n_compiled() != self._n_compiled
             self._n_compiling += is_compiling
             # code was compiled in this step, which takes memory: a later step counts
             if not is_compiling or self._n_compiling >= PATIENCE:
-                self._judge(self.plan, measured_bytes, model)
+                self._judge(self.plan, measured_bytes, took_ms, model)
 
     def _make_plan(self, profile: Profile, model: nn.Module) -> None:
         """Plan for `profile`, or react as `on_infeasible` says if no plan fits. Raises Infeasible."""
@@ -414,12 +414,12 @@ class Fitting(PlanMonitor):
         self.plan = None
 
     def _announce(self, plan: Plan) -> None:
-        from lowtide.report.text_table import decisions, lever_lines
+        from lowtide.report.text_table import added_time, decisions, lever_lines
 
         change = format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)
         self._say(
             f"{self.model_name}: {change} peak predicted (budget {format_bytes(plan.budget_bytes)}), "
-            f"+{format_time(plan.predicted.extra_ms)} a step; in force from the next step on"
+            f"{added_time(plan.predicted.extra_ms, plan.step_ms)}; in force from the next step on"
         )
         for line in (decisions(plan), *lever_lines(plan)):
             self._say(line)
@@ -434,7 +434,7 @@ class Fitting(PlanMonitor):
             if note != NOT_RUN:
                 self._say(f"note: {note}")
 
-    def _judge(self, made: Plan, measured_bytes: int, model: nn.Module) -> None:
+    def _judge(self, made: Plan, measured_bytes: int, took_ms: float, model: nn.Module) -> None:
         if measured_bytes <= made.budget_bytes:
             self._most = max(self._most, measured_bytes)
             if self._is_planned:
@@ -444,7 +444,10 @@ class Fitting(PlanMonitor):
                     what = "peak reserved"
                 else:
                     what = f"peak, {format_ratio(measured_bytes / made.plain.peak_bytes)} of the plain step's"
-                self._say(f"measured {format_bytes(measured_bytes)} {what}: within the budget")
+                from lowtide.report.text_table import share_of_step
+
+                extra = share_of_step(made.predicted.extra_ms, took_ms)
+                self._say(f"measured {format_bytes(measured_bytes)} {what}: within the budget{extra}")
                 self._stays(made, measured_bytes, is_of_planned_size=True)
             elif self._n_others >= PATIENCE:
                 self._keep(made)

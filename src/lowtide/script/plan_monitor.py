@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lowtide._torch.device_timing import now_ms
 from lowtide.memory.measure import recorder_for
 from lowtide.profiler.peak_margin import peak_of
 from lowtide.runtime.fingerprint import place_of
@@ -129,6 +130,12 @@ class Measured:
         self._stack = contextlib.ExitStack()
         self._recorder = self._stack.enter_context(recorder_for(place_of(model)))
         self._stack.enter_context(applied.checked())
+        self._place = place_of(model)
+        self._began_ms = now_ms(self._place)
+
+    def time_ms(self) -> float:
+        """Return the time since the step began."""
+        return now_ms(self._place) - self._began_ms
 
     def peak_bytes(self) -> int:
         """Return the peak of the finished step, including memory from before the step."""

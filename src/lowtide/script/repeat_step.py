@@ -85,6 +85,8 @@ class StepRepeater(Removable):
         """Calls that the backward pass in progress has entered."""
         self.is_repeating = False
         self._is_calling = False
+        self._explaining = explain_oom(model)
+        """Made beforehand: it reserves what an explanation needs where nothing is left."""
         self._front = OuterInterceptor(model, self._call)
         self._undo = replace_function(torch.autograd, ENGINE, partial(partial, partial(_guarded, weakref.ref(self))))
         weakref.finalize(self, self._undo).atexit = False
@@ -230,7 +232,7 @@ class StepRepeater(Removable):
     @contextlib.contextmanager
     def _last_try(self) -> Iterator[None]:
         """Explain an out-of-memory error of the repeated step."""
-        with explain_oom(self._model):
+        with self._explaining:
             try:
                 yield
             except Exception as error:
@@ -241,7 +243,7 @@ class StepRepeater(Removable):
     def _explain(self, error: Exception, why: str) -> None:
         """Add the reason why the step is not repeated, and the explanation of the error."""
         error.add_note(f"lowtide: the step is not repeated: {why}.")
-        explain_oom(self._model).__exit__(type(error), error, error.__traceback__)
+        self._explaining.__exit__(type(error), error, error.__traceback__)
 
 
 def _why_never(model: nn.Module, applied: Applied) -> str | None:

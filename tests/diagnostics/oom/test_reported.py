@@ -4,11 +4,21 @@ import re
 
 import pytest
 
-from diagnostics.oom import reported, reported_elsewhere, reported_frameworks  # type: ignore[import-not-found]
+from diagnostics.oom import (  # type: ignore[import-not-found]
+    reported,
+    reported_elsewhere,
+    reported_frameworks,
+    reported_programs,
+)
 from diagnostics.oom.reported import Reported  # type: ignore[import-not-found]
 from lowtide.diagnostics.oom import Explanation, explain
 
-REPORTED = [*reported.REPORTED, *reported_elsewhere.REPORTED, *reported_frameworks.REPORTED]
+REPORTED = [
+    *reported.REPORTED,
+    *reported_elsewhere.REPORTED,
+    *reported_frameworks.REPORTED,
+    *reported_programs.REPORTED,
+]
 
 
 @pytest.mark.parametrize("row", REPORTED, ids=lambda row: row.name)
@@ -43,6 +53,12 @@ def test_where_it_is_cut_changes_nothing(row: Reported) -> None:
         "OSError: [WinError 126] The specified module could not be found.",
         "ValueError: gpu_memory_utilization must be less than 1.0",
         "kernel: died out of boredom",
+        "W tensorflow/core/framework/cpu_allocator_impl.cc:81] Allocation of 10616832 exceeds 10% of system memory.",
+        "REPORT RequestId: 1-2 Duration: 4000 ms Memory Size: 3008 MB Max Memory Used: 812 MB",
+        "memory limit set to 12 GiB",
+        "BlockingIOError: [Errno 11] Resource temporarily unavailable",
+        "CUDA error: an illegal memory access was encountered",
+        "Allocation on device 0 is done",
     ],
 )
 def test_other_output_is_not_taken_for_it(text: str) -> None:

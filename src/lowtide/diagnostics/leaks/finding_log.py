@@ -28,6 +28,7 @@ class Entry:
     text: str = ""
     name: str = ""
     owner: str = ""
+    part: str = ""
     names: tuple[str, ...] = ()
     """All variables that hold the memory: it is freed once none of them does."""
     parts: tuple[str, ...] = ()
@@ -57,6 +58,7 @@ class Entry:
         fix = self.fix.format(
             name=self.name or "it",
             owner=self.owner or self.name or "it",
+            part=self.part or self.name or "it",
             names=", ".join(self.names) or self.name or "it",
             made=self.made_at or "that line",
             backward=self.backward.place if self.backward else "backward()",
@@ -180,6 +182,7 @@ class FindingLog:
             entry.text = _text(main) + (f" and {n_others} more like it" if n_others else "")
             entry.name = main.holder.name if main.holder else ""
             entry.owner = main.holder.owner if main.holder else ""
+            entry.part = main.holder.part if main.holder else ""
             variables = [h for h in main.holders if h.kind == "variable" and h.name]
             parts = [h for h in variables if rule.names_part(h, history)]
             entry.names = tuple(dict.fromkeys(h.name for h in variables if h not in parts))

@@ -65,6 +65,11 @@ class RetainedObject:
     buffer: str | None = None
 
     @property
+    def goes_through_calls(self) -> bool:
+        """True if its graph goes through several calls of one line."""
+        return len(self.calls) > len({id(call.stats) for call in self.calls})
+
+    @property
     def holder(self) -> Holder | None:
         """The holder to report; a list takes precedence over the variable that refers to its last entry."""
         return min(self.holders, key=lambda h: (RANK.index(h.kind), not h.gathers), default=None)

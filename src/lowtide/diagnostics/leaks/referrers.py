@@ -6,6 +6,7 @@ Each path from a tensor outwards ends at something that has a name: a variable, 
 from __future__ import annotations
 
 import builtins
+import functools
 import gc
 import re
 import sys
@@ -81,6 +82,10 @@ class Holder:
     """True for a list, or another container whose entries have no names."""
     is_part: bool = False
     """True if an entry or attribute of the named variable refers to the tensors, not the variable itself."""
+    part: str = ""
+    """That entry or attribute as code: `state['logits']`, `items[..].embedding`."""
+    is_cache: bool = False
+    """True for a function with a cache of its results."""
     place: Place | None = None
 
 
@@ -171,6 +176,8 @@ class HolderSearch:
             entries=entries,
             gathers=_gathers(way),
             is_part=bool(way.path),
+            part="".join((name, *("[..]" if _ENTRIES.fullmatch(step) else step for step in way.path))),
+            is_cache=_CACHED in way.path,
             place=place,
         )
 
@@ -225,9 +232,11 @@ class HolderSearch:
             if hook is not None:
                 return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
             place = Place(obj.__code__.co_filename, obj.__code__.co_firstlineno)
-            is_closed_over = inner.obj is obj.__closure__
-            local = obj.__code__.co_freevars[int(way.path[0].strip("[]"))] if is_closed_over else None
-            way.path = way.path[1:] if is_closed_over else way.path
+            local = _variable_of_function(obj, inner)
+            way.path = way.path[1:] if local else way.path
+            if local and self._is_gathered(obj):
+                way.path = (f".{local}", *way.path)
+                return None
             return self._inside("closure", f"closure of '{obj.__qualname__}' at {place}", way, local)
         if isinstance(obj, type):
             name = f"{obj.__qualname__}.{_attribute(way.path[0]) if way.path else '?'}"
@@ -238,6 +247,10 @@ class HolderSearch:
             way.path = (f"['{inside}']", *inner.path) if inside else inner.path
         elif isinstance(obj, TracebackType | CellType | MethodType | tuple | list | deque | set | frozenset):
             pass
+        elif isinstance(obj, functools.partial):
+            way.path = (".args" if inner.obj is obj.args else ".keywords", *inner.path)
+        elif isinstance(obj, functools._lru_cache_wrapper):
+            way.path = (_CACHED, *way.path)
         elif getattr(obj, "__dict__", None) is inner.obj and way.path:
             way.path = (f".{_attribute(way.path[0])}", *way.path[1:])
         elif (held_as := _holding_attribute(obj, inner.obj)) is not None:
@@ -301,6 +314,11 @@ class HolderSearch:
                 return Holder(kind="exception", text=text, key=f"exception {kind}", name=name)
         return Holder(kind="exception", text=f"exception {kind} that is kept", key=f"exception {kind}")
 
+    def _is_gathered(self, function: FunctionType) -> bool:
+        """Return True if `function` is an entry of a list, set or queue."""
+        own = (r for r in gc.get_referrers(function) if id(r) not in self.ignored)
+        return any(isinstance(r, list | deque | set) for r in own)
+
     def _is_ours(self, obj: Any) -> bool:
         if isinstance(obj, FrameType):
             return self.variables.is_running(obj) or origin(obj.f_code.co_filename) == "ours"
@@ -342,11 +360,28 @@ def _referring_to(things: tuple[Any, ...]) -> list[Any]:
 
 _CONTAINERS = (list, deque, set, frozenset, dict)
 
+_CACHED = "cache "
+"""Step of a path from a function to the cache of its results."""
+
+
+def _variable_of_function(function: FunctionType, inner: _ReferencePath) -> str | None:
+    """Return the variable or argument by which a function holds what `inner` leads to; None if it is neither."""
+    if not inner.path or not inner.path[0].strip("[]").isdigit():
+        return None
+    index = int(inner.path[0].strip("[]"))
+    if inner.obj is function.__closure__:
+        return function.__code__.co_freevars[index]
+    if inner.obj is function.__defaults__:
+        arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+        return arguments[index - len(function.__defaults__)]
+    return None
+
 
 def _labels(container: Any) -> dict[int, str] | None:
     """Map ids of objects to their names in a tuple or dict; None if `container` is no container."""
     if isinstance(container, tuple):
-        return {id(obj): f"[{index}]" for index, obj in enumerate(container)}
+        names = getattr(type(container), "_fields", ())
+        return {id(obj): f".{names[n]}" if n < len(names) else f"[{n}]" for n, obj in enumerate(container)}
     if isinstance(container, dict):
         return {id(obj): f"[{key!r}]" for key, obj in list(dict.items(container)) if isinstance(key, str)}
     return {} if isinstance(container, _CONTAINERS) else None

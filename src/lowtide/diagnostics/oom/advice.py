@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lowtide.diagnostics.oom.causes import TINY_BYTES, Cause, has_overflowed, is_of_a_set, is_of_windows
+from lowtide.diagnostics.oom.causes import TINY_BYTES, Cause, has_overflowed, is_of_a_set, is_of_windows, runs_only
 from lowtide.diagnostics.oom.facts import Facts
-from lowtide.diagnostics.oom.known_sources import SOURCES
+from lowtide.diagnostics.oom.known_sources import INFERENCE, SOURCES
 from lowtide.diagnostics.oom.message import Message
 from lowtide.diagnostics.oom.vendor_words import vendor_of
 from lowtide.planner.serialization import Record
@@ -120,7 +120,8 @@ def _not_pytorch(m: Message, f: Facts) -> Actions:
     else:
         yield Action(text=f"look with {vendor.monitor} which processes hold the device: others may have taken it")
     if vendor.fraction:
-        yield Action(text=f"leave room for what is outside PyTorch: {vendor.fraction}(0.9) before the first step")
+        limit = f"{vendor.fraction}=0.9" if vendor.fraction.isupper() else f"{vendor.fraction}(0.9)"
+        yield Action(text=f"leave room for what is outside PyTorch: {limit} before the first step")
     yield Action(text="make handles and communicators early, before PyTorch's cache has taken the device")
     yield from _fit(m, f)
 
@@ -199,6 +200,29 @@ def _loading(m: Message, f: Facts) -> Actions:
     yield Action(text="a checkpoint with optimizer state is three times the parameters: load the parts one by one")
 
 
+def _model_copy(_: Message, f: Facts) -> Actions:
+    if f.gathers_state:
+        yield Action(
+            text="gather on the host: FullStateDictConfig(offload_to_cpu=True, rank0_only=True), or "
+            "StateDictOptions(full_state_dict=True, cpu_offload=True)"
+        )
+        yield Action(text="or save shards: torch.distributed.checkpoint; DeepSpeed's zero_to_fp32.py joins them later")
+        return
+    yield Action(text="keep the copy on the host: {name: tensor.cpu() for name, tensor in model.state_dict().items()}")
+    yield Action(text="for an average of weights: AveragedModel(model, device='cpu'), or a copy in a smaller dtype")
+    yield Action(text="save the best weights to a file instead of keeping them in a variable")
+
+
+def _engine_buffers(_: Message, f: Facts) -> Actions:
+    yield Action(
+        text="DistributedDataParallel(..., gradient_as_bucket_view=True): gradients live in the buckets from then on"
+    )
+    yield Action(
+        text="shard what is copied: FSDP, or DeepSpeed's ZeRO over more GPUs, with offload_optimizer to the host"
+    )
+    yield Action(text="less to train: LoRA, frozen layers; frozen parameters have no gradient, bucket or float32 copy")
+
+
 def _pinned_memory(_: Message, f: Facts) -> Actions:
     if not f.pins_batches:
         yield Action(
@@ -258,12 +282,15 @@ def _true_need(m: Message, f: Facts) -> Actions:
     yield from _fit(m, f)
     if f.in_optimizer:
         yield Action(text="fused=True for the optimizer: no temporaries in its step")
-    if _is_of_torch(m):
+    if _is_of_torch(m) and not runs_only(m, f):
         yield Action(text="if the first steps ran: lowtide watch train.py tells if it grows, and what holds it")
 
 
 def _fit(m: Message, f: Facts) -> Actions:
     """Advise a plan within the available memory; if even the smallest peak is above it, smaller pieces of the batch."""
+    if program := runs_only(m, f):
+        yield from (Action(text=text) for text in INFERENCE[program])
+        return
     if m.form == "CuPy":
         yield Action(
             text="smaller arrays, a smaller dtype; cupy.get_default_memory_pool().free_all_blocks() between them"
@@ -318,6 +345,8 @@ _ADVICE: dict[str, Callable[[Message, Facts], Actions]] = {
     "evaluation-gathers": _evaluation_gathers,
     "leak": _leak,
     "loading": _loading,
+    "model-copy": _model_copy,
+    "engine-buffers": _engine_buffers,
     "optimizer-first-step": _optimizer,
     "optimizer-temporaries": _optimizer_temporaries,
     "pinned-memory": _pinned_memory,

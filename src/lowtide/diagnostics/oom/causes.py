@@ -44,7 +44,7 @@ class Cause(Record):
     code: str
     """Stable: `cap`, `huge-tensor`, `other-process`, `not-pytorch`, `private-pools`, `fragmentation`, `driver`,
     `evaluation-with-gradients`, `evaluation-gathers`, `leak`, `optimizer-first-step`, `optimizer-temporaries`,
-    `loading`, `pinned-memory`, `host-memory`, `true-need`.
+    `loading`, `model-copy`, `engine-buffers`, `pinned-memory`, `host-memory`, `true-need`.
     """
     claim: str
     evidence: tuple[str, ...]
@@ -147,6 +147,45 @@ def _optimizer(m: Message, f: Facts) -> Cause | None:
         claim=f"the optimizer creates its state in its first step, and there is no room for it{where}",
         evidence=(f"it failed where the state is made{state}: every step after this one would need as much",),
     )
+
+
+def _model_copy(m: Message, f: Facts) -> Cause | None:
+    if not (f.copies_tensors or f.gathers_state) or m.kind in _HOST or _other_process(m, f) is not None:
+        return None
+    if f.gathers_state:
+        claim = "sharded parameters or optimizer state are gathered whole on the device, as for a checkpoint"
+        evidence = "it failed where the shards are joined: a whole copy beside them"
+    else:
+        claim = "a second copy of the model or of its state is made on the device (copy.deepcopy)"
+        evidence = "it failed in copy.deepcopy of tensors, which stay on the device of the original"
+    return Cause(code="model-copy", claim=claim, evidence=(evidence, *_evidence_of_held(m)))
+
+
+def _engine_buffers(m: Message, f: Facts) -> Cause | None:
+    if not f.starts_engine or m.kind in _HOST or _other_process(m, f) is not None:
+        return None
+    return Cause(
+        code="engine-buffers",
+        claim="the parallel engine's own buffers have no room on the device: it failed at its start, before any step",
+        evidence=(
+            "DistributedDataParallel makes buckets as large as all gradients, DeepSpeed float32 copies of parameters",
+            *_evidence_of_held(m),
+        ),
+    )
+
+
+def _no_context(m: Message, f: Facts) -> Cause | None:
+    if not f.starts_device or not m.kind.endswith(" driver"):
+        return None
+    return Cause(
+        code="other-process",
+        claim="the device was full before this process had anything on it: there is no room for its context",
+        evidence=("it failed where the context is made, at the first use of the device",),
+    )
+
+
+def _evidence_of_held(m: Message) -> tuple[str, ...]:
+    return (_held(m),) if m.allocated_bytes else ()
 
 
 # --- seen in the live process
@@ -450,6 +489,11 @@ def _host(m: Message, f: Facts) -> Cause | None:
     )
 
 
+def runs_only(m: Message, f: Facts) -> str:
+    """Return the program that was running a model without training it; empty if none is known."""
+    return {"SGLang's graphs": "SGLang"}.get(m.form, f.inference)
+
+
 def _true_need(m: Message, f: Facts) -> Cause:
     evidence = [_held(m) if m.allocated_bytes else "", f"in forward of {f.inside}" if f.inside else ""]
     if f.evaluates:
@@ -458,9 +502,10 @@ def _true_need(m: Message, f: Facts) -> Cause:
         evidence.append("in the optimizer's step: its temporaries come on top of parameters, gradients and state")
     if m.tried_bytes is not None and m.total_bytes is not None:
         evidence.append(f"the {format_bytes(m.tried_bytes)} that failed are only the last straw")
+    what = "an evaluation batch" if f.evaluates else "running the model" if runs_only(m, f) else "the step"
     return Cause(
         code="true-need",
-        claim=f"{'an evaluation batch' if f.evaluates else 'the step'} needs more memory than there is",
+        claim=f"{what} needs more memory than there is",
         evidence=tuple(line for line in evidence if line) or ("the message says no more",),
     )
 
@@ -474,6 +519,9 @@ CAUSES: tuple[Callable[[Message, Facts], Cause | None], ...] = (
     _evaluation_gathers,
     _loading,
     _moving_model,
+    _model_copy,
+    _engine_buffers,
+    _no_context,
     _optimizer,
     _huge_tensor,
     _other_process,

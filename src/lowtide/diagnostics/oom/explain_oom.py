@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import mmap
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import replace
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 Step = Callable[[Any], Any]
+
+_RESERVED_BYTES = 16 << 20
+"""Address space for the explanation, where a limit of the process is what ran out. Untouched, it takes no memory."""
 
 
 class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator):
@@ -66,17 +71,21 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
         if step is not None and model is None:
             raise LowtideError("explain_oom was given a step and no model: name the model that the step trains, too.")
         self._model, self._optimizer, self._step, self._batch = model, optimizer, step, batch
+        self._reserve = _address_space()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Literal[False]:
         if error is None or not is_out_of_memory(error):
             return False
+        if self._reserve is not None:
+            self._reserve.close()
         try:
             note = self._note(error)
         except Exception as failure:  # the user's own error matters, whatever failed here
             note = f"this could not be explained: {type(failure).__name__}: {failure}"
         error.add_note(f"\nlowtide: {note}")
+        self._reserve = _address_space()
         return False
 
     def _note(self, error: BaseException) -> str:
@@ -116,3 +125,10 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
             ),
         )
         return replace(explanation, facts=facts, actions=advise(explanation.message, facts, explanation.cause))
+
+
+def _address_space() -> mmap.mmap | None:
+    """Return reserved address space; None if even that is not to be had."""
+    with contextlib.suppress(OSError, ValueError, MemoryError):
+        return mmap.mmap(-1, _RESERVED_BYTES)
+    return None

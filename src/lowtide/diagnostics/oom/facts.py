@@ -128,6 +128,34 @@ class Facts(Record):
         return any(_shares_memory(place) for place in self.places)
 
     @property
+    def copies_tensors(self) -> bool:
+        """True if tensors were being copied by `copy.deepcopy`."""
+        return any(_copies_tensors(place) for place in self.places)
+
+    @property
+    def gathers_state(self) -> bool:
+        """True if sharded parameters or optimizer state were being gathered whole, as for a checkpoint."""
+        return any(_gathers_state(place) for place in self.places)
+
+    @property
+    def starts_engine(self) -> bool:
+        """True if DistributedDataParallel or DeepSpeed was allocating its own buffers, before the first step."""
+        return any(_starts_engine(place) for place in self.places)
+
+    @property
+    def starts_device(self) -> bool:
+        """True if the process was making its context on the device."""
+        return any(_starts_device(place) for place in self.places)
+
+    @property
+    def inference(self) -> str:
+        """Program that was running a model without training it; empty if none is known."""
+        if any(_trains(place) for place in self.places):
+            return ""
+        named = (name for place in reversed(self.places) for name, files in _INFERENCE.items() if files(place))
+        return next(named, "")
+
+    @property
     def own_place(self) -> Place | None:
         """Innermost line outside installed packages."""
         own = [place for place in self.places if not _INSTALLED.search(place.file)]
@@ -167,6 +195,15 @@ _PINNING = re.compile(r"_pin_memory_loop|pin_memory(?:_batch)?|do_one_step")
 _PINNING_CODE = re.compile(r"\.pin_memory\(")
 _COMMUNICATION = re.compile(r"distributed_c10d\.py|torch[/\\]cuda[/\\]nccl\.py|_functional_collectives\.py")
 _TRITON = re.compile(r"[/\\]triton[/\\]|[/\\]_?inductor[/\\]runtime[/\\]")
+_TENSOR_FILES = re.compile(r"torch[/\\]_tensor\.py|torch[/\\]nn[/\\]parameter\.py|torch[/\\]storage\.py")
+_STATE_GATHERING = re.compile(
+    r"_full_(?:pre|post)_state_dict_hook|_?summon_full_params|_unshard_(?:fsdp_)?(?:state_)?params|full_tensor"
+    r"|_gather_(?:orig_param_state|all_orig_param_state|state_dict|full_state\w{0,20})|_optim_state_dict(?:_impl)?"
+    r"|_zero3_consolidated_16bit_state_dict|consolidate_state_dict|get_full_\w{0,20}state_dict"
+)
+_ENGINE_START = re.compile(r"_ddp_init_helper|_create_fp32_partitions")
+_ENGINE_CODE = re.compile(r"single_partition_of_fp32_groups\.append|fp32_partitioned_groups_flat\.append")
+_TRAINING = re.compile(r"training_step|train_step|train_one_epoch|_inner_training_loop|backward|_run_backward")
 _SHARING = re.compile(r"multiprocessing[/\\](?:heap|shared_memory|reductions|reduction)\.py")
 
 
@@ -217,6 +254,41 @@ def _shares_memory(place: Place) -> bool:
     return bool(_SHARING.search(place.file))
 
 
+def _copies_tensors(place: Place) -> bool:
+    return place.function == "__deepcopy__" and bool(_TENSOR_FILES.search(place.file))
+
+
+def _gathers_state(place: Place) -> bool:
+    return bool(_STATE_GATHERING.fullmatch(place.function))
+
+
+def _starts_engine(place: Place) -> bool:
+    return bool(_ENGINE_START.fullmatch(place.function) or _ENGINE_CODE.search(place.code))
+
+
+def _starts_device(place: Place) -> bool:
+    return place.function == "_lazy_init" or "_cuda_init()" in place.code
+
+
+def _trains(place: Place) -> bool:
+    return bool(_TRAINING.fullmatch(place.function))
+
+
+def _in(pattern: str) -> Callable[[Place], object]:
+    return lambda place: re.search(pattern, place.file)
+
+
+_INFERENCE: dict[str, Callable[[Place], object]] = {
+    "vLLM": _in(r"[/\\]vllm[/\\]"),
+    "SGLang": _in(r"[/\\]sglang[/\\]"),
+    "ComfyUI": _in(r"[/\\]comfy[/\\]|ComfyUI[/\\]"),
+    "Stable Diffusion web UI": _in(r"stable-diffusion-webui"),
+    "diffusers": _in(r"[/\\]diffusers[/\\]pipelines[/\\]"),
+    "generation": _in(r"[/\\]transformers[/\\](?:generation[/\\]|pipelines[/\\])"),
+}
+"""Programs that run models, by the files of their tracebacks."""
+
+
 _INFORMATIVE: tuple[Callable[[Place], object], ...] = (
     _in_optimizer,
     _makes_state,
@@ -229,6 +301,12 @@ _INFORMATIVE: tuple[Callable[[Place], object], ...] = (
     _communicates,
     _in_triton,
     _shares_memory,
+    _copies_tensors,
+    _gathers_state,
+    _starts_engine,
+    _starts_device,
+    _trains,
+    *_INFERENCE.values(),
     lambda place: _WINDOWS.match(place.file),
 )
 

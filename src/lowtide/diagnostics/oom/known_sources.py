@@ -177,6 +177,15 @@ SOURCES: dict[str, Source] = {
             "fewer max_num_seqs and enforce_eager=True; tensor_parallel_size or a quantized model for the weights",
         ),
     ),
+    "vLLM's warm-up": Source(
+        code="true-need",
+        claim="vLLM's sampler has no room for the logits of max_num_seqs requests beside weights and KV cache",
+        evidence="it tries once at its start what gpu_memory_utilization leaves over",
+        actions=(
+            "fewer max_num_seqs (64, say): logits are max_num_seqs rows of the vocabulary, in float32",
+            "or a smaller gpu_memory_utilization, so that the KV cache takes less",
+        ),
+    ),
     "KV cache": Source(
         code="cap",
         claim="vLLM's KV cache is smaller than one request of max_model_len needs",
@@ -202,6 +211,105 @@ SOURCES: dict[str, Source] = {
         actions=(
             "a larger --mem-fraction-static, or --tp-size over more GPUs for the weights",
             "a shorter --context-length, a quantized model",
+        ),
+    ),
+    "SGLang's start": Source(
+        code="other-process",
+        claim="SGLang found less memory free on one GPU than on the others: another process holds the rest",
+        evidence="it compares the free memory of all ranks before it loads the model",
+        actions=(
+            "look with nvidia-smi which processes hold the GPU: an earlier server, a notebook",
+            "or use other GPUs: CUDA_VISIBLE_DEVICES, --base-gpu-id",
+        ),
+    ),
+    "llama.cpp on the host": Source(
+        code="host-memory",
+        claim="llama.cpp was refused host memory: for weights, KV cache or scratch memory that is not on a GPU",
+        evidence="CPU and host buffers are main memory; the GPU's memory is not concerned",
+        actions=(
+            "a smaller or further quantized model, a shorter context (-c), or more layers on the GPU (-ngl)",
+            "keep memory mapping on (no --no-mmap, no --mlock): mapped weights need no memory of their own",
+        ),
+    ),
+    "pinned memory of llama.cpp": Source(
+        code="pinned-memory",
+        claim="llama.cpp was refused pinned host memory, and goes on with ordinary memory: slower copies, same results",
+        evidence="pinned memory is bounded by the driver and the limit on locked memory, whatever is free",
+        actions=(
+            "raise the limit on locked memory (ulimit -l unlimited; under WSL more memory in .wslconfig)",
+            "or GGML_CUDA_NO_PINNED=1, which does without and says nothing",
+        ),
+    ),
+    "pools of llama.cpp": Source(
+        code="cap",
+        claim="a pool of llama.cpp that was sized beforehand is too small; the machine's memory is not what ran out",
+        evidence="needed and available bytes are in the message",
+        actions=(
+            "a newer llama.cpp (or binding), which sizes the pool by the model",
+            "until then a shorter context or a smaller batch (-c, -b)",
+        ),
+    ),
+    "ExLlama": Source(
+        code="true-need",
+        claim="weights and cache have no room in the GPU memory that ExLlama was given",
+        evidence="it loads layer by layer, up to the split of each GPU",
+        actions=(
+            "a shorter max_seq_len or a quantized cache (Q4), or fewer bits a weight",
+            "a larger gpu_split, or one more GPU; see which other processes hold the GPUs",
+        ),
+    ),
+    "CTranslate2": Source(
+        code="true-need",
+        claim="CTranslate2 (faster-whisper) has no room on the GPU for the model or a batch",
+        evidence="it asks the driver through a cache of its own, beside PyTorch's",
+        actions=(
+            'compute_type="int8_float16" or "int8", a smaller model, batch_size and beam_size',
+            "see which other processes hold the GPU; del the model and gc.collect() before another is loaded",
+        ),
+    ),
+    "OpenCV on a GPU": Source(
+        code="not-pytorch",
+        claim="memory was requested from the driver by OpenCV, and the GPU had none left",
+        evidence="GpuMat takes its memory outside of every framework's cache",
+        actions=(
+            "reuse GpuMat objects, and release() those that are over; smaller images",
+            "see with nvidia-smi which other processes hold the GPU; leave room beside PyTorch's cache",
+        ),
+    ),
+    "Stable Diffusion web UI": Source(
+        code="true-need",
+        claim="attention over the whole image has no room, even in the smallest slices that are tried",
+        evidence="the message says how much it needs and has; attention grows with the square of the pixels",
+        actions=(
+            "--xformers or --opt-sdp-attention: attention without the matrix of all pairs",
+            "a smaller image (then upscale in tiles), --medvram or --lowvram",
+        ),
+    ),
+    "ComfyUI's nodes": Source(
+        code="true-need",
+        claim="a node of ComfyUI needs more GPU memory than there is",
+        evidence="ComfyUI drops the numbers of torch's message",
+        actions=(
+            "smaller images, batches or frames; tiled VAE nodes; weights in fp8 or GGUF",
+            "--lowvram, or --reserve-vram 1 where a display shares the GPU; see which other processes hold it",
+        ),
+    ),
+    "device_map": Source(
+        code="loading",
+        claim="the quantized model has no room on the GPUs: device_map puts the rest on the CPU or the disk",
+        evidence="bitsandbytes refuses parts elsewhere unless it is told to keep them in float32",
+        actions=(
+            "free the GPU first (nvidia-smi, an earlier model of the notebook), or a smaller model or dtype",
+            "or allow it, slowly: BitsAndBytesConfig(llm_int8_enable_fp32_cpu_offload=True) and your own device_map",
+        ),
+    ),
+    "Metal beside PyTorch": Source(
+        code="true-need",
+        claim="Metal has no memory left for a command of MLX or llama.cpp: model, cache and scratch exceed its share",
+        evidence="the GPU may wire about two thirds to three quarters of the machine's memory",
+        actions=(
+            "a smaller or further quantized model, a shorter context or a quantized KV cache, a smaller batch",
+            "where the machine has room: sudo sysctl iogpu.wired_limit_mb=... raises the share",
         ),
     ),
     "llama.cpp": Source(
@@ -309,6 +417,15 @@ SOURCES: dict[str, Source] = {
             "see which other processes hold the GPU, and end what an earlier notebook has left there",
         ),
     ),
+    "TensorFlow on the host": Source(
+        code="host-memory",
+        claim="TensorFlow asked for main memory and the machine had none left; the GPU is not concerned",
+        evidence="the tensor was to be on the CPU",
+        actions=(
+            "no whole data set as one tensor: tf.data from files, in batches",
+            "smaller batches, a smaller dtype, fewer prefetched batches and parallel calls",
+        ),
+    ),
     "TGI": Source(
         code="cap",
         claim="text-generation-inference has no room for a prefill of so many tokens beside the weights",
@@ -361,6 +478,58 @@ SOURCES: dict[str, Source] = {
         actions=(
             "look in the workers' logs; a larger memory_limit, or fewer threads a worker",
             "smaller partitions: the task of one has to fit into a worker",
+        ),
+    ),
+    "pools of processes": Source(
+        code="host-memory",
+        claim="a worker process ended without a word, most likely for host memory",
+        evidence="the kernel ends the largest process; a crash in a library looks the same",
+        actions=(
+            "fewer workers (num_proc, n_jobs, max_workers): each has its own copy of what it touches",
+            "smaller pieces: writer_batch_size of datasets' map; `dmesg | grep -i oom` tells if it was memory",
+        ),
+    ),
+    "gunicorn": Source(
+        code="host-memory",
+        claim="a worker of the server was ended, most likely for host memory",
+        evidence="each worker loads a model of its own; gunicorn sends SIGKILL after a timeout, too",
+        actions=(
+            "one worker with threads, or preload_app with the model loaded before the fork",
+            "a larger limit of the container, and a longer --timeout if no memory was missing (dmesg | grep -i oom)",
+        ),
+    ),
+    "fork": Source(
+        code="host-memory",
+        claim="the system refused a new process: too little memory is left to promise it a copy of its parent's",
+        evidence="a fork needs no memory at once, but the kernel must be able to commit it",
+        actions=(
+            "look: free -h and the container's limit; end what holds the memory, or add swap",
+            "fewer DataLoader workers, started before large arrays are made; or vm.overcommit_memory=1 on your machine",
+        ),
+    ),
+    "threads and processes": Source(
+        code="cap",
+        claim="a limit on threads and processes is reached (ulimit -u, or pids of the container)",
+        evidence="memory is not what ran out, unless ulimit -v or a full machine leaves no room for a stack",
+        actions=(
+            "fewer threads: OMP_NUM_THREADS=1 and OPENBLAS_NUM_THREADS=1 for each worker, fewer DataLoader workers",
+            "raise it: ulimit -u 65536; docker run --pids-limit -1",
+        ),
+    ),
+    "a service's limit": Source(
+        code="host-memory",
+        claim="the service ended the program at its memory limit: main memory, not the GPU's",
+        evidence="the service's own message",
+        actions=("a larger memory size for the job, function or machine", *_LESS_HOST_MEMORY),
+    ),
+    "limits of a launch": Source(
+        code="cap",
+        claim="a kernel was launched with more blocks, threads or registers than the GPU allows, or with none",
+        evidence="memory is not what ran out: a grid has at most 65,535 blocks in its second and third direction",
+        actions=(
+            "find the operator (CUDA_LAUNCH_BLOCKING=1): an empty tensor, batch x heads beyond 65,535 in attention, "
+            "swapped dimensions",
+            "a smaller batch, in pieces (lowtide.accumulate), or a newer version of the library that has the kernel",
         ),
     ),
     "libraries on the host": Source(
@@ -469,3 +638,26 @@ SOURCES: dict[str, Source] = {
         ),
     ),
 }
+
+INFERENCE: dict[str, tuple[str, ...]] = {
+    "vLLM": (
+        "a shorter max_model_len, fewer max_num_seqs, enforce_eager=True; a smaller gpu_memory_utilization if the "
+        "weights were loaded",
+        "tensor_parallel_size over more GPUs, or a quantized model, where the weights do not fit",
+    ),
+    "SGLang": (
+        "a smaller --mem-fraction-static or --cuda-graph-max-bs (--disable-cuda-graph), if the weights were loaded",
+        "--tp-size over more GPUs, or a quantized model, where the weights do not fit",
+    ),
+    "ComfyUI": SOURCES["ComfyUI's nodes"].actions,
+    "Stable Diffusion web UI": SOURCES["Stable Diffusion web UI"].actions,
+    "diffusers": (
+        "pipe.enable_model_cpu_offload(), pipe.vae.enable_tiling(); weights in bfloat16 or quantized",
+        "smaller images, fewer of them or fewer frames at once, under torch.inference_mode()",
+    ),
+    "generation": (
+        "shorter prompts and max_new_tokens, fewer sequences or beams: the KV cache grows with each token of each",
+        'cache_implementation="offloaded" or "quantized", attn_implementation="sdpa"; weights in bfloat16 or quantized',
+    ),
+}
+"""Advice where a program runs a model without training it, so that there is no step to plan."""

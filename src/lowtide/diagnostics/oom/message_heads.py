@@ -31,13 +31,22 @@ _SHM = "shared memory of workers"
 
 HEADS = (
     # torch's own allocators, whose messages have numbers
+    _head("warming up sampler", r"\b(CUDA|HIP) out of memory occurred when warming up sampler", "", "vLLM's warm-up"),
     _head("out of memory", r"\b(CUDA|HIP|XPU|NPU|MUSA|GCU|MLU|HPU) out of memory\b", ""),
+    _head("cuda graph failed", r"Capture cuda graph failed: (CUDA|HIP) out of memory", "", "SGLang's graphs"),
+    _head("Allocation on device", r"Allocation on device(?! \d)", "cuda", "ComfyUI's nodes"),
     _head("would exceed allowed memory", r"Allocation on device \d{1,4} would exceed allowed memory", "cuda", "async"),
     _head(
         "NOT allocate memory block", r"Current platform can NOT allocate memory block with size larger", "xpu", "IPEX"
     ),
     _head("out of memory", r"MPS backend out of memory", "mps", "torch 1.13 and later"),
     _head("Invalid buffer size", r"Invalid buffer size: \d[\d.]{0,40} ?(?:[KMGT]i?B|bytes|B)", "mps", "Metal"),
+    _head(
+        "Insufficient Memory",
+        r"(?:\[METAL\] Command buffer execution failed|ggml_metal.{1,80} with status 5).{0,40}Insufficient Memory",
+        "mps driver",
+        "Metal beside PyTorch",
+    ),
     _head("ErrorOutOfMemory", r"kIOGPUCommandBufferCallbackErrorOutOfMemory", "mps driver", "Metal"),
     _head(
         "CPUAllocator",
@@ -61,6 +70,7 @@ HEADS = (
         "Allocation Failure|NRT_RESOURCE", r"status(?:=| |: )?4 \(?Allocation Failure|NRT_RESOURCE", "neuron", "Neuron"
     ),
     _head("metal::malloc", r"\[metal::malloc\] (?:Attempting|Unable) to allocate", "mps", "MLX"),
+    _head("[malloc", r"\[malloc(?:_or_wait)?\] Unable to allocate \d{1,20} bytes", "mps", "Metal beside PyTorch"),
     _head(
         "RESOURCE_EXHAUSTED|Resource exhausted",
         r"(?:RESOURCE_EXHAUSTED|Resource exhausted): .{0,80}(?:XLA:TPU|memory space (?:hbm|vmem|smem))",
@@ -81,7 +91,19 @@ HEADS = (
         "pools of TensorFlow and JAX",
     ),
     _head("ran out of memory trying", r"Allocator \(\w{1,40}\) ran out of memory trying to allocate", "jax", "XLA"),
+    _head(
+        "OOM when allocating",
+        r"OOM when allocating tensor with shape\S{1,200} and type \w{1,20} on \S{0,200}CPU:\d{1,4}",
+        "system",
+        "TensorFlow on the host",
+    ),
     _head("OOM when allocating", r"OOM when allocating tensor with shape", "jax", "TensorFlow"),
+    _head(
+        "% of free system|% of system",
+        r"Allocation of \d{1,20} exceeds \d{1,3}% of (?:free )?system memory\.? Killed\b",
+        "system",
+        "TensorFlow on the host",
+    ),
     _head("Dst tensor is not", r"Dst tensor is not initialized", "jax", "copies of TensorFlow"),
     _head("Cannot allocate", r"Cannot allocate \d[\d.]{0,20}[KMG]?B memory on GPU \d{1,4}", "jax", "PaddlePaddle"),
     _head("Out of GPU memory", r"Out of GPU memory(?: trying to allocate \d[\d.]{0,20} [KMG]?i?B)?", "jax", "CUDA.jl"),
@@ -106,10 +128,61 @@ HEADS = (
         "cuda",
         "llama.cpp",
     ),
+    _head(
+        "buffer of size|allocate buffer|insufficient memory",
+        r"ggml\S{1,80}: (?:failed to allocate (?:CPU\w{0,20} |\w{1,20}_Host |)buffer of size \d"
+        r"|insufficient memory \(attempted to allocate)",
+        "system",
+        "llama.cpp on the host",
+    ),
+    _head(
+        "buffer of size|allocate buffer|o allocate CUDA|o allocate ROCm",
+        r"(?:ggml|alloc)\S{1,80}: (?:error: )?failed to allocate (?:\w{1,20} buffer of size \d|buffer, size =)"
+        r"|unable to allocate (?:CUDA|ROCm|Vulkan|SYCL|MTL|Metal)\d{0,3} buffer",
+        "cuda",
+        "llama.cpp",
+    ),
+    _head(
+        "of pinned memory",
+        r"ggml\S{1,80}: failed to allocate \d[\d.,]{0,20} MiB of pinned memory",
+        "system",
+        "pinned memory of llama.cpp",
+    ),
+    _head(
+        "context's memory pool",
+        r"not enough space in the (?:context's memory pool|scratch memory pool) \(needed \d{1,20}, available \d",
+        "system",
+        "pools of llama.cpp",
+    ),
+    _head(
+        "current device: ",
+        r"(?:CUDA|ROCm|HIP) error: out of memory current device: \d{1,4}, in function \w{1,80} at \S{0,300}ggml",
+        "cuda",
+        "llama.cpp",
+    ),
+    _head("Insufficient ", r"Insufficient (?:VRAM (?:for|in)|space in device allocation)", "cuda", "ExLlama"),
+    _head("CUDA failed with error", r"CUDA failed with error out of memory", "cuda driver", "CTranslate2"),
+    _head("CUDA failure 2", r"CUDA failure 2: out of memory ?;", "cuda driver", "ONNX Runtime"),
+    _head("Gpu API call", r"\(-217:Gpu API call\) out of memory", "cuda driver", "OpenCV on a GPU"),
+    _head(
+        "use lower resolution",
+        r"Not enough memory, use lower resolution \(max approx\. \d{1,6}x\d{1,6}\)",
+        "cuda",
+        "Stable Diffusion web UI",
+    ),
+    _head("dispatched on the CPU", r"[Ss]ome modules are dispatched on the CPU or the disk", "cuda", "device_map"),
     _head("available memory for the cache", r"No available memory for the cache blocks", "cuda", "vLLM"),
     _head(
         "KV cache memory", r"KV cache is needed, which is larger than the available KV cache memory", "cuda", "KV cache"
     ),
+    _head(
+        "can be stored in KV cache",
+        r"is larger than the maximum number of tokens that can be stored in KV cache",
+        "cuda",
+        "KV cache",
+    ),
+    _head("in memory profiling", r"Error in memory profiling\. Initial free memory", "cuda", "vLLM's start"),
+    _head("capacity is unbalanced", r"The memory capacity is unbalanced", "cuda", "SGLang's start"),
     _head(
         "Free memory on device",
         r"Free memory on device \S{0,20}\([\d.]{1,20}/[\d.]{1,20} GiB\)",
@@ -139,6 +212,38 @@ HEADS = (
         r"java\.lang\.OutOfMemoryError: (?:Java heap|GC overhead)",
         "system",
         "Java's heap",
+    ),
+    _head(
+        "abruptly|unexpectedly terminated",
+        r"One of the subprocesses has abruptly died during map|A process in the process pool was terminated abruptly"
+        r"|A worker process managed by the executor was unexpectedly terminated",
+        "system",
+        "pools of processes",
+        certain=False,
+    ),
+    _head(
+        "malloc of size|realloc of size",
+        r"ArrowMemoryError: (?:m|re)alloc of size \d",
+        "system",
+        "libraries on the host",
+    ),
+    _head("sent SIGKILL!", r"Worker \(pid:\d{1,10}\) was sent SIGKILL!", "system", "gunicorn", certain=False),
+    _head("fork: ", r"\bfork: (?:retry: )?Cannot allocate memory", "system", "fork"),
+    _head(
+        "start new thread|emporarily unavailable",
+        r"can't start new thread"
+        r"|(?:pthread_create failed.{0,60}|Thread creation failed|\bfork(?:: retry)?): Resource temporarily unavail",
+        "system",
+        "threads and processes",
+    ),
+    # services that end a program at its memory limit
+    _head(
+        "out-of-memory and exited|emory limit |emory quota|Max Memory Used",
+        r"ran out-of-memory and exited with|Memory limit of [\d.]{1,20} ?[KMG]i?B exceeded"
+        r"|Memory limit exceeded \(\d{1,10}[KMG]i?\)|Error R1[45] \(Memory quota|hit its memory limit"
+        r"|Memory Size: (\d{1,6}) MB Max Memory Used: \1 MB",
+        "system",
+        "a service's limit",
     ),
     _head("workers died while", r"all those workers died while running it", "system", "Dask's workers", certain=False),
     _head("memory allocation of", r"memory allocation of \d{1,20} bytes failed", "system", "libraries on the host"),
@@ -202,6 +307,12 @@ HEADS = (
         "oneAPI",
     ),
     _head("Native API failed", r"Native API failed.{0,80}OUT_OF_RESOURCES", "xpu driver", "oneAPI", certain=False),
+    _head(
+        "invalid configuration argument|too many resources",
+        r"(?:CUDA|HIP) error: (?:invalid configuration argument|too many resources requested for launch)",
+        "cuda",
+        "limits of a launch",
+    ),
     _head("_STATUS_ALLOC_FAILED", r"\b(CUBLAS|CUSOLVER|CUSPARSE|CUDNN)_STATUS_ALLOC_FAILED", "", "CUDA libraries"),
     _head("_STATUS_ALLOC_FAILED", r"\b(HIPBLAS|ROCBLAS|MIOPEN)_STATUS_ALLOC_FAILED", "", "ROCm libraries"),
     _head("DEVICE_ALLOCATION_FAILED", r"CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "cudnn", "cuDNN 9"),
@@ -267,6 +378,13 @@ HEADS = (
         "shared memory",
         _SHM,
     ),
+    _head(
+        "bus error|Bus error|unable to write to file </torch_",
+        r"Unexpected bus error encountered in worker|unable to write to file </torch_\w{1,60}>(?!:)",
+        "shared memory",
+        _SHM,
+    ),
+    _head("Bus error (core", r"\bBus error \(core dumped\)", "shared memory", _SHM, certain=False),
     _head(
         "No space left",
         r"unable to (?:write to|open|allocate|resize) (?:file|shared memory)[^:]{0,300}: No space left",
@@ -354,7 +472,7 @@ HEADS = (
         r"[Ee]xit(?:ed with)?(?: status| ?_?[Cc]ode)?\"?[:=]* *137\b|[Ee]rror 137\b"
         r"|\b[Ee]xit ?_?[Cc]ode\"? *[:=]? *-9\b|Signal 9 \(SIGKILL\)|Signals\.SIGKILL|(?:return|status) code:? 137\b"
         r"|(?:return|status|exit) ?code *[:=]? *-9\b|non-zero exit \(137\)|\bExited \(137\)|\bSIGKILL\b"
-        r"|(?:terminated|killed) by signal 9\b|signal: killed\b"
+        r"|(?:terminated|killed) by signal 9\b|signal: killed\b|Received \"killed\" signal"
         r"|(?:^| )Killed$|\b\d{1,40} Killed\b|zsh: killed\b",
         "system",
         _SHELLS,

@@ -19,7 +19,7 @@ PREFIX = re.compile(
     r"(?:(?: {0,5}\d{1,6}: )?\[(?:[Rr]ank ?|default)(?P<rank>\d{1,6})\]:?"  # torchrun
     r"|\[(?:\d{1,3},)?(?P<rank_of_tee>\d{1,6})\](?:<std(?:out|err)>)?:"  # accelerate, mpirun
     r"| {0,5}(?P<rank_of_task>\d{1,6}):(?= )"  # srun --label
-    r"|\(\w{1,200} (?P<pid>pid=\d{1,10})[^)\n]{0,200}\)"  # Ray
+    r"|\(\w{1,200} (?:rank=\d{1,6} )?(?P<pid>pid=\d{1,10})[^)\n]{0,200}\)"  # Ray, vLLM
     r"|\[(?P<pod>pod/[\w.-]{1,200})[^\]\n]{0,200}\]"  # kubectl logs --prefix
     r"|(?P<host>[\w.-]{0,80}[-_.]\d{1,5})(?: {1,40}\||:(?= )))\s?",  # docker compose, pdsh
     re.MULTILINE,

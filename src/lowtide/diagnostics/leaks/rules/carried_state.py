@@ -24,8 +24,20 @@ class CarriedState(Rule):
         "`retain_graph` at {backward}"
     )
 
+    fix_of_module = "`self.{name} = self.{name}.detach()` before the next forward, and no `retain_graph` at {backward}"
+
     def matches(self, item: RetainedObject, history: History) -> bool:
-        return item.has_graph and item.is_input and bool(item.backwards)
+        return item.has_graph and bool(item.backwards) and (item.is_input or is_carried_by_module(item))
 
     def names_holder(self, item: RetainedObject) -> bool:
-        return item.is_input
+        return item.is_input or is_carried_by_module(item)
+
+    def fix_for(self, item: RetainedObject, history: History) -> str:
+        """Return the advice for a variable, or for an attribute of a module."""
+        return self.fix_of_module if item.is_held_as("module") else super().fix_for(item, history)
+
+
+def is_carried_by_module(item: RetainedObject) -> bool:
+    """Return True if a module's attribute has a graph that went on from one call to the next."""
+    is_attribute = item.is_held_as("module") and item.buffer is None and not (item.holder and item.holder.gathers)
+    return is_attribute and item.goes_through_calls and bool(item.backwards)

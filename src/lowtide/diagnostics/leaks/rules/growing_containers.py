@@ -37,6 +37,14 @@ class ListOfGraphs(Rule):
     """
 
     is_refuted_by_backward = True
+    fix_of_values = (
+        "put less in `{name}`: a number, or `.detach().cpu()` of what is needed (`.detach()` drops the graph and keeps "
+        "all memory that the value is in)"
+    )
+
+    def fix_for(self, item: RetainedObject, history: History) -> str:
+        """Return the advice: `.item()` is for scalars alone."""
+        return super().fix_for(item, history) if item.is_scalar else self.fix_of_values
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         entries = history.entries
@@ -62,8 +70,7 @@ class RunningSumOfGraphs(Rule):
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_over_steps = len(item.steps) > 1 or not item.backwards
-        is_repeated = len(item.calls) > len({id(call.stats) for call in item.calls})
-        return _accumulates(item) and item.is_scalar and is_over_steps and is_repeated
+        return _accumulates(item) and item.is_scalar and is_over_steps and item.goes_through_calls
 
 
 @rule(
@@ -80,6 +87,12 @@ class GrowingList(Rule):
     """Rule for a container whose bytes and entries grow over several inspections in a row."""
 
     ends_without_growth = True
+    fix_of_cache = "bound the cache of `{name}` (`lru_cache(maxsize=...)`), or call `{name}.cache_clear()` each epoch"
+
+    def fix_for(self, item: RetainedObject, history: History) -> str:
+        """Return the advice; nothing can be put into the cache of a function."""
+        is_cache = item.holder is not None and item.holder.is_cache
+        return self.fix_of_cache if is_cache else super().fix_for(item, history)
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return not item.has_graph and _grows(history.held_bytes) and _grows(history.entries)

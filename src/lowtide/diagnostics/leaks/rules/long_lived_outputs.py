@@ -2,6 +2,7 @@
 
 from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.inspection import RetainedObject
+from lowtide.diagnostics.leaks.referrers import Holder
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 SHARE = 0.05
@@ -37,6 +38,16 @@ class AliveAtNextForward(Rule):
     """Rule for a large output without a graph that is no input of the next step."""
 
     superseded_by = "LT006"
+    fix_of_part = "`{part} = None` at the end of the step, or keep less there: a number, a small copy"
+    fix_of_function = "drop the function that holds `{name}` at the end of the step, or give it a number instead"
+
+    def names_part(self, holder: Holder, history: History) -> bool:
+        """Return True if one entry or attribute has a name of its own; a container of several can be deleted."""
+        return "[..]" not in holder.part and super().names_part(holder, history)
+
+    def fix_for(self, item: RetainedObject, history: History) -> str:
+        """Return the advice; a variable that a function closes over must not be deleted."""
+        return self.fix_of_function if item.is_held_as("closure") else super().fix_for(item, history)
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_large = item.held_bytes >= SHARE * history.largest_graph_bytes

@@ -24,7 +24,14 @@ class RetainGraph(Rule):
     fix_of_part = (
         "`.detach()` what is kept in `{name}`, and remove `retain_graph=True` at {backward} if no backward pass follows"
     )
+    fix_of_second_order = "`del {names}` after the last backward pass"
     follows_from = "LT011"
+
+    def fix_for(self, item: RetainedObject, history: History) -> str:
+        """Return the advice; what `create_graph=True` retains is needed until the last pass."""
+        fix = super().fix_for(item, history)
+        is_needed = fix == self.fix and all(b.create_graph for b in item.backwards if b.retain_graph)
+        return self.fix_of_second_order if is_needed else fix
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return item.has_graph and any(b.retain_graph for b in item.backwards)
@@ -33,7 +40,8 @@ class RetainGraph(Rule):
         """Return True if the advice should name the entry, because the container stays for several steps."""
         # A container that each step makes anew can be deleted.
         is_the_same = len(history.held_bytes) > 1 and not history.has_changed
-        return is_the_same and super().names_part(holder, history)
+        has_grown = holder.gathers and bool(holder.entries) and history.entries[-1] > history.entries[0]
+        return (is_the_same or has_grown) and super().names_part(holder, history)
 
 
 @rule(

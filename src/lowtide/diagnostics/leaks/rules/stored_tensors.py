@@ -2,6 +2,7 @@
 
 from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.inspection import RetainedObject
+from lowtide.diagnostics.leaks.rules.carried_state import is_carried_by_module
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 
@@ -61,7 +62,7 @@ class ModuleAttribute(Rule):
     is_refuted_by_backward = True
 
     def matches(self, item: RetainedObject, history: History) -> bool:
-        if item.buffer is not None or not item.is_held_as("module"):
+        if item.buffer is not None or not item.is_held_as("module") or is_carried_by_module(item):
             return False
         return item.has_graph or item.is_output or history.has_changed
 

@@ -1,0 +1,29 @@
+"""The outputs of the last step stay in a module-level dict."""
+
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+criterion = nn.CrossEntropyLoss()
+
+STATE = {}
+
+
+def train_step(x, y):
+    hidden = model[:4](x)
+    loss = criterion(model[4](hidden), y)
+    STATE["hidden"] = hidden
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+for step in range(8):
+    train_step(torch.randn(256, 64), torch.randint(0, 64, (256,)))
+
+print("code", "LT007")
+print("holder", "global variable 'STATE' -> ['hidden']")
+print("bytes", 524288)
+print("fix", "`STATE['hidden'] = None` at the end of the step")
