@@ -184,5 +184,5 @@ def symmetric_memory() -> Iterator[tuple[Any, str]]:
 
 
 def is_spawned(process: BaseProcess) -> bool:
-    """Return True if `torch.multiprocessing.spawn`, or `start_processes`, made the process. 2.13."""
+    """Return True if `torch.multiprocessing.spawn`, or `start_processes`, made the process. Torch 2.13."""
     return getattr(getattr(process, "_target", None), "__module__", "") == "torch.multiprocessing.spawn"

@@ -30,7 +30,7 @@ def only_loss(kind: Any, released: tuple[str, ...], *, loss: Tensor, lever: str)
 
 @functools.cache
 def _class_without(kind: Any, released: tuple[str, ...], lever: str) -> type:
-    """Build the class of such outputs. Few are needed: one for each kind of model."""
+    """Build a subclass of `kind` whose instances lack the fields `released`: one for each kind of model is enough."""
     first = next(iter(kind.__dataclass_fields__))
 
     def refuse(self: Any, *_: Any) -> NoReturn:

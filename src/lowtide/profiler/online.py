@@ -305,7 +305,7 @@ class _Traced:
         return _saved_bytes(self._values, self._audit.slots)
 
     def profile(self, model: nn.Module, fullest: _Audited | _Traced) -> Profile:
-        """Return the profile of such steps. `fullest` is the step that saved most."""
+        """Return the profile of steps like this one. `fullest` is the step that saved most."""
         peak_bytes, step_ms = self.plain or (None, 0.0)
         notes = [NOT_RUN] if peak_bytes is None else []
         if fullest.saved_bytes() > self.saved_bytes():

@@ -263,7 +263,7 @@ _HEAP_TYPE = 1 << 9
 
 
 def _items(thing: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """Return the C class that allocates such objects, and the items of a list or dict, by index or key."""
+    """Return the C class that allocates objects like `thing`, and the items of a list or dict, by index or key."""
     base = next(kind for kind in type(thing).__mro__ if not kind.__flags__ & _HEAP_TYPE)
     if base is list:
         return base, list(enumerate(list.__iter__(thing)))

@@ -29,7 +29,7 @@ class Operator:
     write: Callable[..., Any]
     """Function like the operator, with torch's kernel as first argument, that writes over the gradient."""
     forward: Callable[[Tensor], Tensor]
-    """Forward function whose result has such a node; it takes an input [2, 8, 4, 4]."""
+    """Forward function whose result has that node; it takes an input [2, 8, 4, 4]."""
     like: int = 1
     """Index of the argument whose layout the result has."""
     groups: Callable[..., int] | None = None

@@ -255,7 +255,9 @@ class Observer:
         """Observe the outputs of a recipe or a replay."""
 
     def writing_over(self, node: str, n_bytes: int) -> None:
-        """Observe that a gradient is about to be written over the one of `n_bytes` that arrived at such a node."""
+        """Observe that a gradient is about to be written over one of `n_bytes` that arrived at a node of the kind
+        `node`.
+        """
 
 
 probe: Observer | None = None

@@ -20,7 +20,7 @@ class CandidateModels:
         self._called: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._n_updates: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._replaced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Models that were replaced by such modules. They are not considered again, because models may take turns."""
+        """Models that were replaced by other modules. They are not considered again, because models may take turns."""
 
     def called(self, module: nn.Module) -> None:
         """Note a call of a module that is not part of the model."""

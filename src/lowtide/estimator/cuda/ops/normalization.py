@@ -161,7 +161,9 @@ def _is_cudnns(x: Tensor, weight: Tensor | None, training: bool) -> bool:
 
 @cuda_op(aten.native_batch_norm.default, of=_BATCH_NORM)
 def _batch_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Return no blocks; note that cuDNN's reserve is unknown: only a GPU reports its size, and no bound is documented."""
+    """Return no blocks; note that cuDNN's reserve is unknown: only a GPU reports its size, without a documented
+    bound.
+    """
     x, weight, training = args[0], args[1], args[5]
     if _is_cudnns(x, weight, training) and is_channels_last(x):
         unbounded.setdefault(
