@@ -66,6 +66,11 @@ def bucket_limits(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[l
     return first, then or [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
 
 
+def communication_hooks(wrapper: torch.nn.parallel.DistributedDataParallel) -> list[str]:
+    """Return the names of functions that send a wrapper's gradients in place of torch. 2.13, since 2.1."""
+    return [getattr(hook, "__name__", str(hook)) for hook, _ in wrapper._comm_hooks]
+
+
 def assign_buckets(
     parameters: Sequence[torch.Tensor], limits: list[int], sparse: list[bool], numbers: Sequence[int]
 ) -> list[list[int]]:

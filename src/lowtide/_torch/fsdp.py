@@ -220,8 +220,9 @@ def purposes_known(
         with inside("communication buffers"):
             done = post_backward(self, *args)
         for parameter in self.fsdp_params:
-            if parameter.sharded_param.grad is not None:
-                becomes(parameter.sharded_param.grad, "gradients")
+            for gradient in (parameter.sharded_param.grad, parameter.unsharded_accumulated_grad):
+                if gradient is not None:
+                    becomes(gradient, "gradients")
         return done
 
     with (

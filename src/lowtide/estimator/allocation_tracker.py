@@ -26,6 +26,7 @@ from lowtide._torch.fake_modes import (
     DATA_DEPENDENT,
     NO_FAKE_KERNEL,
     OWN_OPERATORS,
+    WRAPPING_OPERATOR,
     is_strided,
     on_real_tensors,
     without_function_modes,
@@ -258,6 +259,8 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         return args, kwargs, tensors
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func.name() == WRAPPING_OPERATOR:
+            return self._fakes.dispatch(aten.alias.default, (), args)
         if func is GROUPED:
             return self._grouped(*args, **kwargs)
         if (assumed := sparse.assumed(func, args)) is not None:

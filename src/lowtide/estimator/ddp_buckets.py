@@ -25,6 +25,7 @@ from lowtide._torch.distributed import (
     assign_buckets,
     awaits_first_backward,
     bucket_limits,
+    communication_hooks,
     has_new_buckets,
     sent_parameters,
 )
@@ -49,6 +50,15 @@ class Reducers:
     def buckets(self) -> list[Tensor]:
         """Flat tensors into which DDP copies gradients, and its maps of used parameters."""
         return [tensor for reducer in self._reducers for tensor in (*reducer.buckets, *reducer.maps)]
+
+    @property
+    def unknown(self) -> list[str]:
+        """A line for each function that sends gradients in place of torch, and is not called in an estimate."""
+        return [
+            f"{hook}, which sends gradients of DistributedDataParallel (register_comm_hook): the memory that it takes"
+            for hook in dict.fromkeys(hook for reducer in self._reducers for hook in reducer.hooks)
+            if hook != "allreduce_hook"
+        ]
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -80,6 +90,7 @@ class _Reducer:
         self.maps: list[Tensor] = []
         """DDP's maps of the parameters that took part: one element per parameter."""
         self._views: dict[int, Tensor] = {}
+        self.hooks = communication_hooks(wrapper)
 
     def begin(self, stack: contextlib.ExitStack) -> None:
         """Replace the wrapper's reducer until `stack` is closed."""
@@ -140,7 +151,7 @@ class _Reducer:
             parameters = [self._parameters[number] for number in group]
             if self._sparse[group[0]]:
                 continue  # sparse gradients are reduced without a bucket
-            with torch.no_grad(), without_function_modes():
+            with torch.no_grad(), without_function_modes(), self._ledger.purpose("communication buffers"):
                 like = parameters[0]
                 bucket = torch.empty(sum(p.numel() for p in parameters), dtype=like.dtype, device=self._ledger.device)
                 self.buckets.append(bucket)

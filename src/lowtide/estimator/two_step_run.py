@@ -192,7 +192,7 @@ class TwoStepRun:
             timeline=Timeline(stream, labels(stream, self._names) | self._ledger.labels),
             static=with_carryover(self._static, self._blocks, stream),
             flops=self._ledger.n_flops,
-            unknown=(*self._scratch.unknown, *self._untried()),
+            unknown=(*self._scratch.unknown, *self._untried(), *self._reducers.unknown),
             assumed=(
                 *compiled(self._model),
                 *([f"no optimizer stepped: {n_passes} forward and backward {passes}"] if n_passes else ()),

@@ -31,21 +31,6 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def nothing_saved(listener: Estimating) -> Iterator[None]:
-    """Skip `torch.save` from the first forward on, so that checkpoints of a real run are not overwritten."""
-    save = torch.save
-
-    def saves(*args: Any, **kwargs: Any) -> None:
-        if listener.answers is None:
-            save(*args, **kwargs)
-        else:
-            listener.answers.note("torch.save is left out")
-
-    with patch.object(torch, "save", saves):
-        yield
-
-
-@contextlib.contextmanager
 def steps_of_a_script(listener: Estimating) -> Iterator[None]:
     """Report backward passes and checkpoints to `listener` inside this block, and run compiled code uncompiled."""
 

@@ -25,10 +25,11 @@ from lowtide.runtime.batch_tensors import in_words, tensors_in
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.script.alternating_models import PATIENCE, held_by, ids, others_at_hand
 from lowtide.script.calling_code import at_hand, optimizers_at_hand
-from lowtide.script.estimate_patches import cuda_for_a_script, nothing_saved, steps_of_a_script
+from lowtide.script.estimate_patches import cuda_for_a_script, steps_of_a_script
 from lowtide.script.manual_updates import has_others
 from lowtide.script.run_listened import run_watched
 from lowtide.script.runner import Script
+from lowtide.script.skipped_saves import SkippedSaves
 from lowtide.script.step_listener import Enough, StepListener
 from lowtide.state.reachable_state import ReachableState
 
@@ -87,6 +88,7 @@ class Estimating(StepListener):
         self._given: int | None = None
         """Size of the script's own batch, if the batch is to be resized."""
         self.asked = DeferredCudaModule()
+        self.saves = SkippedSaves()
         self.answers: ValueOracle | None = None
         """Known contents of the fake tensors; None before the first forward."""
         self._sizes = ""
@@ -252,6 +254,7 @@ class Estimating(StepListener):
             )
         rehearsal.__enter__()
         self._rehearsal, self.answers = rehearsal, rehearsal.answers
+        self.saves.begin(self.answers.note)
         self._on_entered()
         # Parameters outside of modules, and sums whose device a loop compares, as transformers' Trainer does.
         tensors = [t for t in state.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
@@ -360,7 +363,7 @@ def estimate_script(
         if gpu is not None:
             stack.enter_context(cuda_for_a_script(gpu, listener, processes))
         stack.enter_context(steps_of_a_script(listener))
-        stack.enter_context(nothing_saved(listener))
+        stack.enter_context(listener.saves)
         try:
             code = run_watched(script, listener)
         except LowtideError as error:

@@ -174,7 +174,7 @@ class AbsentGpuRun(TwoStepRun):
     def estimate(self, n_passes: int = 0) -> GpuMemoryEstimate:
         """Return the estimate, after the block has ended. `n_passes`: see `GpuMemoryEstimate`."""
         stream, bounds = self._ledger.stream, self._ledger.bounds
-        processes, is_bounded = self._processes, not self._ledger.unbounded
+        processes, is_bounded = self._processes, not (self._ledger.unbounded or self._reducers.unknown)
         beside = nccl_bytes(self._n_groups)
         outcome = Outcome(self._ledger.whole, bounds, self._config, is_bounded=is_bounded, beside=beside)
         needs, interval = outcome.needs()
@@ -183,7 +183,12 @@ class AbsentGpuRun(TwoStepRun):
         return GpuMemoryEstimate(
             timeline=Timeline(stream, labels(stream, self._names) | self._ledger.labels),
             static=with_carryover(self._static, self._blocks, stream),
-            unknown=(*self._ledger.unbounded.values(), *self._measured, *known_within(outcome.whole, bounds)),
+            unknown=(
+                *self._ledger.unbounded.values(),
+                *self._reducers.unknown,
+                *self._measured,
+                *known_within(outcome.whole, bounds),
+            ),
             assumed=(*_about(self._gpu), *compiled(self._model), *self.answers.notes, *unrestored_note(self._state)),
             measured=self._measured,
             n_passes=n_passes,

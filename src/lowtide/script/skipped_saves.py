@@ -1,0 +1,76 @@
+"""Leave out what a script saves once its tensors have no contents: checkpoints of a real run stay as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, Self
+from unittest.mock import patch
+
+SAVERS = {
+    "torch": ("save",),
+    "torch.distributed.checkpoint": ("save", "async_save", "save_state_dict"),
+    "safetensors.torch": ("save_file", "save_model"),
+    "transformers.modeling_utils": ("PreTrainedModel.save_pretrained",),
+    "transformers.trainer": ("Trainer._save_checkpoint", "Trainer.save_model"),
+    "accelerate.accelerator": ("Accelerator.save", "Accelerator.save_model", "Accelerator.save_state"),
+    "peft.peft_model": ("PeftModel.save_pretrained",),
+    "diffusers.models.modeling_utils": ("ModelMixin.save_pretrained",),
+    "diffusers.pipelines.pipeline_utils": ("DiffusionPipeline.save_pretrained",),
+}
+"""Functions and methods that save, by module. `Trainer._save_checkpoint` also deletes older checkpoints."""
+
+
+class Saved(Future[None]):
+    """Result of a save that was left out: finished, as a future and as the response of `async_save`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.staging_completion = self.upload_completion = self
+        self.set_result(None)
+
+
+class SkippedSaves(contextlib.ExitStack):
+    """Context in which, from `begin` on, nothing is saved."""
+
+    def begin(self, note: Callable[[str], object]) -> Self:
+        """Replace the savers of all modules imported so far; `note` is given a line for each that is called."""
+        functions: dict[int, Callable[..., Any]] = {}
+        for module, names in SAVERS.items():
+            for name in names if module in sys.modules else ():
+                *path, last = name.split(".")
+                owner = operator.attrgetter(*path)(sys.modules[module]) if path else sys.modules[module]
+                saver = getattr(owner, last, None)
+                if saver is None:
+                    continue
+                skip = functions[id(saver)] = _skipping(
+                    saver, f"{module.split('.')[0] if path else module}.{name}", note
+                )
+                if path:
+                    self.enter_context(patch.object(owner, last, skip))
+        for namespace, name, skip in [*_bound(functions)]:
+            self.enter_context(patch.dict(namespace, {name: skip}))
+        return self
+
+
+def _bound(functions: dict[int, Callable[..., Any]]) -> Iterator[tuple[dict[str, Any], str, Callable[..., Any]]]:
+    """Yield each global variable that is bound to one of these functions: its namespace, its name, the replacement."""
+    for module in [*sys.modules.values()]:
+        namespace = getattr(module, "__dict__", None)
+        if isinstance(namespace, dict):
+            for name, value in [*namespace.items()]:
+                if id(value) in functions:
+                    yield namespace, name, functions[id(value)]
+
+
+def _skipping(saver: Callable[..., Any], name: str, note: Callable[[str], object]) -> Callable[..., Saved]:
+    @functools.wraps(saver)
+    def skip(*args: Any, **kwargs: Any) -> Saved:
+        note(f"{name} is left out")
+        return Saved()
+
+    return skip

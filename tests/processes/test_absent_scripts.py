@@ -1,0 +1,92 @@
+"""Scripts that torchrun starts, estimated on GPUs that are not there: as users write them, in this process alone."""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lowtide import cli
+
+SCRIPTS = Path(__file__).parent / "absent"
+
+
+@pytest.fixture
+def estimate(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    def command(script: str, *args: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        options = ("--device", "8 x h100-80", "--rank", "0", "--record", str(tmp_path / "estimate.json"))
+        code = cli.main(("estimate", *options, str(SCRIPTS / script), *args))
+        return (code, *capfd.readouterr())
+
+    yield command
+    if (state := sys.modules.get("accelerate.state")) is not None:  # one for the whole process
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize(
+    "way", ["fsdp", *(pytest.param(way, marks=pytest.mark.slow) for way in ("both", "hsdp", "tensor"))]
+)
+def test_a_llama_is_estimated_and_saves_nothing(way: str, estimate, tmp_path: Path) -> None:
+    saved = tmp_path / "checkpoints"
+    code, out, err = estimate("llama.py", way, str(saved))
+    assert code == 0, err
+    assert "on each of 8 x H100-80, rank 0, with 79.2 GiB: it fits" in out
+    assert "torch.distributed.checkpoint.save is left out" in out
+    assert re.search(r"llama\.py:\d+: torch\.save is left out", out)
+    assert not saved.exists()
+    record = json.loads((tmp_path / "estimate.json").read_text(encoding="utf-8"))[0]
+    assert 0 < record["peak_requested_bytes"] <= record["peak_allocated_bytes"] <= record["peak_reserved_bytes"]
+
+
+@pytest.mark.parametrize("options", [(), ("views",), ("hook",)])
+def test_ddp_is_estimated(options: tuple[str, ...], estimate) -> None:
+    code, out, _ = estimate("images.py", *options)
+    assert "communication buffers" in out
+    if "hook" in options:
+        assert code == 1
+        assert "bf16_compress_hook, which sends gradients of DistributedDataParallel (register_comm_hook)" in out
+    else:
+        assert code == 0
+        assert "it fits" in out
+
+
+@pytest.mark.parametrize(
+    ("library", "way"),
+    [
+        ("accelerate", "fsdp"),
+        ("trainer", "fsdp"),
+        pytest.param("accelerate", "ddp", marks=pytest.mark.slow),
+        pytest.param("trainer", "ddp", marks=pytest.mark.slow),
+    ],
+)
+def test_loops_of_libraries_are_estimated_and_save_nothing(library: str, way: str, estimate, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    saved = tmp_path / "checkpoints"
+    code, out, err = estimate("libraries.py", library, way, str(saved))
+    assert code == 0, err
+    assert "it fits" in out
+    skipped = {"trainer": "transformers.Trainer._save_checkpoint", "accelerate": "accelerate.Accelerator.save_state"}
+    assert f"{skipped[library]} is left out" in out
+    assert not any(path.is_file() for path in saved.rglob("*"))
+    assert ("gathered parameters" in out) == (way == "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("way", "why"),
+    [
+        ("fsdp1", "FullyShardedDataParallel (FSDP1), which is not estimated"),
+        ("pipeline", "sends from one process to another, as pipelines and rings do"),
+        ("receives", "torch.distributed.recv sends from one process to another"),
+        ("stream", "the script allocates on a CUDA stream of its own"),
+        ("compiled", "the compiler moves and merges collectives"),
+        ("experts", "can't know.\n  Nor can it know what other processes send (torch.distributed.all_to_all_single)"),
+        ("ring", "context parallel passes keys and values from one process to the next"),
+    ],
+)
+def test_steps_that_depend_on_other_processes_are_refused(way: str, why: str, estimate) -> None:
+    code, _, err = estimate("refused.py", way)
+    assert code == 2
+    assert why in err
