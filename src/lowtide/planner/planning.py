@@ -180,15 +180,17 @@ def smallest_plan(profile: Profile, minimize: Objective = "time") -> Plan:
             raise Infeasible(budget_bytes=budget_bytes, smallest_peak_bytes=predicted.peak_bytes, parts=predicted.parts)
         return decisions
 
-    return plan(profile, smallest_peak(profile)[1].peak_bytes, minimize=minimize, solver=search)
+    return plan(profile, smallest_peak(profile, minimize)[1].peak_bytes, minimize=minimize, solver=search)
 
 
-def smallest_peak(profile: Profile, *, offload: bool = False) -> tuple[Decisions, Prediction]:
+def smallest_peak(
+    profile: Profile, minimize: Objective = "time", *, offload: bool = False
+) -> tuple[Decisions, Prediction]:
     """Return the decisions with the smallest peak that the search finds, and their prediction. `offload` is as for
-    `plan`.
+    `plan`; `minimize` changes nothing but which simulator, and with it which results, are in the cache.
     """
     n = len(profile.in_place)
-    smallest = minimize_peak(simulator_of(profile, offload=offload, in_place=n))
+    smallest = minimize_peak(simulator_of(profile, minimize=minimize, offload=offload, in_place=n))
     decisions = replace(smallest, in_place=frozenset(nodes_in_prefix(profile, n)))
     return decisions, simulator_of(profile, offload=offload).predict(decisions)
 
