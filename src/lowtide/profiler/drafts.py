@@ -39,8 +39,8 @@ class ValueDraft:
     depend on which is chosen by time.
     """
     state_of: int | None = None
-    """For state without node or slot, such as random numbers or the bits of a mask: the call at whose beginning holding
-    it starts.
+    """For state without node or slot, such as random numbers or the bits of a mask: the call from whose beginning it is
+    held.
     """
     noted: int | None = None
     """For an operand that autograd does not record: its number among the operands captured in the step."""

@@ -349,7 +349,7 @@ class ValueOracle:
             return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
 
     def _healthy(self, func: Any, args: Any, tensors: list[Tensor]) -> bool | None:
-        """Return the answer of a step without NaN and infinity; None for any other operator."""
+        """Return the answer to a test for NaN or infinity in a step without either; None for any other operator."""
         if func in NOT_IN_HEALTH:
             return False
         if func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[-1]:

@@ -65,9 +65,7 @@ def value(tensor: Tensor) -> Tensor | None:
 
 
 def alike(tensor: Tensor, assumed: str) -> bool | None:
-    """Return the value that all elements of a boolean tensor have, if `assumed` is the assumption behind them; None
-    otherwise.
-    """
+    """Return the value of all elements of a boolean tensor if they are known by the assumption `assumed`; else None."""
     contents = _of(tensor)
     if contents is None or contents.alike is None or contents.assumed != assumed:
         return None

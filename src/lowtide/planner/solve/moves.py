@@ -100,7 +100,9 @@ class Moves:
         self._advanced = _pairs((m.advance for m in self.moves), lambda advance: (advance.id,))
         around = [m.replay[0].within if m.replay and not m.unreplay else frozenset[int]() for m in self.moves]
         self._is_around = np.array([bool(within) for within in around], np.bool_)
-        """Flags of moves that only apply around inner replays: without those they equal another move."""
+        """Flags of moves that are tried only around replays of inner calls; elsewhere each has the effect of another
+        move.
+        """
         self._within = _pairs(([within] if within else [] for within in around), lambda within: within)
         costs = [
             sum(r.cost for r in m.replay) + sum(a.cost for a in m.advance) + sum(g.cost for g in m.offload)

@@ -1,6 +1,6 @@
 """Operators with masks: `where`, `masked_fill` and dropout. Random masks are those that the node saved.
 
-A mask itself, which no node made, is kept, or its bits are: `runtime/bitmask.py`.
+A mask itself, which no node made, is kept whole or as one bit per element (`runtime/bitmask.py`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class RetainGraph(Rule):
     follows_from = "LT011"
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice; what `create_graph=True` retains is needed until the last pass."""
+        """Return the advice; another one for `create_graph=True`, whose graph is needed until the last pass."""
         fix = super().fix_for(item, history)
         is_needed = fix == self.fix and all(b.create_graph for b in item.backwards if b.retain_graph)
         return self.fix_of_second_order if is_needed else fix
