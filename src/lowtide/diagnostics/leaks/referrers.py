@@ -17,6 +17,7 @@ from itertools import islice, takewhile
 from types import (
     BuiltinFunctionType,
     CellType,
+    CodeType,
     FrameType,
     FunctionType,
     GeneratorType,
@@ -121,6 +122,8 @@ class HolderSearch:
     ignored: set[int] = field(default_factory=set)
     variables: RunningFrames = field(default_factory=RunningFrames)
     namespaces: dict[int, str] = field(default_factory=dict)
+    gathered: dict[CodeType, bool] = field(default_factory=dict)
+    """Code of functions with closures -> True if a container has them as entries."""
 
     def __post_init__(self) -> None:
         for name, module in list(sys.modules.items()):
@@ -315,9 +318,11 @@ class HolderSearch:
         return Holder(kind="exception", text=f"exception {kind} that is kept", key=f"exception {kind}")
 
     def _is_gathered(self, function: FunctionType) -> bool:
-        """Return True if `function` is an entry of a list, set or queue."""
-        own = (r for r in gc.get_referrers(function) if id(r) not in self.ignored)
-        return any(isinstance(r, list | deque | set) for r in own)
+        """Return True if `function` is an entry of a list, set or queue; looked up once for all of its code."""
+        if function.__code__ not in self.gathered:
+            others = (r for r in gc.get_referrers(function) if id(r) not in self.ignored)
+            self.gathered[function.__code__] = any(isinstance(r, list | deque | set) for r in others)
+        return self.gathered[function.__code__]
 
     def _is_ours(self, obj: Any) -> bool:
         if isinstance(obj, FrameType):
