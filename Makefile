@@ -49,7 +49,7 @@ docs: $(READY) ## build the documentation site into build/site; a broken link is
 	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going docs build/site
 
 pictures: $(READY) ## make the pictures of README and docs again; needs Chromium
-	$(BIN)/python tools/pictures.py
+	$(BIN)/python tools/doc_pictures.py
 
 bench: $(READY) ## measure Lowtide beside the others: docs/benchmarks.md
 	@set -e; for name in $(BENCH); do echo "== bench/$$name.py"; $(BIN)/python "bench/$$name.py"; done

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import api_page
+import doc_pictures
 import lowtide
 from conftest import RunPython
 from lowtide.cli import COMMANDS
@@ -170,3 +171,20 @@ def test_the_program_runs_as_pasted(run_python: RunPython, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert "peak (budget" in done.stdout
     assert len(re.findall(r"^\d+\.\d+$", done.stdout, re.MULTILINE)) == 8
+
+
+def test_the_command_for_pictures_writes_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs").mkdir()
+    beside = {
+        "README.md": "with 1 GiB instead of 2.5 GiB;",
+        "docs/reports.md": "with 1 GiB instead of 2.5 GiB;",
+        "README.ja.md": "ステップは 2.5 GiB ではなく 1 GiB で収まる",
+    }
+    for name in beside:
+        (tmp_path / name).write_text(text_of(ROOT / name), encoding="utf-8")
+    monkeypatch.setattr(doc_pictures, "ROOT", tmp_path)
+    doc_pictures.write_numbers("2.5 GiB", "1 GiB")
+    for name, text in beside.items():
+        before, after = text_of(ROOT / name).splitlines(), text_of(tmp_path / name).splitlines()
+        (changed,) = [line for line, old in zip(after, before, strict=True) if line != old]
+        assert text in changed

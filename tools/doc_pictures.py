@@ -1,4 +1,4 @@
-"""Make the pictures of README and docs again: `python tools/pictures.py`, or `make pictures`.
+"""Make the pictures of README and docs again: `python tools/doc_pictures.py`, or `make pictures`.
 
 - `docs/report.png`: the page of `lowtide demo --budget 50% --report`, as Chromium shows it; its numbers go into the
   text beside the picture in README.md, README.ja.md and docs/reports.md
