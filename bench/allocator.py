@@ -40,7 +40,7 @@ def main() -> int:
         errors = _errors(trace, found)
         invented = replay(trace, as_recorded=False)
         is_exact = is_exact and not any(errors) and not any(_errors(trace, invented))
-        recorded = _recorded_curve(trace)
+        recorded = trace.recorded_curve()
         wrong = [sum(a != b for a, b in zip(recorded, r.reserved_bytes, strict=True)) for r in (found, invented)]
         print(
             f"{trace.name:18} {n_events:7} {found.peak_reserved_bytes:14} {errors[0]:6} {errors[1]:6} {errors[2]:10} "
@@ -69,17 +69,6 @@ def _errors(trace: Trace, found: Replayed) -> tuple[int, int, int, int]:
         found.peak_allocated_bytes - trace.expected["peak_allocated"],
         found.peak_requested_bytes - trace.expected["peak_requested"],
     )
-
-
-def _recorded_curve(trace: Trace) -> list[int]:
-    changes = dict(trace.expected["reserved_after_segment_event"])
-    level = trace.expected["initial_reserved"]
-    curve = []
-    for index, event in enumerate(trace.events):
-        level = changes.get(index, level)
-        if event.kind == "alloc":
-            curve.append(level)
-    return curve
 
 
 if __name__ == "__main__":

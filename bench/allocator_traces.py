@@ -101,6 +101,17 @@ class Trace:
             why = in_one_line(repr(error))
             raise LowtideError(f"this is not an allocator trace of format {FORMAT}: {why}.") from error
 
+    def recorded_curve(self) -> list[int]:
+        """Return the bytes that were reserved on the GPU after each allocation."""
+        changes = dict(self.expected["reserved_after_segment_event"])
+        level = self.expected["initial_reserved"]
+        curve = []
+        for index, event in enumerate(self.events):
+            level = changes.get(index, level)
+            if event.kind == "alloc":
+                curve.append(level)
+        return curve
+
 
 def _settings(record: dict[str, Any]) -> AllocatorConfig:
     if "text" in record:

@@ -54,6 +54,18 @@ def run_python() -> RunPython:
     return run
 
 
+@pytest.fixture
+def compiled_anew() -> Iterator[None]:
+    """Drop compiled code before and after the test, so that tests do not share any."""
+    import torch
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert config.custom_partitioner_fn is None
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _only_what_was_there_stays() -> Iterator[None]:
     """Recordings collect garbage and look at all objects, but not at what was imported or is left of other modules.

@@ -45,6 +45,18 @@ class Language(nn.Module):
         return self.head(self.norm(x))
 
 
+class Convolves(nn.Module):
+    """A residual block of two convolutions, each with its batch norm."""
+
+    def __init__(self, channels: int = 16) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x + self.norms[1](self.other(F.relu(self.norms[0](self.one(x))))))
+
+
 class RMSNorm(nn.Module):
     def __init__(self, width: int):
         super().__init__()

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,9 @@ from lowtide._torch.joint_graph import always_partitioned, kernels_left_out
 from lowtide.api.fit import as_measured
 from lowtide.planner.records import Plan
 from lowtide.runtime.joint_slots import JointSlots
+from parts import Convolves
+
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 class Attends(nn.Module):
@@ -43,16 +46,6 @@ def widens() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
 
 
-class Convolves(nn.Module):
-    def __init__(self, channels: int = 16) -> None:
-        super().__init__()
-        self.one, self.other = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x + self.norms[1](self.other(F.relu(self.norms[0](self.one(x))))))
-
-
 class Breaks(nn.Module):
     """A block behind which compiled code ends, and begins anew."""
 
@@ -64,15 +57,6 @@ class Breaks(nn.Module):
         x = x + self.down(F.gelu(self.up(x)))
         torch._dynamo.graph_break()
         return x
-
-
-@pytest.fixture(autouse=True)
-def compiled_anew() -> Iterator[None]:
-    """Drop compiled code before and after each test, so that tests do not share any."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    assert inductor_config.custom_partitioner_fn is None
 
 
 def transformer(dropout: float = 0.1) -> tuple[nn.Module, Tensor]:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.levers import LEVERS
 from lowtide.levers.lever import LeverNotApplicable, StepContext
+
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 class Tied(nn.Module):
@@ -27,15 +28,6 @@ class Tied(nn.Module):
         x = F.embedding(ids, self.weight)
         x = x + self.down(F.gelu(self.up(x)))
         return F.cross_entropy(x @ self.weight.T, ids)
-
-
-@pytest.fixture(autouse=True)
-def compiled_anew() -> Iterator[None]:
-    """Drop compiled code before and after each test, so that tests do not share any."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    assert torch._inductor.config.custom_partitioner_fn is None
 
 
 @pytest.mark.slow

@@ -38,19 +38,7 @@ def check(trace: Trace, *, as_recorded: bool) -> None:
     assert found.final_allocated_bytes == expected["final_allocated"]
     assert found.peak_requested_bytes == expected["peak_requested"]
     assert found.final_requested_bytes == expected["final_requested"]
-    assert list(found.reserved_bytes) == _recorded_curve(trace)
-
-
-def _recorded_curve(trace: Trace) -> list[int]:
-    """The reserved bytes on the GPU after each allocation."""
-    changes = dict(trace.expected["reserved_after_segment_event"])
-    level = trace.expected["initial_reserved"]
-    curve = []
-    for index, event in enumerate(trace.events):
-        level = changes.get(index, level)
-        if event.kind == "alloc":
-            curve.append(level)
-    return curve
+    assert list(found.reserved_bytes) == trace.recorded_curve()
 
 
 def test_a_trace_can_be_replayed_under_other_settings() -> None:

@@ -1,11 +1,13 @@
 """Engines in force on a model without a rehearsal, and what a step leaves behind."""
 
+import gc
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,12 +63,66 @@ def engine(model: nn.Module, way: str, blocks: type[nn.Module] | tuple[type[nn.M
 
 @contextmanager
 def in_force(model: nn.Module, way: str, blocks: Any = Block) -> Iterator[Engine]:
-    made = engine(model, way, blocks)
+    with installed(engine(model, way, blocks)) as made:
+        yield made
+
+
+@contextmanager
+def installed(made: Engine) -> Iterator[Engine]:
+    """Put an engine in force inside this `with` block."""
     made.install()
     try:
         yield made
     finally:
         made.remove()
+
+
+def count(*kinds: type) -> int:
+    """Return the number of live objects of these classes."""
+    return sum(type(thing) in kinds for thing in gc.get_objects())
+
+
+def check_two_backward_passes(
+    model: nn.Module, x: torch.Tensor, planned: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """Check the bits of two backward passes over one graph, after the plan of the forward was removed."""
+
+    def twice(decided: AbstractContextManager[Any]) -> None:
+        with decided:
+            loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    plain = outcome(model, lambda: twice(nullcontext()))
+    assert differences(plain, outcome(model, lambda: twice(planned()))) == []
+
+
+def check_nothing_outlives_a_step(
+    model: Any, x: torch.Tensor, planned: AbstractContextManager[Any], end: str, *kinds: type
+) -> None:
+    """Check that a step leaves no objects of `kinds`, if it ends with "backward", is "dropped", or has "raised"."""
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    gc.collect()
+    before = count(*kinds)
+    gc.disable()
+    try:
+        with planned:
+            if end == "raised":
+                handle = model.head.register_forward_pre_hook(fail)
+                with pytest.raises(ZeroDivisionError):
+                    model(x)
+                handle.remove()
+            else:
+                loss = model(x).sum()
+                if end == "backward":
+                    loss.backward()
+                del loss
+            assert count(*kinds) == before
+    finally:
+        gc.enable()
 
 
 class Ops(TorchDispatchMode):

@@ -1,8 +1,7 @@
 """Results of calls that are not kept: made by running the call forward again, once, with the same bits."""
 
-import gc
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -13,20 +12,22 @@ from lowtide.runtime.advance import Advance
 from lowtide.runtime.engine import Engine, actions_for
 from lowtide.runtime.saved_values import Value
 from parts import Language
-from runtime.plans import Ops, differences, outcome
+from runtime.plans import (
+    Ops,
+    check_nothing_outlives_a_step,
+    check_two_backward_passes,
+    count,
+    differences,
+    installed,
+    outcome,
+)
 
 IDS = torch.arange(20).view(2, 10)
 BLOCKS = [f"blocks.{n}#0" for n in range(6)]
 
 
-@contextmanager
-def in_force(model: nn.Module, replay: Iterable[str], advance: Iterable[str]) -> Iterator[Engine]:
-    engine = Engine(model, actions_for({}, replay, advance))
-    engine.install()
-    try:
-        yield engine
-    finally:
-        engine.remove()
+def in_force(model: nn.Module, replay: Iterable[str], advance: Iterable[str]) -> AbstractContextManager[Engine]:
+    return installed(Engine(model, actions_for({}, replay, advance)))
 
 
 def results_of(blocks: Iterable[nn.Module]) -> list[StorageWeakRef]:
@@ -35,10 +36,6 @@ def results_of(blocks: Iterable[nn.Module]) -> list[StorageWeakRef]:
     for block in blocks:
         block.register_forward_hook(lambda _, args, result: found.append(StorageWeakRef(result.untyped_storage())))
     return found
-
-
-def count(*kinds: type) -> int:
-    return sum(type(thing) in kinds for thing in gc.get_objects())
 
 
 @pytest.mark.parametrize(
@@ -178,47 +175,13 @@ def test_inside_of_a_replayed_call_nothing_is_advanced():
 
 def test_backward_over_a_retained_graph_and_after_the_plan_was_removed():
     model = Language(layers=6)
-
-    def twice():
-        with in_force(model, BLOCKS if planned else (), BLOCKS[:-1] if planned else ()):
-            loss = model(IDS).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    planned = False
-    plain = outcome(model, twice)
-    planned = True
-    assert differences(plain, outcome(model, twice)) == []
+    check_two_backward_passes(model, IDS, lambda: in_force(model, BLOCKS, BLOCKS[:-1]))
 
 
 @pytest.mark.parametrize("end", ["backward", "dropped", "raised"])
 def test_nothing_outlives_its_step(end):
     model = Language(layers=6)
-
-    class Boom(Exception):
-        pass
-
-    def boom(*_):
-        raise Boom
-
-    gc.collect()
-    before = count(Value, Advance)
-    gc.disable()
-    try:
-        with in_force(model, BLOCKS, BLOCKS[:-1]):
-            if end == "raised":
-                handle = model.head.register_forward_pre_hook(boom)
-                with pytest.raises(Boom):
-                    model(IDS)
-                handle.remove()
-            else:
-                loss = model(IDS).sum()
-                if end == "backward":
-                    loss.backward()
-                del loss
-            assert count(Value, Advance) == before
-    finally:
-        gc.enable()
+    check_nothing_outlives_a_step(model, IDS, in_force(model, BLOCKS, BLOCKS[:-1]), end, Value, Advance)
 
 
 def test_a_call_that_returns_something_else_the_second_time_is_refused():

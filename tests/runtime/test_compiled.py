@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +14,9 @@ from torch._dynamo.utils import counters
 
 import lowtide
 from models import Case, same, state
+from parts import Convolves
+
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 class Attends(nn.Module):
@@ -27,24 +30,6 @@ class Attends(nn.Module):
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
         return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
-
-
-class Convolves(nn.Module):
-    def __init__(self, channels: int = 16) -> None:
-        super().__init__()
-        self.one, self.other = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x + self.norms[1](self.other(F.relu(self.norms[0](self.one(x))))))
-
-
-@pytest.fixture(autouse=True)
-def compiled_anew() -> Iterator[None]:
-    """Drop compiled code before and after each test, so that tests do not share any."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

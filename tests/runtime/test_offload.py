@@ -5,8 +5,8 @@ tested where there is no GPU. The streams are tested on one.
 """
 
 import gc
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -18,7 +18,14 @@ from lowtide.runtime.engine import Engine, actions_for
 from lowtide.runtime.offload import Offloaded, OffloadedStorage
 from lowtide.runtime.saved_values import Value
 from parts import Language
-from runtime.plans import differences, outcome
+from runtime.plans import (
+    check_nothing_outlives_a_step,
+    check_two_backward_passes,
+    count,
+    differences,
+    installed,
+    outcome,
+)
 
 IDS = torch.arange(20).view(2, 10)
 BLOCKS = [f"blocks.{n}#0" for n in range(4)]
@@ -32,20 +39,10 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "ON_CPU", True)
 
 
-@contextmanager
 def in_force(
     model: nn.Module, offloaded: Iterable[str], replay: Iterable[str] = (), advance: Iterable[str] = ()
-) -> Iterator[Engine]:
-    engine = Engine(model, actions_for({}, replay, advance, offloaded))
-    engine.install()
-    try:
-        yield engine
-    finally:
-        engine.remove()
-
-
-def count(*kinds: type) -> int:
-    return sum(type(thing) in kinds for thing in gc.get_objects())
+) -> AbstractContextManager[Engine]:
+    return installed(Engine(model, actions_for({}, replay, advance, offloaded)))
 
 
 class Chain(nn.Module):
@@ -180,44 +177,14 @@ def test_a_tensor_with_another_holder_is_kept():
 
 def test_backward_over_a_retained_graph_and_after_the_plan_was_removed():
     model = Language(layers=4)
-
-    def twice():
-        with in_force(model, [f"{block}@0" for block in BLOCKS] if planned else [], BLOCKS if planned else []):
-            loss = model(IDS).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    planned = False
-    plain = outcome(model, twice)
-    planned = True
-    assert differences(plain, outcome(model, twice)) == []
+    check_two_backward_passes(model, IDS, lambda: in_force(model, [f"{block}@0" for block in BLOCKS], BLOCKS))
 
 
 @pytest.mark.parametrize("end", ["backward", "dropped", "raised"])
 def test_nothing_outlives_its_step(end):
     model = Language(layers=4)
-
-    def boom(*_):
-        raise ZeroDivisionError
-
-    gc.collect()
-    before = count(Value, OffloadedStorage, Offloaded)
-    gc.disable()
-    try:
-        with in_force(model, [*EVERYTHING, *(f"{block}@0" for block in BLOCKS)], BLOCKS[2:]):
-            if end == "raised":
-                handle = model.head.register_forward_pre_hook(boom)
-                with pytest.raises(ZeroDivisionError):
-                    model(IDS)
-                handle.remove()
-            else:
-                loss = model(IDS).sum()
-                if end == "backward":
-                    loss.backward()
-                del loss
-            assert count(Value, OffloadedStorage, Offloaded) == before
-    finally:
-        gc.enable()
+    planned = in_force(model, [*EVERYTHING, *(f"{block}@0" for block in BLOCKS)], BLOCKS[2:])
+    check_nothing_outlives_a_step(model, IDS, planned, end, Value, OffloadedStorage, Offloaded)
 
 
 def test_a_tensor_that_is_changed_in_place_while_it_leaves_is_refused():
