@@ -329,7 +329,7 @@ class _ReplayRun(_Reexecution):
         self._nested = iter(frame.nested)
         self._place = -1
         self._operator, self._is_complete = -1, True
-        """Sequence number that tells the last operator that saved a tensor from others, and True if its tensors are
+        """Sequence number that identifies the last operator that saved a tensor; True if the tensors that it saved are
         final.
         """
         self._inside_another = False

@@ -245,7 +245,7 @@ class Shares:
         return self._shares[number]
 
     def check_against_labels(self, loss: Tensor, parts: Sequence[Any]) -> None:
-        """Raise LowtideError if the labels that `loss` averages over give the pieces other shares."""
+        """Raise LowtideError if the labels that `loss` averages over give the pieces other shares than these."""
         average = average_of(loss)
         if average is None or average.target is None or average.kind == "sum" or reduces_before(loss):
             return

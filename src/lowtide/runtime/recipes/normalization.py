@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,27 +126,23 @@ def batch_norm(
     return aten.native_batch_norm(input, weight, bias, running_mean, running_var, training, 0.0, eps)[0]
 
 
-@recipe(
-    "CudnnBatchNormBackward0",
+_IN_TRAINING: dict[str, Any] = dict(
     edges={"input": 0, "weight": 1, "bias": 2},
     owner="weight",
     together={"bias": "weight"},
     when={"training": True},
     device="cuda",
 )
+"""Arguments of `recipe` for the batch norms of GPU libraries, which run in training only."""
+
+
+@recipe("CudnnBatchNormBackward0", **_IN_TRAINING)
 def cudnn_batch_norm(input: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float) -> Tensor:
     """Recompute cuDNN's batch norm, which CUDA uses in training only."""
     return aten.cudnn_batch_norm(input, weight, bias, None, None, True, 0.0, epsilon)[0]
 
 
-@recipe(
-    "MiopenBatchNormBackward0",
-    edges={"input": 0, "weight": 1, "bias": 2},
-    owner="weight",
-    together={"bias": "weight"},
-    when={"training": True},
-    device="cuda",
-)
+@recipe("MiopenBatchNormBackward0", **_IN_TRAINING)
 def miopen_batch_norm(input: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float) -> Tensor:
     """Recompute batch norm in training, on ROCm."""
     return aten.miopen_batch_norm(input, weight, bias, None, None, True, 0.0, epsilon)[0]
@@ -181,15 +178,7 @@ def batch_norm_from_statistics(
     return from_statistics(input, weight, bias, result1, result2, eps)
 
 
-@recipe(
-    "CudnnBatchNormBackward0",
-    edges={"input": 0, "weight": 1, "bias": 2},
-    owner="weight",
-    together={"bias": "weight"},
-    when={"training": True},
-    device="cuda",
-    implementation="saved statistics",
-)
+@recipe("CudnnBatchNormBackward0", **_IN_TRAINING, implementation="saved statistics")
 def cudnn_batch_norm_from_statistics(
     input: Tensor, weight: Tensor, bias: Tensor | None, result1: Tensor, result2: Tensor, *, epsilon: float
 ) -> Tensor:
