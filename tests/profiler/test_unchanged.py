@@ -47,6 +47,32 @@ def test_signs_of_zeros_are_restored_and_generators_without_a_state_left_alone()
     assert not model.running_mean.signbit().any()
 
 
+SHARING = {
+    "expand": lambda: torch.arange(4.0).expand(8, 4),
+    "expand in the middle": lambda: torch.randn(8, 1, 3)[:, :, :2].expand(8, 2, 2),
+    "unfold": lambda: torch.randn(11).unfold(0, 4, 1),
+    "a slice": lambda: torch.randn(8, 6)[:, 1:5],
+    "a transposed slice": lambda: torch.randn(6, 8)[1:5].T,
+}
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("kind", SHARING)
+def test_batches_whose_elements_share_memory_or_lie_apart(kind: str, *, writes: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Linear(4, 4), SHARING[kind]()
+    content, version = batch.clone(), batch._version
+
+    def step(batch: Tensor) -> None:
+        model(batch.reshape(8, 4)).sum().backward()
+        if writes:
+            batch[0].fill_(7)
+
+    lowtide.rehearse(model, step, batch)
+    assert torch.equal(batch, content)
+    assert (batch._version == version) != writes
+
+
 def test_parameters_that_are_bound_anew() -> None:
     model = Bound()
     before, content = dict(model.named_parameters()), model.average.detach().clone()

@@ -22,7 +22,7 @@ from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.host_rng import numpy_state, python_state, set_numpy_state
 from lowtide.runtime.inplace_gradients import InPlace
 from lowtide.runtime.live_optimizers import Optimizers, listed
-from lowtide.state.bitwise import identical
+from lowtide.state.bitwise import has_same_contents
 from lowtide.state.containers import container_restorer
 from lowtide.state.process_group import NoSync
 from lowtide.state.reachable_objects import ReachableObjects
@@ -245,13 +245,32 @@ class _TensorContents:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.saved = set_aside(tensor.detach().to("cpu", copy=True))
+        self.saved = set_aside(_each_byte_once(tensor).to("cpu", copy=True))
 
     def restore(self) -> None:
-        now = parts_of(self.tensor.detach().cpu())
-        if not all(map(identical, now, parts_of(self.saved))):
+        current = _each_byte_once(self.tensor)
+        if not all(map(has_same_contents, parts_of(current.cpu()), parts_of(self.saved))):
             # A sparse tensor gets new parts, which an alias that shares the old ones would not pass on.
-            (self.tensor.detach() if self.tensor.layout is torch.strided else self.tensor).copy_(self.saved)
+            (current if self.tensor.layout is torch.strided else self.tensor).copy_(self.saved)
+
+
+def _each_byte_once(tensor: Tensor) -> Tensor:
+    """Return a view that torch can write to: the elements of `expand` and `unfold` share their memory."""
+    tensor = tensor.detach()
+    if not is_plain(tensor) or 0 in tensor.shape:
+        return tensor
+    tensor = tensor[tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())]
+    reach = 1  # elements from the first one to the last of the dimensions so far
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return tensor.as_strided((_span(tensor),), (1,))
+        reach += (size - 1) * stride
+    return tensor
+
+
+def _span(tensor: Tensor) -> int:
+    """Return the number of elements from the first to the last of `tensor` in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 class _Storage:
