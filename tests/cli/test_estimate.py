@@ -77,6 +77,24 @@ def test_a_script_for_cuda_runs_two_steps_and_ends_with_everything_as_it_was(est
     assert [*tmp_path.iterdir()] == [tmp_path / "train.py"]
 
 
+def test_a_script_that_reads_back_what_it_saved_is_refused_in_words(estimate, tmp_path) -> None:
+    text = """
+import torch
+
+model = torch.nn.Linear(4, 4).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(2):
+    model(torch.randn(2, 4, device="cuda")).sum().backward()
+    optimizer.step()
+    torch.save(model.state_dict(), "of_this_test.pt")
+    model.load_state_dict(torch.load("of_this_test.pt"))
+"""
+    code, _, err = estimate("--device", "RTX 3060", text=text)
+    assert code == 2
+    assert "FileNotFoundError" in err
+    assert "An estimate saves nothing (torch.save), so a file that the script reads back is missing." in err
+
+
 def test_a_step_that_does_not_fit_has_exit_code_1_and_names_a_gpu(estimate) -> None:
     code, out, _ = estimate("--device", "RTX 3060", args=("--rows", "400000"))
     assert code == 1

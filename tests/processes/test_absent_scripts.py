@@ -53,6 +53,17 @@ def test_ddp_is_estimated(options: tuple[str, ...], estimate) -> None:
         assert "it fits" in out
 
 
+def test_synchronized_batch_norm_keeps_no_more_than_batch_norm(estimate, tmp_path: Path) -> None:
+    records = []
+    for options in ((), ("together",)):
+        code, out, err = estimate("images.py", *options)
+        assert code == 0, err
+        records.append(json.loads((tmp_path / "estimate.json").read_text(encoding="utf-8"))[0])
+    assert "every process has rows for SyncBatchNorm" in out
+    alone, together = (record["peak_requested_bytes"] for record in records)
+    assert abs(together - alone) <= 2 * 8 * 16 * 14 * 14 * 4  # beside them a copy of the input and of the gradient
+
+
 @pytest.mark.parametrize(
     ("library", "way"),
     [

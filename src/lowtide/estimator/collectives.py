@@ -1,19 +1,22 @@
 """Collective operations in estimated steps: on fake tensors they return at once and send nothing.
 
 Sums keep this process's own contents. Tensors that other processes would fill have no known contents, so a size that
-depends on them is refused.
+depends on them is refused. SyncBatchNorm leaves out the statistics of processes without rows: all are assumed to have
+some.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.modules._functions import SyncBatchNorm
 
 from lowtide._torch.fake_modes import is_fake, on_real_tensors
-from lowtide.estimator.values.known_values import receive, senders
+from lowtide.estimator.values.known_values import learn_alike, receive, senders
 from lowtide.runtime.batch_tensors import tensors_in
 
 SENDING = (
@@ -34,6 +37,8 @@ RECEIVED = {
     "scatter": (0, "tensor"),
 }
 """For functions of `SENDING`, the argument that other processes fill: its position and its name."""
+
+IN_ALL = "every process has rows for SyncBatchNorm"
 
 
 class Done:
@@ -64,7 +69,10 @@ def unsent(send: Callable[..., Any]) -> Callable[..., Any]:
             place, name = argument
             with on_real_tensors():
                 for tensor in tensors_in(args[place] if len(args) > place else kwargs.get(name)):
-                    receive(tensor, f"torch.distributed.{send.__name__}")
+                    if sys._getframe(1).f_globals.get("__name__") == SyncBatchNorm.__module__:
+                        learn_alike(tensor, torch.ones((), dtype=tensor.dtype), IN_ALL)
+                    else:
+                        receive(tensor, f"torch.distributed.{send.__name__}")
         return Done() if kwargs.get("async_op") else None
 
     return sent

@@ -12,7 +12,7 @@ from torch import nn
 
 from lowtide._torch.modes import saved_tensor_hooks
 from lowtide._torch.tensors import storage_id
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, RehearsalError
 from lowtide.estimator.batch_search import resized, size_of
 from lowtide.estimator.cuda.absent_gpu_run import AbsentGpuRun
 from lowtide.estimator.cuda.deferred_placement import DeferredCudaModule
@@ -356,7 +356,8 @@ def estimate_script(
     With `gpu` the script runs on that GPU, as one of `processes`. `on_entered` is called when the script's tensors are
     real for the last time. `how` says if the steps on `gpu` run plainly or with recomputes.
 
-    Raises the errors of a rehearsal, with the line of the script that caused them.
+    Raises the errors of a rehearsal, with the line of the script that caused them, and RehearsalError for a script that
+    failed after it had saved.
     """
     listener = Estimating(gpu, size, on_entered, processes, how=how)
     with contextlib.ExitStack() as stack:
@@ -369,6 +370,12 @@ def estimate_script(
         except LowtideError as error:
             first = None if listener.answers is None else listener.answers.refused
             raise first or error  # noqa: B904 the last one came of cleaning up after the first
+    if code and listener.estimate is None and listener.saves.skipped:
+        raise RehearsalError(
+            f"{script.target} ended with exit code {code}, before two steps of it were rehearsed.\n"
+            f"  An estimate saves nothing ({', '.join(listener.saves.skipped)}), so a file that the script reads back is "
+            "missing.\n  Leave that out for the estimate, or rehearse real steps: lowtide rehearse."
+        )
     return code, listener.estimate
 
 

@@ -37,6 +37,11 @@ class Saved(Future[None]):
 class SkippedSaves(contextlib.ExitStack):
     """Context in which, from `begin` on, nothing is saved."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipped: dict[str, None] = {}
+        """Names of the savers that were called; the keys are ordered."""
+
     def begin(self, note: Callable[[str], object]) -> Self:
         """Replace the savers of all modules imported so far; `note` is given a line for each that is called."""
         functions: dict[int, Callable[..., Any]] = {}
@@ -47,14 +52,22 @@ class SkippedSaves(contextlib.ExitStack):
                 saver = getattr(owner, last, None)
                 if saver is None:
                     continue
-                skip = functions[id(saver)] = _skipping(
-                    saver, f"{module.split('.')[0] if path else module}.{name}", note
-                )
+                shown = f"{module.split('.')[0] if path else module}.{name}"
+                skip = functions[id(saver)] = self._skipping(saver, shown, note)
                 if path:
                     self.enter_context(patch.object(owner, last, skip))
         for namespace, name, skip in [*_bound(functions)]:
             self.enter_context(patch.dict(namespace, {name: skip}))
         return self
+
+    def _skipping(self, saver: Callable[..., Any], name: str, note: Callable[[str], object]) -> Callable[..., Saved]:
+        @functools.wraps(saver)
+        def skip(*args: Any, **kwargs: Any) -> Saved:
+            self.skipped[name] = None
+            note(f"{name} is left out")
+            return Saved()
+
+        return skip
 
 
 def _bound(functions: dict[int, Callable[..., Any]]) -> Iterator[tuple[dict[str, Any], str, Callable[..., Any]]]:
@@ -65,12 +78,3 @@ def _bound(functions: dict[int, Callable[..., Any]]) -> Iterator[tuple[dict[str,
             for name, value in [*namespace.items()]:
                 if id(value) in functions:
                     yield namespace, name, functions[id(value)]
-
-
-def _skipping(saver: Callable[..., Any], name: str, note: Callable[[str], object]) -> Callable[..., Saved]:
-    @functools.wraps(saver)
-    def skip(*args: Any, **kwargs: Any) -> Saved:
-        note(f"{name} is left out")
-        return Saved()
-
-    return skip

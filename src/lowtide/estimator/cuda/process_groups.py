@@ -24,6 +24,7 @@ _BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_obj
 def stand_ins(processes: AbsentProcesses | None = None) -> Iterator[tuple[Any, str, Any]]:
     """Return the stand-ins for functions on process groups, as (owner, name, function)."""
     yield DistributedDataParallel, "__init__", _anywhere(DistributedDataParallel.__init__)
+    yield DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda self, module: None
     if not torch.distributed.is_available():
         return
     yield from collectives()

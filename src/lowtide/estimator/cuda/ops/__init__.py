@@ -6,6 +6,7 @@
 | `attention.py` | the choice of attention's kernel |
 | `attention_flash.py`, `attention_mem_efficient.py` | saved tensors and scratch memory of that kernel |
 | `normalization.py` | fused statistics |
+| `sync_batch_norm.py` | `SyncBatchNorm` |
 | `autocast.py` | the precision of operators, and the cache of casts |
 | `matmul.py` | workspaces of cuBLAS |
 | `convolution.py` | layouts; workspaces of cuDNN, known only within bounds |

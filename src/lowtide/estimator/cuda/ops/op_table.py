@@ -15,6 +15,7 @@ from lowtide.estimator.cuda.ops import (
     reductions,
     rnn,
     softmax,
+    sync_batch_norm,
 )
 from lowtide.estimator.cuda.ops.op_registry import BEHAVIOURS, CUDA_OPS, KERNELS, CudaOp
 
@@ -37,4 +38,5 @@ __all__ = [
     "reductions",
     "rnn",
     "softmax",
+    "sync_batch_norm",
 ]
