@@ -373,8 +373,8 @@ def estimate_script(
     if code and listener.estimate is None and listener.saves.skipped:
         raise RehearsalError(
             f"{script.target} ended with exit code {code}, before two steps of it were rehearsed.\n"
-            f"  An estimate saves nothing ({', '.join(listener.saves.skipped)}), so a file that the script reads back is "
-            "missing.\n  Leave that out for the estimate, or rehearse real steps: lowtide rehearse."
+            f"  An estimate saves nothing ({', '.join(listener.saves.skipped)}), so a file that the script reads back "
+            "is missing.\n  Leave that out for the estimate, or rehearse real steps: lowtide rehearse."
         )
     return code, listener.estimate
 
