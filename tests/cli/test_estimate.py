@@ -65,7 +65,9 @@ def estimate(tmp_path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple
 
 
 def test_a_script_for_cuda_runs_two_steps_and_ends_with_everything_as_it_was(estimate, tmp_path) -> None:
+    before = dict(vars(torch))
     code, out, err = estimate("--device", "RTX 3060")
+    assert [name for name, value in before.items() if vars(torch).get(name) is not value] == []
     assert code == 0
     assert "on RTX 3060, with 11.7 GiB: it fits" in out
     assert "smallest GPU on which it is sure to fit: RTX 3070" in out

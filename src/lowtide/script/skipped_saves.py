@@ -45,19 +45,19 @@ class SkippedSaves(contextlib.ExitStack):
     def begin(self, note: Callable[[str], object]) -> Self:
         """Replace the savers of all modules imported so far; `note` is given a line for each that is called."""
         functions: dict[int, Callable[..., Any]] = {}
-        for module, names in SAVERS.items():
-            for name in names if module in sys.modules else ():
+        for place, names in SAVERS.items():
+            for name in names if place in sys.modules else ():
                 *path, last = name.split(".")
-                owner = operator.attrgetter(*path)(sys.modules[module]) if path else sys.modules[module]
+                owner = operator.attrgetter(*path)(sys.modules[place]) if path else sys.modules[place]
                 saver = getattr(owner, last, None)
                 if saver is None:
                     continue
-                shown = f"{module.split('.')[0] if path else module}.{name}"
+                shown = f"{place.split('.')[0] if path else place}.{name}"
                 skip = functions[id(saver)] = self._skipping(saver, shown, note)
                 if path:
                     self.enter_context(patch.object(owner, last, skip))
-        for namespace, name, skip in [*_bound(functions)]:
-            self.enter_context(patch.dict(namespace, {name: skip}))
+        for module, name, skip in [*_bound(functions)]:
+            self.enter_context(patch.object(module, name, skip))
         return self
 
     def _skipping(self, saver: Callable[..., Any], name: str, note: Callable[[str], object]) -> Callable[..., Saved]:
@@ -70,11 +70,11 @@ class SkippedSaves(contextlib.ExitStack):
         return skip
 
 
-def _bound(functions: dict[int, Callable[..., Any]]) -> Iterator[tuple[dict[str, Any], str, Callable[..., Any]]]:
-    """Yield each global variable that is bound to one of these functions: its namespace, its name, the replacement."""
+def _bound(functions: dict[int, Callable[..., Any]]) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Yield each global variable that is bound to one of these functions: its module, its name, the replacement."""
     for module in [*sys.modules.values()]:
         namespace = getattr(module, "__dict__", None)
         if isinstance(namespace, dict):
             for name, value in [*namespace.items()]:
                 if id(value) in functions:
-                    yield namespace, name, functions[id(value)]
+                    yield module, name, functions[id(value)]
