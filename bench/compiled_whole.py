@@ -3,6 +3,7 @@
     python bench/compiled_whole.py                   # all rows that are not measured yet; writes docs/compiled_whole.md
     python bench/compiled_whole.py --models resnet   # the rows of this model alone
     python bench/compiled_whole.py --seconds 120     # begins no row later than that; the next call goes on
+    python bench/compiled_whole.py --page            # only writes the page again, from docs/compiled_whole.json
     KERNELS=0 python bench/compiled_whole.py ...     # soon: leaves out inductor's kernels, and compares no bits
 
 Each model is compiled by `torch.compile(model)` with inductor. Peaks are the CPU allocator's, parameters and gradients
@@ -17,6 +18,7 @@ zeros and needs the same memory takes the kernels' place. If backward draws othe
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -58,7 +60,7 @@ SIZES = {
     "llama": OF_TOKENS,
     "bert": OF_TOKENS,
     "vit": Size(layers=2, length=96, rows=8),
-    "resnet": Size(layers=2, length=32, rows=32),
+    "resnet": Size(layers=1, length=96, rows=32),
 }
 MODELS = (*BY_HAND, *SIZES)
 SHARES = (0.8, 0.5, 0.3, 0.1, 0.0)
@@ -80,6 +82,7 @@ class Row:
     unequal: str
     """Which gradients have other bits."""
     what: str = ""
+    date: str = ""
 
     def line(self, plain_bytes: int) -> str:
         """Of a table."""
@@ -110,7 +113,7 @@ class Measuring:
             if time.monotonic() > self._until:
                 return
             torch._dynamo.reset()
-            self._store(row(way))
+            self._store(replace(row(way), date=datetime.date.today().isoformat()))
 
     def _store(self, row: Row) -> None:
         entry = self._stored.setdefault(self.name, {"rows": []})
@@ -151,7 +154,7 @@ class Measuring:
     def _by_lowtide(self, way: str, budget: int) -> Row:
         if self._ours is None:
             steps = compiled(self.name)
-            self._ours = steps, lowtide.rehearse(steps.call, steps.step, steps.batch)
+            self._ours = steps, alone(lowtide.rehearse(steps.call, steps.step, steps.batch))
         steps, profile = self._ours
         bits: dict[Decisions, Bits] = {}
 
@@ -196,6 +199,16 @@ class Measuring:
         return "same" if not n else f"{n} of {len(apart)} differ, by up to {max(apart.values()):.0e}"
 
 
+def alone(profile: lowtide.Profile) -> lowtide.Profile:
+    """Return `profile` without the memory of other tensors, such as the plain step's gradients kept here."""
+    assert profile.measured_plain_peak_bytes is not None
+    return replace(
+        profile,
+        static=replace(profile.static, others=0),
+        measured_plain_peak_bytes=profile.measured_plain_peak_bytes - profile.static.others,
+    )
+
+
 def built(name: str) -> Contestant:
     """Build a model and its batch, always the same."""
     torch.manual_seed(SEED)
@@ -234,7 +247,8 @@ def write_page(doc: str) -> None:
     """Write the page of all rows that are stored."""
     stored = json.loads(RESULTS.read_text())
     about = " ".join(doc.split("\n\n")[-1].split())
-    on = f"torch {torch.__version__}, Python {platform.python_version()}, one thread."
+    days = sorted({row["date"] for entry in stored.values() for row in entry["rows"]})
+    on = f"torch {torch.__version__}, Python {platform.python_version()}, one thread; measured on {' and '.join(days)}."
     lines = ["# Models compiled as a whole", "", f"`python bench/compiled_whole.py`. {about}", "", on]
     for name in MODELS:
         if name in stored:
@@ -271,11 +285,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--page", action="store_true", help="measure nothing; write the page from the stored rows")
     asked = parser.parse_args()
     until = time.monotonic() + asked.seconds
     torch.set_num_threads(1)
     with nullcontext() if HAS_KERNELS else kernels_left_out():
-        for name in asked.models:
+        for name in () if asked.page else asked.models:
             Measuring(name, until).run()
     write_page(__doc__)
 

@@ -234,6 +234,17 @@ def test_a_plan_of_another_torch_or_device_is_refused_and_leaves_inductor_alone(
     assert inductor_config.custom_partitioner_fn is None
 
 
+def test_compiled_code_frees_each_buffer_after_its_last_read_while_a_plan_is_in_force() -> None:
+    model: Any = torch.compile(nn.Linear(8, 8))
+    assert inductor_config.allow_buffer_reuse
+    with lowtide.apply(model, plan_for(model, torch.randn(2, 8))):
+        assert not inductor_config.allow_buffer_reuse
+    assert inductor_config.allow_buffer_reuse
+    with inductor_config.patch(allow_buffer_reuse=False):
+        lowtide.apply(model, plan_for(model, torch.randn(2, 8))).remove()
+        assert not inductor_config.allow_buffer_reuse
+
+
 def test_a_graph_that_the_plan_is_not_for_is_said_once() -> None:
     model: Any = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
     plan, said = plan_for(model, torch.randn(2, 8)), list[str]()

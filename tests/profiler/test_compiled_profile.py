@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 
 import lowtide
-from compiled_by_hand import BACKWARD, FORWARD, MASK, SLOTS, STEP, TANGENT, call
+from compiled_by_hand import BACKWARD, FORWARD, MASK, SLOTS, STEP, TANGENT, allocate, call
 from joint_graphs import FEW, MANY, masked, node
 from lowtide.errors import RehearsalError
 from lowtide.memory.events import Event, EventStream, Mark
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Decisions
 from lowtide.planner.simulate.simulator import predict
-from lowtide.profiler.compiled_profile import CALL, assembled
+from lowtide.profiler.compiled_profile import CALL, assembled, peak_with_calls
 from lowtide.runtime.joint_slots import JointSlots
 
 
@@ -39,7 +40,15 @@ def test_bytes_that_torchs_own_partition_saves_by_its_order_are_not_taken_from_a
     assert found.peak_bytes == predict(assembled([SLOTS], STEP, 1.0), recompute).peak_bytes
 
 
-def test_recomputed_values_are_not_held_and_cost_their_time() -> None:
+def test_the_peak_with_other_compiled_calls_has_the_loss_of_the_step() -> None:
+    plain = Timeline(STEP).peak_bytes
+    assert peak_with_calls(STEP, EventStream((*FORWARD, *BACKWARD))) == plain  # the gradient of the loss is the step's
+    larger = (*FORWARD, *call(True, allocate(9, 5 * MANY)))
+    assert peak_with_calls(STEP, EventStream(larger)) == 3 * MANY + MASK + 6 * MANY - MANY
+    assert peak_with_calls(STEP, EventStream(FORWARD)) is None
+
+
+def test_what_is_computed_again_is_not_held_and_costs_its_time() -> None:
     profile = assembled([SLOTS], STEP, 1.0)
     found = predict(profile, Decisions(recompute=frozenset({"drop#0:0"})))
     assert found.held_bytes == MANY + 2 * FEW

@@ -12,6 +12,7 @@ from torch._inductor import config as inductor_config
 import lowtide
 from comparing import equal
 from lowtide._torch.joint_graph import kernels_left_out
+from lowtide.api.fit import FORECAST
 from lowtide.errors import RehearsalError
 from lowtide.script.compiled_functions import trained_modules
 from lowtide.script.fit_steps import COMPARED
@@ -84,11 +85,14 @@ def check_within(how: Compile, rows: list[int], budget: str) -> lowtide.Run:
 
 
 @pytest.mark.usefixtures("inductor")
-def test_a_compiled_model_is_planned_and_measured_in_its_loop() -> None:
+def test_a_compiled_model_is_planned_and_measured_in_its_loop(caplog: pytest.LogCaptureFixture) -> None:
     """Bits are left to slow tests: this one leaves out the kernels, which take long to compile."""
-    with kernels_left_out(), lowtide.within("80%") as run:
+    with kernels_left_out(), caplog.at_level("INFO", "lowtide"), lowtide.within("80%") as run:
         trained(as_wrapper, [1024] * 6)
     assert run.plan is not None
+    assert any(message.startswith("inductor scheduled ") for message in caplog.messages)
+    (forecast,) = (note for note in run.plan.notes if note.startswith(FORECAST))
+    assert abs(float(forecast.rpartition(": ")[2].partition("%")[0])) < 1  # beside the step that was measured
     assert run.plan.recompute
     assert run.plan.predicted.peak_bytes <= run.plan.budget_bytes < run.plan.plain.peak_bytes
     assert run.verdict is not None

@@ -128,6 +128,9 @@ _FUSED: Final = frozenset(
         "prims.inductor_randint",
         "prims.inductor_lookup_seed",
         "aten.constant_pad_nd",
+        "aten.embedding",
+        "aten.select_scatter",
+        "aten.slice_scatter",
     }
 )
 _SIZES: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -368,23 +371,29 @@ def partitioning_by(partitioner: Any) -> Iterator[None]:
         undo()
 
 
-def partition_by(partitioner: Any, of: object = None) -> Callable[[], None]:
+def partition_by(partitioner: Any, of: object = None, *, reuse: bool = True) -> Callable[[], None]:
     """Have inductor use `partitioner` until the returned function is called, or `of` is freed.
 
-    Code compiled before is recompiled at its next call, and once more after the returned function was called.
+    Code compiled before is recompiled at its next call, and once more after the returned function was called. With
+    `reuse=False`, compiled code frees each buffer after its last read. Otherwise inductor may keep one for a later
+    buffer of the same size, wherever its own estimate of the peak allows that; the estimate leaves out the memory
+    inside of operators and what exists outside of the graph. Read in torch 2.13 (`torch/_inductor/codegen/wrapper.py`,
+    `should_reuse_buffer`).
     """
     from torch._inductor import config
 
-    before = config.custom_partitioner_fn
+    before, had_reuse = config.custom_partitioner_fn, config.allow_buffer_reuse
     if before is not None and not getattr(before, "is_lever", False):
         raise LowtideError(f"{_other(before)}.")
     config.custom_partitioner_fn = partitioner
+    config.allow_buffer_reuse = had_reuse and reuse
     torch._dynamo.reset()
 
     def put_back() -> bool:
         is_mine = config.custom_partitioner_fn is partitioner
         if is_mine:
             config.custom_partitioner_fn = before
+            config.allow_buffer_reuse = had_reuse
         return is_mine
 
     def undo() -> None:

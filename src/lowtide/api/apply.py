@@ -148,7 +148,8 @@ class Applied(Removable, Displayed):
 
         partitioner = PlanPartitioner(self.plan.graphs, self.plan.recompute, apart=products_are_apart())
         partitioner.unknown, partitioner.on_compile = unknown, say_larger_inputs
-        return partition_by(partitioner, of=next(model.parameters(), model))  # a script's model may be a stand-in
+        weakly = next(model.parameters(), model)  # a script's model may be a stand-in
+        return partition_by(partitioner, of=weakly, reuse=False)
 
     def __repr__(self) -> str:
         return short_repr(type(self).__name__, repr(self.plan))

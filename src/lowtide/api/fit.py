@@ -363,12 +363,12 @@ def _compiled(site: StepContext, choice: Choice, made: Plan, budget_for: BudgetF
     if made.decisions != Decisions() and budget_for == "requested" and place_of(site.model).type == "cpu":
         n_scheduled, best = cheapest_within(choice, made, scheduled, SCHEDULED)
         if best is not None and best.predicted.peak_bytes > made.budget_bytes:
-            raise _compiled_over(choice, best, f"plans that were scheduled by inductor and measured: {n_scheduled}")
+            raise compiled_over(choice, best, f"plans that were scheduled by inductor and measured: {n_scheduled}")
         made = best or made
     n_compiled, best = cheapest_within(choice, made, proven, COMPILED_REPAIRS)
     assert best is not None  # the first one is proven
     if best.predicted.peak_bytes > made.budget_bytes:
-        raise _compiled_over(choice, best, f"plans that were compiled and measured: {n_compiled}")
+        raise compiled_over(choice, best, f"plans that were compiled and measured: {n_compiled}")
     if n_compiled > 1:
         best = replace(best, notes=(*best.notes, f"{n_compiled} plans were compiled and measured"))
     return best, verdicts[best.decisions]
@@ -414,7 +414,7 @@ def _rank(measured: Plan) -> tuple[bool, float]:
     return is_over, peak_bytes if is_over else measured.predicted.extra_ms
 
 
-def _compiled_over(choice: Choice, lowest: Plan, tried: str) -> Infeasible:
+def compiled_over(choice: Choice, lowest: Plan, tried: str) -> Infeasible:
     """Build the error for a budget that no compiled plan keeps; `lowest` has the smallest measured peak."""
     return Infeasible(
         budget_bytes=lowest.budget_bytes,

@@ -1,8 +1,8 @@
-"""Compare results of compiled code during training, where the step is not a function that can be run twice.
+"""Run compiled code by itself during training, where the step is not a function that can be run twice.
 
 Forward runs on the current batch, and backward from its losses, or, if it returns none, from fixed gradients of its
 outputs. Compiled code that runs backward itself is run as it is. All state is restored. Run under both partitions, this
-compares them on real data.
+compares them on real data; run without kernels, it shows the memory that compiled code takes under a plan.
 """
 
 from __future__ import annotations
@@ -12,17 +12,52 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide._torch.joint_graph import watched_calls
+from lowtide.memory.measure import recorder_for
+from lowtide.profiler.compiled_profile import CALL
 from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.fingerprint import place_of
 from lowtide.state.step_outcome import Outcome, is_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from lowtide.memory.events import EventStream
+
 
 def compiled_bits(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, Any]) -> Outcome | None:
     """Return the outcome of `call(*args, **kwargs)` and a backward pass; None if there is no room for it."""
+    step = _step_of(model, call)
+    try:
+        with StepSnapshot(model, batch, None, step):
+            for parameter in model.parameters():
+                parameter.grad = None
+            return Outcome.of(model, step, batch)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    return None
 
+
+def scheduled_calls(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, Any]) -> EventStream | None:
+    """Record `call(*args, **kwargs)` and a backward pass, with marks at calls of compiled code; None if that fails.
+
+    For code without kernels, which computes zeros: a model may raise at these.
+    """
+    step = _step_of(model, call)
+    try:
+        with StepSnapshot(model, batch, None, step):
+            for parameter in model.parameters():
+                parameter.grad = None
+            with recorder_for(place_of(model)) as recorder, watched_calls(lambda *data: recorder.mark(CALL, data)):
+                step(batch)
+    except Exception:  # the real code is measured then
+        return None
+    return recorder.stream
+
+
+def _step_of(model: nn.Module, call: Callable[..., Any]) -> Callable[[tuple[Any, Any]], Any]:
     def step(given: tuple[Any, Any]) -> Any:
         args, kwargs = given
         result = call(*args, **kwargs)
@@ -34,12 +69,4 @@ def compiled_bits(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, 
             torch.autograd.backward(heads, [torch.cos(head.detach()) for head in heads])
         return result
 
-    try:
-        with StepSnapshot(model, batch, None, step):
-            for parameter in model.parameters():
-                parameter.grad = None
-            return Outcome.of(model, step, batch)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    return None
+    return step

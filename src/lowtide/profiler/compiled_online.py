@@ -20,7 +20,7 @@ from lowtide._torch.joint_graph import always_partitioned, partition_by, product
 from lowtide.memory.events import EventStream
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
-from lowtide.profiler.compiled_profile import CALL, assembled
+from lowtide.profiler.compiled_profile import CALL, assembled, peak_with_calls
 from lowtide.profiler.compiled_steps import noted_calls
 from lowtide.profiler.online import PATIENCE
 from lowtide.profiler.other_memory import in_words, with_others
@@ -158,6 +158,13 @@ class OnlineCompiledProfiler:
         """Set the profile to that of the largest usable step, if any, because no further steps will come."""
         if self.profile is None:
             self._settle(may_wait=False)
+
+    def peak_with(self, calls: EventStream) -> int | None:
+        """Return the profiled step's peak if its compiled calls allocate what they did in the recording `calls`."""
+        if self._best is None:
+            return None
+        peak_bytes = peak_with_calls(self._best.stream, calls)
+        return None if peak_bytes is None else self._best.static.total + peak_bytes
 
     def begin_anew(self) -> None:
         """Start over for larger batches; one step is enough."""

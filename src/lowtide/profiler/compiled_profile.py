@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 
 from lowtide._torch.joint_graph import JointNode
 from lowtide.errors import RehearsalError
-from lowtide.memory.events import Allocate, EventStream, Free, Mark, bytes_added
+from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, bytes_added
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
 from lowtide.profiler.joint_memory import Half, backward_half, forward_half, scratch_of, upstream, written
 from lowtide.runtime.joint_slots import JointSlots, Recomputed
@@ -119,6 +119,33 @@ def _calls(stream: EventStream) -> list[_GraphCall]:
             )
         waiting[-1].backward = span  # backward runs through the last forward first
     return calls
+
+
+def peak_with_calls(stream: EventStream, calls: EventStream) -> int | None:
+    """Return the peak of a recorded step if its compiled calls allocated what they did in the recording `calls`.
+
+    Args:
+        stream: The step, with loss, optimizer and all else outside of compiled code.
+        calls: The same compiled calls, under another partition.
+
+    Returns:
+        Bytes beyond those that exist when the step begins; None if other calls ran.
+    """
+    spans, others = _spans(stream), _spans(calls)
+    if [what for what, _, _ in spans] != [what for what, _, _ in others]:
+        return None
+    events, done = list[Event](), 0
+    for (_, enter, leave), (_, begin, end) in zip(spans, others, strict=True):
+        events += [*stream.events[done:enter], *calls.events[begin:end]]
+        done = leave
+    return max(accumulate(map(bytes_added, [*events, *stream.events[done:]])))
+
+
+def _spans(stream: EventStream) -> list[tuple[object, int, int]]:
+    """Return graph, direction and sizes of each compiled call, in order, with its first event and the one after it."""
+    marks = [(at, event.data) for at, event in enumerate(stream.events) if type(event) is Mark and event.label == CALL]
+    pairs = zip(marks[::2], marks[1::2], strict=True)  # no compiled call is inside another
+    return [(data[1:], enter, leave) for (enter, data), (leave, _) in pairs if isinstance(data, tuple)]
 
 
 @dataclass(frozen=True, slots=True)

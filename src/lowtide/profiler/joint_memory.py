@@ -2,9 +2,10 @@
 
 A value takes memory where inductor has to write it: results of extern kernels and reductions, arguments of extern
 kernels, and outputs. All other values exist within fused kernels only. The order is that of the joint graph; recomputed
-values come right before the first call that needs them. A fused kernel has its inputs in memory together with all its
-outputs; one with a single output writes over an input of its size that nothing else reads. Not modelled are inductor's
-reordering and fusion across other calls. Scratch memory of extern kernels is measured (`compiled_profile.py`).
+values come right before the first call that needs them, or in the kernel of a later gradient that reads the same
+values. A fused kernel has its inputs in memory together with all its outputs; one with a single output writes over an
+input of its size that nothing else reads. Not modelled is inductor's reordering. Scratch memory of extern kernels is
+measured (`compiled_profile.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def backward_half(joint: JointGraph, recomputed: Recomputed, scratch: Mapping[in
     nodes = joint.nodes
     given = {nodes[i].root for i in recomputed.given} | {i for i, node in enumerate(nodes) if node.is_tangent}
     given = {root for root in given if nodes[root].kind != "input" or nodes[root].is_tangent}
-    return _half(joint, _backward_order(joint, recomputed.again), given, joint.backward_outputs, scratch)
+    order = _fused_order(joint, _backward_order(joint, recomputed.again))
+    return _half(joint, order, given, joint.backward_outputs, scratch)
 
 
 def scratch_of(
@@ -101,6 +103,60 @@ def _backward_order(joint: JointGraph, again: Collection[int]) -> list[int]:
                 pending += nodes[arg].args
         order += [*sorted(needed), at]
     return order
+
+
+def _fused_order(joint: JointGraph, order: list[int]) -> list[int]:
+    """Return `order` with values in the kernels of later gradients that read the same memory.
+
+    Inductor fuses such kernels across extern kernels on which none of the two depends: the recomputed output of an
+    activation and its gradient, for example. The readers of both come after them.
+    """
+    is_written, inside = written(joint, order, joint.backward_outputs), set(order)
+    kernels = {at: _fused_reads(joint, at, inside, is_written) for at in order if at in is_written}
+    for value in reversed(kernels):
+        order = _moved_to_gradient(joint, order, value, kernels)
+    return order
+
+
+def _moved_to_gradient(joint: JointGraph, order: list[int], value: int, kernels: Mapping[int, set[int]]) -> list[int]:
+    nodes, at = joint.nodes, order.index(value)
+    if nodes[value].kind != "pointwise":
+        return order
+    following, inside = order[at + 1 :], set(order)
+    later, pending = {value}, [value]
+    while pending:
+        users = [user for user in nodes[pending.pop()].users if user in inside and user not in later]
+        later.update(users)
+        pending += users
+    reads = {root for root in kernels[value] if 2 * nodes[root].bytes >= nodes[value].bytes}
+    is_apart = False
+    for place, other in enumerate(following):
+        is_apart |= nodes[other].kind == "extern"
+        if other in later or not nodes[other].is_backward or reads.isdisjoint(kernels.get(other, ())):
+            continue
+        if not is_apart:
+            return order
+        end = next((n for n in range(place, len(following)) if nodes[following[n]].kind == "extern"), len(following))
+        stay = [node for node in following[:end] if node not in later]
+        after = [node for node in following[:end] if node in later]
+        kernel = stay.index(other)
+        return [*order[:at], *stay[:kernel], value, *stay[kernel:], *after, *following[end:]]
+    return order
+
+
+def _fused_reads(joint: JointGraph, value: int, inside: Collection[int], is_written: Collection[int]) -> set[int]:
+    """Return the values in memory that the kernel of a value reads, except parameters; none for extern kernels."""
+    nodes, fused, pending, reads = joint.nodes, {value}, [value], set[int]()
+    while pending and nodes[value].kind != "extern":
+        for arg in nodes[pending.pop()].args:
+            root = nodes[arg].root
+            is_fused = arg in inside and arg not in is_written and nodes[arg].kind in ("pointwise", "view")
+            if is_fused and arg not in fused:
+                fused.add(arg)
+                pending.append(arg)
+            if root in is_written or root not in inside:
+                reads.add(root)
+    return {root for root in reads if nodes[root].kind != "input" or nodes[root].is_given}
 
 
 def written(joint: JointGraph, order: Sequence[int], outputs: Collection[int]) -> set[int]:
@@ -160,7 +216,8 @@ def _half(
     only, only_last = _reads(joint, order, is_written, {}, {})
     for value in outputs:
         last[nodes[value].root] = len(order)
-    own = {*is_written, *(root for root in given if not nodes[root].is_tangent)}
+    forward_outputs = {nodes[value].root for value in joint.forward_outputs}  # their memory is not backward's
+    own = {*is_written, *(root for root in given if not nodes[root].is_tangent)} - forward_outputs
     over = set[int]()
     for root in sorted(own & only.keys()):
         if only[root] != only_last[root] or last[root] == len(order):
@@ -170,6 +227,12 @@ def _half(
         if is_fused and nodes[writer].bytes == nodes[root].bytes:
             over.add(writer)
             last[root] = place[writer] - 1
+    for writer in [value for value, end in ends.items() if place[value] == end and nodes[value].kind == "pointwise"]:
+        reads = _fused_reads(joint, writer, place, is_written) & own  # the last output may go over an input as well
+        for root in sorted(reads):
+            if last.get(root) == place[writer] and nodes[root].bytes == nodes[writer].bytes:
+                last[root], begins[writer] = place[writer] - 1, place[writer]
+                break
     changes = [0] * (len(order) + 2)
     for root in given:
         changes[min(last.get(root, -1), len(order)) + 1] -= nodes[root].bytes

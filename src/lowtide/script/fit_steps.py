@@ -18,17 +18,30 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 import torch
 
 from lowtide._torch.compiled_code import n_compiled
-from lowtide.api.apply import Applied
-from lowtide.api.fit import COMPILED_REPAIRS, REPAIRS, as_measured, forecast_plan, over_budget, with_excess
+from lowtide._torch.joint_graph import always_partitioned, kernels_left_out
+from lowtide.api.apply import Applied, apply
+from lowtide.api.fit import (
+    COMPILED_REPAIRS,
+    REPAIRS,
+    SCHEDULED,
+    as_measured,
+    cheapest_within,
+    compiled_over,
+    forecast_plan,
+    over_budget,
+    with_excess,
+)
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError
+from lowtide.levers.selection import Choice
 from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.memory.events import Busy
 from lowtide.planner import plan
-from lowtide.planner.planning import smallest_plan
+from lowtide.planner.planning import forecast_peak, smallest_plan
 from lowtide.planner.records import Plan
-from lowtide.profiler.compiled_bits import compiled_bits
+from lowtide.profiler.compiled_bits import compiled_bits, scheduled_calls
 from lowtide.profiler.online import NOT_RUN, PATIENCE
 from lowtide.report.run_record import Proof
+from lowtide.report.text_table import decisions, lever_lines
 from lowtide.runtime.batch_tensors import in_words, tensors_in
 from lowtide.runtime.call_shapes import elements, no_larger, shapes_in
 from lowtide.runtime.fingerprint import check_made_for, fingerprint, place_of
@@ -278,18 +291,28 @@ class Fitting(PlanMonitor):
             with showing(self._progress), Stage("planning"):
                 self.plan = forecast_plan(profile, self._budget) if profile.graphs else plan(profile, self._budget)
         except Infeasible as why:
-            if profile.graphs and self._rehearsing.replays_blocks(model):
-                self._say(f"{_first_line(why)} {WHOLE_NEXT}")
-                return
-            if self._on_infeasible == "raise":
-                raise
-            if self._on_infeasible == "plain":
-                self._go_on_plain(why)
+            if not self._accepts_over(why, model):
                 return
             self.plan = replace(smallest_plan(profile), budget_bytes=why.budget_bytes)
-            self._say(f"{_first_line(why)} As asked, the plan with the smallest peak is in force, above the budget")
         self.plan = replace(self.plan, budget_for=self._budget_for)
         self._announce(self.plan)
+
+    def _accepts_over(self, why: Infeasible, model: nn.Module) -> bool:
+        """Return True if the plan with the smallest peak is to be in force above the budget, as `on_infeasible` says.
+
+        Otherwise there is no plan from then on, or compiled blocks are rehearsed again. Raises `why`.
+        """
+        profile = self._rehearsing.profile
+        if profile is not None and profile.graphs and self._rehearsing.replays_blocks(model):
+            self._say(f"{_first_line(why)} {WHOLE_NEXT}")
+            return False
+        if self._on_infeasible == "raise":
+            raise why
+        if self._on_infeasible == "plain":
+            self._go_on_plain(why)
+            return False
+        self._say(f"{_first_line(why)} As asked, the plan with the smallest peak is in force, above the budget")
+        return True
 
     def _go_on_plain(self, why: LowtideError) -> None:
         self.unplanned = _first_line(why)
@@ -374,6 +397,8 @@ class Fitting(PlanMonitor):
         if is_compared:  # before the rehearsal ends, under which code has torch's own partition
             plain = compiled_bits(model, self.compiled or model, batch)
         self._rehearsing.leaves()
+        if is_compared and not self._schedule(self.plan, model, batch):
+            return None
         check_made_for(self.plan.fingerprint, model)
         if self._budget_for == "reserved":
             torch.cuda.empty_cache()  # returns segments of rehearsed steps to the device
@@ -383,6 +408,39 @@ class Fitting(PlanMonitor):
             self._compared = self.plan
             self._compare(model, batch, plain)
         return self.plan
+
+    def _schedule(self, made: Plan, model: nn.Module, batch: Any) -> bool:
+        """Replace a plan for compiled code by the cheapest of a few that inductor schedules within the budget.
+
+        Only on a CPU and on a batch of the planned size, on which plans are measured without kernels. Returns False if
+        none is within the budget and no plan is to be in force, as `on_infeasible` says. Raises Infeasible.
+        """
+        profile = self._rehearsing.profile
+        is_planned = fingerprint(model, batch).batch == made.fingerprint.batch
+        if profile is None or not is_planned or self._budget_for == "reserved" or place_of(model).type != "cpu":
+            return True
+
+        def peak_of(tried: Plan) -> int | None:
+            with kernels_left_out(), always_partitioned(), apply(model, tried, say=lambda what: None):
+                calls = scheduled_calls(model, self.compiled or model, batch)
+            return None if calls is None else self._rehearsing.peak_with(calls)
+
+        choice = Choice(profile, made.plain)
+        n_scheduled, best = cheapest_within(choice, made, peak_of, SCHEDULED)
+        if best is None:
+            return True
+        peak_bytes = best.predicted.peak_bytes
+        plans = "one plan" if n_scheduled == 1 else f"{n_scheduled} plans"
+        self._say(f"inductor scheduled {plans} without kernels: {format_bytes(peak_bytes)} peak")
+        if peak_bytes > made.budget_bytes:
+            why = compiled_over(choice, best, f"plans that were scheduled by inductor and measured: {n_scheduled}")
+            if not self._accepts_over(why, model):
+                self.plan = None
+                return False
+        if best.decisions != made.decisions:
+            self._say(decisions(best))
+        self.plan = best
+        return True
 
     def _compare(self, model: nn.Module, batch: Any, plain: Outcome | None) -> None:
         """Compare compiled code under the plan with `plain`. Raises RehearsalError for other bits."""
@@ -414,8 +472,6 @@ class Fitting(PlanMonitor):
         self.plan = None
 
     def _announce(self, plan: Plan) -> None:
-        from lowtide.report.text_table import added_time, decisions, lever_lines
-
         change = format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)
         self._say(
             f"{self.model_name}: {change} peak predicted (budget {format_bytes(plan.budget_bytes)}), "
@@ -460,7 +516,7 @@ class Fitting(PlanMonitor):
             aim_bytes = made.predicted.peak_bytes - over
             if made.graphs:
                 aim_bytes = made.budget_bytes
-                excess_bytes = measured_bytes - made.predicted.peak_bytes
+                excess_bytes = measured_bytes - forecast_peak(profile, made)
                 self._rehearsing.profile = profile = with_excess(profile, excess_bytes)
             try:
                 lower = plan(profile, max(1, aim_bytes))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lowtide.levers import LeverStack
+    from lowtide.memory.events import EventStream
     from lowtide.planner.records import AppliedLever, Profile
     from lowtide.profiler.compiled_online import OnlineCompiledProfiler
 
@@ -126,6 +127,10 @@ class Rehearsing(StepListener):
             self._observed.give_up()
             self._given_up.append(self._observed)  # removed in the next step, because no hooks may be removed here
         self.done, self.profile, self._observed = False, None, None
+
+    def peak_with(self, calls: EventStream) -> int | None:
+        """Return the rehearsed step's peak if its compiled calls allocate what they did in the recording `calls`."""
+        return None if self._observed is None else self._observed.peak_with(calls)
 
     def replays_blocks(self, model: nn.Module) -> bool:
         """Return True if compiled blocks are rehearsed anew, to be replayed; False if more than blocks is compiled."""
