@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import lowtide
 from lowtide import cli
 
 SCRIPTS = Path(__file__).parent / "absent"
@@ -101,3 +103,20 @@ def test_steps_that_depend_on_other_processes_are_refused(way: str, why: str, es
     code, _, err = estimate("refused.py", way)
     assert code == 2
     assert why in err
+
+
+def test_a_plan_for_two_processes_is_made_in_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script, saved = str(SCRIPTS.parent / "train_sharded.py"), tmp_path / "plan.json"
+    code = cli.main(("plan", "make", "--processes", "2", "--budget", "75%", "-o", str(saved), script))
+    assert code == 0, capfd.readouterr().err
+    plan = lowtide.Plan.from_json(saved)
+    assert plan.fingerprint.model.startswith("FSDPSequential ")
+    assert plan.predicted.peak_bytes <= plan.budget_bytes < plan.plain.peak_bytes
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("rank", ["2", "5"])
+def test_ranks_that_there_are_not_are_refused(rank: str, capfd: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(("plan", "make", "--processes", "2", "--rank", rank, "--budget", "75%", "train.py"))
+    assert code == 2
+    assert f"--rank {rank}: the ranks of --processes 2 are below that number" in capfd.readouterr().err

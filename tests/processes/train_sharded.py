@@ -1,4 +1,9 @@
-"""Run by the tests: a script for torchrun that shards its model and clips gradients; some batches are shorter."""
+"""Run by the tests: a script for torchrun that shards its model and clips gradients; some batches are shorter.
+
+With "even" as an argument all batches are alike.
+"""
+
+import sys
 
 import torch
 from torch import distributed, nn
@@ -25,7 +30,7 @@ for unit in (*model, model):
 optimizer = torch.optim.AdamW(model.parameters())
 torch.manual_seed(rank)
 for number in range(8):
-    loss = model(torch.randn(1024 if rank and number == 1 else 2048, 64)).square().mean()
+    loss = model(torch.randn(1024 if rank and number == 1 and sys.argv[1:] != ["even"] else 2048, 64)).square().mean()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()

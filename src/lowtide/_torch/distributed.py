@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -13,8 +14,17 @@ import torch
 
 from lowtide._torch.fake_modes import is_own, without_function_modes, without_modes
 
-if TYPE_CHECKING:
-    from multiprocessing.process import BaseProcess
+_n_simulated = [0]
+"""Number of collectives that a simulated group was asked for."""
+
+_COLLECTIVES = (
+    *("_allgather_base", "all_gather_single", "all_gather_single_coalesced", "allgather", "allgather_coalesced"),
+    *("allgather_into_tensor_coalesced", "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_single"),
+    *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "allreduce", "allreduce_coalesced"),
+    *("all_to_all_single", "alltoall", "alltoall_base", "barrier", "monitored_barrier", "broadcast", "gather"),
+    *("reduce", "scatter", "send", "recv", "recv_anysource"),
+)
+"""Methods of a process group that take part in a collective. 2.13, as far as present."""
 
 
 def n_collectives() -> int:
@@ -22,7 +32,27 @@ def n_collectives() -> int:
     1.10.
     """
     groups: Any = torch.distributed.distributed_c10d._world.pg_map
-    return sum(group._get_sequence_number_for_group() for group in groups)
+    real = (group for group, (backend, _) in groups.items() if backend != "fake")
+    return _n_simulated[0] + int(sum(group._get_sequence_number_for_group() for group in real))
+
+
+@contextlib.contextmanager
+def simulated_collectives_counted() -> Iterator[None]:
+    """Let `n_collectives` count those of simulated groups, which count none themselves, in this `with` block. 2.13."""
+
+    def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            _n_simulated[0] += 1
+            return collective(*args, **kwargs)
+
+        return counted
+
+    group = torch.distributed.ProcessGroup
+    with contextlib.ExitStack() as stack:
+        for name in _COLLECTIVES:
+            if hasattr(group, name):
+                stack.enter_context(patch.object(group, name, counting(getattr(group, name))))
+        yield
 
 
 def awaits_first_backward(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
@@ -53,6 +83,28 @@ def sent_parameters(
     2.13, since 1.10.
     """
     return wrapper._build_params_for_reducer()  # type: ignore[no-any-return, no-untyped-call]
+
+
+_buckets: dict[int, weakref.ref[torch.Tensor]] = {}
+"""Buckets that a hook of Lowtide's has seen, by their ids."""
+
+
+def own_gradients(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Return the gradients in a bucket as their own average: a communication hook that sends nothing. 2.13."""
+    buffer = bucket.buffer()
+    _buckets[id(buffer)] = weakref.ref(buffer, functools.partial(_forget, id(buffer)))
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(buffer)
+    return done
+
+
+def _forget(number: int, _: object) -> None:
+    _buckets.pop(number, None)
+
+
+def seen_buckets() -> list[torch.Tensor]:
+    """Return the buckets that `own_gradients` has seen; only then does a Python object stand for a bucket."""
+    return [bucket for reference in [*_buckets.values()] if (bucket := reference()) is not None]
 
 
 def bucket_limits(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[list[int], list[int]]:

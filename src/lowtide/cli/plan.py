@@ -11,6 +11,7 @@ from lowtide.cli.script_or_profile import (
     in_place_option,
     lever_option,
     output_option,
+    processes_option,
     profile_of,
     script_arguments,
     write,
@@ -36,6 +37,7 @@ def plan() -> None:
 @output_option("-o", "to", 'Write the plan to FILE; "-", the default: print it.')
 @lever_option
 @in_place_option
+@processes_option
 @script_arguments("PROFILE|SCRIPT")
 def make(
     budget: str,
@@ -43,18 +45,30 @@ def make(
     to: str | None,
     levers: tuple[str, ...],
     no_in_place: bool,
+    processes: int | None,
+    rank: int,
     target: str,
     args: tuple[str, ...],
     is_module: bool,
 ) -> None:
     """Plan for a budget.
 
-    PROFILE is a file that `lowtide rehearse --json` wrote; its name ends in .json. A SCRIPT is rehearsed first. Exit
-    code 1: no plan fits the budget.
+    PROFILE is a file that `lowtide rehearse --json` wrote; its name ends in .json. A SCRIPT is rehearsed first. With
+    --processes that takes one process, on one GPU or on a CPU: the plan is the one that N processes would make, and
+    `torchrun ... lowtide run --plan FILE` takes it. Exit code 1: no plan fits the budget.
     """
     check_budget(budget)
     quiet = to in (None, "-")
-    profile = profile_of(target, args, is_module=is_module, quiet=quiet, levers=levers, no_in_place=no_in_place)
+    profile = profile_of(
+        target,
+        args,
+        is_module=is_module,
+        quiet=quiet,
+        levers=levers,
+        no_in_place=no_in_place,
+        n_processes=processes,
+        rank=rank,
+    )
 
     from lowtide.planner import plan as plan_for
 

@@ -10,6 +10,7 @@ from lowtide.cli.script_or_profile import (
     in_place_option,
     is_profile,
     output_option,
+    processes_option,
     profile_of,
     script_arguments,
     write,
@@ -21,10 +22,13 @@ from lowtide.cli.script_or_profile import (
 @in_place_option
 @output_option("--json", "json_to", 'Write the profile to FILE as JSON; "-": print only that.')
 @report_option
+@processes_option
 @script_arguments()
 def rehearse(
     plain: bool,
     no_in_place: bool,
+    processes: int | None,
+    rank: int,
     json_to: str | None,
     report_to: str | None,
     target: str,
@@ -43,7 +47,16 @@ def rehearse(
     """
     if is_profile(target, is_module=is_module) and plain:
         raise click.UsageError(f"{target} is a profile, and --plain is for scripts: give that.")
-    profile = profile_of(target, args, is_module=is_module, plain=plain, quiet=json_to == "-", no_in_place=no_in_place)
+    profile = profile_of(
+        target,
+        args,
+        is_module=is_module,
+        plain=plain,
+        quiet=json_to == "-",
+        no_in_place=no_in_place,
+        n_processes=processes,
+        rank=rank,
+    )
     if json_to != "-":
         click.echo(str(profile))
     if json_to is not None:

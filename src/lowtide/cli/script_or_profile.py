@@ -93,6 +93,19 @@ def in_place_option(body: Callable[..., Any]) -> Callable[..., Any]:
     )(body)
 
 
+def processes_option(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--processes` and `--rank`."""
+    body = click.option(
+        "--rank", type=click.IntRange(0), default=0, show_default=True, help="With --processes: the rank to rehearse."
+    )(body)
+    return click.option(
+        "--processes",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Rehearse SCRIPT as one of N processes of torchrun. The others do not exist: nothing is sent.",
+    )(body)
+
+
 def write(text: str, to: str) -> None:
     """Write `text` to a file, or to stdout for "-", in the first of several processes.
 
@@ -127,8 +140,12 @@ def profile_of(
     quiet: bool = False,
     levers: tuple[str, ...] = (),
     no_in_place: bool = False,
+    n_processes: int | None = None,
+    rank: int = 0,
 ) -> Profile:
     """Return the profile in a `.json` file, or of a script that is rehearsed now; its output goes to stderr if `quiet`.
+
+    With `n_processes` the script is process `rank` of as many, of which the others do not exist.
 
     Ends the command with exit code 2 and a message if the script fails: 1 would be a finding about its memory.
     """
@@ -139,21 +156,28 @@ def profile_of(
             raise click.UsageError(f"{target} is a profile: it takes no arguments, found {' '.join(args)}.")
         if levers:
             raise click.UsageError(f"{target} is a profile, made without --lever: give the script to rehearse it with.")
+        if n_processes is not None:
+            raise click.UsageError(f"--processes is for scripts, and {target} is a profile.")
         from lowtide.planner.inplace_savings import without_in_place
 
         profile = Record.from_json(Path(target))
         return without_in_place(profile) if no_in_place else profile
     from lowtide.utils.optional_deps import require_torch
 
+    if rank and rank >= (n_processes or 1):
+        raise click.UsageError(f"--rank {rank}: the ranks of --processes {n_processes or 1} are below that number.")
     require_torch(f"lowtide, to rehearse {target},")
+    from lowtide.estimator.absent_processes import AbsentProcesses
     from lowtide.levers import parse_script_lever
     from lowtide.script.rehearse_steps import Rehearsing
     from lowtide.script.run_listened import run_watched
     from lowtide.script.runner import INTERRUPTED, Script
+    from lowtide.script.simulated_group import as_one_of
 
+    processes = None if n_processes is None else AbsentProcesses(size=n_processes, rank=rank)
     listener = Rehearsing(plain=plain, levers=tuple(map(parse_script_lever, levers)), in_place=not no_in_place)
     script = Script(target=target, args=args, is_module=is_module)
-    with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
+    with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext(), as_one_of(processes):
         code = run_watched(script, listener)
     if code == INTERRUPTED:
         click.get_current_context().exit(code)

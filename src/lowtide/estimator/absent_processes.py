@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from lowtide._torch.distributed import start_absent_processes
+from lowtide._torch.distributed import simulated_collectives_counted, start_absent_processes
 from lowtide.errors import RehearsalError
 
 gpus_per_node = [1]
@@ -68,7 +68,7 @@ class AbsentProcesses:
                 "  Estimate in a process without a process group."
             )
         gpus_per_node.append(self.per_node)
-        with patch.dict(os.environ, self.environment()), _meshes_anywhere():
+        with patch.dict(os.environ, self.environment()), _meshes_anywhere(), simulated_collectives_counted():
             try:
                 yield
             finally:
@@ -86,8 +86,9 @@ def absent_processes(size: int, rank: int = 0) -> Iterator[None]:
     """Make this process rank `rank` of a simulated group of `size` in this block; the other processes do not exist.
 
     Models can be sharded and wrapped as under torchrun, on the CPU or on the meta device, and their steps estimated:
-    `lowtide.estimate(..., device="8 x h100-80")`. Collective operations send nothing, so computed values differ from
-    those of real training.
+    `lowtide.estimate(..., device="8 x h100-80")`. With real parameters, `lowtide.rehearse` and `lowtide.plan` make the
+    plan that one of `size` real processes would make. Collective operations send nothing, so computed values differ
+    from those of real training.
 
     Args:
         size: number of processes in the group.

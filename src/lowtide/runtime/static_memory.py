@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lowtide._torch.distributed import seen_buckets
 from lowtide._torch.tensors import parts_of
 from lowtide.memory import lbfgs_history as histories
 from lowtide.planner.records import Static
@@ -59,6 +60,7 @@ def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) 
     growing = [o for o in optimizers if isinstance(o, torch.optim.LBFGS)]
     state += sum(add(histories.tensors_of(o)) + histories.missing_history_bytes(o) for o in growing)
     static = Static(parameters=parameters, gradients=gradients, optimizer=state, buffers=buffers, inputs=inputs)
+    addresses.update(bucket.untyped_storage().data_ptr() for bucket in seen_buckets())
     return static, frozenset(addresses - {0})
 
 

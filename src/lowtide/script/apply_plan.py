@@ -29,9 +29,9 @@ PLANS_AGAIN = "`lowtide run --budget`, which plans again until the measured peak
 class Applying(PlanMonitor):
     """A listener that puts an existing plan in force before the model's first forward, and measures a step under it.
 
-    The measured step is the second on a batch of the planned size: in the first an optimizer has no state yet. If no
-    such batches come, smaller ones are measured. In all measured steps the tensors read by backward are compared with
-    the saved ones.
+    The measured step is the second on a batch of the planned size: in the first an optimizer has no state yet. A step
+    in which DistributedDataParallel makes new buckets does not count. If no such batches come, smaller ones are
+    measured. In all measured steps the tensors read by backward are compared with the saved ones.
     """
 
     awaits = "was called as its plan has it"
@@ -75,10 +75,13 @@ class Applying(PlanMonitor):
             )
         if self._open is not None:
             step, self._open = self._open, None
+            peak_bytes = step.peak_bytes()
+            if not step.is_usual:
+                return
             if self._is_planned:
-                self._peaks.append(step.peak_bytes())
+                self._peaks.append(peak_bytes)
             else:
-                self._most = max(self._most, step.peak_bytes())
+                self._most = max(self._most, peak_bytes)
             if len(self._peaks) == 2 or self._n_others >= PATIENCE or self._most > self._plan.budget_bytes:
                 self._finish()
 

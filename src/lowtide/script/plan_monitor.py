@@ -13,6 +13,7 @@ from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.static_memory import static_bytes
 from lowtide.script.repeat_step import StepRepeater
 from lowtide.script.step_listener import StepListener
+from lowtide.state.process_group import n_with_new_buckets
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class Measured:
         budget_for: BudgetFor = "requested",
     ) -> None:
         self._static, self._addresses = static_bytes(model, batch, optimizers)
+        self._model, self._n_with_new_buckets = model, n_with_new_buckets(model.modules())
         self._budget_for = budget_for
         self._stack = contextlib.ExitStack()
         self._recorder = self._stack.enter_context(recorder_for(place_of(model)))
@@ -141,6 +143,11 @@ class Measured:
         """Return the peak of the finished step, including memory from before the step."""
         self.leave()
         return peak_of(self._static, self._addresses, self._recorder, self._budget_for)
+
+    @property
+    def is_usual(self) -> bool:
+        """Return False if DistributedDataParallel replaced its buckets: the recorder misses the old ones' end."""
+        return self._n_with_new_buckets == n_with_new_buckets(self._model.modules())
 
     def leave(self) -> None:
         """End the recording at any point. Repeated calls do nothing."""

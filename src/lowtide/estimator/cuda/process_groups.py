@@ -9,13 +9,14 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lowtide._torch.distributed import symmetric_memory
+from lowtide._torch.distributed import own_gradients, symmetric_memory
 from lowtide._torch.fake_modes import on_real_tensors
 from lowtide.errors import RehearsalError
 from lowtide.estimator.absent_processes import AbsentProcesses
 from lowtide.estimator.collectives import stand_ins as collectives
 from lowtide.estimator.sharded_units import FSDP1, SYMMETRIC
 
+_OWNERS = (torch.distributed, torch.distributed.distributed_c10d) if torch.distributed.is_available() else ()
 _MAKING = ("init_process_group", "new_group")
 _OF_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "barrier")
 _BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
@@ -28,23 +29,50 @@ def stand_ins(processes: AbsentProcesses | None = None) -> Iterator[tuple[Any, s
     if not torch.distributed.is_available():
         return
     yield from collectives()
-    for owner in (torch.distributed, torch.distributed.distributed_c10d):
+    for owner in _OWNERS:
         yield from ((owner, name, _in_reality(getattr(owner, name))) for name in _OF_OBJECTS)
         yield owner, "is_nccl_available", lambda: True
         if processes is None:
             yield from ((owner, name, _by_gloo(getattr(owner, name))) for name in _MAKING)
-        else:
-            yield owner, "init_process_group", _started(owner.init_process_group, processes)
-            yield owner, "new_group", _of_any_backend(owner.new_group)
-            yield owner, "gather_object", _gathered
-            yield from ((owner, name, _refused(name)) for name in _BETWEEN_TWO)
     if processes is not None:
+        yield from simulated_group(processes)
         yield torch.distributed, "get_backend", lambda group=None: "nccl"
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         yield FullyShardedDataParallel, "__init__", _refused_with(FSDP1)
         for owner, name in symmetric_memory():
             yield owner, name, _refused_with(SYMMETRIC)
+
+
+def simulated_group(processes: AbsentProcesses) -> Iterator[tuple[Any, str, Any]]:
+    """Return the stand-ins that make a script one of `processes`, as (owner, name, function)."""
+    for owner in _OWNERS:
+        yield owner, "init_process_group", _started(owner.init_process_group, processes)
+        yield owner, "new_group", _of_any_backend(owner.new_group)
+        yield owner, "gather_object", _gathered
+        yield from ((owner, name, _refused(name)) for name in _BETWEEN_TWO)
+
+
+def wrappers_by_themselves() -> Iterator[tuple[Any, str, Any]]:
+    """Return the stand-ins by which DDP keeps a process's own gradients, as (owner, name, function).
+
+    The results of a simulated group's collectives are not those that DDP's reducer expects.
+    """
+    init, hooked = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
+
+    @functools.wraps(init)
+    def wrap(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        hooked(self, None, lambda state, bucket: own_gradients(bucket))  # torch reads annotations
+
+    yield DistributedDataParallel, "__init__", wrap
+    yield DistributedDataParallel, "register_comm_hook", _refused_with(HOOKED)
+
+
+HOOKED = (
+    "DistributedDataParallel has a communication hook (register_comm_hook), and the processes that it sends to are not "
+    "there.\n  Leave it out, or plan in real processes: torchrun ... lowtide run."
+)
 
 
 def _anywhere(init: Callable[..., None]) -> Callable[..., None]:

@@ -1,0 +1,26 @@
+"""Run a script as one of several processes on real tensors, where the other processes do not exist."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+from lowtide.estimator.cuda.process_groups import simulated_group, wrappers_by_themselves
+
+if TYPE_CHECKING:
+    from lowtide.estimator.absent_processes import AbsentProcesses
+
+
+@contextlib.contextmanager
+def as_one_of(processes: AbsentProcesses | None) -> Iterator[None]:
+    """Let a script in this block start a simulated process group, and find torchrun's variables; None: no change."""
+    if processes is None:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(processes.around())
+        for owner, name, function in (*simulated_group(processes), *wrappers_by_themselves()):
+            stack.enter_context(patch.object(owner, name, function))
+        yield
