@@ -396,15 +396,22 @@ def cheapest_within(
             best = measured
         if len(tried) == most or 0 <= 1 - peak_bytes / budget_bytes <= UNUSED or made.budget_for == "reserved":
             break
-        profile = with_excess(choice.profile, peak_bytes - forecast_peak(choice.profile, made))
-        try:
-            following = forecast_plan(profile, budget_bytes)
-        except Infeasible:
-            following = replace(smallest_plan(profile), budget_bytes=budget_bytes)
+        forecast_bytes = forecast_peak(choice.profile, made)
+        following = _following(with_excess(choice.profile, peak_bytes - forecast_bytes), budget_bytes)
+        if following.decisions in tried and best.predicted.peak_bytes > budget_bytes and peak_bytes > forecast_bytes:
+            following = _following(choice.profile, (forecast_bytes + peak_bytes) // 2)  # others may be off by less
         if following.decisions in tried or _rank(best) < (False, following.predicted.extra_ms):
             break
         made = replace(_own(choice, following, budget_bytes), budget_for=made.budget_for)
     return len(tried), best
+
+
+def _following(profile: Profile, aim_bytes: int) -> Plan:
+    """Return a plan whose forecast is `aim_bytes` at most; the one of the smallest peak if there is none."""
+    try:
+        return forecast_plan(profile, aim_bytes)
+    except Infeasible:
+        return smallest_plan(profile)
 
 
 def _rank(measured: Plan) -> tuple[bool, float]:

@@ -75,6 +75,7 @@ GROWTHS: Final = 12
 AUDITED: Final = "every recipe and replay was compared with the true tensors, bit by bit"
 COMPARED: Final = "compiled code under the plan was compared with the plain compiled code on a batch, bit by bit"
 WHOLE_NEXT: Final = "That was inside compiled blocks: they are rehearsed again, to be replayed as a whole"
+SMALLEST_FOR_LARGER: Final = "The plan with the smallest peak is in force for these batches"
 NOT_COMPARED: Final = "there was no room to compare bits"
 
 
@@ -434,7 +435,9 @@ class Fitting(PlanMonitor):
         self._say(f"inductor scheduled {plans} without kernels: {format_bytes(peak_bytes)} peak")
         if peak_bytes > made.budget_bytes:
             why = compiled_over(choice, best, f"plans that were scheduled by inductor and measured: {n_scheduled}")
-            if not self._accepts_over(why, model):
+            if self._n_growths:
+                self._say(f"{_first_line(why)} {SMALLEST_FOR_LARGER}")
+            elif not self._accepts_over(why, model):
                 self.plan = None
                 return False
         if best.decisions != made.decisions:
@@ -614,7 +617,7 @@ class Fitting(PlanMonitor):
             larger = plan(profile, made.budget_bytes)
         except Infeasible as why:
             larger = replace(smallest_plan(profile), budget_bytes=made.budget_bytes)
-            self._say(f"{_first_line(why)} The plan with the smallest peak is in force for these batches")
+            self._say(f"{_first_line(why)} {SMALLEST_FOR_LARGER}")
         if len(larger.input_shapes) == 1 and most_elements(larger) > most_elements(made):
             if not larger.graphs:  # compiled code has one partition for all sizes
                 self._smaller.append(made)
