@@ -271,7 +271,7 @@ def comparison(rows: list[Row]) -> Iterator[str]:
         elif ours.flops > peer.flops:
             yield f"- {peer.way} wins: {peer.flops / 1e6:.0f} MFLOP again at that peak, Lowtide {ours.flops / 1e6:.0f}."
     mine = [row.peak_bytes for row in rows if row.way.startswith("**") and not row.what.startswith("refused")]
-    if peers and mine:
+    if peers and any(row.way.startswith("**Lowtide, ") for row in rows):
         lowest = min(peers, key=lambda row: row.peak_bytes)
         yield (
             f"- The lowest peak of the others is {lowest.peak_bytes / 2**20:.2f} MiB ({lowest.way}); of the budgets "
