@@ -34,12 +34,12 @@ def node(
     )
 
 
-def masked() -> JointGraph:
-    """Y = mm(x, w) * mask(seed); backward reads the mask, and the normalised product."""
+def masked(*, half: bool = False) -> JointGraph:
+    """Y = mm(x, w) * mask(seed); backward reads the mask, and the normalised product. The product may have 16 bits."""
     return JointGraph(
         [
             node("input", root=0),
-            node("extern", (0,), root=1, target="aten.mm", module="fc"),
+            node("extern", (0,), root=1, target="aten.mm", module="fc", half=half),
             node("extern", (), FEW, root=2, target="prims.inductor_seeds", random=True),
             node("pointwise", (2,), MANY // 4, root=3, target="aten.gt", module="drop"),
             node("reduction", (1,), FEW, root=4, module="norm"),
@@ -89,4 +89,23 @@ def block() -> JointGraph:
         [3],
         [5],
         "block",
+    )
+
+
+def embedded(*, half: bool) -> JointGraph:
+    """Y = mm(norm(table[ids])); the 32-bit embeddings are read again in backward, and the product may have 16 bits."""
+    return JointGraph(
+        [
+            node("input", size=MANY // 2, root=0),
+            node("pointwise", (0,), root=1, target="aten.embedding", module="ids"),
+            node("reduction", (1,), FEW, root=2, module="norm"),
+            node("pointwise", (1, 2), root=3, module="norm"),
+            node("extern", (3,), root=4, target="aten.mm", module="out", half=half),
+            node("input", root=5, tangent=True),
+            node("extern", (5, 4), root=6, backward=True, target="aten.mm"),
+            node("pointwise", (6, 1, 2), root=7, backward=True),
+        ],
+        [4],
+        [7],
+        "embedded",
     )

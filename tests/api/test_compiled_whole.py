@@ -21,6 +21,7 @@ from compiled_by_hand import plan_for
 from joint_graphs import masked
 from lowtide._torch.joint_graph import always_partitioned, kernels_left_out
 from lowtide.api.fit import as_measured
+from lowtide.planner.planning import smallest_plan
 from lowtide.planner.records import Plan
 from lowtide.runtime.joint_slots import JointSlots
 from parts import Convolves
@@ -128,6 +129,43 @@ def test_a_compiled_transformer_under_autocast_fits_to_the_bits_of_the_compiled_
         loss.backward()
 
     check_fits(compiled, step, batch, "85%")
+
+
+class Residual(nn.Module):
+    """Embeddings, and a sum with dropout that two layer norms read: backward sums over its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids, self.places = nn.Embedding(256, 64), nn.Embedding(128, 64)
+        self.first, self.proj, self.norm = nn.LayerNorm(64), nn.Linear(64, 64), nn.LayerNorm(64)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.ids(ids) + self.places(torch.arange(128))
+        x = x + F.dropout(self.proj(self.first(x)), 0.1, self.training)
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+def test_sums_over_rows_add_up_in_the_same_order_beside_recomputed_values_under_autocast() -> None:
+    torch.manual_seed(0)
+    model, batch = Residual(), torch.randint(256, (16, 128))
+    compiled: Any = torch.compile(model)
+
+    def step(ids: Tensor) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = compiled(ids).square().mean()
+        loss.backward()
+
+    expected = gradients(model, step, batch)
+    profile = lowtide.rehearse(compiled, step, batch)
+    recipes = {slot.address: profile.values[slot.value].recipe for slot in profile.slots}
+    everything = {address: recipe for address, recipe in recipes.items() if recipe is not None}
+    with lowtide.apply(compiled, replace(smallest_plan(profile, "flops"), recompute=everything)):
+        under_plan = gradients(model, step, batch)
+    assert len(everything) > 3
+    assert all(map(torch.equal, expected, under_plan))
 
 
 @pytest.mark.slow

@@ -15,8 +15,10 @@ from lowtide._torch.custom_partitioner import CustomPartitionerFn
 from lowtide._torch.joint_graph import JointGraph, keep_products_apart, partitioned
 from lowtide.runtime.joint_slots import JointSlots
 
-SCHEME: Final = 4
-"""Number of the rules by which a plan's addresses choose values; a change of them counts it up. Caches outlive it."""
+SCHEME: Final = 5
+"""Version of the rules by which a plan's addresses choose values: part of the keys of inductor's caches, which outlive
+a process. Increase it with each change of the rules.
+"""
 
 
 class PlanPartitioner(CustomPartitionerFn):

@@ -6,9 +6,14 @@ recomputed from it. So the slot of such a value is the value that it was compute
 
 A block that is compiled by itself has such values as inputs. They are saved wherever a value is computed from them.
 
-Forward has to write a value that is saved. In a graph with 16-bit values, as under autocast, one that torch's forward
-does not write is no slot: inductor would compute it in a loop of its own. Loops with 16-bit values are vectorised in
-another width than loops without, and sums over a row then add up in another order.
+On a CPU, inductor vectorises a fused loop at the width of 16-bit elements if every kernel that was fused into it has
+16-bit values, else at the width of 32-bit elements, which halves the number of partial sums of each row (torch 2.13,
+`TilingSelect` in `torch/_inductor/codegen/cpp.py`). Sums over a row then add up in another order. So in a graph with
+16-bit values, as under autocast, no plan may add a kernel without such values:
+
+- Forward has to write a value that is saved. One that torch's forward does not write is no slot.
+- A value that fused arithmetic computes from random numbers, or without any 16-bit value, is always saved: dropout's
+  masks and sums of embeddings. Random numbers are computed in a kernel of their own, in 32 bits.
 """
 
 from __future__ import annotations
@@ -35,7 +40,9 @@ class JointSlot:
     is_saved: bool
     """False if it is saved only when something is recomputed from it."""
     is_kept: bool
-    """True if any plan keeps it: it is small, or another call would return other numbers."""
+    """True if any plan keeps it: it is small, another call would return other numbers, or sums that are fused with its
+    recomputation would add up in another order.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +78,19 @@ class JointSlots:
             for i, n in enumerate(nodes)
             if n.is_forward and n.kind == "reduction" and n.root == i and 0 < n.bytes <= self._small
         } - held
+        self._kept: set[int] = set()
+        """Slots that any plan keeps."""
+        for node in sorted(saved | random | reduced):
+            is_small = nodes[node].kind == "input" or nodes[node].bytes <= self._small
+            if node in random or is_small or self._changes_width(node):
+                self._kept.add(node)
         at = _addresses(joint, f"{joint.key}/" if is_named else "")
         self.slots = tuple(
             JointSlot(
                 node=node,
                 address=at[node],
                 is_saved=node in saved,
-                is_kept=node in random or nodes[node].kind == "input" or nodes[node].bytes <= self._small,
+                is_kept=node in self._kept,
             )
             for node in sorted(saved | random | reduced)
         )
@@ -128,7 +141,7 @@ class JointSlots:
         while nodes[root].kind == "pointwise" and nodes[root].bytes > self._small:
             large = {nodes[arg].root for arg in nodes[root].args if nodes[nodes[arg].root].bytes > self._small}
             large = {arg for arg in large if nodes[arg].kind != "input" or nodes[arg].is_given}
-            if len(large) != 1:
+            if len(large) != 1 or (self._is_mixed and nodes[root].target == "aten.embedding"):
                 break
             (operand,) = large
             node = nodes[operand]
@@ -140,6 +153,20 @@ class JointSlots:
             if not self._is_mixed or self._is_written(root):
                 source = root
         return source
+
+    def _changes_width(self, slot: int) -> bool:
+        """Return True if recomputing the slot may add a kernel without 16-bit values to a graph that has some."""
+        nodes, pending, seen = self.joint.nodes, [slot], set[int]()
+        if not self._is_mixed or nodes[slot].kind != "pointwise":
+            return False
+        while pending:
+            at = pending.pop()
+            if "random" in nodes[at].target:
+                return True
+            if at not in seen and at not in self._kept and nodes[at].kind in ("pointwise", "view"):
+                pending += nodes[at].args
+            seen.add(at)
+        return not any(nodes[at].is_half for at in seen)
 
     def _is_written(self, root: int) -> bool:
         """Return True if torch's own forward writes the value to memory."""
