@@ -130,7 +130,9 @@ class Rehearsing(StepListener):
 
     def peak_with(self, calls: EventStream) -> int | None:
         """Return the rehearsed step's peak if its compiled calls allocate what they did in the recording `calls`."""
-        return None if self._observed is None else self._observed.peak_with(calls)
+        if self._observed is None or isinstance(self._observed, OnlineProfiler):
+            return None
+        return self._observed.peak_with(calls)
 
     def replays_blocks(self, model: nn.Module) -> bool:
         """Return True if compiled blocks are rehearsed anew, to be replayed; False if more than blocks is compiled."""
