@@ -150,8 +150,8 @@ class CallContext:
         return has_copied
 
     def storages(self) -> Iterator[int]:
-        """Yield the memory of the parameters and buffers that are read again and not copied."""
-        for _, _, tensor, _ in self.held:
+        """Yield the memory of the parameters and buffers that are read again, those included that `learn` may add."""
+        for tensor in (*(tensor for _, _, tensor, _ in self.held), *(buffer for buffer, _, _ in self.buffers.values())):
             yield storage_id(tensor)
 
     @property

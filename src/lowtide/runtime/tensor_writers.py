@@ -108,6 +108,8 @@ class ReliedOn:
     def add(self, frame: ReplayFrame) -> None:
         """Copy the parameters and buffers that the replay of `frame` reads before a write."""
         self.frames.add(frame)
+        if len(self._unlooked) >= self._most:
+            self._forget_gone()
         self._unlooked.append(weakref.ref(frame))
         inplace_methods.watched = True
 
@@ -125,7 +127,8 @@ class ReliedOn:
 
     def _forget_gone(self) -> None:
         self._values = [reference for reference in self._values if reference() is not None]
-        self._most = max(_FEW, 2 * len(self._values))
+        self._unlooked = [reference for reference in self._unlooked if reference() is not None]
+        self._most = max(_FEW, 2 * len(self._values), 2 * len(self._unlooked))
 
     def of_leaf(self, leaf: Tensor) -> Value:
         """Return the value of a tensor without history, for a recompute. Raises CannotRecompute if overwritten."""
