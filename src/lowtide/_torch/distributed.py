@@ -14,6 +14,9 @@ import torch
 
 from lowtide._torch.fake_modes import is_own, without_function_modes, without_modes
 
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
 _n_simulated = [0]
 """Number of collectives that a simulated group was asked for."""
 
@@ -24,7 +27,7 @@ _COLLECTIVES = (
     *("all_to_all_single", "alltoall", "alltoall_base", "barrier", "monitored_barrier", "broadcast", "gather"),
     *("reduce", "scatter", "send", "recv", "recv_anysource"),
 )
-"""Methods of a process group that take part in a collective. 2.13, as far as present."""
+"""Methods of a process group that take part in a collective. Torch 2.13, as far as present."""
 
 
 def n_collectives() -> int:
@@ -38,7 +41,7 @@ def n_collectives() -> int:
 
 @contextlib.contextmanager
 def simulated_collectives_counted() -> Iterator[None]:
-    """Let `n_collectives` count those of simulated groups, which count none themselves, in this `with` block. 2.13."""
+    """Let `n_collectives` count those of simulated groups, which count none themselves, in this block. Torch 2.13."""
 
     def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +93,7 @@ _buckets: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
 def own_gradients(bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Return the gradients in a bucket as their own average: a communication hook that sends nothing. 2.13."""
+    """Return the gradients in a bucket as their own average: a communication hook that sends nothing. Torch 2.13."""
     buffer = bucket.buffer()
     _buckets[id(buffer)] = weakref.ref(buffer, functools.partial(_forget, id(buffer)))
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -119,7 +122,7 @@ def bucket_limits(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[l
 
 
 def communication_hooks(wrapper: torch.nn.parallel.DistributedDataParallel) -> list[str]:
-    """Return the names of functions that send a wrapper's gradients in place of torch. 2.13, since 2.1."""
+    """Return the names of functions that send a wrapper's gradients in place of torch. Torch 2.13, since 2.1."""
     return [getattr(hook, "__name__", str(hook)) for hook, _ in wrapper._comm_hooks]
 
 

@@ -39,7 +39,7 @@ SENDING_OPERATORS = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
 """Namespaces of collectives that a compiler can trace. Torch 2.13."""
 
 WRAPPING_OPERATOR = "_c10d_functional::_wrap_tensor_autograd"
-"""Operator that wraps a collective's result without a copy; its fake kernel would allocate one. 2.13."""
+"""Operator that wraps a collective's result without a copy; its fake kernel would allocate one. Torch 2.13."""
 
 SHARDING_OPERATORS = SENDING_OPERATORS | {"c10d", "fsdp"}
 """Namespaces of operators that send between processes, or copy what is sent. Torch 2.13."""

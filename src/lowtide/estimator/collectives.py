@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.modules._functions import SyncBatchNorm
 
 from lowtide._torch.fake_modes import is_fake, on_real_tensors
+from lowtide._torch.modules import SyncBatchNorm
 from lowtide.estimator.values.known_values import learn_alike, receive, senders
 from lowtide.runtime.batch_tensors import tensors_in
 

@@ -41,7 +41,7 @@ from lowtide.planner.records import Plan
 from lowtide.profiler.compiled_bits import compiled_bits, scheduled_calls
 from lowtide.profiler.online import NOT_RUN, PATIENCE
 from lowtide.report.run_record import Proof
-from lowtide.report.text_table import decisions, lever_lines
+from lowtide.report.text_table import added_time, decisions, lever_lines
 from lowtide.runtime.batch_tensors import in_words, tensors_in
 from lowtide.runtime.call_shapes import elements, no_larger, shapes_in
 from lowtide.runtime.fingerprint import check_made_for, fingerprint, place_of
