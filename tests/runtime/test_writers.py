@@ -199,15 +199,17 @@ class Shifting(nn.Module):
 class Shifted(nn.Module):
     """Blocks that a plan runs again, and a mask that is too large to be copied for each call."""
 
-    def __init__(self, *, own: bool) -> None:
+    def __init__(self, *, own: bool, views: bool = False) -> None:
+        """`views`: each block gets a view that the model makes for it."""
         super().__init__()
         torch.manual_seed(0)
+        self.views = views
         self.blocks = nn.ModuleList(Shifting(own=own) for _ in range(3))
         self.register_buffer("mask", None if own else torch.randn(512, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x, self.mask)
+            x = block(x, self.mask[1:] if self.views else self.mask)
         return x.square().mean()
 
 
@@ -221,6 +223,7 @@ OPERANDS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]
     "a parameter of a block that is run again": (Blocks, named("blocks.0.0.bias")),
     "a buffer of a block that is run again": (lambda: Shifted(own=True), named("blocks.0.mask")),
     "an argument of a block that is run again": (lambda: Shifted(own=False), named("mask")),
+    "a view, as an argument": (lambda: Shifted(own=False, views=True), named("mask")),
 }
 ROWS = torch.randn(64, 8, WIDTH, generator=torch.Generator().manual_seed(1))
 

@@ -119,8 +119,8 @@ class ReliedOn:
         for reference in unlooked:
             reader = reference()
             if isinstance(reader, Value):
-                original = None if reader.original is None else reader.original()
-                self._storages.update(() if original is None else (storage_id(original),))
+                if reader.original is not None and reader.tensor is not None:
+                    self._storages.add(storage_id(reader.tensor))
             elif reader is not None:
                 self._storages.update(reader.call_context.storages())
         return not self._storages.isdisjoint(storages)
@@ -156,18 +156,21 @@ class ReliedOn:
         from then on.
         """
         storages = storages - {0}
-        copies: dict[int, tuple[Tensor, Tensor]] = {}
+        copies: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
         def copy_of(tensor: Tensor) -> Tensor:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor, tensor.detach().clone()
-            return copies[id(tensor)][1]
+            # values of one buffer hold different tensors, which share a copy
+            key = storage_id(tensor), tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
+            if key not in copies:
+                copies[key] = tensor, _with_same_geometry(tensor)
+            return copies[key][1]
 
         for value in [value for reference in self._values if (value := reference()) is not None]:
-            original = None if value.original is None else value.original()
-            is_there = value.kept and value.readers and not value.is_changed
-            if is_there and original is not None and storage_id(original) in storages:
-                value.keep(copy_of(original))
+            tensor = value.tensor if value.original and value.kept and not value.is_changed else None
+            if tensor is not None and value.readers and storage_id(tensor) in storages:
+                if is_habit and value.original is not None and (original := value.original()) is not None:
+                    mark(original)
+                value.keep(copy_of(tensor))
                 value.original = None
         for frame in list(self.frames):
             if frame.call_context.copy(storages, copy_of) and is_habit:
@@ -183,6 +186,15 @@ class ReliedOn:
         self._values, self._unlooked, self._most = [], [], _FEW
         self._storages.clear()
         return False
+
+
+def _with_same_geometry(tensor: Tensor) -> Tensor:
+    """Return a copy of `tensor` in which views of its memory are found at the same offsets and strides."""
+    copy = tensor.detach().clone()
+    if copy.stride() == tensor.stride() and not tensor.storage_offset():
+        return copy
+    storage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    return copy.new_empty(0).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 _watching: weakref.WeakSet[ReliedOn] = weakref.WeakSet()
