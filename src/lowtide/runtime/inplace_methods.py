@@ -19,6 +19,11 @@ from lowtide._torch.compiled_code import is_compiling_here, not_compiled_alone
 watched = False
 """True if a tensor may be read again by a recompute or replay; while False, no write is reported."""
 
+torchs_own: dict[Any, Any] = {}
+"""By replacement, the method or function of torch in whose place it is. Modes are called with the replacement, after it
+has reported.
+"""
+
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _NO_WRITERS = frozenset({
     "as_strided_", "detach_", "rename_", "requires_grad_", "share_memory_", "squeeze_", "swapaxes_", "swapdims_", "t_",
@@ -51,12 +56,15 @@ def intercept(writes: Callable[[Sequence[Tensor], str], bool]) -> Callable[[], N
     ]
     replaced: list[tuple[Any, str, Any, Any]] = []
     for owner, name, make in places:
-        method = make(name, getattr(owner, name), writes)
+        own = getattr(owner, name)
+        method = make(name, own, writes)
         replaced.append((owner, name, vars(owner).get(name), method))
+        torchs_own[method] = own
         setattr(owner, name, method)
 
     def restore() -> None:
         for owner, name, before, method in replaced:
+            torchs_own.pop(method, None)
             if vars(owner).get(name) is not method:
                 continue
             if before is None:

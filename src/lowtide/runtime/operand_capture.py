@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from lowtide._torch.compiled_code import is_compiling_anywhere, is_compiling_here, is_traced
 from lowtide._torch.nodes import next_sequence_number, node_metadata
 from lowtide._torch.tensors import is_plain
+from lowtide.runtime.inplace_methods import torchs_own
 from lowtide.runtime.recipes import RECIPES
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ class OperandCapture(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        func = torchs_own.get(func, func)
         if func not in _WATCHED:
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention and not is_compiling_here():
