@@ -501,6 +501,25 @@ def test_attributes_are_restored_to_what_the_call_found():
     same_bits(model, step)
 
 
+@pytest.mark.parametrize("filled", [lambda y: y.mean(0), lambda y: y.mean(0).numpy(), lambda y: 1.0, lambda y: True])
+def test_a_call_fills_a_dict_that_held_a_number(filled):
+    """Tensors and arrays have no single truth value, and 1 equals True and 1.0."""
+
+    def filling(m, x):
+        scale = torch.ones(4, dtype=torch.int64) * m.load["now"]
+        m.load["now"] = filled(x.detach())
+        return nonlinear(x * (2 if scale.is_floating_point() or scale.dtype is torch.bool else 3))
+
+    def step():
+        model.part.load["now"] = 1
+        loss = model(X)
+        loss.backward()
+        return loss
+
+    model = Around(filling, load={"now": 1})
+    same_bits(model, step)
+
+
 @pytest.mark.parametrize("length", [0, 99, 100, 150])
 def test_logs_that_a_call_writes_grow_once(length):
     def logging(m, x):

@@ -94,7 +94,7 @@ class Attributes:
         for table, name, value, content in self._plain:
             if table.get(name) is not value:
                 table[name] = value
-            if value is not content and value != content:
+            if not _is_as(value, content):
                 table[name] = copies.setdefault(id(value), _copy(content))
         for table, name, value, length in self._long:
             cut = value if len(value) == length else copies.setdefault(id(value), _shortened(value, length))
@@ -135,6 +135,22 @@ def _copy(value: Any) -> Any:
         return made
     items = [_copy(item) for item in value]
     return deque(items, value.maxlen) if kind is deque else kind(items)
+
+
+def _is_as(value: Any, content: Any) -> bool:
+    """Return True if `value` still is, or equals, the plain data in `content`, without comparing tensors put there."""
+    if value is content:
+        return True
+    kind = type(value)
+    if kind is not type(content):
+        return False
+    if kind not in _KINDS or kind in (set, frozenset):
+        return bool(value == content)
+    if len(value) != len(content):
+        return False
+    if isinstance(value, dict):
+        return [*value] == [*content] and all(map(_is_as, value.values(), content.values()))
+    return all(map(_is_as, value, content))
 
 
 def _shortened(value: Any, length: int) -> Any:
