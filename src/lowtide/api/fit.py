@@ -206,7 +206,7 @@ def fit(
 
     Raises:
         BudgetError: If the budget is not an amount of memory, or is one that only a GPU has (`"auto"`, `"90% of gpu"`)
-        and the model is on another device.
+            and the model is on another device.
         Infeasible: If no plan fits; it has the smallest peak that a plan reaches.
         OverBudget: If measured peaks stay above the budget.
         RehearsalError: If the step can't be planned.

@@ -42,8 +42,8 @@ def rehearse(
             arguments as a batch that is a tuple or list has.
         batch: The batch, in any nesting of containers.
         optimizer: Needed only if it has stepped on parameters outside `model` before. Optimizers that `step` calls are
-        detected. Those of `model` that it does not call are stepped after it, so that the memory of their update
-        counts, and this is undone too.
+            detected. Those of `model` that it does not call are stepped after it, so that the memory of their update
+            counts, and this is undone too.
         in_place: If False, no plan made from the profile writes a gradient over the one that it is computed from, and
             no kernel is registered where torch would look for it (docs/process.md).
         progress: If False, no bar is shown on stderr; the log named "lowtide" has a line for each stage.

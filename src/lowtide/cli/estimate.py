@@ -82,8 +82,7 @@ def estimate(
 
     From the first training forward on, the script runs on tensors without memory. Lowtide ends it after two steps; a
     loop without an optimizer runs to its end, or for 32 passes. Options of this command come before SCRIPT; everything
-    after it is passed
-    to the script. With --batch the script is run once for each size.
+    after it is passed to the script. With --batch the script is run once for each size.
 
     Without --device the answer is the peak of the step on this machine, in the bytes that its tensors request. Exit
     code 0: it is within --budget, or there is none; 1: it is above; 2: there is no answer.

@@ -41,7 +41,7 @@ from lowtide.planner.records import Plan
 from lowtide.profiler.compiled_bits import compiled_bits, scheduled_calls
 from lowtide.profiler.online import NOT_RUN, PATIENCE
 from lowtide.report.run_record import Proof
-from lowtide.report.text_table import added_time, decisions, lever_lines
+from lowtide.report.text_table import added_time, decisions, lever_lines, share_of_step
 from lowtide.runtime.batch_tensors import in_words, tensors_in
 from lowtide.runtime.call_shapes import elements, no_larger, shapes_in
 from lowtide.runtime.fingerprint import check_made_for, fingerprint, place_of
@@ -503,8 +503,6 @@ class Fitting(PlanMonitor):
                     what = "peak reserved"
                 else:
                     what = f"peak, {format_ratio(measured_bytes / made.plain.peak_bytes)} of the plain step's"
-                from lowtide.report.text_table import share_of_step
-
                 extra = share_of_step(made.predicted.extra_ms, took_ms)
                 self._say(f"measured {format_bytes(measured_bytes)} {what}: within the budget{extra}")
                 self._stays(made, measured_bytes, is_of_planned_size=True)
