@@ -226,6 +226,7 @@ assert not {key for key in set(torch.library._impls) - before if key.startswith(
 """
 
 
+@pytest.mark.slow
 def test_without_gradients_in_place_no_kernel_is_ever_put_anywhere(run_python: RunPython) -> None:
     done = run_python("-c", NEVER)
     assert done.returncode == 0, done.stderr

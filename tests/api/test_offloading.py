@@ -15,6 +15,7 @@ from lowtide.report.text_table import decisions
 from lowtide.runtime import offload
 
 
+@pytest.mark.slow
 def test_a_step_that_offloads_peaks_where_it_was_predicted_and_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(offload, "ON_CPU", True)
     torch.manual_seed(0)

@@ -201,6 +201,7 @@ assert counters["frames"]["total"] == 1 and not counters["graph_break"], (counte
 )
 
 
+@pytest.mark.slow
 def test_a_model_that_is_compiled_where_it_stands_is_compiled_once(tmp_path: Path, run_python: RunPython) -> None:
     script = tmp_path / "train.py"
     script.write_text(STEPS_OF_COMPILED, encoding="utf-8")
