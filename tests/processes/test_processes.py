@@ -141,9 +141,13 @@ def test_one_process_makes_the_plan_of_several(name: str, run_python: RunPython,
     )
     assert done.returncode == 0, done.stderr
     profiles = [json.loads(Path(path).read_text(encoding="utf-8")) for path in (real, simulated)]
-    sizes = [profile.pop("base_bytes") for profile in profiles]
+    sizes = [
+        [*profile.pop("base_bytes"), *(call.pop("begins_at") for call in profile["calls"])] for profile in profiles
+    ]
     assert timeless(profiles[0]) == timeless(profiles[1])
-    assert all(abs(one - other) < 64 for one, other in zip(*sizes, strict=True))
+    # a thread of gloo may hold blocks of 256 bytes from some point on, and for a while what it has sent
+    apart = [abs(one - other) for one, other in zip(*sizes, strict=True)]
+    assert sum(size >= 1024 for size in apart) <= len(apart) // 5, apart
     check_peaks(done.stderr)
 
 
