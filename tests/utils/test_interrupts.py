@@ -98,7 +98,7 @@ def left(model: nn.Module) -> list[str]:
 def check_interrupted(run: Callable[[], object], undo: Callable[[], object], n: int, seed: int) -> None:
     """Interrupt `run` at `n` places: nothing is left in the process, and a model is fitted there, now and then.
 
-    `undo` takes off the plan of a run that does not come by the place as often, as solvers follow measured times.
+    `undo` takes off the plan of a run that comes by the place less often and so ends: solvers follow measured times.
     """
     print(f"seed {seed}")  # noqa: T201
     other = Training()
@@ -112,6 +112,7 @@ def check_interrupted(run: Callable[[], object], undo: Callable[[], object], n: 
                 run()
             for _ in range(20):  # one that waits has come by then
                 time.sleep(_interrupts.AGAIN_S)
+        undo()
         gc.collect()
         assert left(other.model) == [], where
         if number % 4 == 0:
