@@ -49,7 +49,7 @@ class ListOfGraphs(Rule):
         "all memory that the value is in)"
     )
 
-    fix_of_terms = "; if the loss is computed from the entries: `{name}.clear()` after its backward pass"
+    fix_of_terms = "; if the loss is computed from the entries: drop them after its backward pass"
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
         """Return the advice: `.item()` is for scalars alone, and not for terms of a loss."""
