@@ -315,7 +315,7 @@ def test_hooks_around_the_model_win_and_that_is_said_once(hooks):
 def test_in_function_transforms_the_plan_does_nothing(transform):
     model = nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Linear(3, 3), nn.GELU())
     plain = transform(lambda x: model(x).sum())(torch.ones(2, 3))
-    with in_force(model, "replay", nn.Linear), pytest.warns(UserWarning, match=r"inside of a transform of torch\.func"):
+    with in_force(model, "replay", nn.Linear), pytest.warns(UserWarning, match=r"inside a transform of torch\.func"):
         planned = transform(lambda x: model(x).sum())(torch.ones(2, 3))
     assert torch.equal(planned, plain)
 

@@ -184,31 +184,35 @@ class Audit(RecomputeAudit, Observer):
 
     # --- module calls
 
-    def entering(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def entering(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self.scope is not None
         parent = self._open[-1][0] if self._open else None
-        call = CallDraft(id=self.scope.id, cls=type(seam.module).__name__, parent=parent, first_slot=len(self.slots))
+        call = CallDraft(
+            id=self.scope.id, cls=type(interceptor.module).__name__, parent=parent, first_slot=len(self.slots)
+        )
         self.calls.append(call)
         self._open.append((len(self.calls) - 1, None))
         self._sent.append(self._n_sent())
-        self._units.hold(seam.module)
-        if seam.module in self._units.apart:
+        self._units.hold(interceptor.module)
+        if interceptor.module in self._units.apart:
             self.homes.spans[len(self.calls) - 1] = next_sequence_number(), sys.maxsize
-            self.homes.not_gathered |= {len(self.calls) - 1} if seam.module in self._units.not_gathered else set()
+            self.homes.not_gathered |= (
+                {len(self.calls) - 1} if interceptor.module in self._units.not_gathered else set()
+            )
         if parent is None:
             self.begin_forward()
             self.inputs.append([in_words([tensor]) for tensor in tensors_in_call(args, kwargs)])
             call.refused = "it is the whole model"
-        elif not worth_a_replay(seam.module):
+        elif not worth_a_replay(interceptor.module):
             call.refused = "what it saves has recipes"
-        elif seam.module in self._units.around:
+        elif interceptor.module in self._units.around:
             call.refused = AROUND_UNITS
-        elif seam.module in self._around_blocks:
+        elif interceptor.module in self._around_blocks:
             call.refused = "the blocks in it are replayed instead"
         else:
-            self._open[-1] = len(self.calls) - 1, (frame := ReplayFrame(seam, args, kwargs, self.argument))
-            if self._why_refused(seam.module) is None:
-                self._own_states[frame] = CodeState(seam.module, frame.call_context)
+            self._open[-1] = len(self.calls) - 1, (frame := ReplayFrame(interceptor, args, kwargs, self.argument))
+            if self._why_refused(interceptor.module) is None:
+                self._own_states[frame] = CodeState(interceptor.module, frame.call_context)
 
     def pack_saved_tensor(self, now: ForwardPass, tensor: Tensor) -> Handle:
         handle = super().pack_saved_tensor(now, tensor)
@@ -225,7 +229,7 @@ class Audit(RecomputeAudit, Observer):
 
     def _in_freed_block(self) -> bool:
         """Return True if a call in progress is of a block whose saved tensors are freed when it has been audited."""
-        return any(frame is not None and frame.seam.module in self._freed for _, frame in self._open)
+        return any(frame is not None and frame.interceptor.module in self._freed for _, frame in self._open)
 
     def lend(self, handle: Handle, tensor: Tensor) -> None:
         """Free a tensor that has just been saved, if kept tensors recompute it without a matrix product."""
@@ -253,10 +257,10 @@ class Audit(RecomputeAudit, Observer):
         call.inputs.append(SlotDraft(address=address, label=label, value=index, call=len(self.calls) - 1))
         return Handle(value, view)
 
-    def returning(self, seam: CallInterceptor, result: Any) -> None:
+    def returning(self, interceptor: CallInterceptor, result: Any) -> None:
         self._returned = result
 
-    def leaving(self, seam: CallInterceptor) -> None:
+    def leaving(self, interceptor: CallInterceptor) -> None:
         index, frame = self._open[-1]
         if index in self.homes.spans:
             self.homes.spans[index] = self.homes.spans[index][0], next_sequence_number()
@@ -272,7 +276,7 @@ class Audit(RecomputeAudit, Observer):
                 call.state = self.state(frame.call_context.nbytes)
                 self._read.append((call, frame.read(given=not self._frugal)))
             self.lent.let_go()
-        self._units.let_go(seam.module)
+        self._units.let_go(interceptor.module)
         self._open.pop()
         progress.advance()
 
@@ -282,7 +286,7 @@ class Audit(RecomputeAudit, Observer):
 
     def try_all(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> str | None:
         """Replay a call, and advance a block to its result. Return the reason why it can't be replayed, or None."""
-        module, own = frame.seam.module, self._own_states.pop(frame, None)
+        module, own = frame.interceptor.module, self._own_states.pop(frame, None)
         why = RAISED if returned is RAISED else self._why_refused(module)
         if why is not None:
             return why
@@ -305,7 +309,7 @@ class Audit(RecomputeAudit, Observer):
         if leaks:
             undo_appends(first, next_sequence_number())
             if frame.is_held_outside():
-                self.leaked = str(frame.seam)
+                self.leaked = str(frame.interceptor)
             call.result_value, refused = None, LEAKS
             self.refused[type(module)] = LEAKS
         frame.held = None

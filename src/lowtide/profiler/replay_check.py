@@ -59,12 +59,16 @@ class Witness:
         maker = handle.value.maker
         if isinstance(maker, ReplayFrame) and self._sum(_once_more(maker, handle.value)) != checksum:
             return
-        who = str(maker.seam) if isinstance(maker, ReplayFrame) else "what is recomputed of a block that was run again"
+        who = (
+            str(maker.interceptor)
+            if isinstance(maker, ReplayFrame)
+            else "what is recomputed of a block that was run again"
+        )
         raise ReplayMismatch(
             f"{who} gives other bits in backward than in forward: {list(tensor.shape)} {tensor.dtype}. It reads "
             "something that has changed in between, and this step ends before its update. Pass that as an argument, "
             "or store it in a buffer or an attribute.",
-            type(maker.seam.module) if isinstance(maker, ReplayFrame) else None,
+            type(maker.interceptor.module) if isinstance(maker, ReplayFrame) else None,
         )
 
     def _sum(self, tensor: Tensor) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 IN_TRANSFORM: Final = (
-    "inside of a transform of torch.func (grad, vmap, jacrev, ...), where torch has no saved-tensor hooks: nothing can "
+    "inside a transform of torch.func (grad, vmap, jacrev, ...), where torch has no saved-tensor hooks: nothing can "
     "be planned there.\n"
     "  For the gradients of one loss call the model outside of it, `torch.func.functional_call(model, parameters, x)`, "
     "and then loss.backward() or torch.autograd.grad: they are the same. For gradients of each row, vmap(..., "

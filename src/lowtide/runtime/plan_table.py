@@ -83,15 +83,17 @@ class NeededSlots:
 
     def learn(self, plan: int, needed: Mapping[CallInterceptor, Mapping[int, set[int]]]) -> None:
         """Add the needed slots of one run."""
-        for seam, calls in needed.items():
-            known = self.by_call.setdefault(seam, {})
+        for interceptor, calls in needed.items():
+            known = self.by_call.setdefault(interceptor, {})
             for number, ordinals in calls.items():
-                decided = seam.actions[plan].get(number, NO_ACTIONS).recompute  # includes slots that other hooks packed
+                decided = (
+                    interceptor.actions[plan].get(number, NO_ACTIONS).recompute
+                )  # includes slots that other hooks packed
                 known[number] = known.get(number, set()) | ordinals | decided.keys()
         self.idle = frozenset(
-            seam
-            for seam, calls in self.by_call.items()
-            if not (any(calls.values()) or seam.replays or seam.is_compiled or seam.actions[plan])
+            interceptor
+            for interceptor, calls in self.by_call.items()
+            if not (any(calls.values()) or interceptor.replays or interceptor.is_compiled or interceptor.actions[plan])
         )
 
 

@@ -69,24 +69,24 @@ class ReplayFrame:
         "call_context",
         "count",
         "held",
+        "interceptor",
         "nested",
-        "seam",
         "values",
     )  # fmt: skip
 
     def __init__(
         self,
-        seam: CallInterceptor,
+        interceptor: CallInterceptor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         hold: Callable[[Tensor], Handle],
         outer: ReplayFrame | None = None,
     ) -> None:
-        self.seam = seam
+        self.interceptor = interceptor
         self.around: tuple[weakref.ref[ReplayFrame], ...] = () if outer is None else (weakref.ref(outer), *outer.around)
         """Frames of the outer calls, held weakly: they lead to tensors of their own."""
         self.arguments = Arguments(args, kwargs, hold)
-        self.call_context = CallContext(seam.reach, self.arguments.devices, self.arguments.generators)
+        self.call_context = CallContext(interceptor.reach, self.arguments.devices, self.arguments.generators)
         self.count = 0
         """Number of tensors that the call has saved so far."""
         self.values: dict[int, weakref.ref[Value]] = {}
@@ -100,7 +100,7 @@ class ReplayFrame:
         self._expected: dict[int, tuple[torch.Size, torch.dtype, Geometry | None]] = {}
         """For each place the shape and dtype of the saved tensor, and for a view the geometry of its base."""
         self._static: frozenset[int] | None = None
-        self._listening = hooks.Listening(seam.reach.modules)
+        self._listening = hooks.Listening(interceptor.reach.modules)
 
     def close(self) -> None:
         """End the call."""
@@ -112,10 +112,10 @@ class ReplayFrame:
         """Raise ReplayMismatch if the call, unlike all earlier ones, wrote to a large buffer: it can't be replayed."""
         if (name := self.call_context.written_late) is not None:
             raise ReplayMismatch(
-                f"{self.seam} wrote to its buffer {name!r}, as it did in no step before: its plan runs it again in "
-                "backward, where it would find other contents. The step ends, and nothing is updated.\n"
-                "  Plan in a step in which it does: resume from a checkpoint, or have it write from the first step on.",
-                type(self.seam.module),
+                f"{self.interceptor} wrote to its buffer {name!r}, which it did in no step before: the plan replays it "
+                "in backward, where it would find other contents. The step ends, and nothing is updated.\n"
+                "  Plan in a step in which it writes: resume from a checkpoint, or let it write from the first step.",
+                type(self.interceptor.module),
             )
 
     def read(self, *, given: bool) -> list[tuple[Tensor, int]]:
@@ -169,7 +169,9 @@ class ReplayFrame:
     def is_static(self, tensor: Tensor) -> bool:
         """Return True if a tensor without history is the module's parameter or buffer, which stays in memory anyway."""
         if self._static is None:
-            buffers = (b for module in self.seam.reach.modules for b in module._buffers.values() if b is not None)
+            buffers = (
+                b for module in self.interceptor.reach.modules for b in module._buffers.values() if b is not None
+            )
             self._static = frozenset(storage_id(buffer) for buffer in buffers)
         return isinstance(tensor, torch.nn.Parameter) or storage_id(tensor) in self._static
 
@@ -211,10 +213,10 @@ class ReplayFrame:
         try:
             missing = self._run_again(wanted, at)
         except _NestedBackward:
-            self.seam.reach.holds = True
+            self.interceptor.reach.holds = True
             missing = self._run_again(wanted, at)
         if missing:
-            raise ReplayMismatch(self._mismatch(min(missing), "nothing"), type(self.seam.module))
+            raise ReplayMismatch(self._mismatch(min(missing), "nothing"), type(self.interceptor.module))
 
     def _run_again(self, wanted: set[int], at: Callable[[int, Tensor], object]) -> set[int]:
         """Run the call again; return the places at which no tensor was saved."""
@@ -231,28 +233,28 @@ class ReplayFrame:
         try:
             return self._run(_AdvanceRun(self), operands)
         except _NestedBackward:
-            self.seam.reach.holds = True
+            self.interceptor.reach.holds = True
             return self._run(_AdvanceRun(self), operands)
 
     def _run(self, rerun: _ReplayRun | _AdvanceRun, operands: tuple[Handle, ...]) -> Any:
-        seam, reach = self.seam, self.seam.reach
+        interceptor, reach = self.interceptor, self.interceptor.reach
         for value in [handle.value for handle in operands]:
             if value.is_changed:
                 assert value.tensor is not None
                 reach.is_overwritten = True
-                raise Overwritten(value.tensor, value.version, str(seam), type(seam.module))
+                raise Overwritten(value.tensor, value.version, str(interceptor), type(interceptor.module))
         args, kwargs = self.arguments.again(operands)
         with (
             without_overrides(),
             run_again(reach.units) if reach.units else _NOTHING,
             self.call_context.again(),
             hooks.only(self._listening.acting, reach.modules),
-            hooks_but_in_transforms(rerun.pack, rerun.unpack, seam.engine.apart),
+            hooks_but_in_transforms(rerun.pack, rerun.unpack, interceptor.engine.apart),
         ):
-            here = seam.engine.here
+            here = interceptor.engine.here
             before, here.now = here.now, rerun
             try:
-                return seam.inner(*args, **kwargs)
+                return interceptor.inner(*args, **kwargs)
             finally:
                 here.now = before
                 rerun.end()
@@ -264,14 +266,16 @@ class ReplayFrame:
             return producer(tensor)[0].detach()
         shape, dtype, layout = expected
         if (tensor.shape, tensor.dtype) != (shape, dtype):
-            raise ReplayMismatch(self._mismatch(place, f"{list(tensor.shape)} {tensor.dtype}"), type(self.seam.module))
+            raise ReplayMismatch(
+                self._mismatch(place, f"{list(tensor.shape)} {tensor.dtype}"), type(self.interceptor.module)
+            )
         return tensor.detach() if layout is None else tensor.detach().as_strided(*layout)
 
     def _mismatch(self, place: int, now: str) -> str:
         expected = self._expected.get(place)
         was = "something" if expected is None else f"{list(expected[0])} {expected[1]}"
         return (
-            f"{self.seam} saved {now} when it was run again, where it had saved {was} (tensor {place}). It reads "
+            f"{self.interceptor} saved {now} when it was replayed, where it had saved {was} (tensor {place}). It reads "
             "something that has changed in between. Pass that as an argument, or store it in a buffer or an attribute."
         )
 
@@ -291,7 +295,7 @@ class _Reexecution:
 
     def __init__(self, frame: ReplayFrame) -> None:
         self._frame = frame
-        self._holds = frame.seam.reach.holds
+        self._holds = frame.interceptor.reach.holds
         self._has_ended = False
 
     def end(self) -> None:
@@ -310,9 +314,9 @@ class _Reexecution:
         if not self._has_ended:
             raise _NestedBackward
         raise ReplayMismatch(
-            f"{self._frame.seam} gave a tensor to something outside of it, such as a list, when it was run again, and "
-            "backward has reached that tensor. Return it, or store it in an attribute of the module.",
-            type(self._frame.seam.module),
+            f"{self._frame.interceptor} gave a tensor to something outside it, such as a list, when it was replayed, "
+            "and backward has reached that tensor. Return it, or store it in an attribute of the module.",
+            type(self._frame.interceptor.module),
         )
 
 
@@ -334,19 +338,19 @@ class _ReplayRun(_Reexecution):
         """
         self._inside_another = False
 
-    def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an inner module call."""
-        if self._inside_another or not (seam.replays or seam.is_left_alone):
-            return seam.inner(*args, **kwargs)
-        if not seam.is_left_alone:
-            _, replayed = next(self._nested, (seam, False))
+        if self._inside_another or not (interceptor.replays or interceptor.is_left_alone):
+            return interceptor.inner(*args, **kwargs)
+        if not interceptor.is_left_alone:
+            _, replayed = next(self._nested, (interceptor, False))
             if not replayed:
-                return seam.inner(*args, **kwargs)
+                return interceptor.inner(*args, **kwargs)
             for tensor in tensors_in_call(args, kwargs):
                 self._catch(tensor, is_complete=True)
         self._inside_another = True
         try:
-            return seam.inner(*args, **kwargs)
+            return interceptor.inner(*args, **kwargs)
         finally:
             self._inside_another = False
 
@@ -393,27 +397,27 @@ class _ReplayRun(_Reexecution):
 class _AdvanceRun(_Reexecution):
     """An advance in progress, which records no saved tensors."""
 
-    def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an inner module call."""
-        return seam.inner(*args, **kwargs)
+        return interceptor.inner(*args, **kwargs)
 
     @never_compiled
     def pack(self, tensor: Tensor) -> Tensor | Token | None:
         return self.hold(tensor)
 
 
-def _in_place(seams: set[CallInterceptor]) -> contextlib.AbstractContextManager[None]:
+def _in_place(interceptors: set[CallInterceptor]) -> contextlib.AbstractContextManager[None]:
     """Keep a plan's interceptors installed in the block, even if the plan was removed between forward and backward."""
-    removed = [seam for seam in seams if not seam.installed]
+    removed = [interceptor for interceptor in interceptors if not interceptor.installed]
     return _installed(removed) if removed else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _installed(removed: list[CallInterceptor]) -> Iterator[None]:
-    for seam in removed:
-        seam.install()
+    for interceptor in removed:
+        interceptor.install()
     try:
         yield
     finally:
-        for seam in removed:
-            seam.remove()
+        for interceptor in removed:
+            interceptor.remove()

@@ -224,13 +224,13 @@ class Observer:
         """Return True if the observer was told of this handle; it is told of reads of such handles only."""
         return True
 
-    def entering(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Observe that a module is about to run; `seam.engine.scope` is its call."""
+    def entering(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Observe that a module is about to run; `interceptor.engine.scope` is its call."""
 
-    def returning(self, seam: CallInterceptor, result: Any) -> None:
+    def returning(self, interceptor: CallInterceptor, result: Any) -> None:
         """Observe that the call is about to end, with a result."""
 
-    def leaving(self, seam: CallInterceptor) -> None:
+    def leaving(self, interceptor: CallInterceptor) -> None:
         """Observe that the call is over, with a result or an exception."""
 
     def packed(self, handle: Handle, tensor: Tensor) -> None:

@@ -174,7 +174,7 @@ class ReliedOn:
                 value.original = None
         for frame in list(self.frames):
             if frame.call_context.copy(storages, copy_of) and is_habit:
-                frame.seam.reach.is_overwritten = True
+                frame.interceptor.reach.is_overwritten = True
         for tensor, _ in copies.values():
             if is_habit:
                 mark(tensor)

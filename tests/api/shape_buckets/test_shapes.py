@@ -153,7 +153,7 @@ def test_a_batch_beyond_the_largest_gets_the_plan_with_the_smallest_peak_and_one
             other.model(**larger).loss.backward()
         peaks.append(memory.peak_bytes)
     with (
-        pytest.warns(UserWarning, match=r"more than for the largest batch that was rehearsed \(\[4, 64\]\)"),
+        pytest.warns(UserWarning, match=r"larger than in the largest rehearsed batch \(\[4, 64\]\)"),
         lowtide.measure() as memory,
     ):
         case.model(**larger).loss.backward()

@@ -139,9 +139,9 @@ class Calls(Engine):
         self.shapes: dict[str, Shapes] = {}
         """Shapes of the largest call, by the module's path."""
 
-    def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def choose(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         shapes = shapes_of(args, kwargs)
-        known = self.shapes.get(seam.path)
+        known = self.shapes.get(interceptor.path)
         if known is None or within(known, shapes):
-            self.shapes[seam.path] = shapes
+            self.shapes[interceptor.path] = shapes
         return 0
