@@ -799,7 +799,7 @@ def test_an_option_of_ours_behind_the_script_is_the_script_s_and_said(
 ) -> None:
     done = run("estimate", "--device", "T4", script(f"raise SystemExit(3)  # {own}\n"), "--device", "L4")
     assert done.code == 2
-    assert ("--device stands after" in done.err) is not bool(own)
+    assert ("--device comes after" in done.err) is not bool(own)
 
 
 DROPS = """

@@ -167,6 +167,6 @@ def test_a_block_that_begins_to_do_so_under_a_plan_is_said() -> None:
         for block in model.blocks:
             block.where = "list"
         step(BATCH)  # its replays fill the list once more after the loss
-        with pytest.raises(ReplayMismatch, match="gave a tensor to something outside of it"):
+        with pytest.raises(ReplayMismatch, match="gave a tensor to something outside it"):
             step(BATCH)
     WHERE["list"].clear()

@@ -1134,7 +1134,7 @@ def test_a_call_that_saves_something_else_the_second_time_is_refused():
     with in_force(model, "replay", Replayed):
         loss = model(X)
         first[0] = False
-        with pytest.raises(ReplayMismatch, match=r"part \(Replayed\) saved nothing when it was run again"):
+        with pytest.raises(ReplayMismatch, match=r"part \(Replayed\) saved nothing when it was replayed"):
             loss.backward()
         first[0] = True
         model(X).backward()

@@ -389,7 +389,7 @@ def partition_by(partitioner: Any, of: object = None, *, reuse: bool = True) -> 
     config.allow_buffer_reuse = had_reuse and reuse
     torch._dynamo.reset()
 
-    def put_back() -> bool:
+    def restore() -> bool:
         is_mine = config.custom_partitioner_fn is partitioner
         if is_mine:
             config.custom_partitioner_fn = before
@@ -397,11 +397,11 @@ def partition_by(partitioner: Any, of: object = None, *, reuse: bool = True) -> 
         return is_mine
 
     def undo() -> None:
-        if put_back():
+        if restore():
             torch._dynamo.reset()
 
     if of is not None:  # code of freed models is not called, and other code has torch's own partition
-        weakref.finalize(of, put_back).atexit = False
+        weakref.finalize(of, restore).atexit = False
     return undo
 
 

@@ -102,7 +102,7 @@ class Verdict(Record):
 
     @property
     def identical(self) -> bool:
-        """Return True if nothing but nondeterministic results differs from the plain step, inexact levers aside."""
+        """Return True if only nondeterministic results, and those of inexact levers, differ from the plain step."""
         return not self.differing
 
     @property

@@ -48,7 +48,7 @@ def _own_options(ctx: click.Context, parameter: click.Parameter, args: tuple[str
         for name in given:
             if name not in source:
                 say(
-                    f"{name} stands after {script}, so it was passed to the script. Options of lowtide come before the "
+                    f"{name} comes after {script}, so it was passed to the script. Options of lowtide come before the "
                     "script."
                 )
     return args

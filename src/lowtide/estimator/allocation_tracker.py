@@ -77,14 +77,14 @@ class _Living:
 class AllocationTracker(TorchDispatchMode, Recorder):
     """Dispatch mode that runs every operator on fake tensors and records what they would allocate on `device`.
 
-    Real tensors are replaced by their fake twins. `answers` holds the known contents, `scratch` the memory that
+    Real tensors are replaced by their fake counterparts. `answers` holds the known contents, `scratch` the memory that
     operators allocate internally.
     """
 
     def __init__(self, device: str, fakes: FakeTensorMode, answers: ValueOracle, scratch: Scratch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
-        self._fakes, self._twins = fakes, FakeTensors(fakes)
+        self._fakes, self._fake_tensors = fakes, FakeTensors(fakes)
         self._answers, self._scratch = answers, scratch
         self._living: dict[int, _Living] = {}
         self._entered: list[Event] = []
@@ -167,7 +167,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         self.n_flops = 0
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """Return the fake twin of a tensor that exists at entry (a fake tensor itself); its memory is not an event.
+        """Return the fake counterpart of a tensor that exists at entry (itself if fake); its memory is not an event.
 
         A distributed tensor is returned as it is: its own part on this process is adopted.
         """
@@ -177,14 +177,14 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             return tensor
         fake = tensor
         if is_real(tensor):
-            fake = self._twins.of(tensor)
+            fake = self._fake_tensors.of(tensor)
             self._answers.introduce(fake, tensor)
         for part in sparse.parts([fake]):
             self._follow(part, entry=True)
         return fake
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def unrecorded(self) -> Iterator[None]:
         """Make tensors fake in this block, and record no events for them."""
         with without_modes(), self._fakes:
             yield
@@ -194,9 +194,9 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         living = self._living.get(storage)
         return None if living is None else living.block
 
-    def let_go(self, tensor: Tensor) -> None:
-        """Release a twin whose real tensor gets other memory; other holders may keep the twin's memory alive."""
-        self._twins.let_go(tensor)
+    def release(self, tensor: Tensor) -> None:
+        """Release the fake of a tensor that gets other memory; other holders may keep the fake's memory alive."""
+        self._fake_tensors.release(tensor)
 
     # --- operators
 
@@ -248,7 +248,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
     def _real(self, tensor: Tensor, func: Any) -> Tensor:
         if func is aten.lift_fresh.default:  # `torch.tensor(...)`: newly allocated
             is_torchs = not is_strided(tensor) or tensor.untyped_storage().resizable()
-            fake = self._twins.of_new(tensor)
+            fake = self._fake_tensors.of_new(tensor)
             self._answers.introduce(fake, tensor)
             self._follow(fake, "aten::empty", n_bytes=None if is_torchs else 0)  # an array's tensor has NumPy's memory
             return fake

@@ -148,7 +148,7 @@ class _Active:
                 raise LowtideError(
                     f"the lever 'step in backward' was planned for {self._backwards} backward pass(es) before each "
                     "optimizer.step(), and there was one more: the update has been made already. If an earlier one "
-                    "failed, apply the plan anew; else fit again with a step that accumulates as the loop does."
+                    "failed, apply the plan again; else fit again with a step that accumulates as the loop does."
                 )
             if arrived == self._backwards:
                 self._update(parameter)

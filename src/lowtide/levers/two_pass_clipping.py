@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 NEAR = 0.01
 """Tolerance: norms in bfloat16 are good to 8 bits; sums in another order differ by less."""
 _NONE = -2
-"""Number that stands for no pass: backward numbers its passes from 0, and outside of any pass the number is -1."""
+"""Number that means no pass: backward numbers its passes from 0, and outside of any pass the number is -1."""
 
 ORDERS = ("model", "optimizer")
 """Orders in which the common norm may be computed, on which its last bit depends: the model's or the optimizer's."""
@@ -151,9 +151,7 @@ class CommonNorm:
             raise LowtideError("there was one more backward pass before optimizer.step(): the update has been made.")
         groups: Iterable[Tensor] = (p for group in self._optimizer.param_groups for p in group["params"])
         if {p for p in (*groups, *self._model.parameters()) if p.requires_grad} != self._trained:
-            raise LowtideError(
-                "other parameters need gradients than those of the optimizer when the lever was put on: apply it anew."
-            )
+            raise LowtideError("other parameters need gradients now than when the lever was applied: apply it again.")
         for parameter in self._parameters:
             if parameter.grad is not None:
                 raise LowtideError(

@@ -38,7 +38,7 @@ from lowtide._torch.cpu_profiler import (
 )
 from lowtide.errors import RehearsalError
 from lowtide.memory import entry_storages as entry
-from lowtide.memory.events import Allocate, Busy, Event, EventStream, Free, Mark, Recorder, without_asides
+from lowtide.memory.events import Allocate, Busy, Event, EventStream, Free, Mark, Recorder, without_own_work
 from lowtide.utils.interrupts import entering, whole
 from lowtide.utils.stderr_filter import without_noise
 
@@ -129,7 +129,7 @@ class CpuRecorder(Recorder):
             self._release()
         with _uncollected():  # each collection would traverse all events so far
             lost = self._reader.read(*session)
-            self._stream = EventStream(without_asides(self._reader.events), self.device)
+            self._stream = EventStream(without_own_work(self._reader.events), self.device)
         if error is None:  # not raised in place of the user's own exception
             _refuse_lost(lost)
 

@@ -39,7 +39,7 @@ from lowtide._torch.cuda_history import (
     stop_history,
 )
 from lowtide.errors import RehearsalError
-from lowtide.memory.events import Allocate, Busy, Event, EventStream, Free, Mark, Recorder, without_asides
+from lowtide.memory.events import Allocate, Busy, Event, EventStream, Free, Mark, Recorder, without_own_work
 
 T = TypeVar("T")
 
@@ -116,7 +116,7 @@ class CudaRecorder(Recorder):
             stop_history()  # after the snapshot, because this drops the history
             set_metadata("")
         events = parse_trace(trace, self._marks, self._key, self.entry_addresses)
-        self._stream = EventStream(without_asides(events), self.device)
+        self._stream = EventStream(without_own_work(events), self.device)
 
     def mark(self, label: str, data: object = None) -> None:
         """Put a mark exactly here. Raises RehearsalError outside the with-block."""

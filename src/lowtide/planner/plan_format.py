@@ -119,7 +119,7 @@ def _expand(block: str) -> Iterator[str]:
 
 
 def _count(block: str) -> int:
-    """Return the number of blocks that a key stands for."""
+    """Return the number of blocks that a key covers."""
     match = _RANGES.search(block)
     return 1 if match is None else sum(numbers.stop - numbers.start for numbers in _numbers(block, match[1]))
 

@@ -137,7 +137,7 @@ class Audit(RecomputeAudit, Observer):
             self._open.clear()
             self._sent.clear()
             self._own_states.clear()
-            self.let_go_of_all()
+            self.free_all()
             self._late.clear()
 
     def withdraw_overwritten(self) -> None:
@@ -218,13 +218,15 @@ class Audit(RecomputeAudit, Observer):
         handle = super().pack_saved_tensor(now, tensor)
         if self._frugal:
             self.lend(handle, tensor)
-            self.lent.let_go()
+            self.freed_values.free()
         return handle
 
     def known(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
         value, view = super().known(tensor)
-        if value in self.lent and self._in_freed_block():
-            self.lent.give_back(value, producer(tensor)[0])  # the trial of the block compares it again, in another slot
+        if value in self.freed_values and self._in_freed_block():
+            self.freed_values.give_back(
+                value, producer(tensor)[0]
+            )  # the trial of the block compares it again, in another slot
         return value, view
 
     def _in_freed_block(self) -> bool:
@@ -237,14 +239,14 @@ class Audit(RecomputeAudit, Observer):
         index = self._index[value]
         maker, _ = self._late.get(index, (None, 0))
         is_cheap = bool(self.values[index].recipe) and not self.values[index].flops
-        if maker is not None and is_cheap and self.lent.may_go(value, maker, chained=self._in_freed_block()):
+        if maker is not None and is_cheap and self.freed_values.may_go(value, maker, chained=self._in_freed_block()):
             self._witness.saved(self._slot_of[handle], tensor)
             self._lend(value, maker)
 
     def _lend(self, value: Value, maker: Recompute) -> None:
         """Free a value that `maker` recomputes; parameters that `maker` reads are copied before they are written to."""
         self.relied_on.rely_on(handle.value for handle in maker.operands if handle is not None)
-        self.lent.add(value, maker)
+        self.freed_values.add(value, maker)
 
     def argument(self, tensor: Tensor) -> Handle:
         """Hold an argument of the call that begins as an input slot of that call."""
@@ -275,8 +277,8 @@ class Audit(RecomputeAudit, Observer):
             if call.refused is None:
                 call.state = self.state(frame.call_context.nbytes)
                 self._read.append((call, frame.read(given=not self._frugal)))
-            self.lent.let_go()
-        self._units.let_go(interceptor.module)
+            self.freed_values.free()
+        self._units.reshard(interceptor.module)
         self._open.pop()
         progress.advance()
 
@@ -295,14 +297,14 @@ class Audit(RecomputeAudit, Observer):
             return ITERATES if own.iterates else CHANGES
         frame.held, first, states = [], next_sequence_number(), self._own_draws.states()
         freed = self.values_to_free(call, module, returned) if module in self._freed else {}
-        self.lent.let_go()
+        self.freed_values.free()
         refused = self.try_replay(call, frame, freed)
         if refused is None and module in self._blocks and module not in self._units.apart:
             self.try_advance(call, frame, returned)
-        leaks, draws = frame.is_held_outside(), self._own_draws.put_back(states)
+        leaks, draws = frame.is_held_outside(), self._own_draws.restore(states)
         if freed and (refused is not None or leaks or draws):
             self.hold_again(frame, freed)
-            self._own_draws.put_back(states)
+            self._own_draws.restore(states)
         elif freed:
             self.relied_on.add(frame)
             frame.values = {place: weakref.ref(value) for value, place in freed.items()}
@@ -344,9 +346,9 @@ class Audit(RecomputeAudit, Observer):
             if not wrong and (why := self.differs(n, tensor, frame)) is not None:
                 wrong.append(why)
             elif not wrong and value.maker is not frame and freed.get(value) == place:
-                if value not in self.lent:
+                if value not in self.freed_values:
                     self._witness.saved(n, self.slot_tensor(n))
-                self.lent.add(value, frame)
+                self.freed_values.add(value, frame)
             looked_ms[0] += now_ms(self._place) - began
 
         try:
@@ -370,7 +372,7 @@ class Audit(RecomputeAudit, Observer):
     def differs(self, n: int, tensor: Tensor, frame: ReplayFrame) -> str | None:
         """Compare slot `n` with the tensor that a run of `frame` saves there. Return why the two differ, or None."""
         value, view = self._handles[n]
-        if value in self.lent:  # the tensor was freed when it was saved, or by the first run
+        if value in self.freed_values:  # the tensor was freed when it was saved, or by the first run
             tensor = tensor if view is None else tensor.as_strided(*view)
             run = "a third run" if value.maker is frame else "running it again"
             return f"{run} gives other bits for {self.slots[n].label}" if self._witness.differs(n, tensor) else None
@@ -395,7 +397,7 @@ class Audit(RecomputeAudit, Observer):
 
     def values_to_free(self, call: CallDraft, module: nn.Module, returned: Any) -> dict[Value, int]:
         """Return the values that only a block's call has saved, each with its first place among its saved tensors."""
-        self.let_go_of_results()
+        self.free_results()
         for result in tensors_in_call((returned,), {}):
             if result.requires_grad:  # before its operands are freed, which its recompute may need
                 self._results.append(self.known(result)[0])
@@ -416,12 +418,12 @@ class Audit(RecomputeAudit, Observer):
 
     def hold_again(self, frame: ReplayFrame, freed: dict[Value, int]) -> None:
         """Keep, after all, the values that a trial of `frame` has freed, because the call can't be replayed."""
-        lent = {place: value for value, place in freed.items() if value.maker is frame}
-        frame.values = {place: weakref.ref(value) for place, value in lent.items()}
-        if lent:
-            frame.look(lambda place, tensor: self.lent.give_back(lent[place], tensor))
+        values = {place: value for value, place in freed.items() if value.maker is frame}
+        frame.values = {place: weakref.ref(value) for place, value in values.items()}
+        if values:
+            frame.look(lambda place, tensor: self.freed_values.give_back(values[place], tensor))
 
-    def let_go_of_results(self) -> None:
+    def free_results(self) -> None:
         """Free results of earlier blocks, because all recomputes from them have been tried."""
         for value in self._results:
             index = self._index[value]
@@ -445,8 +447,8 @@ class Audit(RecomputeAudit, Observer):
 
     def reading(self, handle: Handle) -> None:
         if not self._open:
-            self.let_go_of_results()
-            self.let_go_of_all()
+            self.free_results()
+            self.free_all()
         self.reads += 1
         self.time_late(handle)
 

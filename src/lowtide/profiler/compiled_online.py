@@ -166,7 +166,7 @@ class OnlineCompiledProfiler:
         peak_bytes = peak_with_calls(self._best.stream, calls)
         return None if peak_bytes is None else self._best.static.total + peak_bytes
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Start over for larger batches; one step is enough."""
         self.profile, self._best, self._patience = None, None, 0
         self._steps_of.clear()

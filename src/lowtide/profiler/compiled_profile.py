@@ -36,8 +36,8 @@ def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float)
     """
     if not graphs:
         raise RehearsalError(
-            "inductor compiled nothing of the step that is differentiated, and only inductor can be told what to save "
-            'for backward. Compile with backend="inductor" (the default), or give the model as it was before '
+            "inductor compiled nothing that is differentiated in this step, and only inductor lets Lowtide choose what "
+            'to save for backward. Compile with backend="inductor" (the default), or give the model as it was before '
             "torch.compile."
         )
     if sends := next((node.target for graph in graphs for node in graph.joint.nodes if _sends(node)), None):

@@ -214,7 +214,7 @@ class OnlineProfiler:
         if self.profile is None:
             self._settle(may_wait=False)
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Start over for larger batches; one traced step is enough, which any size covered by the audits gives.
 
         Of the earlier steps only the audits are kept.

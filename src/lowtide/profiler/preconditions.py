@@ -62,7 +62,7 @@ def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
         raise RehearsalError(
             f"{type(model).__name__} is in eval mode: its plan would not hold in training. Call model.train() first."
         )
-    if not any(p.requires_grad for p in model.parameters()) and not _is_gone_through(step, batch):
+    if not any(p.requires_grad for p in model.parameters()) and not _may_train_input(step, batch):
         raise RehearsalError(
             f"no parameter of {type(model).__name__} requires a gradient, and nothing else that the step has: there is "
             "no backward to plan."
@@ -90,7 +90,7 @@ def refuse_deepspeed(who: str) -> RehearsalError:
     )
 
 
-def _is_gone_through(step: Any, batch: Any) -> bool:
+def _may_train_input(step: Any, batch: Any) -> bool:
     """Return True if the step may compute gradients through a frozen model for its input, such as a prompt or an
     image.
     """

@@ -132,12 +132,12 @@ class Trace(Observer):
                 hook.remove()
 
     def mark(self, mark: TraceMark, *, since: int | None = None, everything: bool = False) -> None:
-        """Mark memory that only the rehearsal holds now (`ExternalReferences.let_go`), then `mark`."""
+        """Mark memory that only the rehearsal holds now (`ExternalReferences.find_unreferenced`), then `mark`."""
         self._mark_unreferenced(since=since, everything=everything)
         self._mark(TRACE, mark)
 
     def _mark_unreferenced(self, *, since: int | None = None, everything: bool = False) -> None:
-        if blocks := self._holding.let_go(since=since, everything=everything):
+        if blocks := self._holding.find_unreferenced(since=since, everything=everything):
             self._mark(TRACE, Unreferenced(blocks))
 
     def _optimizer_begins(self) -> None:

@@ -42,7 +42,7 @@ def csv_of(run: RunRecord) -> str:
 def perfetto_trace(run: RunRecord) -> str:
     """Return a trace in Chrome's JSON format: memory as counters, phases as slices, peaks and the budget as marks.
 
-    One microsecond of the trace stands for one event of the step.
+    One microsecond of the trace represents one event of the step.
     """
     events = [each for number, (name, memory) in enumerate(tracks_of(run), 1) for each in _events(number, name, memory)]
     if run.plan is not None:

@@ -192,7 +192,7 @@ class CallContext:
     def restore(self) -> None:
         """Restore the state at the start of a call that has failed, permanently."""
         self.attributes.learn()
-        self.attributes.put_back()
+        self.attributes.restore()
         with contextlib.ExitStack() as stack:
             self._restore_rng_states(stack)
             stack.pop_all()  # a restore without a way back
@@ -212,7 +212,7 @@ class CallContext:
             for tensor, version in self.attributes.tensors:
                 if tensor._version != version:
                     raise self._overwritten(tensor, version)
-            self.attributes.put_back()
+            self.attributes.restore()
             self._restore_rng_states(stack)
             for (enabled, switch), then in zip(ATTENTION_KERNELS, self.kernels, strict=True):
                 if enabled() != then:

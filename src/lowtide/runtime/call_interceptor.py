@@ -89,7 +89,7 @@ class CallInterceptor:
         self.installed = False
         _remove_from_chain(self)
 
-    def stands(self) -> bool:
+    def is_reached(self) -> bool:
         """Return True if calls of the module still reach this interceptor."""
         front = self.module.__dict__.get(CALL)
         while isinstance(front, CallInterceptor | OuterInterceptor) and front is not self:

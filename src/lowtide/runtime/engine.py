@@ -65,7 +65,7 @@ __all__ = ["Actions", "Decision", "Engine", "ForwardPass", "actions_for"]
 
 
 MAX_LEARNT_AGAIN = 3
-"""Number of times that the needed saved tensors are learnt anew. After that the hooks see all tensors, because runs
+"""Number of times that the needed saved tensors are learnt again. After that the hooks see all tensors, because runs
 differ too much.
 """
 
@@ -300,14 +300,14 @@ class Engine:
     def hold_what_is_read(self, tensor: Tensor, decision: Decision) -> Handle:
         """Return a handle on the part of `tensor` that its reader needs. Raises CannotRecompute for another reader."""
         if decision.node == SHAPE:
-            value = Value(tensor.detach())  # held until the call ends (`let_go_of_values`)
+            value = Value(tensor.detach())  # held until the call ends (`free_values`)
             value.partial = True
             return Handle(value)
         if decision.node == SIGNS and not saves_signs(tensor):
             raise CannotRecompute("it is not saved for its signs")
         return Handle(packed(decision.node, tensor))
 
-    def let_go_of_values(self, scope: CallScope, result: Any) -> None:
+    def free_values(self, scope: CallScope, result: Any) -> None:
         """Reduce the saved input of a finished call to its shape, as decided, if backward reads nothing else of it."""
         held = saved_for_shape(result)
         for ordinal, decision in scope.actions.recompute.items():
@@ -514,7 +514,7 @@ class Engine:
 
     def displaced(self) -> Iterator[CallInterceptor]:
         """Yield the interceptors that another object has displaced since, as `Module.compile` does."""
-        return (interceptor for interceptor in self._interceptors if not interceptor.stands())
+        return (interceptor for interceptor in self._interceptors if not interceptor.is_reached())
 
     def remove(self) -> None:
         """Remove every interceptor. Handles that a running backward still holds keep working."""

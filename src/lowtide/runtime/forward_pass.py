@@ -174,7 +174,7 @@ class ForwardPass:
             else:
                 result = interceptor.inner(*args, **kwargs)
             if actions.shape:
-                self.engine.let_go_of_values(scope, result)
+                self.engine.free_values(scope, result)
             if probe is not None:
                 probe.returning(interceptor, result)
             return result

@@ -364,7 +364,7 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
     """Return the nodes that can write in place on this device type with this torch, and their reference counts.
 
     Each node is tried once per process: its kernel must be called from that node, and a call in which other code refers
-    to the gradient must be told apart. Other device types, as in an estimated step, have none.
+    to the gradient must be distinguished. Other device types, as in an estimated step, have none.
     """
     if device not in DEVICES:
         return {}

@@ -135,7 +135,7 @@ class OperandLookup:
         if saved_slot(self.node, SAVED + partner) is not None:
             return self.saved(partner) is None
         sizes = self.constant(partner)
-        return not sizes or not any(sizes)  # (0,) stands for no bias
+        return not sizes or not any(sizes)  # (0,) means no bias
 
     def owned(self, name: str) -> Any:
         """Return the attribute `name` of the modules that own the recipe's parameter; None if they disagree."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 MOST_PATHS = 4
-"""Number of runs in which the path to a recompute's operands may be remembered anew; after that every run searches."""
+"""Number of runs in which the path to a recompute's operands may be learnt again; after that every run searches."""
 
 
 class Decision:
@@ -86,9 +86,8 @@ class NeededSlots:
         for interceptor, calls in needed.items():
             known = self.by_call.setdefault(interceptor, {})
             for number, ordinals in calls.items():
-                decided = (
-                    interceptor.actions[plan].get(number, NO_ACTIONS).recompute
-                )  # includes slots that other hooks packed
+                # includes slots that other hooks packed
+                decided = interceptor.actions[plan].get(number, NO_ACTIONS).recompute
                 known[number] = known.get(number, set()) | ordinals | decided.keys()
         self.idle = frozenset(
             interceptor

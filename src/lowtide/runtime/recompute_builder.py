@@ -58,7 +58,7 @@ class ParameterOwners:
 
 
 @functools.cache
-def makes_anew(node: str) -> bool:
+def creates_new(node: str) -> bool:
     """Return True if the output of a node of this name is a new tensor, not one that the operator has written to."""
     name = re.sub(r"(?<!^)(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", node)).lower()
     return name in _RARELY_IN_PLACE or not hasattr(torch.ops.aten, f"{name}_")
@@ -118,7 +118,7 @@ class Builder:
         if like is not None:
             if not is_plain(like):
                 raise CannotRecompute(f"it is a {type(like).__name__} of layout {like.layout}")
-            if like._version and makes_anew(kind):
+            if like._version and creates_new(kind):
                 raise CannotRecompute("it was written to without autograd after it was computed")
             if like.storage_offset():
                 raise CannotRecompute("it does not begin where its storage does")

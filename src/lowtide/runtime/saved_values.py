@@ -221,7 +221,7 @@ class Observer:
     engine: Engine
 
     def has_packed(self, handle: Handle) -> bool:
-        """Return True if the observer was told of this handle; it is told of reads of such handles only."""
+        """Return True if the observer knows this handle; reads of other handles are not reported to it."""
         return True
 
     def entering(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -93,7 +93,7 @@ class ReliedOn:
         if self.takes_values:
             inplace_methods.watched = True
             if len(self._values) >= self._most:
-                self._forget_gone()
+                self._forget_freed()
             self._values.append(weakref.ref(value))
             self._unlooked.append(self._values[-1])
         return value
@@ -109,7 +109,7 @@ class ReliedOn:
         """Copy the parameters and buffers that the replay of `frame` reads before a write."""
         self.frames.add(frame)
         if len(self._unlooked) >= self._most:
-            self._forget_gone()
+            self._forget_freed()
         self._unlooked.append(weakref.ref(frame))
         inplace_methods.watched = True
 
@@ -125,7 +125,7 @@ class ReliedOn:
                 self._storages.update(reader.call_context.storages())
         return not self._storages.isdisjoint(storages)
 
-    def _forget_gone(self) -> None:
+    def _forget_freed(self) -> None:
         self._values = [reference for reference in self._values if reference() is not None]
         self._unlooked = [reference for reference in self._unlooked if reference() is not None]
         self._most = max(_FEW, 2 * len(self._values), 2 * len(self._unlooked))

@@ -342,7 +342,7 @@ class Fitting(PlanMonitor):
         """Release the model; the plan stays in force."""
         if self._applied is not None:
             self._in_force = weakref.ref(self._applied)
-            self._rehearsing.begin_anew()  # frees the recording
+            self._rehearsing.restart()  # frees the recording
         super().lets_go()
         self._rehearsing = Rehearsing()
 

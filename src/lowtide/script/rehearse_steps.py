@@ -135,18 +135,18 @@ class Rehearsing(StepListener):
         return self._observed.peak_with(calls)
 
     def replays_blocks(self, model: nn.Module) -> bool:
-        """Return True if compiled blocks are rehearsed anew, to be replayed; False if more than blocks is compiled."""
+        """Return True if compiled blocks are rehearsed again, to be replayed; False if more than blocks is compiled."""
         if not self.inside_blocks or self.compiled is not None or is_compiled(model):
             return False
         self.gives_up(model)
         self.inside_blocks = False
         return True
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Rehearse larger batches than before, reusing earlier results; one step usually suffices."""
         assert self._observed is not None
         self.done, self.profile = False, None
-        self._observed.begin_anew()
+        self._observed.restart()
 
     def lets_go(self) -> None:
         """End the script unless `stop` is False."""

@@ -122,7 +122,7 @@ class StepRepeater(Removable):
             if why := (self._why_not if own is None else _changes(own)) or call.why_changed():
                 self._explain(error, why)
                 raise
-            failed = _let_go(error)
+            failed = _clear_frames(error)
         # Outside of `except`, which would keep the failed call's frames and tensors alive.
         own = None
         call.context.restore()
@@ -165,7 +165,7 @@ class StepRepeater(Removable):
             if why := self._why_not_again(tensors, before, is_plain_pass=is_plain_pass):
                 self._explain(error, why)
                 raise
-            failed = _let_go(error)
+            failed = _clear_frames(error)
         # Outside of `except`, which would keep the frames and tensors of the failed pass alive.
         missing = [gradient.parameter for gradient in before if not gradient.has_arrived()]
         calls = sorted(self.entered, key=lambda call: call.number)
@@ -449,7 +449,7 @@ def _release_all(tensors: Iterable[Tensor]) -> None:
             continue
 
 
-def _let_go(error: BaseException | None) -> str:
+def _clear_frames(error: BaseException | None) -> str:
     """Clear the local variables in a caught error's traceback; return the first line of its message."""
     said = str(error).partition("\n")[0]
     while error is not None:

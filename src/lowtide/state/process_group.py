@@ -70,7 +70,7 @@ def check_at_rest(groups: Iterable[ShardGroup]) -> None:
                 "(set_requires_gradient_sync), and a rehearsal would lose them. Fit before the first of them, or after "
                 "the update."
             )
-        if group.is_whole:
+        if group.is_gathered:
             names = " and ".join(type(module).__name__ for module in group.modules)
             raise RehearsalError(
                 f"the parameters of {names} are whole now, as after a forward without backward. Call its reshard() in "

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch.patching import this_thread_only
 from lowtide._torch.tensors import parts_of
-from lowtide.memory.entry_storages import set_aside
+from lowtide.memory.entry_storages import exclude_from_entry
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.state.step_snapshot import RandomState
 
@@ -85,7 +85,7 @@ class Outcome:
 
         def copy(kind: str, name: str, tensor: Tensor) -> None:
             for number, part in enumerate(_parts(tensor)) if copies else ():
-                copied[kind][f"{name}, {number}"] = set_aside(part.detach().to("cpu", copy=True))
+                copied[kind][f"{name}, {number}"] = exclude_from_entry(part.detach().to("cpu", copy=True))
 
         def digest_gradients(number: int) -> None:
             for name, parameter in model.named_parameters():
@@ -178,7 +178,7 @@ def digest(tensor: Tensor) -> str:
             dense = dense.cpu()  # `flatten` would copy it on its device, which may have no room
         content.update(f"{dense.dtype}{tuple(dense.shape)}".encode())
         for piece in torch.split(dense.flatten(), _PIECE):
-            # A copy: a storage that NumPy has seen can't be told from a borrowed one.
+            # A copy: a storage that NumPy has seen can't be distinguished from a borrowed one.
             content.update(piece.contiguous().view(torch.uint8).cpu().clone().numpy().data)
     return content.hexdigest()
 

@@ -159,7 +159,7 @@ class Watch(Displayed):
         where = f"{self.n_steps} step{'s' * (self.n_steps != 1)}"
         if self._has_begun and not self._boundaries.has_optimizer:
             where = f"{self._calls.n_calls} call{'s' * (self._calls.n_calls != 1)} of the model"
-            caveat = "no optimizer has stepped, so steps are not told apart"
+            caveat = "no optimizer has stepped, so steps cannot be distinguished"
         if not findings:
             return "; ".join(filter(None, (f"nothing found in {where}", caveat)))
         return "\n\n".join(filter(None, (*map(str, findings), caveat)))

@@ -197,7 +197,7 @@ SOURCES: dict[str, Source] = {
     ),
     "vLLM's start": Source(
         code="other-process",
-        claim="less of the GPU is free than vLLM was told to take: other processes hold the rest",
+        claim="less of the GPU is free than vLLM is set to take: other processes hold the rest",
         evidence="vLLM takes gpu_memory_utilization of the whole GPU, not of its free part",
         actions=(
             "look with nvidia-smi which processes hold the GPU: another server, a notebook, an earlier engine",

@@ -1,4 +1,4 @@
-"""Tensor types such as `torch.cuda.FloatTensor`: one name that stands for the GPU and a dtype.
+"""Tensor types such as `torch.cuda.FloatTensor`: one name for the GPU and a dtype.
 
 C++ code refuses torch's own types where torch is built without CUDA.
 """

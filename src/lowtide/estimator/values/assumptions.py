@@ -508,7 +508,7 @@ def _nested(shape: tuple[int, ...], number: Any) -> Any:
 
 
 def left_real(tensor: Tensor) -> Tensor:
-    """Mark a tensor, and tensors detached from it, to stay real instead of being replaced by a twin."""
+    """Mark a tensor, and tensors detached from it, to stay real instead of being replaced by a fake one."""
     setattr(tensor, _LEFT_REAL, True)
     return tensor
 

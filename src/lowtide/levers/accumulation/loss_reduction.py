@@ -270,7 +270,7 @@ class Shares:
             and abs(average.terms - estimated) <= 1e-6 * estimated
         ):
             return
-        reduction = "in a way that can't be told" if average is None else f"as a {average.kind} over {average.terms:g}"
+        reduction = "in an unknown way" if average is None else f"as a {average.kind} over {average.terms:g}"
         if average is not None and average.smoothing != self._smoothing:
             reduction += f", with label_smoothing={average.smoothing:g} and not {self._smoothing:g}"
         raise LowtideError(
@@ -368,7 +368,7 @@ def _count(average: Average, labels: Tensor) -> float:
 
 def _unknown_average(why: str) -> LowtideError:
     return LowtideError(
-        f"it can't be told how this loss averages: {why}. Micro-batches that are weighted wrongly give other "
+        f"cannot determine how this loss averages: {why}. Micro-batches that are weighted wrongly give other "
         'gradients, so say it to lowtide.accumulate: weight="rows" for a mean over rows, weight="sum" for a sum, or '
         'weight=lambda part: ... for what the mean over a piece is divided by, such as (part["labels"] != -100).sum().'
     )

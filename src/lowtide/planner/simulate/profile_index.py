@@ -22,7 +22,7 @@ class Index:
     """Facts of a profile that are independent of any decision.
 
     `slot_*` arrays have a row for each slot that holds memory of its own (`storage` is not None), in the order in which
-    they are saved. Positions are cut off at the end of the step, `end`, which also stands for "never". Values and calls
+    they are saved. Positions are cut off at the end of the step, `end`, which also means "never". Values and calls
     are the nodes of one graph: value v is node v, call c is node `n_values + c`. Raises LowtideError when the profile
     contradicts itself.
     """

@@ -32,7 +32,7 @@ def _grows(sizes: Sequence[int]) -> bool:
     fix="put numbers in `{name}`: `.item()` (`.detach()` drops the graph, and keeps all memory that the value is in)",
 )
 class ListOfGraphs(Rule):
-    """Rule for a list that grows. A list that each step makes anew, which never has two graphs of one call, does not
+    """Rule for a list that grows. A list that each step creates, which never has two graphs of one call, does not
     match.
     """
 

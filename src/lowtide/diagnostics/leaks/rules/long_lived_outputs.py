@@ -55,5 +55,5 @@ class AliveAtNextForward(Rule):
         if holder is not None and holder.is_part and history.n_steps > 1:
             return False  # kept over the steps on purpose
         if holder is not None and holder.gathers and len(history.held_bytes) == 1:
-            return False  # may be a buffer; a list that each step makes anew holds outputs of one step only
+            return False  # may be a buffer; a list that each step creates holds outputs of one step only
         return item.is_output and not item.is_input and is_large
