@@ -1390,9 +1390,7 @@ def test_steps_that_a_profiler_of_the_script_records_are_left_to_it(
     assert (done.code, done.out) == (0, plain), done.err
     assert plain.endswith("True\n")
     assert "within the budget" in done.err
-    assert (
-        done.err.count("the script runs a recorder of its own, such as a profiler: steps after it are rehearsed") == 1
-    )
+    assert done.err.count("the script runs its own recorder, such as a profiler: steps after it are rehearsed") == 1
     ended = run("run", "--budget", "80%", train, "--steps", "4")
     assert ended.code == 2
     assert "several sizes; the script itself recorded 3 of them, as with a profiler" in ended.err

@@ -76,10 +76,10 @@ class _OffInTransforms(threading.local):
 
     @contextlib.contextmanager
     def block(
-        self, unpack: Callable[[Any], torch.Tensor], apart: Callable[[], contextlib.AbstractContextManager[None]]
+        self, unpack: Callable[[Any], torch.Tensor], inside: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> Iterator[None]:
         kind = type(self)
-        self._hooks.append((unpack, apart))
+        self._hooks.append((unpack, inside))
         with kind._lock:  # threads may come and go in any order
             kind._n_blocks += 1
             graph.disable_saved_tensors_hooks = self._disabled
@@ -96,14 +96,14 @@ class _OffInTransforms(threading.local):
     def _disabled(self, error_message: str) -> Iterator[None]:
         removed: list[tuple[Any, Any]] = []
         with contextlib.ExitStack() as stack:
-            for unpack, apart in reversed(self._hooks):
+            for unpack, inside in reversed(self._hooks):
                 top = saved_tensor_hooks()
                 if top is not None:  # None: the hooks are paused
                     if top[1] is not unpack:
                         break  # hooks of other code: as without a plan
                     torch._C._autograd._pop_saved_tensors_default_hooks()
                     removed.append(top)
-                stack.enter_context(apart())
+                stack.enter_context(inside())
             try:
                 with self._torchs(error_message):
                     yield
@@ -116,24 +116,24 @@ _off_in_transforms = _OffInTransforms()
 
 
 def off_in_transforms(
-    unpack: Callable[[Any], torch.Tensor], apart: Callable[[], contextlib.AbstractContextManager[None]]
+    unpack: Callable[[Any], torch.Tensor], inside: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> contextlib.AbstractContextManager[None]:
     """Disable the saved-tensor hooks with this `unpack` in transforms of torch.func that run inside this `with` block.
 
-    `apart` is entered in each such transform. Torch 2.13, since 2.0: transforms call
+    `inside` is entered in each such transform. Torch 2.13, since 2.0: transforms call
     `graph.disable_saved_tensors_hooks`.
     """
-    return _off_in_transforms.block(unpack, apart)
+    return _off_in_transforms.block(unpack, inside)
 
 
 @contextlib.contextmanager
 def hooks_but_in_transforms(
     pack: Callable[[torch.Tensor], Any],
     unpack: Callable[[Any], torch.Tensor],
-    apart: Callable[[], contextlib.AbstractContextManager[None]],
+    inside: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
     """Install saved-tensor hooks, except in transforms of torch.func: see `off_in_transforms`."""
-    with off_in_transforms(unpack, apart):
+    with off_in_transforms(unpack, inside):
         push_saved_tensor_hooks(pack, unpack)
         try:
             yield

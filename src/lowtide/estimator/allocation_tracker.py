@@ -295,7 +295,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         op = "aten::" + _name(func)
         new = [tensor for tensor in made if _storage(tensor) not in self._living]
         if len(new) == 1 and self._writes_otherwise(func, args):
-            if self._hand_on(args[0], new[0]):
+            if self._reuse_memory(args[0], new[0]):
                 return
             if running_node_name() == ACCUMULATE_GRAD and _storage(args[0]) in self.in_place:
                 self._share(args[0], new[0])
@@ -304,7 +304,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             self._share(args[0], new[0])
             return
         if new and in_place.wanted_from(func, args):
-            self._hand_on(args[0], made[0])
+            self._reuse_memory(args[0], made[0])
         sizes, extra = self._scratch.of(func, args, kwargs, tensors, made)
         for number, tensor in enumerate(made):
             self._follow(tensor, op, n_bytes=sizes.get(number))
@@ -441,7 +441,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         elif self._recording and living.bytes:
             self._events.append(Free(living.block, living.bytes))
 
-    def _hand_on(self, old: Any, new: Tensor) -> bool:
+    def _reuse_memory(self, old: Any, new: Tensor) -> bool:
         """Give `new` the memory of `old`, if autograd would have written to `old` in place without this mode.
 
         Autograd does so only for its own sums and gradients, not for those that Python code computes in a backward
@@ -553,7 +553,7 @@ def _taken_over() -> bool:
 
 def _called_by_autograd() -> bool:
     """Return True if autograd's C++ code called the operator, with no user Python code in between."""
-    frame = sys._getframe(3)  # _hand_on, _record, __torch_dispatch__
+    frame = sys._getframe(3)  # _reuse_memory, _record, __torch_dispatch__
     while frame.f_code.co_filename.endswith(_WRAPPERS):
         assert frame.f_back is not None
         frame = frame.f_back

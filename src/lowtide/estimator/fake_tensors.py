@@ -49,7 +49,7 @@ class FakeTensors:
         self.release(tensor)
         return fake
 
-    def apart(self, tensor: Tensor) -> Tensor:
+    def separate(self, tensor: Tensor) -> Tensor:
         """Return a counterpart with only the tensor's own elements, like a copy on another device."""
         with without_modes(), self._mode:
             geometry = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")

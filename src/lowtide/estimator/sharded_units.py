@@ -23,7 +23,7 @@ from lowtide._torch.fsdp import (
     shard_groups,
 )
 from lowtide.errors import RehearsalError
-from lowtide.estimator.collectives import stand_ins
+from lowtide.estimator.collectives import replacements
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.state.process_group import check_at_rest, several_processes
 
@@ -60,7 +60,7 @@ def sharding(modules: Iterable[Any], ledger: AllocationTracker) -> Iterator[None
     del modules  # one that the program drops is to be freed
     with contextlib.ExitStack() as stack:
         if several_processes():
-            for owner, name, function in stand_ins():
+            for owner, name, function in replacements():
                 stack.enter_context(patch.object(owner, name, function))
         stack.enter_context(sharding_without_modes())
         if (ring := ring_attention()) is not None:

@@ -11,7 +11,7 @@ is allocated at the first product of a process and kept. A recording begins with
 has products.
 
 A mark is exact within its thread: it is a text attached to all that the thread allocates and frees from then on. The
-allocator keeps one such text per thread, and backward runs in threads of its own. Between threads marks are placed by
+allocator keeps one such text per thread, and backward runs in its own threads. Between threads marks are placed by
 time, to the microsecond; switching to another thread takes several.
 
 Read in the sources of torch 2.13; `parse_trace` is tested on a trace written by hand after them.

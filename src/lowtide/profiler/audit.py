@@ -194,7 +194,7 @@ class Audit(RecomputeAudit, Observer):
         self._open.append((len(self.calls) - 1, None))
         self._sent.append(self._n_sent())
         self._units.hold(interceptor.module)
-        if interceptor.module in self._units.apart:
+        if interceptor.module in self._units.resharded:
             self.homes.spans[len(self.calls) - 1] = next_sequence_number(), sys.maxsize
             self.homes.not_gathered |= (
                 {len(self.calls) - 1} if interceptor.module in self._units.not_gathered else set()
@@ -299,7 +299,7 @@ class Audit(RecomputeAudit, Observer):
         freed = self.values_to_free(call, module, returned) if module in self._freed else {}
         self.freed_values.free()
         refused = self.try_replay(call, frame, freed)
-        if refused is None and module in self._blocks and module not in self._units.apart:
+        if refused is None and module in self._blocks and module not in self._units.resharded:
             self.try_advance(call, frame, returned)
         leaks, draws = frame.is_held_outside(), self._own_draws.restore(states)
         if freed and (refused is not None or leaks or draws):
@@ -402,7 +402,7 @@ class Audit(RecomputeAudit, Observer):
             if result.requires_grad:  # before its operands are freed, which its recompute may need
                 self._results.append(self.known(result)[0])
         needed = {slot.value for slot in call.inputs}
-        if module in self._units.apart:  # the results of a unit are read at places where the unit can't be replayed
+        if module in self._units.resharded:  # the results of a unit are read at places where the unit can't be replayed
             given = {storage_id(tensor) for tensor in tensors_in(returned)}
             needed |= {
                 self._index[value]

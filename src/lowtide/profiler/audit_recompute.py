@@ -379,7 +379,7 @@ class RecomputeAudit(Engine):
 
         In forward the operands were just computed and are in processor caches; in backward they come from memory. The
         first run of an op may also pay for its library's setup. And cuDNN's trial of algorithms
-        (`torch.backends.cudnn.benchmark`) is per thread, and backward on a GPU runs in a thread of its own.
+        (`torch.backends.cudnn.benchmark`) is per thread, and backward on a GPU runs in its own thread.
         """
         n = self._slot_of.get(handle)
         maker, output = (None, 0) if n is None else self._late.pop(self.slots[n].value, (None, 0))

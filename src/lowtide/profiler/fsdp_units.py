@@ -33,13 +33,15 @@ class FsdpUnits:
         all_units = units(model.modules())
         inside = {below for unit in all_units for below in unit.modules() if below is not unit}
         resharding = (unit for unit in all_units if unit in inside or not has_default_resharding(unit))
-        self.apart = frozenset(u for u in resharding if any(group.reshards_after_forward for group in shard_groups(u)))
-        self.not_gathered = frozenset(
-            u for u in self.apart if not all(g.is_gathered_in_backward for g in shard_groups(u))
+        self.resharded = frozenset(
+            u for u in resharding if any(group.reshards_after_forward for group in shard_groups(u))
         )
-        """Units of `apart` that are not gathered for their backward."""
-        modules = model.modules() if self.apart else ()
-        self.around = frozenset(m for m in modules if any(b in self.apart for b in m.modules() if b is not m))
+        self.not_gathered = frozenset(
+            u for u in self.resharded if not all(g.is_gathered_in_backward for g in shard_groups(u))
+        )
+        """Units of `resharded` that are not gathered for their backward."""
+        modules = model.modules() if self.resharded else ()
+        self.around = frozenset(m for m in modules if any(b in self.resharded for b in m.modules() if b is not m))
         """Modules that have units inside."""
         self._gathering = [_Counted(group) for unit in all_units for group in shard_groups(unit)]
         self._held: list[nn.Module] = []
@@ -65,14 +67,14 @@ class FsdpUnits:
 
     def hold(self, module: nn.Module) -> None:
         """Keep a unit gathered after its forward, from the beginning of its call on."""
-        if module in self.apart:
+        if module in self.resharded:
             self._held.append(module)
             for group in shard_groups(module):
                 group.keep_gathered()
 
     def reshard(self, module: nn.Module) -> None:
         """Reshard a unit after its call, when all trials are done."""
-        if module in self.apart:
+        if module in self.resharded:
             self._held.remove(module)
             self._reshard(module)
 

@@ -51,7 +51,7 @@ def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
         if not hasattr(each, "param_groups"):
             raise RehearsalError(
                 f"optimizer takes a torch.optim.Optimizer or a list of them, found {type(each).__name__}. Leave it "
-                "out: tensors of its own that the step's code refers to are put back without it."
+                "out: its own tensors that the step's code refers to are put back without it."
             )
     if not torch.is_grad_enabled():  # also for tensors made in inference mode
         block = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"

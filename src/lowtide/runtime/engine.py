@@ -30,7 +30,7 @@ from lowtide.runtime import saved_values as values
 from lowtide.runtime.advance import Advance
 from lowtide.runtime.bypassed_calls import IN_TRANSFORM, in_hooks
 from lowtide.runtime.call_interceptor import CallInterceptor, OuterInterceptor
-from lowtide.runtime.class_calls import stand_in_calls
+from lowtide.runtime.class_calls import intercept_calls
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.forward_pass import CallHandler, CallScope, ForwardPass, Passthrough, ThreadState, paused, pausing
 from lowtide.runtime.inplace_gradients import InPlace, check
@@ -415,7 +415,7 @@ class Engine:
             self.learns = self.learns and self.n_learnt_again < MAX_LEARNT_AGAIN
         needed = None if is_probed or self._last_packed() is not None else self.needed[plan]
         now = ForwardPass(self, plan, needed, learns=self.learns and not is_probed and not self.builder.owners.sharded)
-        with off_in_transforms(unpack, self.apart), self.now(now), self._alone(interceptor), pausing(now.pack):
+        with off_in_transforms(unpack, self.without_plan), self.now(now), self._alone(interceptor), pausing(now.pack):
             if needed is None:
                 now.switch_hooks(on=True)
             try:
@@ -430,7 +430,7 @@ class Engine:
             self._last_packed = now.last_packed
         return result
 
-    def apart(self) -> contextlib.AbstractContextManager[None]:
+    def without_plan(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which calls of modules in this thread run as without a plan."""
         return self.now(self._passthrough)
 
@@ -488,7 +488,7 @@ class Engine:
                 if self._interceptors[-1].is_compiled:  # compiled code makes no module calls inside
                     inside.update(below for below in module.modules() if below is not module)
         self._passthrough = Passthrough(frozenset(self._interceptors))
-        self._own_calls = stand_in_calls(self.model.modules())
+        self._own_calls = intercept_calls(self.model.modules())
 
     def wrote_in_place(self, node: str, n_bytes: int) -> None:
         """Tell the observer that a gradient is about to be written over the one that arrived at a node of the kind

@@ -148,7 +148,7 @@ class ForwardPass:
                 if is_switched:
                     self.switch_hooks(on=True)
         if interceptor.is_left_alone:
-            with saved_tensor_hooks_off(unpack), pausing(None), self.engine.apart():
+            with saved_tensor_hooks_off(unpack), pausing(None), self.engine.without_plan():
                 return interceptor.inner(*args, **kwargs)
         number = self.times[interceptor]
         self.times[interceptor] = number + 1

@@ -1,7 +1,7 @@
 """Units of FSDP2: modules sharded by `fully_shard`, whose parameters are whole only while they run.
 
 A tensor made inside a unit is recomputed in the unit's own backward, where its parameters are whole anyway: so a plan
-sends nothing between processes, and each process may have a plan of its own.
+sends nothing between processes, and each process may have its own plan.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class ReplayFrame:
     ) -> None:
         self.interceptor = interceptor
         self.around: tuple[weakref.ref[ReplayFrame], ...] = () if outer is None else (weakref.ref(outer), *outer.around)
-        """Frames of the outer calls, held weakly: they lead to tensors of their own."""
+        """Frames of the outer calls, held weakly: they lead to their own tensors."""
         self.arguments = Arguments(args, kwargs, hold)
         self.call_context = CallContext(interceptor.reach, self.arguments.devices, self.arguments.generators)
         self.count = 0
@@ -249,7 +249,7 @@ class ReplayFrame:
             run_again(reach.units) if reach.units else _NOTHING,
             self.call_context.again(),
             hooks.only(self._listening.acting, reach.modules),
-            hooks_but_in_transforms(rerun.pack, rerun.unpack, interceptor.engine.apart),
+            hooks_but_in_transforms(rerun.pack, rerun.unpack, interceptor.engine.without_plan),
         ):
             here = interceptor.engine.here
             before, here.now = here.now, rerun

@@ -154,7 +154,7 @@ class Estimating(StepListener):
         self._optimizers = optimizers
         self._enter(model, [])
 
-    def goes_on(self, batch: Any) -> None:
+    def continues(self, batch: Any) -> None:
         """Continue a step whose model takes turns with others, or has no optimizer: the next batch may come early."""
         if self._rehearsal is None and self._held_up is not None and self._has_run_backward:
             self.begins(self._held_up[0], batch, self._held_up[1])
@@ -169,7 +169,7 @@ class Estimating(StepListener):
                 raise Enough
             self._next_pass(batch)
 
-    def goes_back(self) -> None:
+    def backward_ended(self) -> None:
         """Note that a backward pass is over."""
         self._has_run_backward = True
 

@@ -227,7 +227,7 @@ class Fitting(PlanMonitor):
             self._shows(f"rehearsing {self.model_name}, step {self._rehearsing.n_steps + 1}", model)
             self._rehearsing.begins(model, batch, optimizers)
             if self._rehearsing.n_hidden == 1 > hidden:
-                self._say("the script runs a recorder of its own, such as a profiler: steps after it are rehearsed")
+                self._say("the script runs its own recorder, such as a profiler: steps after it are rehearsed")
         elif self._n_looked is not None:
             self._looks_for_larger(self.plan, model, batch, optimizers)
         else:
@@ -357,7 +357,7 @@ class Fitting(PlanMonitor):
         self._stage.close()
         self._rehearsing.leaves()
 
-    def take_off(self) -> None:
+    def remove_plan(self) -> None:
         """Restore the model."""
         in_force = None if self._in_force is None else self._in_force()
         for applied in (self._to_remove, self._applied, in_force):
@@ -578,7 +578,7 @@ class Fitting(PlanMonitor):
             return False
         self._say(
             f"{self.model_name} {what}: the peak may be above the budget, though larger batches run under the plan "
-            "with the smallest peak. The next one is rehearsed, for a plan of its own"
+            "with the smallest peak. The next one is rehearsed, for a separate plan"
         )
         self._is_outgrown = True
         return True

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _PASSED_OVER = (
     "another model is trained now, without a plan: a plan is for one model object, the first that was trained. Run "
-    "each in a process of its own, or call lowtide.fit in the script"
+    "each in its own process, or call lowtide.fit in the script"
 )
 
 IN_PROCESSES = (

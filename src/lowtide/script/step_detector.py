@@ -313,7 +313,7 @@ class Steps:
         if not self._is_open and not self._is_ours(module):
             self._note_other_call(module)
         if self._is_open:
-            self.listener.goes_on(batch)
+            self.listener.continues(batch)
         elif self._is_ours(module):
             self._candidates.forget()
             before = None if self._before is None else self._before()

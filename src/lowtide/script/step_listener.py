@@ -42,7 +42,7 @@ class StepListener:
     def precedes(self, module: nn.Module) -> None:
         """Note that `module` was called, but not trained, since the last step; the step may have begun with it."""
 
-    def goes_on(self, batch: Any) -> None:
+    def continues(self, batch: Any) -> None:
         """Continue a step: the program is about to call a module with `batch`."""
 
     def ends(self, model: nn.Module) -> None:

@@ -95,7 +95,7 @@ class Run(Displayed):
             stack.enter_context(resend_dropped_interrupts())
             stack.enter_context(as_far_as())
             self._steps = stack.enter_context(watched(self._fitting, model, when_failed=self.leave))
-            stack.callback(self._fitting.take_off)
+            stack.callback(self._fitting.remove_plan)
             self._stack = stack.pop_all()
         return self
 

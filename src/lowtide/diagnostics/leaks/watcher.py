@@ -154,7 +154,7 @@ class Watch(Displayed):
     def __str__(self) -> str:
         findings = self.findings
         if self._failure is not None:
-            return f"the watch ended early, by a fault of its own: {self._failure!r}"
+            return f"the watch ended early because of an internal error: {self._failure!r}"
         caveat = ""
         where = f"{self.n_steps} step{'s' * (self.n_steps != 1)}"
         if self._has_begun and not self._boundaries.has_optimizer:

@@ -305,7 +305,7 @@ def _tiny_request(m: Message, _: Facts) -> Cause | None:
     return Cause(
         code="cap",
         claim=f"a limit on mappings (vm.max_map_count) or of the process: only {format_bytes(tried)} requested",
-        evidence=("so small a request does not fail for its size: each shared tensor is a mapping of its own",),
+        evidence=("so small a request does not fail for its size: each shared tensor is a separate mapping",),
     )
 
 

@@ -261,7 +261,7 @@ SOURCES: dict[str, Source] = {
     "CTranslate2": Source(
         code="true-need",
         claim="CTranslate2 (faster-whisper) has no room on the GPU for the model or a batch",
-        evidence="it asks the driver through a cache of its own, beside PyTorch's",
+        evidence="it asks the driver through its own cache, beside PyTorch's",
         actions=(
             'compute_type="int8_float16" or "int8", a smaller model, batch_size and beam_size',
             "see which other processes hold the GPU; del the model and gc.collect() before another is loaded",
@@ -336,7 +336,7 @@ SOURCES: dict[str, Source] = {
         evidence="an engine needs its weights and workspace in one piece, beside PyTorch's cache",
         actions=(
             "a smaller workspace (memory pool limit) or a smaller maximum shape in the profile",
-            "torch.cuda.empty_cache() before the engine is built, or build it in a process of its own",
+            "torch.cuda.empty_cache() before the engine is built, or build it in its own process",
         ),
     ),
     "bitsandbytes": Source(
@@ -492,7 +492,7 @@ SOURCES: dict[str, Source] = {
     "gunicorn": Source(
         code="host-memory",
         claim="a worker of the server was ended, most likely for host memory",
-        evidence="each worker loads a model of its own; gunicorn sends SIGKILL after a timeout, too",
+        evidence="each worker loads its own model; gunicorn sends SIGKILL after a timeout, too",
         actions=(
             "one worker with threads, or preload_app with the model loaded before the fork",
             "a larger limit of the container, and a longer --timeout if no memory was missing (dmesg | grep -i oom)",

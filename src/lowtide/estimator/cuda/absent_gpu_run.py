@@ -81,7 +81,7 @@ class AbsentGpuRun(TwoStepRun):
 
     `alone`: the process runs only this rehearsal, and the batch is on the GPU only while the script holds it.
     `engine` takes part in both steps. `is_there` returns True if a real tensor is on CUDA already. `processes` train
-    together, each on a GPU of its own.
+    together, each on its own GPU.
     """
 
     _ledger: GpuAllocationTracker

@@ -82,7 +82,7 @@ class GpuPlacement:
             with torch.no_grad():
                 fake: Tensor = distributed_like(tensor, self._fake_tensors.of(next(parts_of(tensor))))
             return fake
-        fake = self._fake_tensors.apart(tensor) if self._comes_alone(tensor) else self._fake_tensors.of(tensor)
+        fake = self._fake_tensors.separate(tensor) if self._is_slice(tensor) else self._fake_tensors.of(tensor)
         self._answers.introduce(fake, tensor)
         return fake
 
@@ -91,7 +91,7 @@ class GpuPlacement:
             return lambda: tensor
         return weakref.ref(tensor, lambda _: self._fake_tensors.release(real))
 
-    def _comes_alone(self, tensor: Tensor) -> bool:
+    def _is_slice(self, tensor: Tensor) -> bool:
         is_piece = is_strided(tensor) and tensor.nbytes < tensor.untyped_storage().nbytes()
         return is_piece and not isinstance(tensor, nn.Parameter) and not self._is_there(tensor)
 

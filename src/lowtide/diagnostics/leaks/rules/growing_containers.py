@@ -162,7 +162,7 @@ class GatheredOutputs(Rule):
     "activations of the whole data set are in memory.",
     bad="for item, row in zip(items, hidden):\n    item.embedding = row",
     good="for item, row in zip(items, hidden):\n    item.embedding = row.detach().cpu()",
-    fix="store a copy of its own in `{name}` (`.detach().clone()`, or `.cpu()`), or set it to None after the step",
+    fix="store a separate copy in `{name}` (`.detach().clone()`, or `.cpu()`), or set it to None after the step",
 )
 class KeptOnObjects(Rule):
     """Rule for objects that hold outputs of several steps, more at each inspection, without more entries."""

@@ -28,7 +28,7 @@ Behaviour(
 )
 _GRU_CELL = Behaviour(
     name="a step of a GRU by itself",
-    does="keeps five numbers for each hidden unit, where a CPU keeps each gate as a tensor of its own",
+    does="keeps five numbers for each hidden unit, where a CPU keeps each gate as its own tensor",
     source="aten/src/ATen/native/cuda/RNN.cu: GRU_WORKSPACE_MULTIPLIER, _thnn_fused_gru_cell_backward_cuda; torch 2.13",
 )
 
