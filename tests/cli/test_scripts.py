@@ -751,7 +751,7 @@ def test_a_model_inside_of_a_reentrant_checkpoint_is_said(
 ) -> None:
     done = run(*command, script(REENTRANT))
     assert done.code == 2
-    assert "inside of a reentrant checkpoint" in done.err
+    assert "inside a reentrant checkpoint" in done.err
     assert "use_reentrant=False" in done.err
 
 

@@ -103,7 +103,7 @@ def test_batch_norm_is_refused() -> None:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_float16_under_a_gradient_scaler_is_refused(inside: bool) -> None:
-    """Also where autocast is on only inside of the model, as accelerate has it."""
+    """Also where autocast is on only inside the model, as accelerate has it."""
     model, batch = model_of("llama"), batch_of()
     half = torch.autocast("cpu", torch.float16)
     if inside:

@@ -63,7 +63,7 @@ def first_half(profile: Profile) -> tuple[dict[str, str], list[str]]:
 
 
 def drawn(profile: Profile, seed: int) -> tuple[dict[str, str], list[str]]:
-    """Any recipes and any calls, also calls inside of others that are replayed."""
+    """Any recipes and any calls, also calls inside others that are replayed."""
     choose = random.Random(seed)
     share = choose.choice([0.2, 0.5, 0.9])
     replay = [call.id for call in profile.calls if call.refused is None and choose.random() < 0.4]
@@ -304,7 +304,7 @@ def test_hooks_around_the_model_win_and_that_is_said_once(hooks):
 
     with in_force(model, "both") as engine:
         packs = count_packs(engine)
-        with pytest.warns(UserWarning, match="inside of other saved-tensor hooks") as said:
+        with pytest.warns(UserWarning, match="inside other saved-tensor hooks") as said:
             planned = [outcome(model, step) for _ in range(2)]
         assert len(said) == 1
         assert packs.total == 0
@@ -336,7 +336,7 @@ def test_functional_call_with_other_parameters_works():
 
 
 class Inner(nn.Module):
-    """Takes a step of gradient descent inside of its forward, as in MAML, and runs with the weights that it gives."""
+    """Takes a step of gradient descent inside its forward, as in MAML, and runs with the weights that it gives."""
 
     def __init__(self):
         super().__init__()

@@ -32,7 +32,7 @@ class Calls(nn.Module):
 
 
 class Model(nn.Module):
-    """Calls `inner` between two linear layers. What it gives is saved by the product that follows inside of it."""
+    """Calls `inner` between two linear layers. What it gives is saved by the product that follows inside it."""
 
     def __init__(self, function, number=0.7):
         super().__init__()

@@ -1063,7 +1063,7 @@ def test_hooks_of_the_users_own_inside_win(way):
 
 
 def test_an_outer_replay_frees_the_arguments_of_the_inner_ones():
-    """Held after forward: the block's argument and nothing inside of it."""
+    """Held after forward: the block's argument and nothing inside it."""
     parts = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()) for _ in range(5)]
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*parts))
     alive = []
@@ -1104,7 +1104,7 @@ def test_backward_after_the_plan_was_removed(way):
 
 
 def test_a_plan_in_which_only_some_calls_are_replayed():
-    """Inside of a replayed call, calls of one module of which some are replayed: each stays what it is."""
+    """Inside a replayed call, calls of one module of which some are replayed: each stays what it is."""
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
     class Twice(nn.Module):
@@ -1204,7 +1204,7 @@ def test_stepping_inside_of_backward():
         assert differences(plain, trained(way)) == [], way
 
 
-# --- threads, and backward inside of forward --------------------------------------------------------------------------
+# --- threads, and backward inside forward --------------------------------------------------------------------------
 
 
 def test_backward_in_other_threads_at_once():

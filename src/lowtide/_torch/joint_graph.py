@@ -377,7 +377,7 @@ def partition_by(partitioner: Any, of: object = None, *, reuse: bool = True) -> 
     Code compiled before is recompiled at its next call, and once more after the returned function was called. With
     `reuse=False`, compiled code frees each buffer after its last read. Otherwise inductor may keep one for a later
     buffer of the same size, wherever its own estimate of the peak allows that; the estimate leaves out the memory
-    inside of operators and what exists outside of the graph. Read in torch 2.13 (`torch/_inductor/codegen/wrapper.py`,
+    inside operators and what exists outside the graph. Read in torch 2.13 (`torch/_inductor/codegen/wrapper.py`,
     `should_reuse_buffer`).
     """
     from torch._inductor import config

@@ -57,7 +57,7 @@ def remove(model: nn.Module) -> None:
     holders = [*_holders(model)]
     if not holders:
         raise LowtideError(
-            f"no plan is in force on this {type(model).__name__}, nor on a module inside of it: there is nothing to "
+            f"no plan is in force on this {type(model).__name__}, nor on a module inside it: there is nothing to "
             "take off. Give the model that lowtide.fit was given, or a wrapper of it; a copy has no plan."
         )
     for holder in holders:

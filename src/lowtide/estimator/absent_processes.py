@@ -116,7 +116,7 @@ def these_processes(n_gpus: int) -> AbsentProcesses | None:
     if n_gpus not in (1, size):
         raise RehearsalError(
             f"{n_gpus} GPUs are for {n_gpus} processes, and this one belongs to a group of {size}.\n"
-            f"  Shard the model and estimate it inside of `with lowtide.absent_processes({n_gpus})`, or run "
+            f"  Shard the model and estimate it inside `with lowtide.absent_processes({n_gpus})`, or run "
             "`lowtide estimate` on the script."
         )
     return AbsentProcesses(size=size, rank=torch.distributed.get_rank()) if size > 1 else None

@@ -107,7 +107,7 @@ class _Active:
             if not isinstance(output, Tensor) or output.numel() != 1:
                 raise LowtideError(
                     "micro-batches need a model that gives its loss: pass it the labels. Where the loss is computed "
-                    "outside of the model, use lowtide.accumulate in the training loop"
+                    "outside the model, use lowtide.accumulate in the training loop"
                 )
             if not self._gathered and any(p.dtype == torch.float32 for p in trained) and _is_half_inside(output):
                 raise LowtideError(

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 NEAR = 0.01
 """Tolerance: norms in bfloat16 are good to 8 bits; sums in another order differ by less."""
 _NONE = -2
-"""Number that means no pass: backward numbers its passes from 0, and outside of any pass the number is -1."""
+"""Number that means no pass: backward numbers its passes from 0, and outside any pass the number is -1."""
 
 ORDERS = ("model", "optimizer")
 """Orders in which the common norm may be computed, on which its last bit depends: the model's or the optimizer's."""

@@ -304,7 +304,7 @@ def _audited(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    gc.collect()  # outside of `except`, so that the frames of the failed step, and all that they hold, can be freed
+    gc.collect()  # outside `except`, so that the frames of the failed step, and all that they hold, can be freed
     unchanged.restore()
     return unless_out_of_memory(lambda: repeated(frugal=True), _does_not_fit), True
 
@@ -335,7 +335,7 @@ def _audit(
     if len(audit.streams) > 1:
         raise RehearsalError(SEVERAL_STREAMS)
     if not audit.reads:
-        raise RehearsalError("the step ran no backward through the model: call loss.backward() inside of it.")
+        raise RehearsalError("the step ran no backward through the model: call loss.backward() inside it.")
     audit.settle(recorder.stream)
     return audit
 

@@ -3,7 +3,7 @@
 Each result is compared with the original tensor bit by bit; recipes and replays that differ on this model and device
 are not used. The same run counts FLOPs and measures times. All tensors stay in memory during the audit, so it needs the
 memory of the plain step. A frugal audit needs at most that, and less where modules have children: it frees the tensors
-of each block as a trial replay brings them back, and replays the block in backward. Outside of blocks it frees tensors
+of each block as a trial replay brings them back, and replays the block in backward. Outside blocks it frees tensors
 that kept ones recompute (`released_tensors.py`).
 """
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from lowtide.memory.events import EventStream
 
 
-LEAKS = "it gives tensors to something outside of it, such as a list: run again, it would do so twice"
+LEAKS = "it gives tensors to something outside it, such as a list: a replay would do so again"
 CHANGED = "it finds something else in backward than in forward: it reads what has changed in between"
 WAITS = "it waits for other processes, which need not run it again when this one does"
 RAISED = "it raised an exception"

@@ -47,7 +47,7 @@ def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float)
         )
     calls = [call for call in _calls(stream) if call.backward is not None]
     if not calls:
-        raise RehearsalError("the step ran no backward through compiled code: call loss.backward() inside of it.")
+        raise RehearsalError("the step ran no backward through compiled code: call loss.backward() inside it.")
     if any(call.graph >= len(graphs) for call in calls):
         raise RehearsalError("the step runs code that was compiled before, and what it saves was not seen.")
     ran: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -125,7 +125,7 @@ def peak_with_calls(stream: EventStream, calls: EventStream) -> int | None:
     """Return the peak of a recorded step if its compiled calls allocated what they did in the recording `calls`.
 
     Args:
-        stream: The step, with loss, optimizer and all else outside of compiled code.
+        stream: The step, with loss, optimizer and all else outside compiled code.
         calls: The same compiled calls, under another partition.
 
     Returns:

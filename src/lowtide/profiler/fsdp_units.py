@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
 
-ELSEWHERE = "it is read outside of the sharded module that made it, whose parameters are not whole by then"
-TAKES_ELSEWHERE = "it takes what only another sharded module could make again, whose parameters are not whole by then"
-NEVER = "the parameters of the sharded module that it is inside of are not gathered for backward"
+ELSEWHERE = "it is read outside the sharded module that computed it, whose parameters are no longer gathered then"
+TAKES_ELSEWHERE = "it reads a tensor of another sharded module, whose parameters are no longer gathered then"
+NEVER = "the parameters of the sharded module around it are not gathered for backward"
 AROUND_UNITS = "the sharded modules in it are run again instead, one at a time"
 
 

@@ -56,7 +56,7 @@ def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
     if not torch.is_grad_enabled():  # also for tensors made in inference mode
         block = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise RehearsalError(
-            f"this is called inside of torch.{block}(), where no forward has a backward: call it outside of that block."
+            f"this is called inside torch.{block}(), where no forward has a backward: call it outside that block."
         )
     if not model.training:
         raise RehearsalError(
@@ -223,7 +223,7 @@ def check_same_work(model: torch.nn.Module, audit: Audit, trace: Trace) -> None:
             raise RehearsalError(
                 f"the step called {type(model).__name__} with {', '.join(one)} in one run and with {', '.join(other)} "
                 "in the next. It must do the same work each time that it is given the same batch: draw the batch "
-                "outside of the step, and pass it in."
+                "outside the step, and pass it in."
             )
     if trace.packs != len(audit.slots):
         raise RehearsalError(

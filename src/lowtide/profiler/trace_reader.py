@@ -171,7 +171,7 @@ def lifetimes_without_trace(index: TraceIndex, slots: list[SlotDraft], kept: set
 
 @dataclass(frozen=True, slots=True)
 class MemoryLevels:
-    """Bytes outside of storages and recomputed copies, for each position."""
+    """Bytes outside storages and recomputed copies, for each position."""
 
     most: tuple[int, ...]
     """Largest level within each position."""

@@ -57,7 +57,7 @@ def blocks(decided: Decided) -> Iterator[str]:
     for block, made in decided.folded().items():
         kinds = ("recompute", *KINDS)
         parts = [f"{kind} {', '.join(_counted(made[kind]))}" for kind in kinds if kind in made]
-        yield f"{block or 'outside of blocks'}: {'; '.join(parts)}"
+        yield f"{block or 'outside blocks'}: {'; '.join(parts)}"
 
 
 def _counted(addresses: Iterable[str]) -> Iterator[str]:

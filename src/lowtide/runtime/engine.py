@@ -391,7 +391,7 @@ class Engine:
             self.bypassed = in_hooks(hooks[0])
             if self.does_anything and hooks[1] is not unpack:  # hooks that are not those of a plan on an outer model
                 self.say(
-                    f"{interceptor} was called inside of other saved-tensor hooks (torch.utils.checkpoint or "
+                    f"{interceptor} was called inside other saved-tensor hooks (torch.utils.checkpoint or "
                     "saved_tensors_hooks around it). Those take precedence: the plan does nothing there."
                 )
             with self.now(self._passthrough):

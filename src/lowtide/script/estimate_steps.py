@@ -261,7 +261,7 @@ class Estimating(StepListener):
         self._rehearsal, self.answers = rehearsal, rehearsal.answers
         self.saves.begin(self.answers.note)
         self._on_entered()
-        # Parameters outside of modules, and sums whose device a loop compares, as transformers' Trainer does.
+        # Parameters outside modules, and sums whose device a loop compares, as transformers' Trainer does.
         tensors = [t for t in state.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
         tensors += (t for t in state.visited if isinstance(t, torch.Tensor) and not t.is_leaf and is_given(t))
         rehearsal.put([tensor for tensor in tensors if not _is_in(resizing, tensor)], lambda tensor: tensor)

@@ -210,7 +210,7 @@ class Fitting(PlanMonitor):
         return (*self._smaller, *([] if self.plan is None else [self.plan]))
 
     def precedes(self, module: nn.Module) -> None:
-        """Count a model called between steps: its memory is outside of all steps."""
+        """Count a model called between steps: its memory is outside all steps."""
         self._preceding[name_of(module)] += 1
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:

@@ -9,7 +9,7 @@ model, or the backward pass.
   gradients as the failed one. Gradients that had already reached `.grad` stay; only the missing ones are added.
 
 A step is not repeated if that might give other bits than a run with enough memory; the error says why. Debts: a loss
-outside of the model, the update and data loading run in the script's own lines and are not repeated.
+outside the model, the update and data loading run in the script's own lines and are not repeated.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class StepRepeater(Removable):
                 self._explain(error, why)
                 raise
             failed = _clear_frames(error)
-        # Outside of `except`, which would keep the failed call's frames and tensors alive.
+        # Outside `except`, which would keep the failed call's frames and tensors alive.
         own = None
         call.context.restore()
         self._begin("the model's forward", failed, args, kwargs)
@@ -166,7 +166,7 @@ class StepRepeater(Removable):
                 self._explain(error, why)
                 raise
             failed = _clear_frames(error)
-        # Outside of `except`, which would keep the frames and tensors of the failed pass alive.
+        # Outside `except`, which would keep the frames and tensors of the failed pass alive.
         missing = [gradient.parameter for gradient in before if not gradient.has_arrived()]
         calls = sorted(self.entered, key=lambda call: call.number)
         _release_all((*tensors, *(output for call in calls for output in call.outputs())))
@@ -199,7 +199,7 @@ class StepRepeater(Removable):
         entrances = [(call, node.place) for node in outside if (call := _call_of(node)) is not None]
         calls = [call for call, _ in entrances]
         if not all(call.is_entered(place) for call, place in entrances):
-            return "backward had not reached the model yet: the loss outside of it takes the memory"
+            return "backward had not reached the model yet: the loss outside it takes the memory"
         if any(call.gradients is None for call in calls):
             return (
                 "the gradients of the model's outputs are too large to be held through backward. Compute the loss in "

@@ -105,7 +105,7 @@ def why_not(program: str, steps: Steps, listener: StepListener) -> str:
         )
     if steps.model is None and steps.in_backward_only:
         return (
-            f"{ended}; the whole model is inside of a reentrant checkpoint, which runs it without gradients first.\n"
+            f"{ended}; the whole model is inside a reentrant checkpoint, which runs it without gradients first.\n"
             "  Say use_reentrant=False there, or do without: plans keep what pays."
         )
     if steps.model is None and n_compiled() > steps.n_compiled_before:

@@ -28,7 +28,7 @@ from lowtide.utils.object_slots import in_slots
 if TYPE_CHECKING:
     from lowtide.runtime.call_context import CallContext
 
-CHANGES = "it changes something outside of its modules, which a replay would change once more"
+CHANGES = "it changes something outside its modules, which a replay would change once more"
 ITERATES = "its code has an iterator, and what that has given can't be given back"
 
 LARGEST_BYTES = 2**22

@@ -48,7 +48,7 @@ def unless_out_of_memory(run: Callable[[], T], refuse: Callable[[str], LowtideEr
         if not is_out_of_memory(error):
             raise
         message = str(error).partition("\n")[0]
-    raise refuse(message)  # outside of `except`, where the frames of the failed step and their tensors are freed
+    raise refuse(message)  # outside `except`, where the frames of the failed step and their tensors are freed
 
 
 _PIECE = 1 << 22

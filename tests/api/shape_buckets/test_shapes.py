@@ -119,7 +119,7 @@ REPLAYS = (
     ("transformer.h.0#0", "transformer.h.1#0", "transformer.h.1.mlp#0"),
     ("transformer.h.0.mlp#0", "transformer.h.1#0", "transformer.h.2#0", "transformer.h.2.attn#0"),
 )
-"""A plan's for each bucket: what one replays, another replays inside of something else."""
+"""A plan's for each bucket: what one replays, another replays inside something else."""
 
 
 def test_each_forward_is_replayed_by_its_own_plan_whatever_came_after_it(fitted):

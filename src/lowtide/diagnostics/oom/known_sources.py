@@ -270,7 +270,7 @@ SOURCES: dict[str, Source] = {
     "OpenCV on a GPU": Source(
         code="not-pytorch",
         claim="memory was requested from the driver by OpenCV, and the GPU had none left",
-        evidence="GpuMat takes its memory outside of every framework's cache",
+        evidence="GpuMat takes its memory outside every framework's cache",
         actions=(
             "reuse GpuMat objects, and release() those that are over; smaller images",
             "see with nvidia-smi which other processes hold the GPU; leave room beside PyTorch's cache",
@@ -447,7 +447,7 @@ SOURCES: dict[str, Source] = {
     "Vulkan": Source(
         code="not-pytorch",
         claim="memory was requested from the driver by Vulkan, and the GPU had none left",
-        evidence="it is outside of every framework's cache",
+        evidence="it is outside every framework's cache",
         actions=(
             "fewer layers or smaller images on the GPU",
             "see which other processes hold the GPU: a display, a game, another process",
@@ -456,7 +456,7 @@ SOURCES: dict[str, Source] = {
     "YARN": Source(
         code="host-memory",
         claim="YARN ended a container of Spark: it used more host memory than its limit",
-        evidence="memory outside of Java's heap counts: Python workers and their tensors are there",
+        evidence="memory outside Java's heap counts: Python workers and their tensors are there",
         actions=(
             "a larger spark.executor.memoryOverhead, or spark.executor.pyspark.memory",
             "fewer cores an executor, smaller partitions",
@@ -559,7 +559,7 @@ SOURCES: dict[str, Source] = {
     "a full disk": Source(
         code="cap",
         claim="a disk is full: the file named in the message; memory is not what ran out",
-        evidence="Errno 28 outside of /dev/shm",
+        evidence="Errno 28 outside /dev/shm",
         actions=(
             "look: df -h (and df -i) of that folder; make room, or move caches (HF_HOME, TMPDIR, TORCH_HOME)",
             "keep fewer checkpoints: save_total_limit in transformers",
