@@ -89,7 +89,7 @@ def test_a_plan_that_no_variable_holds_is_found_and_taken_off() -> None:
     lowtide.remove(made.model)
     assert lowtide.fitted(made.model) is None
     assert not any("_compiled_call_impl" in module.__dict__ for module in made.model.modules())
-    with pytest.raises(lowtide.LowtideError, match="nothing to take off"):
+    with pytest.raises(lowtide.LowtideError, match="nothing to remove"):
         lowtide.remove(made.model)
 
 

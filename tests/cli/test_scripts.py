@@ -110,7 +110,7 @@ needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is
 def test_a_script_trains_on_where_its_plan_can_not_be_saved(script: Callable[[str], str], plain: str, run: Run) -> None:
     done = run("run", "--budget", "90%", "--save", "/dev/full", script(TRAIN))
     assert (done.code, done.out) == (0, plain)
-    said = "lowtide: the plan is not saved, and training goes on: /dev/full can't be written: No space left on device."
+    said = "lowtide: the plan is not saved; training continues: /dev/full can't be written: No space left on device."
     assert done.err.count(said) == 1
 
 
@@ -1272,7 +1272,7 @@ def test_a_module_is_run_by_its_name(
         (("run", "--budget", "8GiB", "none.py"), "none.py is not a file"),
         (("run", "--budget", "8GiB", "-m", "no_such.module"), "there is no module no_such.module to run"),
         (("run", "--budget", "8GiB", "--plan", __file__, "train.py"), "either --budget or --plan"),
-        (("run", "--plan", __file__, "--save", "x.json", "train.py"), "--save goes with --budget"),
+        (("run", "--plan", __file__, "--save", "x.json", "train.py"), "--save needs --budget"),
         (("run", "--plan", __file__, __file__), "not a Plan of format 3"),
         (("rehearse", "--json", "no/such/folder/x.json", "train.py"), "is not a folder to write to"),
         (("plan", "make", "train.py"), "Missing option '--budget'"),

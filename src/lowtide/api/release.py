@@ -96,7 +96,9 @@ class Step(AbstractContextManager["Step"]):
 
     def __enter__(self) -> Self:
         if self._undo:
-            raise LowtideError("this step has begun already. Write a new `with lowtide.step():`.")
+            raise LowtideError(
+                "this lowtide.step() was entered before. Write a new `with lowtide.step():` for each step."
+            )
 
         def make(engine: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:

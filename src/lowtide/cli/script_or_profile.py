@@ -155,9 +155,9 @@ def profile_of(
         if args:
             raise click.UsageError(f"{target} is a profile: it takes no arguments, found {' '.join(args)}.")
         if levers:
-            raise click.UsageError(f"{target} is a profile, made without --lever: give the script to rehearse it with.")
+            raise click.UsageError(f"{target} is a profile, and --lever needs a script, which is rehearsed with it.")
         if n_processes is not None:
-            raise click.UsageError(f"--processes is for scripts, and {target} is a profile.")
+            raise click.UsageError(f"--processes needs a script, and {target} is a profile.")
         from lowtide.planner.inplace_savings import without_in_place
 
         profile = Record.from_json(Path(target))

@@ -543,7 +543,8 @@ def _no_kernel(func: Any) -> RehearsalError:
     if func.namespace not in OWN_OPERATORS:
         remedy = "Say what its results look like (torch.library.register_fake), or measure this step (lowtide.timeline)"
     return RehearsalError(
-        f"{where()}: {func.name()} is an operator that torch can't run on tensors without memory.\n  {remedy}."
+        f"{where()}: {func.name()} is an operator that torch can't run on fake tensors (tensors without memory).\n  "
+        f"{remedy}."
     )
 
 

@@ -112,8 +112,9 @@ def check_estimated(modules: Iterable[nn.Module]) -> None:
 
 def _refuse_rings(*args: Any, **kwargs: Any) -> NoReturn:
     raise RehearsalError(
-        "context parallel passes keys and values from one process to the next, which is not estimated.\n  Estimate "
-        "without it, with a process's share of the tokens: attention then takes less by what is passed on."
+        "context parallel passes keys and values from one process to the next, which is not estimated.\n  "
+        "Estimate without it, with one process's share of the tokens: the exchanged keys and values are then missing "
+        "from the estimate."
     )
 
 

@@ -145,10 +145,10 @@ def test_torch_is_left_as_it_was_by_a_loop_that_raises(model: nn.Module) -> None
 
 def test_one_watch_at_a_time(model: nn.Module) -> None:
     with lowtide.watch(model) as watched:
-        with pytest.raises(LowtideError, match="a watch is running already"):
+        with pytest.raises(LowtideError, match="a watch is already running"):
             lowtide.watch(model).__enter__()
         train(model, batches())
-    with pytest.raises(LowtideError, match="a watch watches once"):
+    with pytest.raises(LowtideError, match="this watch was used before"):
         watched.__enter__()
     with pytest.raises(LowtideError, match="give the batches"):
         next(iter(lowtide.watch(model)))

@@ -103,7 +103,7 @@ class Watch(Displayed):
 
     def __enter__(self) -> Self:
         if self._findings is not None:
-            raise LowtideError("a watch watches once. Make a new lowtide.watch().")
+            raise LowtideError("this watch was used before. Create a new one with lowtide.watch().")
         self._events.install()
         return self
 
@@ -130,7 +130,7 @@ class Watch(Displayed):
 
     def __iter__(self) -> Iterator[Any]:
         if self._batches is None:
-            raise LowtideError("there is nothing to loop over: give the batches, as in lowtide.watch(model, loader).")
+            raise LowtideError("there are no batches to loop over: pass them, as in lowtide.watch(model, loader).")
         with self:
             batches = iter(self._batches)
             with suppress(StopIteration):

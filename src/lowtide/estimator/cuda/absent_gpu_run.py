@@ -105,8 +105,8 @@ class AbsentGpuRun(TwoStepRun):
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 raise RehearsalError(
-                    f"{type(module).__name__} is TorchScript, whose code runs past a GPU that is not there. Estimate "
-                    "the model before it is scripted or traced, or without a device."
+                    f"{type(module).__name__} is TorchScript, whose code can't run on a GPU that this machine does "
+                    "not have. Estimate the model before it is scripted or traced, or without a device."
                 )
         fakes = fake_mode(run_on_zeros=False, nested=RehearsalError(NESTED))
         self._begin(model, batch, fakes, planned(model, batch, None) if engine is None else engine)

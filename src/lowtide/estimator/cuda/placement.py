@@ -60,8 +60,9 @@ class GpuPlacement:
                 continue
             if sparse.is_compressed(tensor):
                 raise RehearsalError(
-                    f"a tensor of layout {tensor.layout} can't be on a GPU that is not there: fake ones have no "
-                    "elements.\n  Give it as COO (`tensor.to_sparse_coo()`)."
+                    f"a tensor of layout {tensor.layout} can't be estimated on a GPU: its fake tensors have no "
+                    "elements.\n  "
+                    "Convert it to COO (`tensor.to_sparse_coo()`)."
                 )
             shown = resized(tensor)
             fake = self._fake(shown)
