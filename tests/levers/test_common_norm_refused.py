@@ -65,7 +65,7 @@ def test_losses_beside_the_model_are_refused(loss_of: LossOf, why: str) -> None:
 @pytest.mark.parametrize(
     ("clip", "why"),
     [
-        (_reversed, "in another order than that of the model or of the optimizer"),
+        (_reversed, "in an order that is neither the model's nor the optimizer's"),
         (_by_layer, "called for several sets of parameters, and each has another norm"),
         (lambda m: clip_grad_norm_(m.parameters(), float("inf")), "for what clip_grad_norm_ returns, which would be 0"),
         (lambda m: clip_grad_norm_([*m.parameters()] * 2, 1.0), "the same gradient twice"),

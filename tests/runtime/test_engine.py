@@ -219,7 +219,7 @@ def test_a_second_plan_on_the_same_model_is_refused():
     model = Language(layers=1)
     with (
         in_force(model, "keep"),
-        pytest.raises(lowtide.LowtideError, match=r"already: take it off first with lowtide\.remove"),
+        pytest.raises(lowtide.LowtideError, match=r"already: remove it first with lowtide\.remove"),
         in_force(model, "keep"),
     ):
         pass
@@ -426,7 +426,7 @@ def test_unexpected_tensors_are_kept_and_reported_once():
     addresses = ["blocks.0#0:0", "blocks.1.mlp.0#0:0", "norm#0:1"]
     engine = Engine(model, actions_for(dict.fromkeys(addresses, "CosBackward0"), ()))
     engine.install()
-    with pytest.warns(UserWarning, match="does not save what the rehearsed one did") as said:
+    with pytest.warns(UserWarning, match="saves different tensors than the rehearsed step") as said:
         planned = [outcome(model, lambda: model(ids).sum().backward()) for _ in range(2)]
     engine.remove()
     assert len(said) == 1

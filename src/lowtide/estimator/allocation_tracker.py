@@ -144,7 +144,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
     def stream(self) -> EventStream:
         """Stream of the events recorded since the last `begin`."""
         if self._recording:
-            raise RehearsalError("the stream of a recorder is complete when its with-block has ended, and not before.")
+            raise RehearsalError("the stream of a recorder is complete only when its with block has ended.")
         return EventStream(tuple(self._events), self.device, self.streams)
 
     @property

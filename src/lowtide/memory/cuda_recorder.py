@@ -77,12 +77,12 @@ class CudaRecorder(Recorder):
     def stream(self) -> EventStream:
         """Return the recorded events. Raises RehearsalError before the block has ended."""
         if self._stream is None:
-            raise RehearsalError("the stream of a recorder is complete when its with-block has ended, and not before.")
+            raise RehearsalError("the stream of a recorder is complete only when its with block has ended.")
         return self._stream
 
     def __enter__(self) -> Self:
         if self._key:
-            raise RehearsalError("a recorder records once. Make a new CudaRecorder().")
+            raise RehearsalError("this recorder was used before. Create a new CudaRecorder().")
         self._index = cuda_index(self._asked)
         self.device = f"cuda:{self._index}"
         torch.cuda.init()  # type: ignore[no-untyped-call]  # CUDA may be unused so far
@@ -121,7 +121,7 @@ class CudaRecorder(Recorder):
     def mark(self, label: str, data: object = None) -> None:
         """Put a mark exactly here. Raises RehearsalError outside the with-block."""
         if not self._is_recording:
-            raise RehearsalError(f"mark({label!r}): marks are made inside the recorder's with-block.")
+            raise RehearsalError(f"mark({label!r}): marks can be made only inside the recorder's with block.")
         self._marks.append(PlacedMark(Mark(label, data), threading.get_ident(), time.time_ns() / 1000))
         self._attach(len(self._marks))
 

@@ -250,9 +250,9 @@ def _calls(model: nn.Module, step: Step, batch: Any, unchanged: StepSnapshot, dr
 
 def _does_not_fit(said: str) -> RehearsalError:
     return RehearsalError(
-        f"the step runs out of memory even if each repeated block is freed as soon as it has run: {said}\n"
-        "  Rehearse it with a smaller batch, of which lowtide.accumulate makes a large one, or make room on the "
-        "device. lowtide.estimate(model, step, batch) says what the step needs without taking it."
+        f"the step runs out of memory even if each repeated block is freed as soon as it has run: {said}\n  "
+        "Rehearse it with a smaller batch (lowtide.accumulate builds a large batch from small ones), or free memory "
+        "on the device. lowtide.estimate(model, step, batch) estimates what the step needs without running it."
     )
 
 

@@ -42,14 +42,14 @@ def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float)
         )
     if sends := next((node.target for graph in graphs for node in graph.joint.nodes if _sends(node)), None):
         raise RehearsalError(
-            f"compiled code sends to other processes ({sends}), and it is not known what waits for what. Compile "
-            "repeated blocks instead, each in its place: `block.compile()`."
+            f"compiled code sends to other processes ({sends}), and the order of those operations is not known. "
+            "Compile repeated blocks instead, each in its place: `block.compile()`."
         )
     calls = [call for call in _calls(stream) if call.backward is not None]
     if not calls:
         raise RehearsalError("the step ran no backward through compiled code: call loss.backward() inside it.")
     if any(call.graph >= len(graphs) for call in calls):
-        raise RehearsalError("the step runs code that was compiled before, and what it saves was not seen.")
+        raise RehearsalError("the step runs code that was compiled before, and what it saves was not observed.")
     ran: dict[tuple[int, tuple[int, ...]], int] = {}
     """Graphs that ran, each at one size, in order."""
     calls = [replace(call, graph=ran.setdefault((call.graph, call.sizes), len(ran))) for call in calls]
@@ -114,8 +114,8 @@ def _calls(stream: EventStream) -> list[_GraphCall]:
         waiting = [call for call in calls if call.graph == graph and call.backward is None]
         if not waiting:
             raise RehearsalError(
-                "backward runs through compiled code more than once (retain_graph=True): what it computes again is "
-                "gone by then. Add up the losses, and call backward once."
+                "backward runs through compiled code more than once (retain_graph=True): what it recomputes is freed "
+                "after the first pass. Add up the losses, and call backward once."
             )
         waiting[-1].backward = span  # backward runs through the last forward first
     return calls

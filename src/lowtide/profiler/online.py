@@ -374,9 +374,9 @@ class _OwnAudit(Audit):
         refused = super().try_all(call, frame, returned)
         if self.leaked is not None:
             raise RehearsalError(
-                f"{self.leaked} writes tensors to something outside it, such as a dict, and has now done so twice: "
-                "on trial it was run again.\n"
-                "  Return them, or store them in attributes of the module, or use lowtide.fit, which rehearses a step "
+                f"{self.leaked} writes tensors to something outside it, such as a dict, and has now done so twice, "
+                "because it was replayed on trial.\n  "
+                "Return them, or store them in attributes of the module, or use lowtide.fit, which rehearses a step "
                 "before training begins."
             )
         return refused

@@ -21,7 +21,7 @@ def tracks_of(run: RunRecord) -> list[tuple[str, StepMemory]]:
     """Return the recorded steps of a run, by name. Raises LowtideError for a run without any."""
     tracks = [(name, memory) for name, memory in (("before", run.before), ("after", run.after)) if memory is not None]
     if not tracks:
-        raise LowtideError("this run has no memory of a step: it was watched, and not rehearsed.")
+        raise LowtideError("this run has no memory timeline: it was watched, not rehearsed.")
     return tracks
 
 

@@ -50,7 +50,8 @@ class Advance:
         tensor = result_of(self._frame.forward_again(self.operands))
         if tensor is None:
             raise ReplayMismatch(
-                f"{self._frame.interceptor} did not return one tensor when it was run again, as it did before.",
+                f"{self._frame.interceptor} did not return a single tensor when it was replayed, as it did in the "
+                "first run.",
                 type(self._frame.interceptor.module),
             )
         return tensor.detach() if self._view is None else tensor.detach().as_strided(*self._view)

@@ -341,9 +341,9 @@ class Engine:
             name = decision.node if node is None else node.name()
             difference = "" if name == decision.node else f": {name}, where the plan has {decision.node}"
             self.say(
-                f"this step does not save what the rehearsed one did (first at {decision.address}{difference}): such "
-                "tensors are kept, so its peak may be above the budget. Rehearse and plan again if the model or its "
-                "input has changed."
+                f"this step saves different tensors than the rehearsed step (first at {decision.address}{difference}): "
+                "these tensors are kept, so the peak may be above the budget. Rehearse and plan again if the model "
+                "or its input has changed."
             )
 
     def say(self, what: str) -> None:
@@ -465,8 +465,8 @@ class Engine:
         while isinstance(front, CallInterceptor | OuterInterceptor):
             if isinstance(front, CallInterceptor) and front.engine.model is self.model:
                 raise LowtideError(
-                    f"there is a plan in force on this {type(self.model).__name__} already: "
-                    "take it off first with lowtide.remove(model)."
+                    f"there is a plan in force on this {type(self.model).__name__} already: remove it first with "
+                    "lowtide.remove(model)."
                 )
             front = front.before
         if self.is_measured or any(self.in_place):
@@ -507,9 +507,9 @@ class Engine:
         """Report a tensor that was copied before a write, because a recompute or replay still reads it."""
         name = self.name_of(tensor) or "a tensor"
         self.say(
-            f"{who} writes to {name} ({list(tensor.shape)} {tensor.dtype}) between forward and backward, and the plan "
-            "reads it once more after that: it was copied, so the peak may be above the budget. Fit, or rehearse and "
-            "plan, in a step that does so."
+            f"{who} writes to {name} ({list(tensor.shape)} {tensor.dtype}) between forward and backward, and the "
+            "plan reads it again after that: it was copied first, so the peak may be above the budget. Fit, or "
+            "rehearse and plan, in a step that does so."
         )
 
     def displaced(self) -> Iterator[CallInterceptor]:

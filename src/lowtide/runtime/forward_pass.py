@@ -285,9 +285,9 @@ class ForwardPass:
         change = None if interceptor.as_planned is None else interceptor.as_planned.change()
         if change is not None:
             self.engine.say(
-                f"{change} since its plan was put in force. The plan runs {interceptor} again in backward, and was not "
-                "compared with that: what the block saves is kept instead, so the peak may be above the budget. Fit, "
-                "or rehearse and plan, again."
+                f"{change} since its plan was put in force. The plan runs {interceptor} again in backward, and has "
+                "not been checked with this change: what the block saves is kept instead, so the peak may be above "
+                "the budget. Fit, or rehearse and plan, again."
             )
         return change is None
 

@@ -331,7 +331,9 @@ class Fitting(PlanMonitor):
         self._rehearsing.gives_up(model)
         if self.plan is not None:
             name = name_of(model)
-            self._say(f"the plan for that {name} is given up: from here on another model is trained, and rehearsed")
+            self._say(
+                f"the plan for that {name} is removed: from here on the script trains another model, which is rehearsed"
+            )
         self.plan, self.verdict, self.unplanned, self._over, self._n_waited = None, None, None, [], 0
         self._smaller, self._in_force, self._n_looked = [], None, None
         self._proof, self._compared, self._n_compiling = AUDITED, None, 0

@@ -109,7 +109,7 @@ class PlanMonitor(StepListener):
         """Report that no batch of the plan's size came."""
         largest = f"the largest measured peak is {format_bytes(self._most)}" if self._most else "no peak was measured"
         steps = "1 step" if self._n_others == 1 else f"{self._n_others} steps"
-        self._say(f"in {steps} under the plan no batch was of the size it is for: {largest}")
+        self._say(f"in {steps} under the plan no batch had the size that the plan is for: {largest}")
 
 
 class Measured:

@@ -46,9 +46,9 @@ def watched(
         end()
     if not _alone.acquire(blocking=False):
         raise LowtideError(
-            "the training steps of this process are watched already: by lowtide.within around this block or in another "
-            "thread, or by `lowtide run`. A budget is for all memory of the process, so there is one at a time: leave "
-            "one of the two out, or let the first block end before."
+            "the training steps of this process are watched already: by lowtide.within around this block or in "
+            "another thread, or by `lowtide run`. A budget is for all memory of the process, so there is one at a "
+            "time: leave one of the two out, or end the first block before."
         )
     try:
         with interrupts_delayed(), Steps(listener, model, when_failed=when_failed) as steps:

@@ -232,6 +232,6 @@ def _check_trained(model: Any) -> None:
         raise LowtideError(f"model takes a torch.nn.Module, found {type(model).__name__}.")
     if not any(p.requires_grad for p in model.parameters()):
         raise LowtideError(
-            f"no parameter of this {type(model).__name__} requires a gradient: there are no steps of it. Give the "
+            f"no parameter of this {type(model).__name__} requires a gradient: it has no training steps. Give the "
             "model that is trained, or leave model out."
         )

@@ -316,7 +316,7 @@ def shares_for(
 def _normalized(counts: Sequence[float]) -> list[float]:
     total = sum(counts)
     if total <= 0:
-        raise LowtideError("no label of this batch counts, so its mean is not defined: all of them are ignored.")
+        raise LowtideError("all labels of this batch are ignored, so the mean over them is not defined.")
     return [count / total for count in counts]
 
 
@@ -368,7 +368,7 @@ def _count(average: Average, labels: Tensor) -> float:
 
 def _unknown_average(why: str) -> LowtideError:
     return LowtideError(
-        f"cannot determine how this loss averages: {why}. Micro-batches that are weighted wrongly give other "
-        'gradients, so say it to lowtide.accumulate: weight="rows" for a mean over rows, weight="sum" for a sum, or '
-        'weight=lambda part: ... for what the mean over a piece is divided by, such as (part["labels"] != -100).sum().'
+        f"cannot determine how this loss averages: {why}. Wrongly weighted micro-batches give wrong gradients, so "
+        'tell lowtide.accumulate: weight="rows" for a mean over rows, weight="sum" for a sum, or weight=lambda part: '
+        '... for what the mean over a piece is divided by, such as (part["labels"] != -100).sum().'
     )

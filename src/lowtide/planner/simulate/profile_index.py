@@ -236,7 +236,9 @@ class Index:
         try:
             return recompute_cost_of(value, self.profile.values, self.operands, on_the_way)
         except RecursionError as error:
-            raise contradiction(f"value {value} is made through more others than can be followed") from error
+            raise contradiction(
+                f"value {value} is computed through a longer chain of values than can be followed"
+            ) from error
 
     def possible_operands(self, node: int) -> set[int]:
         """Return the nodes that the cost of producing `node` can depend on."""
@@ -275,4 +277,4 @@ class Index:
         try:
             return np.array(list(graphlib.TopologicalSorter(dependents).static_order()), np.int64)
         except graphlib.CycleError as error:
-            raise contradiction(f"a replay needs what it makes (nodes {error.args[1]})") from error
+            raise contradiction(f"a replay needs its own results (nodes {error.args[1]})") from error
