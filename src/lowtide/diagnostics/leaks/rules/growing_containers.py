@@ -29,7 +29,7 @@ def _grows(sizes: Sequence[int]) -> bool:
     why="Each entry holds the whole graph of its step.",
     bad="losses.append(criterion(model(x), y))",
     good="losses.append(criterion(model(x), y).item())",
-    fix="put numbers in `{name}`: `.item()` (`.detach()` drops the graph, and keeps all memory that the value is in)",
+    fix="put numbers in `{name}`: `.item()` (`.detach()` drops the graph, but keeps the memory of the value)",
 )
 class ListOfGraphs(Rule):
     """Rule for a list that grows. A list that each step creates, which never has two graphs of one call, does not
@@ -106,8 +106,10 @@ LEAST_HOST_BYTES = 100 * 1024
     "LT023",
     priority=155,
     name="empty graphs kept by a running total",
-    what="Losses are added to a total, or kept in a list, after their backward pass. Backward has freed the tensors, "
-    "but the nodes of all these graphs stay, each step's hanging on the one before.",
+    what=(
+        "Losses are added to a total, or kept in a list, after their backward pass. Backward has freed the tensors, "
+        "but the nodes of all these graphs stay, each step's graph linked to the previous one's."
+    ),
     why="A node takes 0.6 to 0.9 kB of host memory whatever the tensors: half a MiB a step for a BERT of 12 layers, "
     "gigabytes over a training run. GPU memory does not show it.",
     bad="loss.backward()\ntotal += loss",
