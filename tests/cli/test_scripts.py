@@ -254,7 +254,7 @@ def test_a_plan_that_was_made_before_and_has_smaller_batches_only_is_measured_on
     for n_steps, n_seen in ((3, 3), (30, 20)):
         done = run("run", "--plan", plan_file, script(TRAIN), *smaller, str(n_steps))
         assert done.code == 0
-        said = f"in {n_seen} steps under the plan no batch was of the size it is for: the largest measured peak"
+        said = f"in {n_seen} steps under the plan no batch had the size that the plan is for: the largest measured peak"
         assert re.search(f"{said} is 1\\.[0-9]+ MiB\n", done.err)
     done = run("run", "--plan", plan_file, script(grown(by_bytes=10_000_000, after=0)), *smaller, "3")
     assert (done.code, done.out.count("0x")) == (1, 1)
@@ -539,7 +539,7 @@ def test_where_no_two_batches_are_of_one_size_the_largest_is_planned_for(
     assert (done.returncode, done.stdout) == (0, run_python(train, *rows).stdout)
     made = Plan.from_json(saved)
     assert made.fingerprint.batch == f"[{200 + max(sizes[1:20])}, 64] float32"
-    assert "in 20 steps under the plan no batch was of the size it is for: the largest measured" in done.stderr
+    assert "in 20 steps under the plan no batch had the size that the plan is for: the largest measured" in done.stderr
 
 
 def test_a_plan_that_had_smaller_batches_only_is_saved_and_that_is_said(
@@ -549,7 +549,7 @@ def test_a_plan_that_had_smaller_batches_only_is_saved_and_that_is_said(
     rows = ("256", "256", *["128"] * 24)
     done = run("run", "--budget", "90%", "--save", saved, script(TRAIN), "--steps", "24", "--rows", *rows)
     assert done.code == 0
-    assert "in 20 steps under the plan no batch was of the size it is for: the largest measured" in done.err
+    assert "in 20 steps under the plan no batch had the size that the plan is for: the largest measured" in done.err
     assert "within the budget" not in done.err
     assert Plan.from_json(saved).recompute
 
@@ -963,7 +963,7 @@ def test_a_run_that_ends_before_the_planned_size_comes_again(
     rows = ("256", "256", "128", "128", "128")
     done = run("run", "--budget", "90%", "--save", str(saved), script(TRAIN), "--rows", *rows)
     assert done.code == 0
-    assert "in 3 steps under the plan no batch was of the size it is for: the largest measured" in done.err
+    assert "in 3 steps under the plan no batch had the size that the plan is for: the largest measured" in done.err
     assert Plan.from_json(saved).budget_bytes
 
 
