@@ -148,7 +148,7 @@ class Verdict(Record):
             relative = (self.relative_differences or {}).items()
             apart = ", ".join(f"{kind} {difference:.1e}" for kind, difference in relative)
             apart = f"; relative differences from the plain step: {apart}" if apart else ""
-        audited = "every recipe and replay was compared with the true tensors, bit by bit"
+        audited = "every recipe and replay was compared with the original tensors, bit by bit"
         if self.differences is None:
             return f"the plain step does not fit; {audited}"
         if self.differing:

@@ -72,7 +72,7 @@ plan.
 GROWTHS: Final = 12
 """Largest number of plans made for larger batches, one after the other: enough for ten thousand random sizes."""
 
-AUDITED: Final = "every recipe and replay was compared with the true tensors, bit by bit"
+AUDITED: Final = "every recipe and replay was compared with the original tensors, bit by bit"
 COMPARED: Final = "compiled code under the plan was compared with the plain compiled code on a batch, bit by bit"
 WHOLE_NEXT: Final = "That was inside compiled blocks: they are rehearsed again, to be replayed as a whole"
 SMALLEST_FOR_LARGER: Final = "The plan with the smallest peak is in force for these batches"
