@@ -41,7 +41,7 @@ from lowtide.planner.records import Plan
 from lowtide.profiler.compiled_bits import compiled_bits, scheduled_calls
 from lowtide.profiler.online import NOT_RUN, PATIENCE
 from lowtide.report.run_record import Proof
-from lowtide.report.text_table import added_time, decisions, lever_lines, share_of_step
+from lowtide.report.text_table import added_time, decisions, lever_lines
 from lowtide.runtime.batch_tensors import in_words, tensors_in
 from lowtide.runtime.call_shapes import elements, no_larger, shapes_in
 from lowtide.runtime.fingerprint import check_made_for, fingerprint, place_of
@@ -278,12 +278,12 @@ class Fitting(PlanMonitor):
             self._n_looked, self.done = None, True
         elif self._open is not None:
             step, self._open = self._open, None
-            measured_bytes, took_ms = step.peak_bytes(), step.time_ms()
+            measured_bytes = step.peak_bytes()
             is_compiling = bool(self.plan.graphs) and n_compiled() != self._n_compiled
             self._n_compiling += is_compiling
             # code was compiled in this step, which takes memory: a later step counts
             if not is_compiling or self._n_compiling >= PATIENCE:
-                self._judge(self.plan, measured_bytes, took_ms, model)
+                self._judge(self.plan, measured_bytes, model)
 
     def _make_plan(self, profile: Profile, model: nn.Module) -> None:
         """Plan for `profile`, or react as `on_infeasible` says if no plan fits. Raises Infeasible."""
@@ -493,7 +493,7 @@ class Fitting(PlanMonitor):
             if note != NOT_RUN:
                 self._say(f"note: {note}")
 
-    def _judge(self, made: Plan, measured_bytes: int, took_ms: float, model: nn.Module) -> None:
+    def _judge(self, made: Plan, measured_bytes: int, model: nn.Module) -> None:
         if measured_bytes <= made.budget_bytes:
             self._most = max(self._most, measured_bytes)
             if self._is_planned:
@@ -503,8 +503,7 @@ class Fitting(PlanMonitor):
                     what = "peak reserved"
                 else:
                     what = f"peak, {format_ratio(measured_bytes / made.plain.peak_bytes)} of the plain step's"
-                extra = share_of_step(made.predicted.extra_ms, took_ms)
-                self._say(f"measured {format_bytes(measured_bytes)} {what}: within the budget{extra}")
+                self._say(f"measured {format_bytes(measured_bytes)} {what}: within the budget")
                 self._stays(made, measured_bytes, is_of_planned_size=True)
             elif self._n_others >= PATIENCE:
                 self._keep(made)

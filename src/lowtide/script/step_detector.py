@@ -407,6 +407,8 @@ class Steps:
                 return
             monitor.updated(optimizer)
         self.n_updates += 1
+        if monitor.is_timing:
+            monitor.count_time(optimizer)
         if self.listener.wants_more() and (model := monitor.model()) is not None:
             self._resume(model, monitor.optimizers())
 

@@ -80,6 +80,9 @@ class StepListener:
     def starts_processes(self) -> None:
         """Note that `torch.multiprocessing.spawn` starts processes before anything is trained in this one."""
 
+    def takes(self, step_ms: float) -> None:
+        """Note the mean time of a step after all work is done. Called from an optimizer's hook, once."""
+
     def passes_over(self) -> None:
         """Note that another model is trained after all work is done. Called from an optimizer's hook, once."""
 
