@@ -209,12 +209,14 @@ class CallContext:
 
     def _hold(self) -> None:
         """Note parameters, and buffers that are not copied."""
+        written = {(id(table), name) for table, name, *_ in self.copied}
         self.held = [
             (table, name, tensor)
             for module in self.reach.modules
             for table, copied in ((module._parameters, ()), (module._buffers, self.buffers))
             for name, tensor in table.items()
             if tensor is not None and (module, name) not in copied and (not self.reach.units or is_plain(tensor))
+            if (id(table), name) not in written
         ]
         self.summed = self._places_of_buffers()
 
