@@ -317,8 +317,8 @@ def scheduled_peak(
 ) -> int | None:
     """Return the peak of a step under a plan for compiled code whose kernels are left out; None if that fails.
 
-    Such code is made in seconds, and allocates what it would with its kernels: inductor has fused, ordered and reused
-    everything by then. It computes zeros, at which a step may raise. All state is restored.
+    Such code is made in seconds, and allocates as much as with kernels: fusion, order and reuse of buffers are decided
+    before kernels are compiled. It computes zeros, at which a step may raise. All state is restored.
     """
     with (
         StepSnapshot(model, batch, optimizer, step) as unchanged,

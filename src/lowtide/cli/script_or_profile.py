@@ -145,7 +145,7 @@ def profile_of(
 ) -> Profile:
     """Return the profile in a `.json` file, or of a script that is rehearsed now; its output goes to stderr if `quiet`.
 
-    With `n_processes` the script is process `rank` of as many, of which the others do not exist.
+    With `n_processes` the script runs as process `rank` of that many; the other processes do not exist.
 
     Ends the command with exit code 2 and a message if the script fails: 1 would be a finding about its memory.
     """

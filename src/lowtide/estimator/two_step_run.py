@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class TwoStepRun:
-    """Context in which operators on the model's device allocate nothing, and what they would allocate is recorded.
+    """Context in which operators on the model's device allocate nothing, and their allocations are recorded instead.
 
     Take one step, call `second`, take another one, call `finish`. At the end of the block everything is restored.
     """

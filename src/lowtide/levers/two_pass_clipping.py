@@ -223,7 +223,7 @@ class CommonNorm:
         clip_grads_with_norm_(parameter, self._clip.limit, self._total, self._clip.foreach)
 
     def finish_step(self) -> None:
-        """End the step. Raises LowtideError if gradients were clipped by a norm that is not theirs.
+        """End the step. Raises LowtideError if gradients were clipped by a wrong norm.
 
         Reads one number from the device for this check.
         """

@@ -76,7 +76,7 @@ class OnlineCompiledProfiler:
         self._graphs: list[JointSlots] = []
         self._steps_of: Counter[Fingerprint] = Counter()
         self._best: _Recorded | None = None
-        """Recorded step to plan for: the largest; steps in which nothing was compiled come before others."""
+        """Recorded step to plan for: the largest; steps in which nothing was compiled are preferred."""
         self._patience = PATIENCE
         self._to_come: Update | None = None
         self._stack = contextlib.ExitStack()

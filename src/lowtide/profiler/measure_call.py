@@ -120,8 +120,8 @@ def timed(
 ) -> tuple[T, Times, int]:
     """Return the result of `run`, its times and its FLOPs. Short runs are run twice: counting takes time.
 
-    `excluded_ms` returns the time so far that does not count as time of `run`. Where host and device have clocks of
-    their own, `quietly` is timed: the same work, without what `run` does to look at it. By default that is `run`.
+    `excluded_ms` returns the time so far that does not count as time of `run`. Where host and device have separate
+    clocks, `quietly` is timed: the same work without the instrumentation of `run`; by default `run` itself.
 
     Operators in compiled code are invisible, and a dispatch mode around it would make the compiler give up for good. So
     where code may be compiled, FLOPs are counted in a separate run: `eagerly`, which does the same work without

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Static
 
 NOTEWORTHY: Final = 0.01
-"""Smallest share of static memory from which on a note mentions tensors that belong to no model."""
+"""Smallest share of static memory at which a note mentions tensors that belong to no model."""
 
 
 def with_others(static: Static, addresses: frozenset[int], recorder: Recorder) -> Static:

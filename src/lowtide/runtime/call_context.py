@@ -208,7 +208,7 @@ class CallContext:
         return None
 
     def _hold(self) -> None:
-        """Note parameters, and buffers that are not copied."""
+        """Record the parameters, and the buffers that are not copied."""
         written = {(id(table), name) for table, name, *_ in self.copied}
         self.held = [
             (table, name, tensor)

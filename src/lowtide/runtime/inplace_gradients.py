@@ -77,9 +77,7 @@ class InPlace(Removable):
         self.device = device
         self.alone = alone
         self.least: Mapping[str, int] = {}
-        """For each node the smallest size in bytes from which on gradients are written over; nodes that are not listed
-        never do.
-        """
+        """Smallest size in bytes of a gradient that is written over, by node; gradients of other nodes never are."""
         self._on_write = on_write
         self._is_for_all = False
         self._n_running = 0

@@ -62,8 +62,8 @@ class Planned(Engine):
         """Function called with the arguments of a part of the model that a step calls directly."""
         self._most = [most_elements(plan) for plan in plans]
         self._saves_most_from = inf
-        """Number of elements from which on calls run under the plan with the smallest peak, because a call of that size
-        ran out of memory.
+        """Smallest number of elements of calls that run under the plan with the smallest peak, because such a call ran
+        out of memory.
         """
 
     def choose(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

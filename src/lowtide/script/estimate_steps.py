@@ -170,7 +170,7 @@ class Estimating(StepListener):
             self._next_pass(batch)
 
     def backward_ended(self) -> None:
-        """Note that a backward pass is over."""
+        """Record that a backward pass is over."""
         self._has_run_backward = True
 
     def checkpoints(self, function: Any, batch: Any) -> None:

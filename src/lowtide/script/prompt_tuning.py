@@ -26,11 +26,11 @@ class PromptTuning:
         return id(module) in self._frozen
 
     def frozen(self, module: nn.Module) -> None:
-        """Note a call of a module without trainable parameters, given a tensor that is trained."""
+        """Record a call of a module without trainable parameters, given a tensor that is trained."""
         self._frozen[id(module)] = module
 
     def evaluated(self, module: nn.Module) -> None:
-        """Note a call, in evaluation mode, of a module with trainable parameters."""
+        """Record a call, in evaluation mode, of a module with trainable parameters."""
         self._in_evaluation.add(module)
 
     def forget(self) -> None:

@@ -86,7 +86,7 @@ class StepRepeater(Removable):
         self.is_repeating = False
         self._is_calling = False
         self._explaining = explain_oom(model)
-        """Made beforehand: it reserves what an explanation needs where nothing is left."""
+        """Created beforehand: it reserves the memory that an explanation needs when none is left."""
         self._front = OuterInterceptor(model, self._call)
         self._undo = replace_function(torch.autograd, ENGINE, partial(partial, partial(_guarded, weakref.ref(self))))
         weakref.finalize(self, self._undo).atexit = False
@@ -317,7 +317,7 @@ class _Call:
         return [tensor for reference in self._outputs if (tensor := reference()) is not None]
 
     def entered(self, place: int, gradient: Tensor | None) -> None:
-        """Note that backward has entered the call by the output at `place`, with this gradient."""
+        """Record that backward has entered the call by the output at `place`, with this gradient."""
         repeater = self._repeater()
         if repeater is None or repeater.is_repeating:
             return

@@ -331,7 +331,7 @@ class Steps:
             self._called[id(module)] = module
 
     def _note_other_call(self, module: nn.Module) -> None:
-        """Note a call of another module, which replaces the model once it was trained for two steps."""
+        """Record a call of another module, which replaces the model once it was trained for two steps."""
         self._candidates.called(module)
         trained, optimizers = self._candidates.trained()
         if trained:

@@ -75,8 +75,8 @@ class Outcome:
     ) -> Outcome:
         """Run the step and digest its results.
 
-        Gradients are those that the optimizer was about to use; without an optimizer, those at the end. If none are
-        left by then, they are those that backward produced. `counts` is called afterwards.
+        Gradients are those that the optimizer was about to use; without an optimizer, those at the end. If no gradients
+        are left at the end, they are those that backward produced. `counts` is called afterwards.
         """
         gradients: dict[str, str] = {}
         arrived: dict[str, str] = {}

@@ -47,7 +47,8 @@ def compare(
     steps: int = STEPS,
     watch: Watch = lambda doing, done, total: None,
 ) -> Comparison:
-    """Train `work` within each of `budgets` (as `fit` takes them) and with every block checkpointed, beside `plain`.
+    """Train `work` within each of `budgets` (as `fit` takes them) and with every block checkpointed, in turns with
+    `plain`.
 
     Both are the same workload, built twice. One rehearsal serves all budgets. `steps` are those of each run. A budget
     that is not reached becomes a run with a `refusal`, and then the smallest reachable budget is run too. Raises
@@ -211,7 +212,7 @@ class _Pace:
         self.steps = steps
         """Steps of each run."""
         self.runs = runs
-        """Number of runs beside the plain one."""
+        """Number of runs other than the plain one."""
         self._skipped = 0
         self._doing = ""
         self._done, self._stop = 0, 0

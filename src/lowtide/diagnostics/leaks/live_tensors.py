@@ -94,7 +94,7 @@ class KnownStorages:
         self._seen: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
 
     def note(self, tensors: Iterable[Tensor], when: int) -> None:
-        """Note that the storages of these tensors exist at time `when`."""
+        """Record that the storages of these tensors exist at time `when`."""
         self._seen = {number: entry for number, entry in self._seen.items() if entry[0]() is not None}
         for tensor in tensors:
             number = storage_id(tensor)

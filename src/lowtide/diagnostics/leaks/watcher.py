@@ -50,7 +50,7 @@ from lowtide.report.run_record import RunRecord, versions
 from lowtide.utils.rendering import Displayed, short_repr
 
 LEAST_BYTES = 16 * 1024
-"""Smallest bytes from which on a finding is reported, whatever its share."""
+"""Smallest number of bytes of a finding that is reported whatever its share."""
 
 LEAST_SHARE = 0.01
 """Share of the largest forward's graph below which findings are not reported."""

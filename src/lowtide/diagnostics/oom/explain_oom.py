@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 Step = Callable[[Any], Any]
 
 _RESERVED_BYTES = 16 << 20
-"""Address space for the explanation, where a limit of the process is what ran out. Untouched, it takes no memory."""
+"""Address space reserved for the explanation, in case the process reached its own limit. Untouched, it takes no memory.
+"""
 
 
 class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator):

@@ -137,7 +137,7 @@ def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Ten
 def is_given(tensor: Tensor) -> bool:
     """Return True if a step may use a tensor as given: a leaf, or computed only from leaves other than parameters.
 
-    Points in space at which derivatives are taken are an example of the latter.
+    An example of the latter are points in space at which derivatives are taken.
     """
     return tensor.is_leaf or not any(
         isinstance(getattr(node, "variable", None), nn.Parameter) for node in nodes_behind([tensor])

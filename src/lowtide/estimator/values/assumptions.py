@@ -446,7 +446,7 @@ class ValueOracle:
             self.note(assumed)
 
     def note(self, what: str) -> None:
-        """Note an assumption, with the line that asked."""
+        """Record an assumption, with the line that asked."""
         self.notes[f"{where()}: {what}"] = None
 
     def refusal(self, why: str) -> DataDependentStepError:

@@ -60,7 +60,7 @@ def accumulate(
 
     Each `loss_of` is checked once: the loss of the first two pieces together is compared with the losses of both,
     without dropout. A loss whose rows depend on each other, such as one with in-batch negatives or batch statistics, is
-    rejected, for its pieces have other gradients; so is a `weight` that is not how the loss averages. With
+    rejected, because its pieces have other gradients; so is a `weight` that does not match the loss's average. With
     `representations` pieces have the whole batch's gradients (GradCache):
 
         def loss_of(pairs):  # all representations of the batch

@@ -76,7 +76,7 @@ _AVERAGE_KEY = "lowtide.average"  # key in the metadata of nodes that do not rev
 
 
 def note_average(loss: Tensor, average: Callable[[], Average]) -> None:
-    """Note `average` on the node of `loss`, which does not reveal it. `average` is called when it is first needed."""
+    """Record `average` on the node of `loss`, which does not reveal it. `average` is called when it is first needed."""
     if loss.grad_fn is not None:
         node_metadata(loss.grad_fn)[_AVERAGE_KEY] = average
 

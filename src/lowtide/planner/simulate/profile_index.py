@@ -60,7 +60,9 @@ class Index:
 
         self._index_calls(profile)
         self.slot_within = np.where(self.slot_is_input, self.parent[self.slot_call], self.slot_call)
-        """For each slot the call whose replay would restore it: for an input the call around its own, or -1."""
+        """For each slot the call whose replay would restore it, or -1; an argument of a call is restored by the call
+        around it.
+        """
         self.slot_filled = np.where(self.slot_is_input, self.enter[self.slot_call] + 1, self.exit[self.slot_call])
         """For each slot a position by which it is filled."""
         self.n_saved = np.bincount(

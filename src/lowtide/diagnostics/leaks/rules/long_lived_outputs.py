@@ -6,7 +6,7 @@ from lowtide.diagnostics.leaks.referrers import Holder
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 SHARE = 0.05
-"""Smallest share of the graph's bytes from which on an output is reported."""
+"""Smallest share of the graph's bytes that a reported output has."""
 
 
 @rule(
