@@ -163,8 +163,6 @@ class FindingLog:
             if entry.backward is not None and (entry.rule.follows_from, entry.backward.place) in reasons:
                 continue
             findings.append(finding)
-            if finding.code == "LT002":  # several holders of what one line makes
-                findings = _largest_of_line(findings, finding.made_at)
             if entry.rule.explains_missing_backward and entry.stats is not None:
                 explained.add(id(entry.stats))
         lines: dict[tuple[Place, str], list[SiteStats]] = {}
@@ -172,6 +170,7 @@ class FindingLog:
             if id(s) not in explained and s.is_never_reached and s.unreached_bytes >= least_bytes:
                 lines.setdefault((s.site.place, s.model), []).append(s)
         findings += map(_never_reached, lines.values())
+        findings = _one_of_line(findings)
         return sorted(_joined(findings), key=lambda finding: (-finding.held_bytes, finding.code))
 
     def _claimant(self, group: list[RetainedObject]) -> str | None:
@@ -249,11 +248,15 @@ class FindingLog:
         entry.pending = unreached if rule.is_refuted_by_backward and not passes else []
 
 
-def _largest_of_line(findings: list[Finding], made_at: str | None) -> list[Finding]:
-    """Return the findings, with one for all forwards at the line `made_at` that need no graph."""
-    same = [finding for finding in findings if finding.code == "LT002" and finding.made_at == made_at]
-    largest = max(same, key=lambda finding: finding.held_bytes)
-    return [finding for finding in findings if finding is largest or finding not in same]
+def _one_of_line(findings: list[Finding]) -> list[Finding]:
+    """Return the findings, with one for each line whose forward needs no graph, whatever gathers what it makes."""
+    largest: dict[str | None, Finding] = {}
+    for finding in findings:
+        if finding.code == "LT002":
+            known = largest.setdefault(finding.made_at, finding)
+            largest[finding.made_at] = max(known, finding, key=lambda f: f.held_bytes)
+    gathered = {"LT002", "LT008"}
+    return [f for f in findings if f.code not in gathered or largest.get(f.made_at, f) is f]
 
 
 def _joined(findings: list[Finding]) -> list[Finding]:

@@ -56,10 +56,6 @@ class ListOfGraphs(Rule):
         fix = super().fix_for(item, history) if item.is_scalar else self.fix_of_values
         return fix + self.fix_of_terms if item.backwards else fix
 
-    def refined(self, stats: SiteStats) -> Rule:
-        """Return the rule of the forward where it needs no graph at all."""
-        return self if stats.n_reached else RULES["LT002"]
-
     def matches(self, item: RetainedObject, history: History) -> bool:
         entries = history.entries
         return _accumulates(item) and entries[-1] > 0 and (history.n_alike > 1 or entries[-1] > entries[0])
