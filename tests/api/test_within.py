@@ -421,7 +421,7 @@ def test_a_larger_batch_gets_a_plan_of_its_own(capsys: pytest.CaptureFixture[str
     assert run.verdict is not None
     assert run.verdict.within_budget
     assert said.count("was given [300, 64] float32, and the plan is for [256, 64] float32") == 1
-    assert "does not save what the rehearsed one did" not in said
+    assert "saves different tensors than the rehearsed step" not in said
     assert "up to [400, 64] float32" in str(run)
 
 

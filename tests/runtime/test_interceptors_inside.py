@@ -90,7 +90,7 @@ def test_a_plan_that_is_removed_meanwhile_stays_out(model: Model, engine: KeepsA
 class KeepsAllOfTwo(Engine):
     """Two plans, the second one for batches other than X."""
 
-    def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def choose(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         return int(len(args[0]) != len(X))
 
     def keeps_all(self, plan: int) -> bool:

@@ -208,7 +208,7 @@ class CallContext:
         return None
 
     def _hold(self) -> None:
-        """Note parameters, and buffers that are not copied."""
+        """Record the parameters, and the buffers that are not copied."""
         written = {(id(table), name) for table, name, *_ in self.copied}
         self.held = [
             (table, name, tensor)
@@ -288,7 +288,7 @@ class CallContext:
     def restore(self) -> None:
         """Restore the state at the start of a call that has failed, permanently."""
         self.attributes.learn()
-        self.attributes.put_back()
+        self.attributes.restore()
         self.restore_rng_states([])  # a restore without a way back
         for module, flag in zip(self.reach.modules, self.training, strict=True):
             vars(module)["training"] = flag
@@ -320,7 +320,7 @@ class CallContext:
         for tensor, version in self.attributes.tensors:
             if tensor._version != version:
                 raise self._overwritten(tensor, version)
-        self.attributes.put_back()
+        self.attributes.restore()
         for module, flag in zip(self.reach.modules, self.training, strict=True):
             vars(module)["training"] = flag
 

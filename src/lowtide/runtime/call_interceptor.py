@@ -19,7 +19,7 @@ from lowtide._torch.backward import is_tracing
 from lowtide._torch.compiled_code import is_compiled, is_compiling_anywhere, is_compiling_here, is_traced
 from lowtide._torch.modules import CALL, without_function_mode
 from lowtide.runtime.call_context import MutableState
-from lowtide.runtime.class_calls import past_fronts, stand_in_calls
+from lowtide.runtime.class_calls import intercept_calls, past_fronts
 from lowtide.runtime.module_changes import AsPlanned
 from lowtide.runtime.operand_capture import OperandCapture
 
@@ -92,7 +92,7 @@ class CallInterceptor:
         self.installed = False
         _remove_from_chain(self)
 
-    def stands(self) -> bool:
+    def is_reached(self) -> bool:
         """Return True if calls of the module still reach this interceptor."""
         front = self.module.__dict__.get(CALL)
         while isinstance(front, CallInterceptor | OuterInterceptor) and front is not self:
@@ -140,7 +140,7 @@ class OuterInterceptor:
         self.before: Callable[..., Any] | None = module.__dict__.get(CALL)
         self.inner: Callable[..., Any] = self.before or past_fronts(module)
         module.__dict__[CALL] = self
-        self._own_calls = stand_in_calls([module])
+        self._own_calls = intercept_calls([module])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return None: copies and pickles do not contain the handler."""
@@ -169,9 +169,10 @@ class InterceptorsInside:
     Taking them out and putting them back takes a tenth of a microsecond each, in place of one for each call.
     """
 
-    def __init__(self, seams: Iterable[CallInterceptor]) -> None:
-        self._seams = [seam for seam in seams if seam.before is None]  # compiled code stays in its place
-        self._tables = [seam.module.__dict__ for seam in self._seams]
+    def __init__(self, interceptors: Iterable[CallInterceptor]) -> None:
+        # compiled code stays in its place
+        self._interceptors = [interceptor for interceptor in interceptors if interceptor.before is None]
+        self._tables = [interceptor.module.__dict__ for interceptor in self._interceptors]
         self.n_runs, self.n_planned, self._lock = 0, 0, threading.Lock()
 
     def take_out(self) -> None:
@@ -184,7 +185,7 @@ class InterceptorsInside:
             if self.n_runs > 1 or self.n_planned:
                 return
             fronts = [*map(dict.pop, self._tables, repeat(CALL), repeat(None))]
-            if not all(map(is_, fronts, self._seams)):  # something else is in front of a module: all stay
+            if not all(map(is_, fronts, self._interceptors)):  # something else is in front of a module: all stay
                 for table, front in zip(self._tables, fronts, strict=True):
                     if front is not None:
                         table[CALL] = front
@@ -210,13 +211,13 @@ class InterceptorsInside:
                 self.n_planned -= 1
 
     def _put_back(self) -> None:
-        if not self._seams or not self._seams[0].installed:  # the plan was removed meanwhile
+        if not self._interceptors or not self._interceptors[0].installed:  # the plan was removed meanwhile
             return
-        fronts = [*map(dict.setdefault, self._tables, repeat(CALL), self._seams)]
-        if not all(map(is_, fronts, self._seams)):
-            for seam in self._seams:
-                if not seam.stands():  # something was put in its place
-                    seam.install()
+        fronts = [*map(dict.setdefault, self._tables, repeat(CALL), self._interceptors)]
+        if not all(map(is_, fronts, self._interceptors)):
+            for interceptor in self._interceptors:
+                if not interceptor.is_reached():  # something was put in its place
+                    interceptor.install()
 
 
 def past_notes(compiled: Callable[..., Any]) -> Callable[..., Any]:

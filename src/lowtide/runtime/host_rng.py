@@ -99,7 +99,7 @@ def set_numpy_state(state: Any) -> None:
 
 
 _numpys: tuple[Any, ctypes.Array[ctypes.c_char] | None] = None, None
-"""NumPy's generator, and its memory if it is a generator of the default kind."""
+"""NumPy's global generator, and its state buffer if it is an MT19937, the default."""
 
 
 def _memory() -> bytes | None:

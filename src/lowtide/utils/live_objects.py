@@ -24,10 +24,10 @@ class LiveObjectFinder:
     """Search for the live objects of some classes that is repeated often, and mostly looks at the youngest objects
     only.
 
-    Objects that survive a collection of the middle generation are moved to the oldest. As long as none was collected,
-    the oldest generation has nothing but what the last full search has seen. `gc.freeze` takes the youngest objects
-    away, a marker with them; what `gc.unfreeze` gives back is found once a generation was collected. Objects are
-    remembered by weak references.
+    Objects that survive a collection of the middle generation are moved to the oldest. Until the garbage collector has
+    run, the oldest generation holds only objects that the last full search has seen. `gc.freeze` takes the youngest
+    objects away, a marker with them; what `gc.unfreeze` gives back is found once a generation was collected. Objects
+    are remembered by weak references.
     """
 
     def __init__(self, *classes: type) -> None:
