@@ -187,7 +187,7 @@ def smallest_peak(
     profile: Profile, minimize: Objective = "time", *, offload: bool = False
 ) -> tuple[Decisions, Prediction]:
     """Return the decisions with the smallest peak that the search finds, and their prediction. `offload` is as for
-    `plan`; `minimize` changes nothing but which simulator, and with it which results, are in the cache.
+    `plan`; `minimize` selects only which simulator, and so which results, are in the cache.
     """
     n = len(profile.in_place)
     smallest = minimize_peak(simulator_of(profile, minimize=minimize, offload=offload, in_place=n))

@@ -380,7 +380,7 @@ class Plan(Decided):
     it.
     """
     bound_ms: float = 0.0
-    """Lower bound on the extra time of plans within the budget, as far as the costs are right; 0 if unknown."""
+    """Lower bound on the extra time of plans within the budget, valid if the measured costs are right; 0 if unknown."""
     levers: tuple[AppliedLever, ...] = ()
     """Levers applied together with the plan; their costs are part of `predicted.extra_ms`."""
     input_shapes: tuple[str, ...] = ()

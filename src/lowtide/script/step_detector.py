@@ -73,7 +73,7 @@ class Steps:
         self.n_compiled_before = n_compiled()
         """Number of graphs that torch.compile had compiled when the block began."""
         self.model: nn.Module | None = model
-        """The model, as far as it is known."""
+        """The model, if it is known."""
         self.failed: LowtideError | Enough | None = None
         """The listener's error. A script that catches it gets it again at its next step."""
         self._own_calls: set[type] = set()

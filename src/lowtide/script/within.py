@@ -42,7 +42,7 @@ class Run(Displayed):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan for the largest batches so far; None before it is made, and if training goes on without a plan."""
+        """The plan for the largest batches so far; None before it is made, and if training continues without a plan."""
         return self._fitting.plan
 
     @property
@@ -171,8 +171,8 @@ def within(
             also "90% of gpu", or "auto": the memory that is free there, less a margin for fragmentation.
         budget_for: The bytes that the budget bounds: the "requested" ones, or on a GPU "reserved" ones, as for `fit`.
         model: The model to plan for, which the loop may call through a wrapper. By default the one that is trained.
-        on_infeasible: If no plan fits, "raise" ends training with the error, "smallest" goes on under the plan
-            with the smallest peak, and "plain" goes on without a plan. The updates so far stand, and are those of the
+        on_infeasible: If no plan fits, "raise" ends training with the error, "smallest" continues under the plan
+            with the smallest peak, and "plain" continues without a plan. The updates so far stand, and are those of the
             plain loop.
         levers: Changes to the step, as `lowtide run --lever` takes them: "outputs", "loss head", "micro-batches=4".
         in_place: If False, no gradient is written over the one that it is computed from.

@@ -210,7 +210,7 @@ class Outcome:
         self._sure: dict[GpuSpec, bool] = {}
         """Results of `_surely_fits`."""
         self._verdicts: dict[GpuSpec, Verdict] = {}
-        """Results of `on`."""
+        """Cached results of `on`."""
 
     def needs(self) -> tuple[Reserved, tuple[int, int]]:
         """Return the expected peaks, and the bounds of the reserved one, on a GPU of unlimited memory."""

@@ -134,8 +134,8 @@ class GreedySearch:
         return best_move
 
     def prune(self, choice: DecisionVector, limit: int) -> DecisionVector:
-        """Return `choice` without decisions that are not needed to fit. Costly ones are undone first, of equal ones the
-        later.
+        """Return `choice` without decisions that are not needed to fit. The costliest are undone first, and the later
+        ones first among equals.
 
         Several decisions are removed at once as long as the choice still fits, which takes fewer simulations.
         """

@@ -183,7 +183,9 @@ class Moves:
         return detours
 
     def undo_moves(self, choice: DecisionVector) -> list[Move]:
-        """Return moves that undo each group and call of `choice`: costly ones first, of equal ones the later."""
+        """Return moves that undo each group and call of `choice`: the costliest first, and the later ones first among
+        equals.
+        """
         index = self.simulator.index
         parts: list[tuple[float, int, Move]] = [
             (-group.cost, -min(int(index.allocated_at[s]) for s in group.storages), Move(keep=(group,)))
