@@ -47,7 +47,7 @@ from lowtide.runtime.call_shapes import elements, no_larger, shapes_in
 from lowtide.runtime.fingerprint import check_made_for, fingerprint, place_of
 from lowtide.runtime.planned_engine import most_elements
 from lowtide.script.alternating_models import PATIENCE as TURNS
-from lowtide.script.alternating_models import others_at_hand
+from lowtide.script.alternating_models import caller_has_other_optimizers
 from lowtide.script.composite_model import name_of
 from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.script.rehearse_steps import Rehearsing
@@ -322,7 +322,7 @@ class Fitting(PlanMonitor):
     def _awaits_others(self, model: nn.Module) -> bool:
         """Return True if a model that may take turns with this one is yet to be updated: one budget is for both."""
         self._n_waited += 1
-        return self._takes_turns and self._n_waited <= TURNS and others_at_hand(model)
+        return self._takes_turns and self._n_waited <= TURNS and caller_has_other_optimizers(model)
 
     def gives_up(self, model: nn.Module) -> None:
         """Forget `model`, which is not the trained one, and rehearse the model that is."""

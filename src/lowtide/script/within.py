@@ -13,7 +13,7 @@ from lowtide.levers import parse_script_lever
 from lowtide.memory.device_budget import check_on_device
 from lowtide.report.text_table import decisions, extra_time, lever_lines
 from lowtide.runtime.fingerprint import place_of
-from lowtide.script.calling_code import as_far_as
+from lowtide.script.calling_code import end_search_here
 from lowtide.script.fit_steps import Fitting, OnInfeasible, RunVerdict, check_on_infeasible
 from lowtide.script.repeat_step import count_in_words
 from lowtide.script.run_listened import watched, why_not
@@ -93,7 +93,7 @@ class Run(Displayed):
             check_has_no_plan(model)
         with contextlib.ExitStack() as stack:
             stack.enter_context(resend_dropped_interrupts())
-            stack.enter_context(as_far_as())
+            stack.enter_context(end_search_here())
             self._steps = stack.enter_context(watched(self._fitting, model, when_failed=self.leave))
             stack.callback(self._fitting.remove_plan)
             self._stack = stack.pop_all()

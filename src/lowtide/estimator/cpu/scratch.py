@@ -79,7 +79,9 @@ def _copied(*places: int) -> Callable[[Any, Any, list[Tensor]], list[int]]:
 
 
 def _promoted(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Return the bytes of TensorIterator's casts: copies of tensors with dimensions whose dtype is not the common one."""
+    """Return the bytes of TensorIterator's casts: copies of tensors with dimensions whose dtype is not the common
+    dtype.
+    """
     one, other = args[:2]
     dtype = torch.result_type(one, other)
     if made[0].dtype.is_floating_point and not dtype.is_floating_point:  # integers are divided in floating point

@@ -100,8 +100,8 @@ class Moves:
         self._advanced = _pairs((m.advance for m in self.moves), lambda advance: (advance.id,))
         around = [m.replay[0].within if m.replay and not m.unreplay else frozenset[int]() for m in self.moves]
         self._is_around = np.array([bool(within) for within in around], np.bool_)
-        """Flags of moves that are tried only around replays of inner calls; elsewhere each has the effect of another
-        move.
+        """True for moves that are tried only around replays of inner calls, because elsewhere another move has the same
+        effect.
         """
         self._within = _pairs(([within] if within else [] for within in around), lambda within: within)
         costs = [

@@ -1,4 +1,4 @@
-"""Pooling and upsampling: kernels for either layout, with copies of tensors in neither or in the other one."""
+"""Pooling and upsampling: each kernel is for one memory layout, and tensors in another layout are copied."""
 
 from __future__ import annotations
 
