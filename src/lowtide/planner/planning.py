@@ -172,7 +172,7 @@ def cheapest(profile: Profile, budget_bytes: int) -> Prediction:
 
 
 def smallest_plan(profile: Profile, minimize: Objective = "time") -> Plan:
-    """Return the plan of the smallest peak at any cost. `minimize="flops"` looks for no bound and needs no SciPy."""
+    """Return the plan with the smallest peak at any cost. `minimize="flops"` computes no bound and needs no SciPy."""
 
     def search(allowed: Simulator, budget_bytes: int) -> Decisions:
         decisions = minimize_peak(allowed)
