@@ -217,7 +217,7 @@ class Audit(RecomputeAudit, Observer):
     def pack_saved_tensor(self, now: ForwardPass, tensor: Tensor) -> Handle:
         handle = super().pack_saved_tensor(now, tensor)
         if self._frugal:
-            self.lend(handle, tensor)
+            self.try_free(handle, tensor)
             self.freed_values.free()
         return handle
 
@@ -233,7 +233,7 @@ class Audit(RecomputeAudit, Observer):
         """Return True if a call in progress is of a block whose saved tensors are freed when it has been audited."""
         return any(frame is not None and frame.interceptor.module in self._freed for _, frame in self._open)
 
-    def lend(self, handle: Handle, tensor: Tensor) -> None:
+    def try_free(self, handle: Handle, tensor: Tensor) -> None:
         """Free a tensor that has just been saved, if kept tensors recompute it without a matrix product."""
         value = handle.value
         index = self._index[value]
