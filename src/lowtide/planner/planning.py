@@ -198,8 +198,8 @@ def smallest_peak(
 def _solve_with_in_place(
     simulator: Simulator, allowed: Simulator, budget_bytes: int, n: int, search: Solver
 ) -> Decisions | Infeasible:
-    """Return decisions for the step with the first `n` entries of `in_place`; or, not raised, the Infeasible of the
-    search.
+    """Return decisions for the step with the first `n` entries of `in_place`; or the Infeasible error of the search,
+    returned instead of raised.
     """
     try:
         decisions = search(allowed, budget_bytes)

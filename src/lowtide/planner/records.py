@@ -284,7 +284,7 @@ class Decisions(Record):
     offload: frozenset[str] = frozenset()
     """Slots whose memory is copied to the host and back before it is read."""
     in_place: frozenset[str] = frozenset()
-    """Kinds of nodes whose gradients are written in place: those of the first few of `Profile.in_place`."""
+    """Kinds of nodes whose gradients are written in place: those of the first entries of `Profile.in_place`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from lowtide.memory.gpu_specs import GpuSpec
 
 
 class Stream(NullStream):
-    """Stream that FSDP2 computes on. The simulated allocator distinguishes blocks of different streams by its number."""
+    """Stream that FSDP2 computes on. The simulated allocator keeps the blocks of streams apart by their number."""
 
     _numbers = count(1)
 
