@@ -234,7 +234,7 @@ class Profile(Record):
     calls: tuple[Call, ...]
     step_ms: float
     clocks: StepClocks | None = None
-    """Times of host and device apart; None where they are one resource, as on a CPU: then all times add up."""
+    """Separate times of host and device; None where they are one resource, as on a CPU: then all times add up."""
     measured_plain_peak_bytes: int | None
     """Peak of the unplanned step, `static` included; None if it did not fit."""
     input_shapes: tuple[str, ...] = ()

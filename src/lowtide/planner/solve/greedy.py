@@ -118,7 +118,7 @@ class GreedySearch:
     def _best_detour(self, choice: DecisionVector, sweep: Sweep, limit: int, moves: list[Move]) -> Move | None:
         """Return one of the best of `moves`; if they are many, the best of a sample, refined around it repeatedly.
 
-        In a long chain, keeping a value again lowers the peak the more the closer the value is to the middle.
+        In a long chain, the closer a value is to the middle, the more the peak falls if the value is kept again.
         """
 
         def best(numbers: Iterable[int]) -> Move | None:
