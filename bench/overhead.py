@@ -207,12 +207,12 @@ def python_calls(step: Callable[[], object]) -> int:
     """Count the calls of Python functions in one step, in this thread."""
     count = 0
 
-    def told(frame: Any, event: str, argument: Any) -> None:
+    def count_call(frame: Any, event: str, argument: Any) -> None:
         nonlocal count
         count += event == "call"
 
     step()
-    sys.setprofile(told)
+    sys.setprofile(count_call)
     step()
     sys.setprofile(None)
     return count

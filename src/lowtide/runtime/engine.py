@@ -113,7 +113,7 @@ class Engine:
         """Description of a call whose saved tensors the plan could not reach, with a remedy."""
         self.here = ThreadState()
         self.learnt = [NeededSlots() for _ in actions]
-        """For each plan, the saved tensors that the hooks have to see, as far as runs have shown."""
+        """For each plan, the saved tensors that the hooks have to see, learnt from runs."""
         self.needed: list[NeededSlots | None] = [None for _ in actions]
         """The entries of `learnt` for plans whose learning run is complete; None where the next run has to see all."""
         self.learns_again = False

@@ -282,7 +282,7 @@ class ForwardPass:
         return result
 
     def may_replay(self, interceptor: CallInterceptor) -> bool:
-        """Return True if a replay of the module in backward will find the present state, as far as known.
+        """Return True if a replay of the module in backward will find the present state, if known.
 
         It is False, and reported, if something was installed on the module since its plan was put in force.
         """
@@ -332,7 +332,7 @@ paused = _Paused()
 
 @contextlib.contextmanager
 def pausing(pack: Callable[[Tensor], Any] | None) -> Iterator[None]:
-    """Set the pack hook that plans on other models, called in this block, find in force around them; None for no
+    """Make plans on other models that are called in this block use `pack` as the outer plan's hook; None: no outer
     plan.
     """
     before, paused.pack = paused.pack, pack

@@ -83,7 +83,7 @@ class ReliedOn:
         self._storages: set[int] = set()
         """The memory of all tensors that have been looked at, freed ones included."""
         self._unlooked: list[weakref.ref[Value] | weakref.ref[ReplayFrame]] = []
-        """Values and replays that came since."""
+        """Values and replays added since `_storages` was last updated."""
         self._say = say
         self._waits = False
         """True until the first tensor to be read again, while the plan is in force."""
