@@ -84,8 +84,8 @@ class Short(nn.Module):
 RUNS = 30
 ROUNDS = 3
 """Blocks of `within` that take turns with steps outside them."""
-WARM_UP = 12
-"""Steps in which a block of `within` settles, those that it waits for other models included."""
+WARM_UP = 24
+"""Steps in which a block of `within` settles, those included that it waits for other models or times."""
 
 SHARE = 0.75
 """Of the plain peak, what the models are planned for."""

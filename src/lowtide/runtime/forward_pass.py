@@ -353,12 +353,18 @@ def make_pack_hook(now: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
     def pack(tensor: Tensor) -> Handle | KeptTensor:
         now = reference()
         assert now is not None  # this thread runs the forward
-        scope = now.scope
+        scope, frame = now.scope, now.frame
         assert scope is not None
         ordinal = scope.ordinal
-        if scope.needed is not None and ordinal not in scope.needed and now.frame is None:
-            scope.ordinal = ordinal + 1
-            return tensor.detach(), tensor._version
+        if frame is None:
+            if scope.needed is not None and ordinal not in scope.needed:
+                scope.ordinal = ordinal + 1
+                return tensor.detach(), tensor._version
+        elif scope.learnt is None and now.probe is None and not scope.held and ordinal not in scope.actions.recompute:
+            handle = frame.left(tensor)
+            if handle is not None:
+                scope.ordinal = ordinal + 1
+                return handle
         # a thread of the device, in a backward pass inside the forward (`create_graph`)
         if now.engine.here.now is None:
             with now.engine.now(now):
