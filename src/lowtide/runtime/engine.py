@@ -169,6 +169,8 @@ class Engine:
 
         The tensor is the last one saved in the call of `scope`, or an argument of that call.
         """
+        if frame is not None and decision is None and scope.learnt is None and (handle := frame.left(tensor)):
+            return handle
         if decision is None and frame is None and (handle := self.keep(tensor)) is not None:
             if scope.learnt is not None:
                 handle.value.saved_in(scope.learnt, scope.ordinal - 1)

@@ -250,19 +250,24 @@ class ForwardPass:
 
     def run_replayable(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that the plan may replay in backward, for all its saved tensors, or advance, for its result."""
-        scope, outer = self.scope, self.frame
+        scope, outer, known = self.scope, self.frame, None
         assert scope is not None
-        replay, advance = scope.actions.replay, scope.actions.advance and outer is None
-        if (replay or advance) and not (
-            torch.is_grad_enabled() and self.hooks_are_active(seam) and self.may_replay(seam)
-        ):
-            replay = advance = False
+        actions = scope.actions
+        replay, advance = actions.replay, actions.advance and outer is None
+        if replay or advance:
+            reach = seam.reach
+            known = reach.as_known()
+            is_as_planned = not reach.is_overwritten if known is not None else self.may_replay(seam)
+            if not (is_as_planned and torch.is_grad_enabled() and self.hooks_are_active(seam)):
+                replay = advance = False
         if outer is not None:
             outer.nested.append((seam, replay))
         if not (replay or advance):
             return seam.inner(*args, **kwargs)
         hold = partial(self.argument, scope, itertools.count(), outer)
-        frame = ReplayFrame(seam, args, kwargs, hold, outer)
+        frame = ReplayFrame(seam, args, kwargs, hold, outer, known)
+        if known is None:
+            reach.get_to_know(frame.call_context)
         self.engine.relied_on.add(frame)
         self.frame = frame if replay else outer
         try:
@@ -270,7 +275,8 @@ class ForwardPass:
         finally:
             self.frame = outer
             frame.close()
-        frame.check_buffers()
+        if frame.call_context.summed:
+            frame.check_buffers()
         if advance and (value := left_to_advance(frame, result, replayed=replay)) is not None:
             self.results.append(value)
         return result

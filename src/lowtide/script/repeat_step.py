@@ -40,7 +40,7 @@ from lowtide.errors import LowtideError
 from lowtide.levers.backward_entry import output_tensors, replace_tensors
 from lowtide.runtime import module_hooks as hooks
 from lowtide.runtime.call_arguments import tensors_in_call
-from lowtide.runtime.call_context import CallContext, MutableState
+from lowtide.runtime.call_context import Again, CallContext, MutableState
 from lowtide.runtime.call_interceptor import OuterInterceptor
 from lowtide.script.composite_model import CompositeModel, name_of
 from lowtide.state.process_group import several_processes
@@ -338,7 +338,7 @@ class _Call:
         now = tensors_in_call(self.args, self.kwargs)
         if [*map(id, now)] != [*map(id, self._tensors)] or [*map(_version, now)] != self._versions:
             return "the arguments of the model's call were changed since"
-        if any(tensor._version != version for _, _, tensor, version in self.context.held):
+        if self.context.has_changed:
             return "parameters or buffers were changed since"
         return None
 
@@ -353,8 +353,7 @@ class _Call:
     def again(self) -> list[tuple[Tensor, Tensor]]:
         """Run the call again from the state before it; return its outputs with the gradients received."""
         assert self._listening is not None
-        acting, modules = self._listening.acting, self.context.reach.modules
-        with without_overrides(), self.context.again(), hooks.only(acting, modules):
+        with without_overrides(), Again(self.context, self._listening.acting):
             outputs = [*_with_graph(self.inner(*self.args, **self.kwargs)).values()]
         assert self.gradients is not None
         assert len(outputs) == len(self._outputs)
