@@ -83,10 +83,19 @@ class Mutant:
     def path(self) -> Path:
         return ROOT / TABLE["package"] / self.source
 
-    def is_in(self, code: str) -> bool:
-        """Return True if the code still has the place that is changed, on whichever line."""
-        now = mutated(self.source, code, self.operator, self.occurrence)
-        return now is not None and (now.before, now.after) == (self.before, self.after)
+    def at_present(self) -> Mutant | None:
+        """The same change in the source as it is now, on whichever line; None if there is no such line any more."""
+        code = self.path.read_text()
+        lines = code.splitlines()
+        occurrences = (
+            (abs(line - self.line), occurrence)
+            for (line, _), choices in places(code).items()
+            if lines[line - 1].strip() == self.before
+            for operator, occurrence in choices
+            if operator == self.operator
+        )
+        changed = (mutated(self.source, code, self.operator, occurrence) for _, occurrence in sorted(occurrences))
+        return next((one for one in changed if one is not None and one.after == self.after), None)
 
     @property
     def reason(self) -> str | None:
@@ -376,9 +385,10 @@ class Results:
         found = json.loads(path.read_text())
         results = cls(found["seed"], [], entered=found["entered"])
         for fields, digest, failed in found["mutants"]:
-            mutant = Mutant(**fields)
-            if digest != with_digest(mutant.path) and not mutant.is_in(mutant.path.read_text()):
-                print(f"left out, its source has changed: {mutant}")
+            known = Mutant(**fields)
+            mutant = known if digest == with_digest(known.path) else known.at_present()
+            if mutant is None:
+                print(f"left out, its source has changed: {known}")
                 continue
             results.mutants.append(mutant)
             if failed is not None:
