@@ -173,7 +173,7 @@ def mutated(source: str, code: str, operator: str, occurrence: int) -> Mutant | 
     return Mutant(source, operator, occurrence, line, before, after)
 
 
-class _WithoutAnnotations(ast.NodeTransformer):
+class _Meaning(ast.NodeTransformer):
     def visit_arg(self, node: ast.arg) -> ast.arg:
         node.annotation = None
         return node
@@ -192,13 +192,17 @@ class _WithoutAnnotations(ast.NodeTransformer):
                 each.keywords = [one for one in each.keywords if one.arg not in ("frozen", "slots", "kw_only")]
         return self.generic_visit(node)
 
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        node.keywords = [one for one in node.keywords if one.arg != "strict"]  # an assertion that lengths are equal
+        return self.generic_visit(node)
+
     def visit_If(self, node: ast.If) -> ast.AST:
         return ast.Pass() if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
 
 
 def meaning(code: str) -> str:
-    """The code without what only type checkers read, and without limits to what one may do with a record."""
-    return ast.dump(_WithoutAnnotations().visit(ast.parse(code)))
+    """The code without what only type checkers read, and without limits to what one may do with a record or `zip`."""
+    return ast.dump(_Meaning().visit(ast.parse(code)))
 
 
 # --- running ---------------------------------------------------------------------------------------------------------

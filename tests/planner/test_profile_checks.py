@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from lowtide.errors import LowtideError
-from lowtide.planner.profile_checks import DEEPEST, MOST, check
+from lowtide.planner.profile_checks import check
 from lowtide.planner.records import Call, InPlace, Profile, Static, StepClocks
 from planner.profiles import chain
 
+DEEPEST = 256
+MOST = 2**60  # sums of two fit into the integers that a simulation computes with
 PROFILE = chain(1)
 END = len(PROFILE.base_bytes)
 N_VALUES, N_STORAGES = len(PROFILE.values), len(PROFILE.storages)
