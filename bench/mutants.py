@@ -428,7 +428,7 @@ def with_digest(path: Path) -> str:
 
 
 def function_at(path: Path, line: int) -> str:
-    """The qualified name of the innermost function around a line, "" outside of all."""
+    """The qualified name of the innermost function around a line, "" outside all."""
     return _function_at(ast.parse(path.read_text()), line, "")
 
 

@@ -302,7 +302,7 @@ def test_where_nothing_fits_plain_goes_on_without_a_plan(capsys: pytest.CaptureF
     _, run = under(loop, "1MB", on_infeasible="plain")
     assert run.plan is None
     assert str(run) == "No plan fits 977 KiB. Training went on without a plan."
-    assert capsys.readouterr().err.count("Training goes on without a plan, as asked") == 1
+    assert capsys.readouterr().err.count("Training continues without a plan, as asked") == 1
 
 
 def test_an_unknown_on_infeasible_is_refused() -> None:
@@ -421,7 +421,7 @@ def test_a_larger_batch_gets_a_plan_of_its_own(capsys: pytest.CaptureFixture[str
     assert run.verdict is not None
     assert run.verdict.within_budget
     assert said.count("was given [300, 64] float32, and the plan is for [256, 64] float32") == 1
-    assert "does not save what the rehearsed one did" not in said
+    assert "saves different tensors than the rehearsed step" not in said
     assert "up to [400, 64] float32" in str(run)
 
 

@@ -51,8 +51,8 @@ class Model(nn.Module):
 
 def known(engine: Engine) -> KnownModules | None:
     """Return what the calls of the part are compared with."""
-    (seam,) = (seam for seam in engine._seams if seam.path == "part")
-    return None if seam.reach.known is None else seam.reach.known.modules
+    (interceptor,) = (interceptor for interceptor in engine._interceptors if interceptor.path == "part")
+    return None if interceptor.reach.known is None else interceptor.reach.known.modules
 
 
 ENGINES: list[Engine] = []
@@ -300,8 +300,8 @@ def test_a_module_that_always_changes_is_captured_in_each_call() -> None:
     for _ in range(n_steps):
         plain(X).backward()
     engine = in_force(model, n_steps)
-    (seam,) = (seam for seam in engine._seams if seam.path == "part")
-    assert seam.reach.n_known == MOST_KNOWN
+    (interceptor,) = (interceptor for interceptor in engine._interceptors if interceptor.path == "part")
+    assert interceptor.reach.n_known == MOST_KNOWN
     assert model.part.scale == plain.part.scale
     assert differences(outcome(plain, lambda: _whole(plain)), outcome(model, lambda: _whole(model))) == []
 

@@ -78,11 +78,11 @@ class _OffInTransforms(threading.local):
         self._hooks: list[tuple[Any, Callable[[], contextlib.AbstractContextManager[None]]]] = []
 
     def begin(
-        self, unpack: Callable[[Any], torch.Tensor], apart: Callable[[], contextlib.AbstractContextManager[None]]
+        self, unpack: Callable[[Any], torch.Tensor], inside: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> None:
-        """Begin to disable hooks with this `unpack`, and to enter `apart`."""
+        """Begin to disable hooks with this `unpack`, and to enter `inside`."""
         kind = type(self)
-        self._hooks.append((unpack, apart))
+        self._hooks.append((unpack, inside))
         with kind._lock:  # threads may come and go in any order
             kind._n_blocks += 1
             graph.disable_saved_tensors_hooks = self._disabled
@@ -100,14 +100,14 @@ class _OffInTransforms(threading.local):
     def _disabled(self, error_message: str) -> Iterator[None]:
         removed: list[tuple[Any, Any]] = []
         with contextlib.ExitStack() as stack:
-            for unpack, apart in reversed(self._hooks):
+            for unpack, inside in reversed(self._hooks):
                 top = saved_tensor_hooks()
                 if top is not None:  # None: the hooks are paused
                     if top[1] is not unpack:
                         break  # hooks of other code: as without a plan
                     torch._C._autograd._pop_saved_tensors_default_hooks()
                     removed.append(top)
-                stack.enter_context(apart())
+                stack.enter_context(inside())
             try:
                 with self._torchs(error_message):
                     yield
@@ -121,14 +121,14 @@ _off_in_transforms = _OffInTransforms()
 
 @contextlib.contextmanager
 def off_in_transforms(
-    unpack: Callable[[Any], torch.Tensor], apart: Callable[[], contextlib.AbstractContextManager[None]]
+    unpack: Callable[[Any], torch.Tensor], inside: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> Iterator[None]:
     """Disable the saved-tensor hooks with this `unpack` in transforms of torch.func that run inside this `with` block.
 
-    `apart` is entered in each such transform. Torch 2.13, since 2.0: transforms call
+    `inside` is entered in each such transform. Torch 2.13, since 2.0: transforms call
     `graph.disable_saved_tensors_hooks`.
     """
-    _off_in_transforms.begin(unpack, apart)
+    _off_in_transforms.begin(unpack, inside)
     try:
         yield
     finally:
@@ -138,18 +138,18 @@ def off_in_transforms(
 class HooksButInTransforms:
     """Context manager that installs saved-tensor hooks, except in transforms of torch.func: see `off_in_transforms`."""
 
-    __slots__ = ("_apart", "_pack", "_unpack")
+    __slots__ = ("_inside", "_pack", "_unpack")
 
     def __init__(
         self,
         pack: Callable[[torch.Tensor], Any],
         unpack: Callable[[Any], torch.Tensor],
-        apart: Callable[[], contextlib.AbstractContextManager[None]],
+        inside: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
-        self._pack, self._unpack, self._apart = pack, unpack, apart
+        self._pack, self._unpack, self._inside = pack, unpack, inside
 
     def __enter__(self) -> None:
-        _off_in_transforms.begin(self._unpack, self._apart)
+        _off_in_transforms.begin(self._unpack, self._inside)
         push_saved_tensor_hooks(self._pack, self._unpack)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

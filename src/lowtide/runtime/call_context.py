@@ -208,7 +208,7 @@ class CallContext:
         return None
 
     def _hold(self) -> None:
-        """Note parameters, and buffers that are not copied."""
+        """Record the parameters, and the buffers that are not copied."""
         written = {(id(table), name) for table, name, *_ in self.copied}
         self.held = [
             (table, name, tensor)
@@ -288,7 +288,7 @@ class CallContext:
     def restore(self) -> None:
         """Restore the state at the start of a call that has failed, permanently."""
         self.attributes.learn()
-        self.attributes.put_back()
+        self.attributes.restore()
         self.restore_rng_states([])  # a restore without a way back
         for module, flag in zip(self.reach.modules, self.training, strict=True):
             vars(module)["training"] = flag
@@ -309,9 +309,10 @@ class CallContext:
 
     def find_modules(self) -> list[Any] | None:
         """Return the bindings of the modules if nothing about them has changed since the call, else None."""
-        if self.known is None or self.has_changed:
+        known = self.known
+        if known is None or [*map(_VERSION, map(_TENSOR, self.held))] != self.versions:
             return None
-        return self.known.modules.current()
+        return known.modules.current()
 
     def restore_modules(self) -> None:
         """Restore parameters, buffers, attributes and training flags, as the call found them."""
@@ -319,7 +320,7 @@ class CallContext:
         for tensor, version in self.attributes.tensors:
             if tensor._version != version:
                 raise self._overwritten(tensor, version)
-        self.attributes.put_back()
+        self.attributes.restore()
         for module, flag in zip(self.reach.modules, self.training, strict=True):
             vars(module)["training"] = flag
 

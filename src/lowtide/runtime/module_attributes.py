@@ -1,10 +1,10 @@
 """Attributes of modules as a call found them, restored if they are rebound or written to before backward.
 
 The kind of data in a batch, the temperature of a softmax, the condition of a block: code writes such values on modules
-before a call, and by the next call they have changed, or are gone. Captured are numbers, strings and the like, tensors
-that the call itself leaves in place, and lists, tuples, sets and dicts of them. Long lists and dicts are logs: entries
-added after the start of the call are removed. Anything else on a module, or reachable through it, must be unchanged
-when the call runs again.
+before a call, and by the next call they have been changed or deleted. Captured are numbers, strings and the like,
+tensors that the call itself leaves in place, and lists, tuples, sets and dicts of them. Long lists and dicts are logs:
+entries added after the start of the call are removed. Anything else on a module, or reachable through it, must be
+unchanged when the call runs again.
 """
 
 from __future__ import annotations
@@ -104,16 +104,16 @@ class Attributes:
         return [value for _, _, value, _ in self._plain]
 
     @property
-    def put_back_ids(self) -> set[int]:
-        """Return the ids of containers that `put_back` replaces by copies or truncated copies."""
+    def restored_ids(self) -> set[int]:
+        """Return the ids of containers that `restore` replaces by copies or truncated copies."""
         return {id(value) for _, _, value, _ in (*self._plain, *self._long) if type(value) not in ATOMS}
 
     @property
     def tensors(self) -> Iterator[tuple[Tensor, int]]:
-        """Return the tensors that `put_back` restores, with their versions at the start of the call."""
+        """Return the tensors that `restore` binds again, with their versions at the start of the call."""
         return (known for *_, tensors in self._tensors for known in tensors)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the attributes on the modules."""
         copies: dict[int, Any] = {}  # containers that two modules share stay shared
         for table, name, value, content in self._plain:

@@ -72,7 +72,7 @@ def _restore(silenced: list[tuple[Table, int, Callable[..., Any]]]) -> None:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: a hook that stands in for one that is left out."""
+    """Do nothing: placeholder for a hook that is left out."""
 
 
 def _tables(modules: tuple[nn.Module, ...]) -> list[Table]:

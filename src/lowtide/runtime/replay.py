@@ -68,26 +68,27 @@ class ReplayFrame:
         "call_context",
         "count",
         "held",
+        "interceptor",
         "nested",
-        "seam",
         "values",
     )  # fmt: skip
 
     def __init__(
         self,
-        seam: CallInterceptor,
+        interceptor: CallInterceptor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         hold: Callable[[Tensor], Handle],
         outer: ReplayFrame | None = None,
         known: Known | None = None,
     ) -> None:
-        """Begin a call of `seam`, whose modules are as `known`; None if they are to be captured."""
-        self.seam = seam
+        """Begin a call of `interceptor`, whose modules are as `known`; None if they are to be captured."""
+        self.interceptor = interceptor
         self.around: tuple[weakref.ref[ReplayFrame], ...] = () if outer is None else (weakref.ref(outer), *outer.around)
         """Frames of the outer calls, held weakly: they lead to tensors of their own."""
+        reach = interceptor.reach
         self.arguments = arguments = Arguments(args, kwargs, hold)
-        self.call_context = CallContext(seam.reach, arguments.devices, arguments.generators, known)
+        self.call_context = CallContext(reach, arguments.devices, arguments.generators, known)
         self.count = 0
         """Number of tensors that the call has saved so far."""
         self.values: dict[int, weakref.ref[Value]] = {}
@@ -101,7 +102,7 @@ class ReplayFrame:
         self._expected: dict[int, tuple[torch.Size, torch.dtype, Geometry | None]] = {}
         """For each place the shape and dtype of the saved tensor, and for a view the geometry of its base."""
         self._static: frozenset[int] | None = None
-        self._listening = None if known is not None else hooks.Listening(seam.reach.modules)
+        self._listening = None if known is not None else hooks.Listening(reach.modules)
         """None for modules without hooks."""
 
     def close(self) -> None:
@@ -115,10 +116,10 @@ class ReplayFrame:
         """Raise ReplayMismatch if the call, unlike all earlier ones, wrote to a large buffer: it can't be replayed."""
         if (name := self.call_context.written_late) is not None:
             raise ReplayMismatch(
-                f"{self.seam} wrote to its buffer {name!r}, as it did in no step before: its plan runs it again in "
-                "backward, where it would find other contents. The step ends, and nothing is updated.\n"
-                "  Plan in a step in which it does: resume from a checkpoint, or have it write from the first step on.",
-                type(self.seam.module),
+                f"{self.interceptor} wrote to its buffer {name!r}, which it did in no step before: the plan replays it "
+                "in backward, where it would find other contents. The step ends, and nothing is updated.\n"
+                "  Plan in a step in which it writes: resume from a checkpoint, or let it write from the first step.",
+                type(self.interceptor.module),
             )
 
     def read(self, *, given: bool) -> list[tuple[Tensor, int]]:
@@ -142,7 +143,8 @@ class ReplayFrame:
         return self.arguments.handles
 
     def left(self, tensor: Tensor) -> Handle | None:
-        """Return a handle on the result of an operator that was just saved and is left to this replay, or is kept.
+        """Return a handle on the result of an operator that the call is about to save, which is left to this replay, or
+        is kept.
 
         That is the common case. None for views, leaves and all else that `Engine.hold` looks into.
         """
@@ -154,10 +156,14 @@ class ReplayFrame:
         value = None if reference is None else reference()
         if value is not None:
             is_usable = value.version in (version, -1) and not value.passing and value.places is None
-            return Handle(value) if is_usable and (value.maker is None or value.maker is self) else None
+            if not (is_usable and (value.maker is None or value.maker is self)):
+                return None
+            self.count += 1
+            return Handle(value)
         value = Value(maker=self, output=output)
         value.version = version
-        place = self.count - 1
+        place = self.count
+        self.count = place + 1
         self.values[place] = metadata[key] = weakref.ref(value)
         self._expected[place] = tensor.shape, tensor.dtype, None
         return Handle(value)
@@ -193,7 +199,9 @@ class ReplayFrame:
     def is_static(self, tensor: Tensor) -> bool:
         """Return True if a tensor without history is the module's parameter or buffer, which stays in memory anyway."""
         if self._static is None:
-            buffers = (b for module in self.seam.reach.modules for b in module._buffers.values() if b is not None)
+            buffers = (
+                b for module in self.interceptor.reach.modules for b in module._buffers.values() if b is not None
+            )
             self._static = frozenset(storage_id(buffer) for buffer in buffers)
         return isinstance(tensor, torch.nn.Parameter) or storage_id(tensor) in self._static
 
@@ -236,10 +244,10 @@ class ReplayFrame:
         try:
             missing = self._run_again(wanted, at)
         except _NestedBackward:
-            self.seam.reach.holds = True
+            self.interceptor.reach.holds = True
             missing = self._run_again(wanted, at)
         if missing:
-            raise ReplayMismatch(self._mismatch(min(missing), "nothing"), type(self.seam.module))
+            raise ReplayMismatch(self._mismatch(min(missing), "nothing"), type(self.interceptor.module))
 
     def _run_again(self, wanted: set[int], at: Callable[[int, Tensor], object]) -> set[int]:
         """Run the call again; return the places at which no tensor was saved."""
@@ -247,7 +255,7 @@ class ReplayFrame:
         try:
             if self.nested:
                 with _in_place({inner for inner, _ in self.nested}):
-                    self._run(rerun, self.operands)
+                    self._run(rerun, self.arguments.handles)
             else:
                 self._run(rerun, self.arguments.handles)
         except _StopReplay:
@@ -261,17 +269,17 @@ class ReplayFrame:
         try:
             return self._run(_AdvanceRun(self), operands)
         except _NestedBackward:
-            self.seam.reach.holds = True
+            self.interceptor.reach.holds = True
             return self._run(_AdvanceRun(self), operands)
 
     def _run(self, rerun: _ReplayRun | _AdvanceRun, operands: tuple[Handle, ...]) -> Any:
-        seam, units = self.seam, self.call_context.reach.units
+        interceptor, units = self.interceptor, self.call_context.reach.units
         for handle in operands:
             value = handle.value
             if value.maker is None and value.is_changed:
                 assert value.tensor is not None
                 self.call_context.reach.is_overwritten = True
-                raise Overwritten(value.tensor, value.version, str(seam), type(seam.module))
+                raise Overwritten(value.tensor, value.version, str(interceptor), type(interceptor.module))
         args, kwargs = self.arguments.again(operands)
         if not (units or are_overrides_on()):
             return self._run_here(rerun, args, kwargs)
@@ -279,16 +287,16 @@ class ReplayFrame:
             return self._run_here(rerun, args, kwargs)
 
     def _run_here(self, rerun: _ReplayRun | _AdvanceRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        engine = self.seam.engine
+        engine = self.interceptor.engine
         acting = () if self._listening is None else self._listening.acting
         with (
             Again(self.call_context, acting),
-            HooksButInTransforms(rerun.pack, rerun.unpack, engine.apart),
+            HooksButInTransforms(rerun.pack, rerun.unpack, engine.without_plan),
         ):
             here = engine.here
             before, here.now = here.now, rerun
             try:
-                return self.seam.inner(*args, **kwargs)
+                return self.interceptor.inner(*args, **kwargs)
             finally:
                 here.now = before
                 rerun.has_ended = True
@@ -300,14 +308,16 @@ class ReplayFrame:
             return producer(tensor)[0].detach()
         shape, dtype, layout = expected
         if (tensor.shape, tensor.dtype) != (shape, dtype):
-            raise ReplayMismatch(self._mismatch(place, f"{list(tensor.shape)} {tensor.dtype}"), type(self.seam.module))
+            raise ReplayMismatch(
+                self._mismatch(place, f"{list(tensor.shape)} {tensor.dtype}"), type(self.interceptor.module)
+            )
         return tensor.detach() if layout is None else tensor.detach().as_strided(*layout)
 
     def _mismatch(self, place: int, now: str) -> str:
         expected = self._expected.get(place)
         was = "something" if expected is None else f"{list(expected[0])} {expected[1]}"
         return (
-            f"{self.seam} saved {now} when it was run again, where it had saved {was} (tensor {place}). It reads "
+            f"{self.interceptor} saved {now} when it was replayed, where it had saved {was} (tensor {place}). It reads "
             "something that has changed in between. Pass that as an argument, or store it in a buffer or an attribute."
         )
 
@@ -327,7 +337,7 @@ class _Reexecution:
 
     def __init__(self, frame: ReplayFrame) -> None:
         self._frame = frame
-        self._holds = frame.seam.reach.holds
+        self._holds = frame.call_context.reach.holds
         self.has_ended = False
 
     def hold(self, tensor: Tensor) -> Tensor | Token | None:
@@ -343,9 +353,9 @@ class _Reexecution:
         if not self.has_ended:
             raise _NestedBackward
         raise ReplayMismatch(
-            f"{self._frame.seam} gave a tensor to something outside of it, such as a list, when it was run again, and "
-            "backward has reached that tensor. Return it, or store it in an attribute of the module.",
-            type(self._frame.seam.module),
+            f"{self._frame.interceptor} gave a tensor to something outside it, such as a list, when it was replayed, "
+            "and backward has reached that tensor. Return it, or store it in an attribute of the module.",
+            type(self._frame.interceptor.module),
         )
 
 
@@ -367,19 +377,19 @@ class _ReplayRun(_Reexecution):
         """
         self._inside_another = False
 
-    def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an inner module call."""
-        if self._inside_another or not (seam.replays or seam.is_left_alone):
-            return seam.inner(*args, **kwargs)
-        if not seam.is_left_alone:
-            _, replayed = next(self._nested, (seam, False))
+        if self._inside_another or not (interceptor.replays or interceptor.is_left_alone):
+            return interceptor.inner(*args, **kwargs)
+        if not interceptor.is_left_alone:
+            _, replayed = next(self._nested, (interceptor, False))
             if not replayed:
-                return seam.inner(*args, **kwargs)
+                return interceptor.inner(*args, **kwargs)
             for tensor in tensors_in_call(args, kwargs):
                 self.pack(tensor, is_complete=True)
         self._inside_another = True
         try:
-            return seam.inner(*args, **kwargs)
+            return interceptor.inner(*args, **kwargs)
         finally:
             self._inside_another = False
 
@@ -425,27 +435,27 @@ class _ReplayRun(_Reexecution):
 class _AdvanceRun(_Reexecution):
     """An advance in progress, which records no saved tensors."""
 
-    def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an inner module call."""
-        return seam.inner(*args, **kwargs)
+        return interceptor.inner(*args, **kwargs)
 
     @never_compiled
     def pack(self, tensor: Tensor) -> Tensor | Token | None:
         return self.hold(tensor)
 
 
-def _in_place(seams: set[CallInterceptor]) -> contextlib.AbstractContextManager[None]:
+def _in_place(interceptors: set[CallInterceptor]) -> contextlib.AbstractContextManager[None]:
     """Keep a plan's interceptors installed in the block, even if the plan was removed between forward and backward."""
-    removed = [seam for seam in seams if not seam.installed]
+    removed = [interceptor for interceptor in interceptors if not interceptor.installed]
     return _installed(removed) if removed else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _installed(removed: list[CallInterceptor]) -> Iterator[None]:
-    for seam in removed:
-        seam.install()
+    for interceptor in removed:
+        interceptor.install()
     try:
         yield
     finally:
-        for seam in removed:
-            seam.remove()
+        for interceptor in removed:
+            interceptor.remove()

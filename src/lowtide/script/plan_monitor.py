@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _PASSED_OVER = (
     "another model is trained now, without a plan: a plan is for one model object, the first that was trained. Run "
-    "each in a process of its own, or call lowtide.fit in the script"
+    "each in its own process, or call lowtide.fit in the script"
 )
 
 IN_PROCESSES = (
@@ -112,7 +112,7 @@ class PlanMonitor(StepListener):
         """Report that no batch of the plan's size came."""
         largest = f"the largest measured peak is {format_bytes(self._most)}" if self._most else "no peak was measured"
         steps = "1 step" if self._n_others == 1 else f"{self._n_others} steps"
-        self._say(f"in {steps} under the plan no batch was of the size it is for: {largest}")
+        self._say(f"in {steps} under the plan no batch had the size that the plan is for: {largest}")
 
 
 class Measured:

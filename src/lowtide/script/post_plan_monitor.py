@@ -66,7 +66,7 @@ class PostPlanMonitor:
             self._listener.takes((now_ms(self._place) - self._began_ms) / N_TIMED)
 
     def updated(self, optimizer: Optimizer) -> None:
-        """Note a step of an optimizer that is not known."""
+        """Record a step of an optimizer that is not known."""
         if not self._modules:
             return
         modules = [module for reference in self._modules if (module := reference()) is not None]

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def live_objects(*classes: type[T]) -> list[T]:
-    """Return the live objects of `classes` and of their subclasses, but for those that `gc.freeze` has hidden.
+    """Return the live objects of `classes` and of their subclasses, except for those that `gc.freeze` has hidden.
 
     A process that has imported torch and transformers holds a million objects of a few thousand classes, so each class
     is looked at once. No code of an object is run: `isinstance` would run a proxy's.
@@ -24,10 +24,10 @@ class LiveObjectFinder:
     """Search for the live objects of some classes that is repeated often, and mostly looks at the youngest objects
     only.
 
-    Objects that survive a collection of the middle generation are moved to the oldest. As long as none was collected,
-    the oldest generation has nothing but what the last full search has seen. `gc.freeze` takes the youngest objects
-    away, a marker with them; what `gc.unfreeze` gives back is found once a generation was collected. Objects are
-    remembered by weak references.
+    Objects that survive a collection of the middle generation are moved to the oldest. Until the garbage collector has
+    run, the oldest generation holds only objects that the last full search has seen. `gc.freeze` takes the youngest
+    objects away, a marker with them; what `gc.unfreeze` gives back is found once a generation was collected. Objects
+    are remembered by weak references.
     """
 
     def __init__(self, *classes: type) -> None:
@@ -37,7 +37,7 @@ class LiveObjectFinder:
         self._marker = _Marker()
 
     def find(self) -> list[object]:
-        """Return the live objects, but for those that `gc.freeze` has hidden."""
+        """Return the live objects, except for those that `gc.freeze` has hidden."""
         before = _collections()
         if _HAS_GENERATIONS and before == self._collections:
             young: list[object] = []
