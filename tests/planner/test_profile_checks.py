@@ -103,10 +103,10 @@ def test_what_is_just_possible_passes(possible: Callable[[Profile], Profile]) ->
         (first("slots", storage=N_STORAGES), f"is in storage {N_STORAGES} of {N_STORAGES}"),
         (first("slots", need=END), f"is read at {END} of {END} positions"),
         (first("slots", need=-1), "is read at -1"),
-        (first("slots", release=-1), "is let go of at -1"),
+        (first("slots", release=-1), "is released at -1"),
         (of(offload_bytes_per_ms=-1.0), "bytes at a position"),
-        (of(measured_plain_peak_bytes=0), "its step needs no memory"),
-        (of(base_bytes=(-1,) * END), "its step needs no memory"),
+        (of(measured_plain_peak_bytes=0), "its step uses no memory"),
+        (of(base_bytes=(-1,) * END), "its step uses no memory"),
     ],
 )
 def test_what_does_not_fit_is_named(impossible: Callable[[Profile], Profile], why: str) -> None:
