@@ -15,7 +15,7 @@ machine is: 0.6 us on the one that the limits were written for. LOWTIDE_NATIVE=0
 hooks in Python, LOWTIDE_NATIVE=1 its compiled ones.
 
 In the third table the budget is above the plain step's peak, or no plan fits and training goes on without one. Steps in
-the block and outside of it take turns; beside the time there are the Python calls that the block adds to a step.
+the block and outside it take turns; beside the time there are the Python calls that the block adds to a step.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Short(nn.Module):
 
 RUNS = 30
 ROUNDS = 3
-"""Blocks of `within` that take turns with steps outside of them."""
+"""Blocks of `within` that take turns with steps outside them."""
 WARM_UP = 12
 """Steps in which a block of `within` settles, those that it waits for other models included."""
 

@@ -336,7 +336,7 @@ def test_misuse_is_said() -> None:
     with recorder:
         pass
     assert recorder.stream.events == ()
-    with pytest.raises(RehearsalError, match="records once"):
+    with pytest.raises(RehearsalError, match="was used before"):
         recorder.__enter__()
 
 

@@ -164,7 +164,7 @@ def is_as_it_was(rank: int) -> None:
 
 
 def is_told_what_is_not_whole(rank: int) -> None:
-    """A plan that takes parameters where they are not whole any longer says so, and does not read what is freed."""
+    """A plan that reads parameters that are no longer gathered says so, and does not read what is freed."""
     model, optimizer = build(kept_whole, n_layers=3)
     step = step_of(model, optimizer)
     profile = lowtide.rehearse(model, step, batch_of(rank), optimizer=optimizer)

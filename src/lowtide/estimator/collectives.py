@@ -51,7 +51,7 @@ class Done:
     is_completed = is_success = wait
 
 
-def stand_ins() -> Iterator[tuple[Any, str, Any]]:
+def replacements() -> Iterator[tuple[Any, str, Any]]:
     """Return the stand-ins for torch's collectives, as (owner, name, function)."""
     senders.clear()
     for owner in (torch.distributed, torch.distributed.distributed_c10d):

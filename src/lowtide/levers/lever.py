@@ -31,7 +31,7 @@ class StepContext:
     in_place: bool = True
     """True if gradients may be written in place."""
     inside_blocks: bool = True
-    """True if plans may decide what blocks that inductor compiles save."""
+    """True if plans may choose the saved tensors of blocks that inductor compiles."""
 
     @property
     def only_optimizer(self) -> Optimizer | None:

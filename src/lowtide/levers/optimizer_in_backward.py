@@ -147,8 +147,8 @@ class _Active:
             if arrived > self._backwards:
                 raise LowtideError(
                     f"the lever 'step in backward' was planned for {self._backwards} backward pass(es) before each "
-                    "optimizer.step(), and there was one more: the update has been made already. If an earlier one "
-                    "failed, apply the plan anew; else fit again with a step that accumulates as the loop does."
+                    "optimizer.step(), and there was one more, after the update. If an earlier one failed, apply the "
+                    "plan again; else fit again with a step that accumulates as the loop does."
                 )
             if arrived == self._backwards:
                 self._update(parameter)
@@ -174,9 +174,9 @@ class _Active:
         settings, self._settings = self._settings, []
         if settings and (name := changed_setting(settings, group_settings(optimizer))):
             raise LowtideError(
-                f"{name!r} of a parameter group was set between backward and optimizer.step(). The lever 'step in "
-                "backward' had updated the parameters by then, with what it was before. Set it before backward, or fit "
-                "without the lever."
+                f"{name!r} of a parameter group was set between backward and optimizer.step(). By then the lever "
+                "'step in backward' had already updated the parameters, with the previous value. Set it before "
+                "backward, or fit without the lever."
             )
         if isinstance(self._clip, CommonNorm):
             self._clip.finish_step()
@@ -206,11 +206,11 @@ def _steppable(optimizer: Optimizer | None) -> Optimizer:
     if several_processes():
         raise LeverNotApplicable(TOGETHER)
     if optimizer is None:
-        raise LeverNotApplicable("no single optimizer is known that steps on the model's parameters: pass optimizer=")
+        raise LeverNotApplicable("no single optimizer of the model's parameters was found: pass optimizer=")
     name = type(optimizer).__name__
     if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
         raise LeverNotApplicable(
-            f"a {name} may look at several parameters at once; torch.optim's, but for LBFGS, do not"
+            f"a {name} may read several parameters at once; those of torch.optim, except LBFGS, do not"
         )
     if has_step_pre_hooks(optimizer):
         raise LeverNotApplicable(f"there are hooks before the step of this {name}, which may look at gradients")
@@ -221,8 +221,8 @@ def _check_two_passes(model: nn.Module, observed: ObservedStep) -> None:
     """Raise LeverNotApplicable if a gradient may not be computed twice."""
     if observed.backwards > 1:
         raise LeverNotApplicable(
-            "gradients are clipped by their common norm and accumulated over several backward passes: all of them are "
-            "there before the last one"
+            "gradients are clipped by their common norm and accumulated over several backward passes: all gradients "
+            "exist before the last pass"
         )
     twice = "which would run twice: gradients that are clipped by their common norm have to be computed for it first"
     named = model.named_parameters()

@@ -163,9 +163,7 @@ class Call(Record):
     advance_host_ms: float = 0.0
     advance_flops: int = 0
     state_bytes: int = 0
-    """Bytes of RNG state and buffers that the call holds for its replay; during the replay as many bytes are set
-    aside.
-    """
+    """Bytes of RNG state and buffers that the call holds for its replay; the replay saves the current ones as well."""
     begins_at: int | None = None
     """Bytes, of `base_bytes`, that exist when the call begins; None if not recorded."""
 

@@ -47,7 +47,7 @@ class Boundary(NamedTuple):
 
 
 START = Boundary("", False)
-"""Boundary that stands for the beginning of the step."""
+"""Boundary at the beginning of the step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,14 +31,6 @@ def added_time(extra_ms: float, step_ms: float) -> str:
     return f"+{format_time(extra_ms)} a step{share}"
 
 
-def share_of_step(extra_ms: float, planned_ms: float) -> str:
-    """Return `, about 12.5 of 310 ms are the plan's (+4.2 %)` for a step that took `planned_ms`; empty for no time."""
-    if not 0 < extra_ms < planned_ms:
-        return ""
-    share = format_ratio(extra_ms / (planned_ms - extra_ms), signed=True)
-    return f", about {format_time(extra_ms)} of {format_time(planned_ms)} are the plan's ({share})"
-
-
 def extra_time(plan: Plan) -> str:
     """Return the plan's extra time and its bound: `, +4.1 % time predicted, bound +3.8 %`; empty if unknown."""
     if not plan.step_ms:

@@ -16,7 +16,7 @@ from lowtide._torch.backward import is_tracing
 from lowtide._torch.compiled_code import is_compiled, is_compiling_anywhere, is_compiling_here, is_traced
 from lowtide._torch.modules import CALL, without_function_mode
 from lowtide.runtime.call_context import MutableState
-from lowtide.runtime.class_calls import past_fronts, stand_in_calls
+from lowtide.runtime.class_calls import intercept_calls, past_fronts
 from lowtide.runtime.module_changes import AsPlanned
 from lowtide.runtime.operand_capture import OperandCapture
 
@@ -89,7 +89,7 @@ class CallInterceptor:
         self.installed = False
         _remove_from_chain(self)
 
-    def stands(self) -> bool:
+    def is_reached(self) -> bool:
         """Return True if calls of the module still reach this interceptor."""
         front = self.module.__dict__.get(CALL)
         while isinstance(front, CallInterceptor | OuterInterceptor) and front is not self:
@@ -137,7 +137,7 @@ class OuterInterceptor:
         self.before: Callable[..., Any] | None = module.__dict__.get(CALL)
         self.inner: Callable[..., Any] = self.before or past_fronts(module)
         module.__dict__[CALL] = self
-        self._own_calls = stand_in_calls([module])
+        self._own_calls = intercept_calls([module])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return None: copies and pickles do not contain the handler."""

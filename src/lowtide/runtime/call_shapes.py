@@ -14,7 +14,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
     """Return the shapes of a call's tensors; 0-dimensional ones, such as a token count, are left out."""
-    return tuple(tuple(tensor.shape) for tensor in tensors_in_call(args, kwargs) if tensor.dim())
+    return tuple([tuple(tensor.shape) for tensor in tensors_in_call(args, kwargs) if tensor.dim()])
 
 
 def shapes_in(words: str) -> Shapes:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 MOST_PATHS = 4
-"""Number of runs in which the path to a recompute's operands may be remembered anew; after that every run searches."""
+"""Number of runs in which the path to a recompute's operands may be learnt again; after that every run searches."""
 
 
 class Decision:
@@ -83,15 +83,16 @@ class NeededSlots:
 
     def learn(self, plan: int, needed: Mapping[CallInterceptor, Mapping[int, set[int]]]) -> None:
         """Add the needed slots of one run."""
-        for seam, calls in needed.items():
-            known = self.by_call.setdefault(seam, {})
+        for interceptor, calls in needed.items():
+            known = self.by_call.setdefault(interceptor, {})
             for number, ordinals in calls.items():
-                decided = seam.actions[plan].get(number, NO_ACTIONS).recompute  # includes slots that other hooks packed
+                # includes slots that other hooks packed
+                decided = interceptor.actions[plan].get(number, NO_ACTIONS).recompute
                 known[number] = known.get(number, set()) | ordinals | decided.keys()
         self.idle = frozenset(
-            seam
-            for seam, calls in self.by_call.items()
-            if not (any(calls.values()) or seam.replays or seam.is_compiled or seam.actions[plan])
+            interceptor
+            for interceptor, calls in self.by_call.items()
+            if not (any(calls.values()) or interceptor.replays or interceptor.is_compiled or interceptor.actions[plan])
         )
 
 

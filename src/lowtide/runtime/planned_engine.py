@@ -62,16 +62,16 @@ class Planned(Engine):
         """Function called with the arguments of a part of the model that a step calls directly."""
         self._most = [most_elements(plan) for plan in plans]
         self._saves_most_from = inf
-        """Number of elements from which on calls run under the plan with the smallest peak, because a call of that size
-        ran out of memory.
+        """Smallest number of elements of calls that run under the plan with the smallest peak, because such a call ran
+        out of memory.
         """
 
-    def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def choose(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the plan for the number of elements passed to a call; the fallback if it exceeds all rehearsed ones.
 
         A call that is longer and has fewer rows, as with batches assembled by tokens, does not exceed them.
         """
-        if seam.module is not self.model:
+        if interceptor.module is not self.model:
             self.of_a_part(args, kwargs)
         if len(self.tables) > 1:
             n_elements = elements(shapes_of(args, kwargs))

@@ -19,7 +19,7 @@ Geometry = tuple["torch.Size", tuple[int, ...], int]
 """Size, stride and storage offset of a view, in elements."""
 
 NEVER = -2
-"""Number that stands for no pass: backward numbers its passes from 0, and outside of any pass the number is -1."""
+"""Number that means no pass: backward numbers its passes from 0, and outside any pass the number is -1."""
 
 
 class ValueFields:

@@ -93,7 +93,7 @@ class ReliedOn:
         if self.takes_values:
             inplace_methods.watched = True
             if len(self._values) >= self._most:
-                self._forget_gone()
+                self._forget_freed()
             self._values.append(weakref.ref(value))
             self._unlooked.append(self._values[-1])
         return value
@@ -109,7 +109,7 @@ class ReliedOn:
         """Copy the parameters and buffers that the replay of `frame` reads before a write."""
         self.frames.add(frame)
         if len(self._unlooked) >= self._most:
-            self._forget_gone()
+            self._forget_freed()
         self._unlooked.append(weakref.ref(frame))
         inplace_methods.watched = True
 
@@ -125,7 +125,7 @@ class ReliedOn:
                 self._storages.update(reader.call_context.storages())
         return not self._storages.isdisjoint(storages)
 
-    def _forget_gone(self) -> None:
+    def _forget_freed(self) -> None:
         self._values = [reference for reference in self._values if reference() is not None]
         self._unlooked = [reference for reference in self._unlooked if reference() is not None]
         self._most = max(_FEW, 2 * len(self._values), 2 * len(self._unlooked))
@@ -174,7 +174,7 @@ class ReliedOn:
                 value.original = None
         for frame in list(self.frames):
             if frame.call_context.copy(storages, copy_of) and is_habit:
-                frame.seam.reach.is_overwritten = True
+                frame.interceptor.reach.is_overwritten = True
         for tensor, _ in copies.values():
             if is_habit:
                 mark(tensor)
@@ -232,7 +232,7 @@ def is_overwritten(tensor: Tensor) -> bool:
 
 
 def _updates(optimizer: Optimizer, *_: Any) -> None:
-    if plans := _at_work():
+    if plans := _plans_in_force():
         updated = {storage_id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         for relied_on in plans:
             relied_on.before_write(updated, f"{type(optimizer).__name__}.step()")
@@ -242,7 +242,7 @@ def _writes(tensors: Sequence[Tensor], writer: str) -> bool:
     """Copy memory that `writer` is about to write to and a plan reads again; return False if no plan reads any."""
     if in_backward():
         return True
-    plans = _at_work()
+    plans = _plans_in_force()
     if plans:
         with without_function_modes():
             storages = {storage_id(tensor) for tensor in tensors} - {0}
@@ -256,11 +256,11 @@ def _renormalise(
     reference: weakref.ref[ReliedOn], own: Callable[..., Tensor], weight: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     relied_on = reference()
-    if relied_on is not None and relied_on in _at_work():
+    if relied_on is not None and relied_on in _plans_in_force():
         relied_on.before_write({storage_id(weight)}, "an embedding's max_norm", is_habit=True)
     return own(weight, *args, **kwargs)
 
 
-def _at_work() -> list[ReliedOn]:
+def _plans_in_force() -> list[ReliedOn]:
     """Return the plans that will read tensors again; none in a backward pass, whose updated tensors have been read."""
     return [] if in_backward() else [relied_on for relied_on in _watching if relied_on]

@@ -25,11 +25,11 @@ class AlternatingModels:
         self._updated: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
     def called(self, module: nn.Module) -> None:
-        """Note that the script calls a module in training."""
+        """Record that the script calls a module in training."""
         self._called[id(module)] = module
 
     def others_updated(self, parameters: set[int]) -> None:
-        """Note an update of parameters, given by their ids, that are not the model's."""
+        """Record an update of parameters, given by their ids, that are not the model's."""
         models = [m for m in self._called.values() if any(id(p) in parameters for p in m.parameters())]
         self._updated.update({id(module): module for module in models})
 

@@ -18,7 +18,7 @@ _OTHERS = ("torch.", "lowtide.", "importlib")
 _BLOCKS = (*_OTHERS, "contextlib")
 
 _outermost: list[CodeType] = []
-"""Functions at which the search for variables ends, because the detected steps are in a `with` block of theirs."""
+"""Functions at which the search for variables ends, because the detected steps are in one of their `with` blocks."""
 
 
 @contextlib.contextmanager

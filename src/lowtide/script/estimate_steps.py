@@ -99,7 +99,7 @@ class Estimating(StepListener):
         """True if the script compiles anything."""
         self._n_passes = 0
         """Number of forward and backward passes since the first forward, as long as no optimizer exists."""
-        self._has_gone_back = False
+        self._has_run_backward = False
         """True if a backward pass ran since the model was called last."""
         self._held_up: tuple[nn.Module, tuple[Optimizer, ...]] | None = None
         """The model and its optimizers, if the first forward could not be put on the GPU."""
@@ -141,7 +141,7 @@ class Estimating(StepListener):
         return not reached & ids(model.modules())
 
     def _turn_to(self, model: nn.Module) -> None:
-        """Switch to another model. If the former one is gone, both steps are to be those of the new one."""
+        """Switch to another model. If the former one was freed, both steps are to be those of the new one."""
         assert self._rehearsal is not None
         former = None if self._model is None else weakref.ref(self._model)
         self._model = model
@@ -154,24 +154,24 @@ class Estimating(StepListener):
         self._optimizers = optimizers
         self._enter(model, [])
 
-    def goes_on(self, batch: Any) -> None:
+    def continues(self, batch: Any) -> None:
         """Continue a step whose model takes turns with others, or has no optimizer: the next batch may come early."""
-        if self._rehearsal is None and self._held_up is not None and self._has_gone_back:
+        if self._rehearsal is None and self._held_up is not None and self._has_run_backward:
             self.begins(self._held_up[0], batch, self._held_up[1])
             return
         self._resize(self._of_other_size(batch, is_first=False))
         is_alone = (
             self._n_passes and not self._n_steps and self._rehearsal is not None and not self._rehearsal.has_updated
         )
-        if is_alone and self._has_gone_back and not optimizers_at_hand():
+        if is_alone and self._has_run_backward and not optimizers_at_hand():
             if self._n_passes == MOST_PASSES:
                 self._conclude()
                 raise Enough
             self._next_pass(batch)
 
-    def goes_back(self) -> None:
-        """Note that a backward pass is over."""
-        self._has_gone_back = True
+    def backward_ended(self) -> None:
+        """Record that a backward pass is over."""
+        self._has_run_backward = True
 
     def checkpoints(self, function: Any, batch: Any) -> None:
         """Put the model on the GPU if a checkpoint around the model itself is about to begin: inside is too late."""
@@ -194,19 +194,24 @@ class Estimating(StepListener):
 
     def finish(self) -> None:
         """Conclude at the end of a script that ran passes without an optimizer."""
-        if self._n_passes and self._rehearsal is not None and not self._rehearsal.has_updated and self._n_gone_back():
+        if (
+            self._n_passes
+            and self._rehearsal is not None
+            and not self._rehearsal.has_updated
+            and self._n_backward_passes()
+        ):
             self._conclude()
 
-    def _n_gone_back(self) -> int:
+    def _n_backward_passes(self) -> int:
         """Count the forward passes that were followed by a backward pass."""
-        return self._n_passes - (not self._has_gone_back)
+        return self._n_passes - (not self._has_run_backward)
 
     def _next_pass(self, batch: Any) -> None:
         """Begin a forward pass when no optimizer's steps can be counted."""
         assert self._rehearsal is not None
         self._rehearsal.second(batch)
         self._n_passes += 1
-        self._has_gone_back = False
+        self._has_run_backward = False
 
     def _of_other_size(self, batch: Any, *, is_first: bool) -> list[Tensor]:
         """Return the leaf tensors that are as long as the script's batch, which are to be resized.
@@ -256,7 +261,7 @@ class Estimating(StepListener):
         self._rehearsal, self.answers = rehearsal, rehearsal.answers
         self.saves.begin(self.answers.note)
         self._on_entered()
-        # Parameters outside of modules, and sums whose device a loop compares, as transformers' Trainer does.
+        # Parameters outside modules, and sums whose device a loop compares, as transformers' Trainer does.
         tensors = [t for t in state.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
         tensors += (t for t in state.visited if isinstance(t, torch.Tensor) and not t.is_leaf and is_given(t))
         rehearsal.put([tensor for tensor in tensors if not _is_in(resizing, tensor)], lambda tensor: tensor)
@@ -286,7 +291,7 @@ class Estimating(StepListener):
             rehearsal.answers.note(NO_GROUP)
         rehearsal.finish()
         self.leaves()
-        n_passes = 0 if rehearsal.has_updated or self._n_steps else self._n_gone_back()
+        n_passes = 0 if rehearsal.has_updated or self._n_steps else self._n_backward_passes()
         self.estimate, self.done = rehearsal.estimate(n_passes), True
 
     def gives_up(self, model: nn.Module) -> None:

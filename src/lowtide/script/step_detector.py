@@ -84,7 +84,7 @@ class Steps:
         self._stepped: dict[int, Optimizer] = {}
         self._updating: dict[int, Search] = {}
         """Updates in progress, by optimizer id: they may call the model."""
-        self._aside, self._prompted, self._turns, self.by_hand = (
+        self._candidates, self._prompted, self._turns, self.by_hand = (
             CandidateModels(),
             PromptTuning(),
             AlternatingModels(),
@@ -311,11 +311,11 @@ class Steps:
         elif not self._is_given and self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
             self._replace(module)  # the first call may have been a trial on a small input
         if not self._is_open and not self._is_ours(module):
-            self._called_aside(module)
+            self._note_other_call(module)
         if self._is_open:
-            self.listener.goes_on(batch)
+            self.listener.continues(batch)
         elif self._is_ours(module):
-            self._aside.forget()
+            self._candidates.forget()
             before = None if self._before is None else self._before()
             if before is not None and not self._is_ours(before) and any(True for _ in before.parameters()):
                 self.listener.precedes(before)
@@ -332,13 +332,13 @@ class Steps:
             if not self.n_updates:
                 self.by_hand.called(module)
 
-    def _called_aside(self, module: nn.Module) -> None:
-        """Note a call of another module, which replaces the model once it was trained for two steps."""
-        self._aside.called(module)
-        trained, optimizers = self._aside.trained()
+    def _note_other_call(self, module: nn.Module) -> None:
+        """Record a call of another module, which replaces the model once it was trained for two steps."""
+        self._candidates.called(module)
+        trained, optimizers = self._candidates.trained()
         if trained:
             assert self.model is not None
-            self._aside.leave(self.model)
+            self._candidates.leave(self.model)
             # the state of the other models may be freed
             self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
             self._give_up(whole(trained))
@@ -387,7 +387,7 @@ class Steps:
         if self.listener.done:
             return
         if not self._is_open:
-            self._aside.updated(optimizer)
+            self._candidates.updated(optimizer)
         if not self._is_open or self.failed is not None:
             return
         self._stepped[id(optimizer)] = optimizer
@@ -404,6 +404,8 @@ class Steps:
                 return
             monitor.updated(optimizer)
         self.n_updates += 1
+        if monitor.is_timing:
+            monitor.count_time(optimizer)
         if self.listener.wants_more() and (model := monitor.model()) is not None:
             self._resume(model, monitor.optimizers())
 

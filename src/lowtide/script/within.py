@@ -95,7 +95,7 @@ class Run(Displayed):
             stack.enter_context(resend_dropped_interrupts())
             stack.enter_context(as_far_as())
             self._steps = stack.enter_context(watched(self._fitting, model, when_failed=self.leave))
-            stack.callback(self._fitting.take_off)
+            stack.callback(self._fitting.remove_plan)
             self._stack = stack.pop_all()
         return self
 
@@ -232,6 +232,6 @@ def _check_trained(model: Any) -> None:
         raise LowtideError(f"model takes a torch.nn.Module, found {type(model).__name__}.")
     if not any(p.requires_grad for p in model.parameters()):
         raise LowtideError(
-            f"no parameter of this {type(model).__name__} requires a gradient: there are no steps of it. Give the "
+            f"no parameter of this {type(model).__name__} requires a gradient: it has no training steps. Give the "
             "model that is trained, or leave model out."
         )

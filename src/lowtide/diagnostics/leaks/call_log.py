@@ -93,7 +93,7 @@ class SiteStats:
     graph was reached.
     """
     module_ids: set[int] = field(default_factory=set)
-    """Ids of the modules that were called; one line may call several of a class."""
+    """Ids of the modules that were called; one line may call several modules of the same class."""
     unreached_bytes: int = 0
     first_unreached_step: int = 0
     graph_bytes: int = 0

@@ -103,7 +103,7 @@ class Message(Record):
     def hidden_bytes(self) -> int | None:
         """Memory on the device of processes that the message does not list.
 
-        Where it does not state this process's total, a usual context of it is subtracted.
+        If it does not state this process's total, the size of a usual CUDA context is subtracted.
         """
         unnamed = self.unnamed_bytes
         if unnamed is None or self.process_bytes is not None:

@@ -53,7 +53,7 @@ class GpuMemoryEstimate(MemoryEstimate):
     is_bounded: bool = True
     """False if memory that some operator takes inside has no known bound."""
     nccl: tuple[int, int] = (0, 0)
-    """Bytes that NCCL takes beside the allocator, at least and at most, by public reports."""
+    """Bytes that NCCL allocates outside torch's allocator, at least and at most, from public reports."""
 
     def to_snapshot(self, path: str | Path) -> None:
         """Write a memory snapshot, as `Timeline.to_snapshot`, of all that the allocator sees."""

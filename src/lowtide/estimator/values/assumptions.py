@@ -446,7 +446,7 @@ class ValueOracle:
             self.note(assumed)
 
     def note(self, what: str) -> None:
-        """Note an assumption, with the line that asked."""
+        """Record an assumption, with the line that asked."""
         self.notes[f"{where()}: {what}"] = None
 
     def refusal(self, why: str) -> DataDependentStepError:
@@ -508,7 +508,7 @@ def _nested(shape: tuple[int, ...], number: Any) -> Any:
 
 
 def left_real(tensor: Tensor) -> Tensor:
-    """Mark a tensor, and tensors detached from it, to stay real instead of being replaced by a twin."""
+    """Mark a tensor, and tensors detached from it, to stay real instead of being replaced by a fake one."""
     setattr(tensor, _LEFT_REAL, True)
     return tensor
 

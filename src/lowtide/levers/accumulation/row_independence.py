@@ -138,11 +138,11 @@ def _is_of_parameter(node: Any) -> bool:
 
 def _refusal(reason: str) -> LowtideError:
     return LowtideError(
-        f"the loss is not a sum over rows: {reason}. Rows that see each other, such as in-batch negatives, give other "
-        "gradients in pieces, and so does a mean over something else than stated as weight. Encode each piece by "
-        "itself, and give the loss the representations of all of them: "
-        "lowtide.accumulate(loss_of_representations, batch, n, representations=encode) has the whole batch's gradients "
-        "(GradCache). Or give the whole batch to one backward; lowtide.fit makes room for it."
+        f"the loss is not a sum over rows: {reason}. Rows that depend on each other, such as in-batch negatives, "
+        "give other gradients in pieces, and so does a mean over something other than the stated weight. Encode each "
+        "piece by itself, and give the loss the representations of all of them: "
+        "lowtide.accumulate(loss_of_representations, batch, n, representations=encode) has the whole batch's "
+        "gradients (GradCache). Or give the whole batch to one backward; lowtide.fit makes room for it."
     )
 
 

@@ -80,7 +80,7 @@ class Assignment(NamedTuple):
 def assign(index: Index, choice: DecisionVector) -> Assignment:
     """Return the state of each node under `choice`."""
     is_replayed = index.replayable & choice.replay[index.call_id]
-    owner = np.full(len(index.parent) + 1, -1, np.int64)  # the last entry stands for code outside the model
+    owner = np.full(len(index.parent) + 1, -1, np.int64)  # the last entry is code outside the model
     for calls in index.by_depth:
         owner[calls] = np.where(is_replayed[calls], calls, owner[index.parent[calls]])
     advanced = [

@@ -27,7 +27,7 @@ from lowtide.planner.solve.moves import Move, Moves
 from lowtide.planner.solve.pareto_pool import ParetoPool
 
 GOOD_ENOUGH = 0.9
-"""Share of the best possible worth from which on a move is taken without simulating others."""
+"""Share of the best possible worth at which a move is taken without simulating others."""
 MOST_TRIED = 6
 """Largest number of moves that are simulated for one choice, unless none of them helps."""
 MANY = 600

@@ -55,7 +55,7 @@ POOR = 1.2
 NEAR_PLAIN = 0.5
 """Share of the plain peak above which greedy searches also start from an empty choice, a few moves away."""
 NOTHING_NEW = 1e-3
-"""Relative difference of costs up to which a rung tells nothing new beside the one below."""
+"""Relative difference of costs below which a rung adds nothing to the one below it."""
 STUCK = 0.05
 """Relative difference of costs up to which no further rungs are solved above a rung that tells nothing new."""
 

@@ -1,4 +1,4 @@
-"""Moves of a solver: decisions to take or to undo, and an upper bound of each move's worth."""
+"""Moves of a solver: decisions to take or to undo, and an upper bound on the benefit of each move."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ class Moves:
 
 
 def _strides(n: int) -> list[int]:
-    """Return the distances between kept results, for `n` advanceable calls; the last keeps none."""
+    """Return the distances between kept results to try for `n` advanceable calls; with the last one none is kept."""
     strides, stride = [], 2
     while stride <= n:
         strides.append(stride)
