@@ -84,8 +84,8 @@ class Short(nn.Module):
 RUNS = 30
 ROUNDS = 3
 """Blocks of `within` that take turns with steps outside them."""
-WARM_UP = 12
-"""Steps in which a block of `within` settles, those that it waits for other models included."""
+WARM_UP = 24
+"""Steps in which a block of `within` settles, those included that it waits for other models or times."""
 
 SHARE = 0.75
 """Of the plain peak, what the models are planned for."""
@@ -207,12 +207,12 @@ def python_calls(step: Callable[[], object]) -> int:
     """Count the calls of Python functions in one step, in this thread."""
     count = 0
 
-    def told(frame: Any, event: str, argument: Any) -> None:
+    def count_call(frame: Any, event: str, argument: Any) -> None:
         nonlocal count
         count += event == "call"
 
     step()
-    sys.setprofile(told)
+    sys.setprofile(count_call)
     step()
     sys.setprofile(None)
     return count

@@ -302,7 +302,7 @@ def test_where_nothing_fits_plain_goes_on_without_a_plan(capsys: pytest.CaptureF
     _, run = under(loop, "1MB", on_infeasible="plain")
     assert run.plan is None
     assert str(run) == "No plan fits 977 KiB. Training went on without a plan."
-    assert capsys.readouterr().err.count("Training goes on without a plan, as asked") == 1
+    assert capsys.readouterr().err.count("Training continues without a plan, as asked") == 1
 
 
 def test_an_unknown_on_infeasible_is_refused() -> None:

@@ -690,8 +690,8 @@ def test_a_script_that_tries_a_copy_of_its_model_first(
         assert (done.code, done.out) == (0, run_python(train).stdout)
         assert done.err.count("within the budget") == 1
         assert ("another model is trained now, without a plan" in done.err) == (n_tried == 3)
-        told = "the plan for that Sequential is removed: from here on the script trains another model" in done.err
-        assert told == (n_tried == 2 and n == 0)
+        removed = "the plan for that Sequential is removed: from here on the script trains another model" in done.err
+        assert removed == (n_tried == 2 and n == 0)
 
 
 def test_another_optimizer_with_more_state_is_said_once(script: Callable[[str], str], run: Run, tmp_path: Path) -> None:

@@ -99,9 +99,9 @@ def train(model: nn.Module, step: Step, rank: int) -> tuple[list[Tensor], int, i
 
 
 def smallest(profile: lowtide.Profile) -> int:
-    with pytest.raises(lowtide.Infeasible) as told:
+    with pytest.raises(lowtide.Infeasible) as error:
         lowtide.plan(profile, 1)
-    return told.value.smallest_peak_bytes
+    return error.value.smallest_peak_bytes
 
 
 def compare(rank: int, shard: Callable[[Any], None], of: Callable[..., Step] = step_of) -> lowtide.Plan:

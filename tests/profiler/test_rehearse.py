@@ -209,7 +209,7 @@ def test_an_optimizer_is_noticed_and_its_settings_come_back():
 
 
 class _Average:
-    """As many write it: a dict that is bound anew in every step."""
+    """As many write it: a dict that every step binds again."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -134,7 +134,7 @@ def attributes(model: nn.Module) -> list[set[str]]:
 
 
 class Failing(nn.Module):
-    """Raises in forward or in backward when told to."""
+    """Raises in forward or in backward on request."""
 
     def __init__(self):
         super().__init__()

@@ -165,7 +165,7 @@ def _train(script: Script, monitor: PlanMonitor) -> int:
 
 
 def _save(to: str, plan: Plan) -> None:
-    """Write the plan that stays in force. Training goes on if that fails."""
+    """Write the plan that stays in force. Training continues if that fails."""
     try:
         write(plan.to_json(), to)
     except LowtideError as why:

@@ -18,7 +18,7 @@ _codes: set[CodeType] = set()
 
 
 def compile_as_written(compiled: Any) -> None:
-    """Remember a module or function that a script compiles and that the estimate runs as it was written."""
+    """Remember a module or function that a script compiles and that the estimate runs uncompiled."""
     if isinstance(compiled, nn.Module):
         _modules.add(compiled)
     elif (code := getattr(inspect.unwrap(compiled), "__code__", None)) is not None:

@@ -1,7 +1,7 @@
 """The lever `fused optimizer`: torch's fused kernels, which update parameters without temporaries.
 
 `foreach`, the default on GPUs, needs about one more copy of the parameters during the step; the plain loop needs a copy
-of the largest parameter. The arithmetic is the same but for rounding.
+of the largest parameter. The arithmetic is the same except for rounding.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class StepContext:
     step: Callable[[Any], Any]
     batch: Any
     optimizer: Optimizers
-    """Optimizers that step on the model's parameters, as far as they are named or known."""
+    """Optimizers that step on the model's parameters, if they are named or known."""
     in_place: bool = True
     """True if gradients may be written in place."""
     inside_blocks: bool = True

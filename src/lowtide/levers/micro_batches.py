@@ -2,8 +2,8 @@
 
 Each piece's forward is followed by its backward, within the call of the model, and the pieces' gradients are summed as
 in `lowtide.accumulate`, which also decides the cases to reject. The model returns the loss of the whole batch, whose
-backward hands out the summed gradients: the training loop stays unchanged. Gradients are equal but for rounding, unless
-the model draws random numbers: then other numbers are drawn.
+backward hands out the summed gradients: the training loop stays unchanged. Gradients are equal except for rounding,
+unless the model draws random numbers: then other numbers are drawn.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The lever `step in backward`: update each parameter as soon as its gradient is complete, then free the gradient.
 
-So gradients never exist all at once. The bits are those of the plain step, as torch's optimizers treat each parameter
-by itself. With gradient accumulation the update comes in the last backward pass before `optimizer.step()`, after
-clipping by value or by each parameter's own norm. No gradients are left when backward is over: code that reads them
-finds None. A backward pass that fails leaves some parameters updated and others not. Values that a loop sets between
-backward and step, such as a learning rate or the weights that SAM has moved, would come too late: such loops are
-rejected, and an optimizer setting changed too late in a later step is an error.
+So gradients never exist all at once. The bits are those of the plain step, because torch's optimizers treat each
+parameter separately. With gradient accumulation the update comes in the last backward pass before `optimizer.step()`,
+after clipping by value or by each parameter's own norm. No gradients are left when backward is over: code that reads
+them finds None. A backward pass that fails leaves some parameters updated and others not. Values that a loop sets
+between backward and step, such as a learning rate or the weights that SAM has moved, would come too late: such loops
+are rejected, and an optimizer setting changed too late in a later step is an error.
 
 Gradients that are clipped by their common norm are computed twice, first for the norm (`two_pass_clipping.py`). All
 saved tensors stay until the second pass. `clip_grad_norm_` then finds no gradients and returns 0, so a logged norm is

@@ -27,7 +27,7 @@ _excluded: weakref.WeakValueDictionary[int, UntypedStorage] = weakref.WeakValueD
 
 
 def exclude_from_entry(copy: Tensor) -> Tensor:
-    """Exclude `copy`, a tensor that Lowtide holds for a while, from the tensors that exist at entry; return it."""
+    """Exclude `copy`, a tensor that Lowtide holds temporarily, from the tensors that exist at entry; return it."""
     for part in parts_of(copy):
         if part.device.type == "cpu":
             _excluded[part.untyped_storage().data_ptr()] = part.untyped_storage()

@@ -113,7 +113,7 @@ class EventStream:
     events: tuple[Event, ...]
     device: str = "cpu"
     streams: Mapping[int, int] = field(default_factory=dict)
-    """CUDA stream of each block that is not on the default one, by block: a number that only tells streams apart."""
+    """CUDA stream of each block that is not on the default one, by block: the number only distinguishes streams."""
 
     def __len__(self) -> int:
         return len(self.events)

@@ -217,7 +217,7 @@ class Audit(RecomputeAudit, Observer):
     def pack_saved_tensor(self, now: ForwardPass, tensor: Tensor) -> Handle:
         handle = super().pack_saved_tensor(now, tensor)
         if self._frugal:
-            self.lend(handle, tensor)
+            self.try_free(handle, tensor)
             self.freed_values.free()
         return handle
 
@@ -233,7 +233,7 @@ class Audit(RecomputeAudit, Observer):
         """Return True if a call in progress is of a block whose saved tensors are freed when it has been audited."""
         return any(frame is not None and frame.interceptor.module in self._freed for _, frame in self._open)
 
-    def lend(self, handle: Handle, tensor: Tensor) -> None:
+    def try_free(self, handle: Handle, tensor: Tensor) -> None:
         """Free a tensor that has just been saved, if kept tensors recompute it without a matrix product."""
         value = handle.value
         index = self._index[value]
@@ -241,9 +241,9 @@ class Audit(RecomputeAudit, Observer):
         is_cheap = bool(self.values[index].recipe) and not self.values[index].flops
         if maker is not None and is_cheap and self.freed_values.may_go(value, maker, chained=self._in_freed_block()):
             self._witness.saved(self._slot_of[handle], tensor)
-            self._lend(value, maker)
+            self._free_value(value, maker)
 
-    def _lend(self, value: Value, maker: Recompute) -> None:
+    def _free_value(self, value: Value, maker: Recompute) -> None:
         """Free a value that `maker` recomputes; parameters that `maker` reads are copied before they are written to."""
         self.relied_on.rely_on(handle.value for handle in maker.operands if handle is not None)
         self.freed_values.add(value, maker)
@@ -429,7 +429,7 @@ class Audit(RecomputeAudit, Observer):
             index = self._index[value]
             maker, _ = self._late.get(index, (None, 0))
             if maker is not None and self.values[index].recipe and index not in self._saved | self._given:
-                self._lend(value, maker)
+                self._free_value(value, maker)
         self._passed_through += self._results
         self._results.clear()
 

@@ -1,8 +1,8 @@
 """Rehearsals of models that `fully_shard` has sharded (`runtime/fsdp_scopes.py`).
 
 A unit gathers its parameters before its forward, frees them afterwards, and gathers them again for its backward. While
-a unit is audited it keeps the gathered parameters, because its saved tensors are recomputed during its forward. Of the
-values made inside a unit, only those that are also read inside it are decided about.
+a unit is audited it keeps the gathered parameters, because its saved tensors are recomputed during its forward. Plans
+decide only about values of a unit that are also read inside the unit.
 """
 
 from __future__ import annotations

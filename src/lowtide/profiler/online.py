@@ -252,7 +252,7 @@ class OnlineProfiler:
 
 
 class _Unusable(Exception):
-    """Reason why a step can't be used."""
+    """Signal that a step can't be used; the text is the reason."""
 
 
 class _Audited:

@@ -32,7 +32,9 @@ class Enough:
 
 
 def settle(enough: dict[int, Enough], values: list[ValueDraft], slots: list[SlotDraft]) -> None:
-    """Point slots to the part that is enough for them, where that saves memory. `enough` is by slot."""
+    """Make slots hold only the part of a tensor that their readers need, where that saves memory. `enough` has the part
+    by slot.
+    """
     saved_by: dict[int, set[int]] = {}
     for n, slot in enumerate(slots):
         saved_by.setdefault(slot.value, set()).add(n)

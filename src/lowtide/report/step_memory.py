@@ -21,7 +21,7 @@ from lowtide.planner.simulate.memory_sweep import Sweep
 from lowtide.report.text_table import operator_name
 
 MOST_MOMENTS = 400
-"""Largest number of moments shown of a step, more than a screen can resolve; longer steps are reduced to as many."""
+"""Largest number of moments shown of a step, more than a screen can resolve; longer steps are reduced to that many."""
 NAMED = 8
 """Number of tensors, the largest, that are named at each moment."""
 

@@ -1,4 +1,4 @@
-"""Describe in a line what a plan does and costs."""
+"""Describe the decisions and the cost of a plan in one line."""
 
 from __future__ import annotations
 

@@ -309,9 +309,10 @@ class CallContext:
 
     def find_modules(self) -> list[Any] | None:
         """Return the bindings of the modules if nothing about them has changed since the call, else None."""
-        if self.known is None or self.has_changed:
+        known = self.known
+        if known is None or [*map(_VERSION, map(_TENSOR, self.held))] != self.versions:
             return None
-        return self.known.modules.current()
+        return known.modules.current()
 
     def restore_modules(self) -> None:
         """Restore parameters, buffers, attributes and training flags, as the call found them."""

@@ -44,6 +44,11 @@ def have_one_form(one: Shapes, other: Shapes) -> bool:
     return [len(shape) for shape in one] == [len(shape) for shape in other]
 
 
+def elements_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return `elements` of the shapes of a call's tensors."""
+    return sum([tensor.numel() for tensor in tensors_in_call(args, kwargs) if tensor.dim()])
+
+
 def elements(shapes: Shapes) -> int:
     """Return the total number of elements."""
     return sum(map(math.prod, shapes))

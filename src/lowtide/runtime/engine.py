@@ -29,7 +29,7 @@ from lowtide.planner.address_nodes import OFFLOAD, SHAPE, SIGNS
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.advance import Advance
 from lowtide.runtime.bypassed_calls import IN_TRANSFORM, in_hooks
-from lowtide.runtime.call_interceptor import CallInterceptor, OuterInterceptor
+from lowtide.runtime.call_interceptor import CallInterceptor, InterceptorsInside, OuterInterceptor
 from lowtide.runtime.class_calls import intercept_calls
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.forward_pass import CallHandler, CallScope, ForwardPass, Passthrough, ThreadState, paused, pausing
@@ -113,7 +113,7 @@ class Engine:
         """Description of a call whose saved tensors the plan could not reach, with a remedy."""
         self.here = ThreadState()
         self.learnt = [NeededSlots() for _ in actions]
-        """For each plan, the saved tensors that the hooks have to see, as far as runs have shown."""
+        """For each plan, the saved tensors that the hooks have to see, learnt from runs."""
         self.needed: list[NeededSlots | None] = [None for _ in actions]
         """The entries of `learnt` for plans whose learning run is complete; None where the next run has to see all."""
         self.learns_again = False
@@ -128,6 +128,7 @@ class Engine:
         """The thread of the run in progress."""
         self._interceptors: list[CallInterceptor] = []
         self._passthrough = Passthrough(frozenset())
+        self._inside = InterceptorsInside(())
         self._own_calls: list[Callable[[], None]] = []
         """Functions that remove the replacements of classes' own `__call__`."""
         self.tell: Callable[[str], object] = warnings.warn
@@ -169,8 +170,6 @@ class Engine:
 
         The tensor is the last one saved in the call of `scope`, or an argument of that call.
         """
-        if frame is not None and decision is None and scope.learnt is None and (handle := frame.left(tensor)):
-            return handle
         if decision is None and frame is None and (handle := self.keep(tensor)) is not None:
             if scope.learnt is not None:
                 handle.value.saved_in(scope.learnt, scope.ordinal - 1)
@@ -401,17 +400,17 @@ class Engine:
             with self.now(self._passthrough):
                 return interceptor.inner(*args, **kwargs)
         plan = self.choose(interceptor, args, kwargs)
-        if self._writing is None or self.is_measured:
+        writing, least = self._writing, self.in_place[plan]
+        if writing is None or self.is_measured or (not least and writing.least is least):
             return self.run(plan, interceptor, args, kwargs)
-        with self._writing.of_run(self.in_place[plan]) as outputs:
+        with writing.of_run(least) as outputs:
             outputs.append(self.run(plan, interceptor, args, kwargs))
             return outputs[0]
 
     def run(self, plan: int, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, or a part of it, with hooks if `plan` changes anything about saved tensors."""
         if self.keeps_all(plan):
-            with self.now(self._passthrough):
-                return interceptor.inner(*args, **kwargs)
+            return self._run_as_without_plan(interceptor, args, kwargs)
         is_probed = values.observer_of(self) is not None
         if self.learns_again and not is_probed:
             self.learns_again, self.needed[plan] = False, None
@@ -419,7 +418,8 @@ class Engine:
             self.learns = self.learns and self.n_learnt_again < MAX_LEARNT_AGAIN
         needed = None if is_probed or self._last_packed() is not None else self.needed[plan]
         now = ForwardPass(self, plan, needed, learns=self.learns and not is_probed and not self.builder.owners.sharded)
-        with off_in_transforms(unpack, self.without_plan), self.now(now), self._alone(interceptor), pausing(now.pack):
+        alone, inside = self._alone(interceptor), self._inside.staying()
+        with off_in_transforms(unpack, self.without_plan), self.now(now), alone, inside, pausing(now.pack):
             if needed is None:
                 now.switch_hooks(on=True)
             try:
@@ -433,6 +433,16 @@ class Engine:
             self.learnt[plan].learn(plan, now.learnt)
             self._last_packed = now.last_packed
         return result
+
+    def _run_as_without_plan(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        here, inside = self.here, self._inside
+        before, here.now = here.now, self._passthrough
+        try:
+            inside.take_out()
+            return interceptor.inner(*args, **kwargs)
+        finally:
+            inside.put_in()
+            here.now = before
 
     def without_plan(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which calls of modules in this thread run as without a plan."""
@@ -492,6 +502,7 @@ class Engine:
                 if self._interceptors[-1].is_compiled:  # compiled code makes no module calls inside
                     inside.update(below for below in module.modules() if below is not module)
         self._passthrough = Passthrough(frozenset(self._interceptors))
+        self._inside = InterceptorsInside(self._interceptors[1:])
         self._own_calls = intercept_calls(self.model.modules())
 
     def wrote_in_place(self, node: str, n_bytes: int) -> None:
@@ -518,7 +529,9 @@ class Engine:
 
     def displaced(self) -> Iterator[CallInterceptor]:
         """Yield the interceptors that another object has displaced since, as `Module.compile` does."""
-        return (interceptor for interceptor in self._interceptors if not interceptor.is_reached())
+        return (
+            interceptor for interceptor in self._interceptors if not (self._inside.n_runs or interceptor.is_reached())
+        )
 
     def remove(self) -> None:
         """Remove every interceptor. Handles that a running backward still holds keep working."""
@@ -528,7 +541,7 @@ class Engine:
         self.relied_on.leave()
         while self._own_calls:
             self._own_calls.pop()()
-        self._passthrough = Passthrough(frozenset())
+        self._passthrough, self._inside = Passthrough(frozenset()), InterceptorsInside(())
         while self._interceptors:
             self._interceptors.pop().remove()
 

@@ -282,7 +282,7 @@ class ForwardPass:
         return result
 
     def may_replay(self, interceptor: CallInterceptor) -> bool:
-        """Return True if a replay of the module in backward will find the present state, as far as known.
+        """Return True if a replay of the module in backward will find the present state, if known.
 
         It is False, and reported, if something was installed on the module since its plan was put in force.
         """
@@ -332,7 +332,7 @@ paused = _Paused()
 
 @contextlib.contextmanager
 def pausing(pack: Callable[[Tensor], Any] | None) -> Iterator[None]:
-    """Set the pack hook that plans on other models, called in this block, find in force around them; None for no
+    """Make plans on other models that are called in this block use `pack` as the outer plan's hook; None: no outer
     plan.
     """
     before, paused.pack = paused.pack, pack
@@ -353,12 +353,18 @@ def make_pack_hook(now: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
     def pack(tensor: Tensor) -> Handle | KeptTensor:
         now = reference()
         assert now is not None  # this thread runs the forward
-        scope = now.scope
+        scope, frame = now.scope, now.frame
         assert scope is not None
         ordinal = scope.ordinal
-        if scope.needed is not None and ordinal not in scope.needed and now.frame is None:
-            scope.ordinal = ordinal + 1
-            return tensor.detach(), tensor._version
+        if frame is None:
+            if scope.needed is not None and ordinal not in scope.needed:
+                scope.ordinal = ordinal + 1
+                return tensor.detach(), tensor._version
+        elif scope.learnt is None and now.probe is None and not scope.held and ordinal not in scope.actions.recompute:
+            handle = frame.left(tensor)
+            if handle is not None:
+                scope.ordinal = ordinal + 1
+                return handle
         # a thread of the device, in a backward pass inside the forward (`create_graph`)
         if now.engine.here.now is None:
             with now.engine.now(now):

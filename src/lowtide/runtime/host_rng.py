@@ -39,7 +39,7 @@ def _pythons_memory() -> ctypes.Array[ctypes.c_char] | None:
 _PYTHONS_MEMORY: Final = _pythons_memory()
 
 _of_python: tuple[tuple[bytes, float | None] | None, tuple[Any, ...]] = None, ()
-"""The memory when the state was last read, with the cached normal number, and the state."""
+"""Python's generator at the last read: its memory with the cached normal number, and its state."""
 _of_numpy: tuple[bytes | None, Any] = None, None
 """The memory when the state was last read, and the state."""
 

@@ -147,7 +147,7 @@ class InPlace(Removable):
         return operator.write(own, *args, **kwargs)
 
     def remove(self) -> None:
-        """Withdraw all requests. May be called again."""
+        """Withdraw all permissions. Repeated calls do nothing."""
         _IN_FORCE[:] = [other for other in _IN_FORCE if other() not in (None, self)]
         _register_wanted()
 

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor, nn
 
-from lowtide._torch.modules import GLOBAL_FORWARD_HOOKS
+from lowtide._torch.modules import CALL, GLOBAL_FORWARD_HOOKS
 from lowtide.runtime.module_attributes import TORCHS
 
 if TYPE_CHECKING:
     from lowtide.runtime.module_attributes import Attributes
 
 _VALUES: Final = dict.values
+_TORCHS: Final = TORCHS - {CALL}
+"""Names of torch's own tables and flags, which may be held; not the interceptor, which leads here."""
 
 Bindings = list[tuple[dict[str, Any], dict[str, Any]]]
 """Tables of attributes, buffers and parameters, each with a copy of its contents."""
@@ -31,14 +33,13 @@ class KnownModules:
 
     __slots__ = (
         "_hooks",
-        "_ids",
         "_kinds",
         "_modules",
         "_names",
         "_opaque",
         "_sizes",
         "_tables",
-        "_tensors",
+        "_values",
         "attributes",
     )
 
@@ -48,37 +49,48 @@ class KnownModules:
         self._tables = [*_tables(modules)]
         self._hooks = [*GLOBAL_FORWARD_HOOKS, *_hooks(modules)]
         self._names, self._sizes = [*chain.from_iterable(self._tables)], [*map(len, self._tables)]
-        self._tensors = _tensors(modules)
-        values = [*chain.from_iterable(map(_VALUES, self._tables))]
-        self._ids = [*map(id, values)]
-        held = {*map(id, (*attributes.plain, *self._tensors, *modules))}
-        named = enumerate(zip(self._names, values, strict=True))
-        self._opaque = [(n, type(it)) for n, (name, it) in named if id(it) not in held and name not in TORCHS]
-        """Other objects, which may be freed: a later one with the same id is no change if its type is the same."""
+        self._values: list[Any] = []
+        """Contents of all tables, with None in the places of objects that must not be held."""
+        self._opaque: list[tuple[int, dict[str, Any], str, int, type]] = []
+        """Place, table, name, id and type of each of these objects. A later object with the same id is no change if its
+        type is the same.
+        """
+        held = {*map(id, (None, *attributes.plain, *_tensors(modules), *modules))}
+        for table in self._tables:
+            for name, value in table.items():
+                is_held = id(value) in held or name in _TORCHS
+                if not is_held:
+                    self._opaque.append((len(self._values), table, name, id(value), type(value)))
+                self._values.append(value if is_held else None)
 
     def current(self) -> list[Any] | None:
         """Return the present content of all tables, if it is the known one; None if anything differs."""
-        values = [*chain.from_iterable(map(_VALUES, self._tables))]
-        if (
-            [*map(id, values)] != self._ids
-            or [*chain.from_iterable(self._tables)] != self._names
-            or any(self._hooks)
-            or [*map(type, self._modules)] != self._kinds
-            or not self.attributes.is_unchanged
-        ):
-            return None
-        for place, kind in self._opaque:
-            if type(values[place]) is not kind:
-                return None
-        return values
+        values = self._values
+        if self._opaque:
+            values = values.copy()
+            for place, table, name, key, kind in self._opaque:
+                value = table.get(name)
+                if id(value) != key or type(value) is not kind:
+                    return None
+                values[place] = value
+        is_known = (
+            self._binds(values)
+            and not any(self._hooks)
+            and [*map(type, self._modules)] == self._kinds
+            and (not self.attributes.mutable or self.attributes.is_unchanged)
+        )
+        return values if is_known else None
 
     def rebind(self, values: list[Any]) -> None:
         """Undo every binding that was made, changed or removed since `current` returned these values."""
-        now, names = [*chain.from_iterable(map(_VALUES, self._tables))], [*chain.from_iterable(self._tables)]
-        if names == self._names and all(map(is_, now, values)):
-            return
-        pairs = zip(self._names, values, strict=True)
-        rebind([(table, dict(islice(pairs, n))) for table, n in zip(self._tables, self._sizes, strict=True)])
+        if not self._binds(values):
+            pairs = zip(self._names, values, strict=True)
+            rebind([(table, dict(islice(pairs, n))) for table, n in zip(self._tables, self._sizes, strict=True)])
+
+    def _binds(self, values: list[Any]) -> bool:
+        """Return True if the tables contain these objects under the known names."""
+        now = chain.from_iterable(map(_VALUES, self._tables))
+        return all(map(is_, now, values)) and [*chain.from_iterable(self._tables)] == self._names
 
 
 def can_be_known(modules: tuple[nn.Module, ...], attributes: Attributes) -> bool:

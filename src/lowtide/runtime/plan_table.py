@@ -67,7 +67,7 @@ NO_ACTIONS = Actions()
 
 
 class NeededSlots:
-    """Saved tensors of each call that the hooks have to see, learnt in a run in which they saw all.
+    """Saved tensors of each call that the hooks have to see, learnt in a run in which the hooks saw all tensors.
 
     These are tensors with a decision, tensors left to a replay, and tensors whose value was looked up through an edge
     of the autograd graph. Autograd saves all others as without a plan, and checks their versions.
@@ -123,7 +123,7 @@ def actions_for(
 def with_like_blocks(model: nn.Module, table: Mapping[str, dict[int, Actions]]) -> dict[str, dict[int, Actions]]:
     """Return `table` with decisions for blocks that have none: those of a block of their class in the same list.
 
-    For plans of work that is drawn at random, where rehearsals may not have seen every block.
+    Used for plans of steps that skip blocks at random, because a rehearsal may not have run every block.
     """
     completed = dict(table)
     for path, module in model.named_modules():

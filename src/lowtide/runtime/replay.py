@@ -86,8 +86,9 @@ class ReplayFrame:
         self.interceptor = interceptor
         self.around: tuple[weakref.ref[ReplayFrame], ...] = () if outer is None else (weakref.ref(outer), *outer.around)
         """Frames of the outer calls, held weakly: they lead to tensors of their own."""
+        reach = interceptor.reach
         self.arguments = arguments = Arguments(args, kwargs, hold)
-        self.call_context = CallContext(interceptor.reach, arguments.devices, arguments.generators, known)
+        self.call_context = CallContext(reach, arguments.devices, arguments.generators, known)
         self.count = 0
         """Number of tensors that the call has saved so far."""
         self.values: dict[int, weakref.ref[Value]] = {}
@@ -101,7 +102,7 @@ class ReplayFrame:
         self._expected: dict[int, tuple[torch.Size, torch.dtype, Geometry | None]] = {}
         """For each place the shape and dtype of the saved tensor, and for a view the geometry of its base."""
         self._static: frozenset[int] | None = None
-        self._listening = None if known is not None else hooks.Listening(interceptor.reach.modules)
+        self._listening = None if known is not None else hooks.Listening(reach.modules)
         """None for modules without hooks."""
 
     def close(self) -> None:
@@ -142,7 +143,8 @@ class ReplayFrame:
         return self.arguments.handles
 
     def left(self, tensor: Tensor) -> Handle | None:
-        """Return a handle on the result of an operator that was just saved and is left to this replay, or is kept.
+        """Return a handle on the result of an operator that the call is about to save, which is left to this replay, or
+        is kept.
 
         That is the common case. None for views, leaves and all else that `Engine.hold` looks into.
         """
@@ -154,10 +156,14 @@ class ReplayFrame:
         value = None if reference is None else reference()
         if value is not None:
             is_usable = value.version in (version, -1) and not value.passing and value.places is None
-            return Handle(value) if is_usable and (value.maker is None or value.maker is self) else None
+            if not (is_usable and (value.maker is None or value.maker is self)):
+                return None
+            self.count += 1
+            return Handle(value)
         value = Value(maker=self, output=output)
         value.version = version
-        place = self.count - 1
+        place = self.count
+        self.count = place + 1
         self.values[place] = metadata[key] = weakref.ref(value)
         self._expected[place] = tensor.shape, tensor.dtype, None
         return Handle(value)
@@ -249,7 +255,7 @@ class ReplayFrame:
         try:
             if self.nested:
                 with _in_place({inner for inner, _ in self.nested}):
-                    self._run(rerun, self.operands)
+                    self._run(rerun, self.arguments.handles)
             else:
                 self._run(rerun, self.arguments.handles)
         except _StopReplay:
@@ -331,7 +337,7 @@ class _Reexecution:
 
     def __init__(self, frame: ReplayFrame) -> None:
         self._frame = frame
-        self._holds = frame.interceptor.reach.holds
+        self._holds = frame.call_context.reach.holds
         self.has_ended = False
 
     def hold(self, tensor: Tensor) -> Tensor | Token | None:

@@ -55,7 +55,7 @@ class ValueFields:
         self.leaf = 0
         """`id` of the parameter that the value is; 0 for any other value."""
         self.original: weakref.ref[Tensor] | None = None
-        """The original tensor, if a recompute reads it and autograd has not saved it for that."""
+        """The original tensor, if a recompute reads it although autograd has not saved it."""
         self.places: list[tuple[set[int], int]] | None = None
         """Sets of needed ordinals that are being learnt, each with the ordinal of this value in that call
         (`Value.need`).

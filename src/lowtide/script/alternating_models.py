@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lowtide.script.calling_code import optimizers_at_hand
+from lowtide.script.calling_code import caller_optimizers
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -42,10 +42,10 @@ class AlternatingModels:
         self._updated.clear()
 
 
-def others_at_hand(model: nn.Module) -> bool:
+def caller_has_other_optimizers(model: nn.Module) -> bool:
     """Return True if the script's variables hold an optimizer of other parameters, even one that has not stepped."""
     mine = ids(model.parameters())
-    return any(held and not held & mine for held in map(held_by, optimizers_at_hand()))
+    return any(held and not held & mine for held in map(held_by, caller_optimizers()))
 
 
 def ids(objects: Iterable[object]) -> set[int]:

@@ -23,8 +23,8 @@ from lowtide.estimator.two_step_run import TwoStepRun
 from lowtide.estimator.unrehearsed_plans import How, engine_for
 from lowtide.runtime.batch_tensors import in_words, tensors_in
 from lowtide.runtime.fsdp_scopes import units
-from lowtide.script.alternating_models import PATIENCE, held_by, ids, others_at_hand
-from lowtide.script.calling_code import at_hand, optimizers_at_hand
+from lowtide.script.alternating_models import PATIENCE, caller_has_other_optimizers, held_by, ids
+from lowtide.script.calling_code import caller_optimizers, caller_variables
 from lowtide.script.estimate_patches import cuda_for_a_script, steps_of_a_script
 from lowtide.script.manual_updates import has_others
 from lowtide.script.run_listened import run_watched
@@ -125,7 +125,7 @@ class Estimating(StepListener):
                     f"batches are of several sizes, and these two steps had {before} and {self._sizes}: larger ones "
                     "need more"
                 ] = None
-        elif not optimizers_at_hand():
+        elif not caller_optimizers():
             self._next_pass(batch)
         self._model = model
         self._data = {id(p): storage_id(p) for p in model.parameters()}
@@ -137,7 +137,7 @@ class Estimating(StepListener):
         """
         if self._rehearsal is None:
             return False
-        reached = ids(ReachableState(*at_hand(), other).visited)
+        reached = ids(ReachableState(*caller_variables(), other).visited)
         return not reached & ids(model.modules())
 
     def _turn_to(self, model: nn.Module) -> None:
@@ -145,7 +145,7 @@ class Estimating(StepListener):
         assert self._rehearsal is not None
         former = None if self._model is None else weakref.ref(self._model)
         self._model = model
-        self._rehearsal.turn_to(model, at_hand(), engine_for(self._how, model))
+        self._rehearsal.turn_to(model, caller_variables(), engine_for(self._how, model))
         if former is not None and former() is None:
             self._n_steps = 0
 
@@ -163,7 +163,7 @@ class Estimating(StepListener):
         is_alone = (
             self._n_passes and not self._n_steps and self._rehearsal is not None and not self._rehearsal.has_updated
         )
-        if is_alone and self._has_run_backward and not optimizers_at_hand():
+        if is_alone and self._has_run_backward and not caller_optimizers():
             if self._n_passes == MOST_PASSES:
                 self._conclude()
                 raise Enough
@@ -224,7 +224,7 @@ class Estimating(StepListener):
         self._given = self._given or size_of(batch, 0)
         first = tensors_in(batch)[: int(is_first)]
         lengths = {self._given, *(t.shape[0] for t in first if t.is_leaf and t.dim())} - {self._size}
-        near = (*tensors_in(batch), *_data_at_hand())
+        near = (*tensors_in(batch), *_caller_tensors())
         return [tensor for tensor in near if tensor.is_leaf and tensor.dim() and tensor.shape[0] in lengths]
 
     def _resize(self, tensors: list[Tensor]) -> None:
@@ -240,7 +240,7 @@ class Estimating(StepListener):
         """Put the model and reachable tensors on the GPU; `resizing` tensors follow later, in another size."""
         for unit in units(model.modules()):
             unit.reshard()  # type: ignore[operator]  # whole after an evaluation, and gathered again by the next forward
-        state = ReachableState(*at_hand())
+        state = ReachableState(*caller_variables())
         later = (*resizing, *sizes_in(batch))
         batch = [tensor for tensor in tensors_in(batch) if not _is_in(later, tensor)]
         reached = (self._optimizers, state.modules)
@@ -272,7 +272,7 @@ class Estimating(StepListener):
             self._enter(model, [])
             return
         self._n_steps += 1
-        if self._n_steps == 2 and self._n_waited < PATIENCE and others_at_hand(model):
+        if self._n_steps == 2 and self._n_waited < PATIENCE and caller_has_other_optimizers(model):
             self._n_waited += 1
             self._n_steps = 1
         if self._n_steps == 2:
@@ -306,7 +306,7 @@ class Estimating(StepListener):
         mine = ids(model.parameters())
         if self.answers is None or has_others(model):
             return False
-        if any(held_by(optimizer) & mine for optimizer in optimizers_at_hand()):
+        if any(held_by(optimizer) & mine for optimizer in caller_optimizers()):
             return False
         before, self._data = self._data, {id(p): storage_id(p) for p in model.parameters()}
         written = {*self._data.values()} & self.answers.written
@@ -388,8 +388,8 @@ def _is_in(tensors: Iterable[Tensor], tensor: Tensor) -> bool:
     return any(tensor is one for one in tensors)
 
 
-def _data_at_hand() -> Iterator[Tensor]:
+def _caller_tensors() -> Iterator[Tensor]:
     """Yield tensors in variables of functions that call the model: the batch, and labels that the loss will read."""
-    for value in at_hand():
+    for value in caller_variables():
         tensors = tensors_in(value) if isinstance(value, torch.Tensor | tuple | list | dict) else []
         yield from (tensor for tensor in tensors if not tensor.requires_grad)

@@ -47,7 +47,7 @@ from lowtide.runtime.call_shapes import elements, no_larger, shapes_in
 from lowtide.runtime.fingerprint import check_made_for, fingerprint, place_of
 from lowtide.runtime.planned_engine import most_elements
 from lowtide.script.alternating_models import PATIENCE as TURNS
-from lowtide.script.alternating_models import others_at_hand
+from lowtide.script.alternating_models import caller_has_other_optimizers
 from lowtide.script.composite_model import name_of
 from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.script.rehearse_steps import Rehearsing
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from lowtide.state.step_outcome import Outcome
 
 OnInfeasible = Literal["raise", "smallest", "plain"]
-"""Reactions to a budget that no plan fits: raise, go on under the plan with the smallest peak, or go on without a
+"""Reactions to a budget that no plan fits: raise, continue under the plan with the smallest peak, or continue without a
 plan.
 """
 
@@ -156,7 +156,7 @@ class Fitting(PlanMonitor):
         self.model_name: str | None = None
         """The class of the planned model."""
         self.unplanned: str | None = None
-        """The reason why training goes on without a plan."""
+        """The reason why training continues without a plan."""
         self.when_kept: Callable[[Plan], object] = lambda plan: None
         """Function that gets the plan that stays in force, whose peak is within the budget or could not be measured."""
         self._budget, self._budget_for = budget, budget_for
@@ -320,12 +320,12 @@ class Fitting(PlanMonitor):
 
     def _go_on_plain(self, why: LowtideError) -> None:
         self.unplanned = _first_line(why)
-        self._say(f"{self.unplanned} Training goes on without a plan, as asked")
+        self._say(f"{self.unplanned} Training continues without a plan, as asked")
 
     def _awaits_others(self, model: nn.Module) -> bool:
         """Return True if a model that may take turns with this one is yet to be updated: one budget is for both."""
         self._n_waited += 1
-        return self._takes_turns and self._n_waited <= TURNS and others_at_hand(model)
+        return self._takes_turns and self._n_waited <= TURNS and caller_has_other_optimizers(model)
 
     def gives_up(self, model: nn.Module) -> None:
         """Forget `model`, which is not the trained one, and rehearse the model that is."""
@@ -557,7 +557,7 @@ class Fitting(PlanMonitor):
             self._to_remove = self._applied  # removed in the next step, where hooks may be changed
             self._applied = self.plan = None
             return
-        self._say(f"{_first_line(why)} Training goes on under the one of these plans with the smallest peak")
+        self._say(f"{_first_line(why)} Training continues under the one of these plans with the smallest peak")
         self._stays(made, why.measured_peak_bytes, is_of_planned_size=self._is_planned)
 
     # --- larger batches, later

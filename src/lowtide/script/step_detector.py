@@ -36,7 +36,7 @@ from lowtide.errors import LowtideError
 from lowtide.profiler.preconditions import check_not_in_zero, check_updates_outside
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.class_calls import class_of_call, classes_of_calls
-from lowtide.script.alternating_models import PATIENCE, AlternatingModels, held_by, ids, others_at_hand
+from lowtide.script.alternating_models import PATIENCE, AlternatingModels, caller_has_other_optimizers, held_by, ids
 from lowtide.script.candidate_models import CandidateModels
 from lowtide.script.compiled_functions import trained_modules, watch_compiled_functions
 from lowtide.script.composite_model import CompositeModel, whole
@@ -74,7 +74,7 @@ class Steps:
         self.n_compiled_before = n_compiled()
         """Number of graphs that torch.compile had compiled when the block began."""
         self.model: nn.Module | None = model
-        """The model, as far as it is known."""
+        """The model, if it is known."""
         self.failed: LowtideError | Enough | None = None
         """The listener's error. A script that catches it gets it again at its next step."""
         self._own_calls: set[type] = set()
@@ -453,7 +453,7 @@ class Steps:
         else:
             self.listener.ends(self.model)
             if self.listener.done:
-                if not self._is_given and others_at_hand(self.model):
+                if not self._is_given and caller_has_other_optimizers(self.model):
                     self._waits_until = self.n_updates + PATIENCE
                 else:
                     self.listener.lets_go()

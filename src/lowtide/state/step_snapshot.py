@@ -185,7 +185,7 @@ class StepSnapshot:
         self._random.restore()
 
     def seed(self, seed: int | None) -> None:
-        """Make later steps begin with generators of this seed; with None, with their state at `with`."""
+        """Make later steps begin with generators of this seed; with None, in their state when the block began."""
         self._random = self._own_random if seed is None else self._own_random.seeded(seed, self._reachable.generators)
 
     def restore_contents(self, tensors: set[int]) -> None:

@@ -50,7 +50,7 @@ _lock: Final = threading.RLock()
 """Lock held while an interrupt is resent, and while resending is called off."""
 _claims: set[object] = set()
 _whole = 0
-"""Number of calls in progress, in the main thread, that must not be interrupted, nor any code that they call."""
+"""Number of calls in progress in the main thread during which no code may be interrupted."""
 _waits = False
 """True while an interrupt waits."""
 _is_resent = False

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def live_objects(*classes: type[T]) -> list[T]:
-    """Return the live objects of `classes` and of their subclasses, but for those that `gc.freeze` has hidden.
+    """Return the live objects of `classes` and of their subclasses, except for those that `gc.freeze` has hidden.
 
     A process that has imported torch and transformers holds a million objects of a few thousand classes, so each class
     is looked at once. No code of an object is run: `isinstance` would run a proxy's.
@@ -37,7 +37,7 @@ class LiveObjectFinder:
         self._marker = _Marker()
 
     def find(self) -> list[object]:
-        """Return the live objects, but for those that `gc.freeze` has hidden."""
+        """Return the live objects, except for those that `gc.freeze` has hidden."""
         before = _collections()
         if _HAS_GENERATIONS and before == self._collections:
             young: list[object] = []

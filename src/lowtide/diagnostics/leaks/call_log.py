@@ -240,7 +240,7 @@ class CallLog:
             self._recent.append(call)
 
     def forget_old(self) -> None:
-        """Retire calls of which neither graph nor outputs are left."""
+        """Retire calls whose graph and outputs no longer exist."""
         for call in list(self.alive.values()):
             if not call.is_alive and not any(storage() is not None for storage in call.memory):
                 self._retire(call)

@@ -368,7 +368,7 @@ class Watch(Displayed):
             handler()
         except Exception as error:
             self._failure = error.with_traceback(None)
-            _log.exception("the watch has failed and ends here; training goes on")
+            _log.exception("the watch has failed and ends here; training continues")
 
 
 def watch(model: nn.Module | None = None, batches: Iterable[Any] | None = None) -> Watch:

@@ -371,7 +371,7 @@ def has_overflowed(m: Message) -> bool:
 
 
 def is_of_windows(m: Message) -> bool:
-    """Return True if torch's allocator failed on Windows, where its message has other words."""
+    """Return True if torch's allocator failed on Windows, where its message is worded differently."""
     return m.kind == "cpu" and "not enough memory" in m.text
 
 

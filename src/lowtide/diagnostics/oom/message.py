@@ -73,7 +73,7 @@ class Message(Record):
 
     @property
     def others_bytes(self) -> int:
-        """Memory of other processes, as far as the message names them."""
+        """Memory of other processes that the message names."""
         return sum(other.bytes for other in self.others)
 
     @property
@@ -112,7 +112,7 @@ class Message(Record):
 
     @property
     def held_bytes(self) -> int | None:
-        """Memory of this process as far as stated: reserved or allocated, and MPS's other allocations."""
+        """Memory of this process that the message states: reserved or allocated, and MPS's other allocations."""
         held = self.allocated_bytes if self.reserved_bytes is None else self.reserved_bytes
         return None if held is None else held + (self.elsewhere_bytes or 0)
 

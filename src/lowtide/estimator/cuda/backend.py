@@ -30,7 +30,7 @@ from lowtide.memory.gpu_specs import GpuSpec
 
 
 class Stream(NullStream):
-    """Stream that FSDP2 computes on. By its number the simulated allocator tells blocks of different streams apart."""
+    """Stream that FSDP2 computes on. The simulated allocator keeps the blocks of streams apart by their number."""
 
     _numbers = count(1)
 

@@ -55,13 +55,13 @@ def accumulate(
 ) -> Tensor:
     """Add the gradients of the loss over all of `batch` to `.grad`, by `n` micro-batches; return that loss, detached.
 
-    The gradients are equal to the whole batch's but for rounding, as long as rows do not depend on each other and the
-    model draws no random numbers: with dropout, other masks are drawn.
+    The gradients are equal to the whole batch's except for rounding, as long as rows do not depend on each other and
+    the model draws no random numbers: with dropout, other masks are drawn.
 
-    Each `loss_of` is checked once: the loss of the first two pieces together is compared with the losses of both,
-    without dropout. A loss whose rows depend on each other, such as one with in-batch negatives or batch statistics, is
-    rejected, because its pieces have other gradients; so is a `weight` that does not match the loss's average. With
-    `representations` pieces have the whole batch's gradients (GradCache):
+    Each `loss_of` is checked once: the loss of the first two pieces together is compared with the sum of their separate
+    losses, without dropout. A loss whose rows depend on each other, such as one with in-batch negatives or batch
+    statistics, is rejected, because its pieces have other gradients; so is a `weight` that does not match the loss's
+    average. With `representations` pieces have the whole batch's gradients (GradCache):
 
         def loss_of(pairs):  # all representations of the batch
             images, texts = pairs

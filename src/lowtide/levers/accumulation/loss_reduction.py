@@ -76,13 +76,13 @@ _AVERAGE_KEY = "lowtide.average"  # key in the metadata of nodes that do not rev
 
 
 def note_average(loss: Tensor, average: Callable[[], Average]) -> None:
-    """Record `average` on the node of `loss`, which does not reveal it. `average` is called when it is first needed."""
+    """Record `average` on the node of `loss`, which does not have it; `average` is called when it is first needed."""
     if loss.grad_fn is not None:
         node_metadata(loss.grad_fn)[_AVERAGE_KEY] = average
 
 
 def average_of(loss: Tensor, weight: Weight = None) -> Average | None:
-    """Return the average that `loss` takes; None if its node does not reveal it."""
+    """Return the average that `loss` takes; None if it can't be read from the node."""
     node, divided = _find_reduction(loss, weight)
     average = None if node is None else _average_by(node)
     return None if divided and average is not None and average.kind != "sum" else average

@@ -74,7 +74,7 @@ class Assignment(NamedTuple):
     offloaded_storages: list[int]
     """Storages of offloaded values, in the order in which their copies to the host start."""
     offloaded_at: list[int]
-    """Position by which each of `offloaded_storages` has started."""
+    """Position at which the offload of each of `offloaded_storages` has begun."""
 
 
 def assign(index: Index, choice: DecisionVector) -> Assignment:

@@ -76,7 +76,7 @@ class Demands:
 
 
 class Segment:
-    """A run of nodes that are consecutive in the order."""
+    """A run of nodes that are consecutive in topological order."""
 
     def __init__(self, index: Index, forwards: ForwardMemory, nodes: list[int]) -> None:
         self.index, self.forwards, self.nodes = index, forwards, nodes

@@ -73,7 +73,7 @@ class GraphInGradients(Rule):
     fix="`del {names}` after the backward pass at {backward}, or run what needs no gradients under `torch.no_grad()`",
 )
 class PartialBackward(Rule):
-    """Rule for a graph of which a backward pass left a part."""
+    """Rule for a graph that a backward pass freed only in part."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return item.has_graph and bool(item.backwards)
