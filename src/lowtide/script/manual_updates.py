@@ -11,7 +11,7 @@ from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.tensors import parts_of
 from lowtide.errors import RehearsalError
 from lowtide.script.alternating_models import held_by
-from lowtide.script.calling_code import optimizers_at_hand
+from lowtide.script.calling_code import caller_optimizers
 from lowtide.script.composite_model import name_of
 
 MOST = 6
@@ -55,7 +55,7 @@ class ManualUpdates:
             return False
         self._ends.clear()
         self.n_updates += 1
-        if not any(held_by(optimizer) & moved for optimizer in optimizers_at_hand()):
+        if not any(held_by(optimizer) & moved for optimizer in caller_optimizers()):
             self.moved = moved
             return True
         self._ends = ends
