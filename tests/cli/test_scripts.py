@@ -450,18 +450,17 @@ def test_a_script_that_can_not_be_rehearsed_ends_with_the_reason(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "args"), [(TRAIN, ("--help",)), (NEVER, ()), (NEVER + "raise SystemExit(0)", ())])
-def test_run_passes_through_a_script_that_trains_nothing(
+def test_a_script_that_trains_nothing_prints_its_lines_and_ends_with_code_2(
     text: str, args: tuple[str, ...], script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
 ) -> None:
     train, plan = script(TRAIN), str(tmp_path / "plan.json")
     assert run("plan", "make", "--budget", "90%", "-o", plan, train).code == 0
     script(text)
-    for within in (("--budget", "90%"), ("--plan", plan)):
-        done = run("run", *within, train, *args)
-        assert (done.code, done.out) == (0, run_python(train, *args).stdout)
-        assert done.err.startswith(f"lowtide: {train} ended, and no model was trained: no module with ")
-        assert done.err.count("\n") == 1
-    assert run("rehearse", train, *args).code == 2
+    for command in (("run", "--budget", "90%"), ("run", "--plan", plan), ("rehearse",)):
+        done = run(*command, train, *args)
+        assert (done.code, done.out) == (2, run_python(train, *args).stdout)
+        assert f"{train} ended, and no model was trained: no module with " in done.err
+        assert "Call model.train() before the training loop" in done.err
 
 
 IN_BACKWARD = (
@@ -859,7 +858,7 @@ def test_an_interrupt_that_python_drops_comes_again(
 
 
 @pytest.mark.parametrize(
-    ("ending", "code", "says"), [("3", 3, ""), ("0", 0, "no model was trained"), ("'words'", 1, "words\n")]
+    ("ending", "code", "says"), [("3", 3, ""), ("0", 2, "no model was trained"), ("'words'", 1, "words\n")]
 )
 def test_a_script_that_exits_gives_its_code_to_a_run_and_fails_a_rehearsal(
     ending: str, code: int, says: str, script: Callable[[str], str], run: Run

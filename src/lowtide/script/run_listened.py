@@ -58,11 +58,10 @@ def watched(
 
 
 @interrupts_delayed()
-def run_watched(script: Script, listener: StepListener, *, untrained: Callable[[str], None] | None = None) -> int:
+def run_watched(script: Script, listener: StepListener) -> int:
     """Run `script` with `listener` on its steps; return its exit code.
 
     Raises the listener's error, and RehearsalError if the script ended without an error before the listener was done.
-    If it trained nothing, for example with `--help`, `untrained` is called with a message instead, if given.
     """
     code = 0
     with watched(listener) as steps, contextlib.suppress(Enough):
@@ -73,16 +72,8 @@ def run_watched(script: Script, listener: StepListener, *, untrained: Callable[[
     if isinstance(steps.failed, LowtideError):
         raise steps.failed
     if code == 0 and not listener.done:
-        if untrained is None or not is_untrained(steps):
-            raise RehearsalError(why_not(script.target, steps, listener))
-        untrained(f"{script.target} ended, and {_UNTRAINED}.")
+        raise RehearsalError(why_not(script.target, steps, listener))
     return code
-
-
-def is_untrained(steps: Steps) -> bool:
-    """Return True if no training was observed, in this thread or elsewhere."""
-    elsewhere = steps.in_other_thread or steps.started_processes or steps.in_transform
-    return steps.model is None and not steps.n_updates and not elsewhere
 
 
 _UNTRAINED = "no model was trained: no module with trainable parameters was called in training mode with gradients on"
