@@ -192,6 +192,8 @@ class Engine:
         if decision is not None and decision.node == OFFLOAD:
             leaves, decision = decision if frame is None else None, None
         if node is None:
+            if decision is not None:
+                self.drift(decision)
             value = without_history(tensor, base, frame)
             return Handle(value if leaves is None else self.offload(value, base, leaves), view)
         held = registered(node, output)

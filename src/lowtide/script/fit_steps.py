@@ -184,6 +184,8 @@ class Fitting(PlanMonitor):
         """Number of steps in which another batch of the outgrown size was waited for; None if none is awaited."""
         self._is_rehearsed = False
         """True if this step's batch is larger than all planned ones."""
+        self._has_optimizers = False
+        """False if the program updates the model without an optimizer of torch."""
         self._n_growths = 0
         self._proof = AUDITED
         self._compared: Plan | None = None
@@ -216,6 +218,7 @@ class Fitting(PlanMonitor):
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Rehearse this step, or run it under the plan and measure it."""
         super().begins(model, batch, optimizers)
+        self._has_optimizers = bool(optimizers)
         if self.unplanned is not None:
             self._rehearsing.leaves()
             self.done = True
@@ -575,7 +578,7 @@ class Fitting(PlanMonitor):
         assert self.plan is not None
         # otherwise a part of a large step would get the plan for a small one
         is_one_size = len(self.plan.input_shapes) == 1
-        if not is_one_size or several_processes() or self._n_growths >= GROWTHS:
+        if not is_one_size or not self._has_optimizers or several_processes() or self._n_growths >= GROWTHS:
             return False
         self._say(
             f"{self.model_name} {what}: the peak may be above the budget, though larger batches run under the plan "

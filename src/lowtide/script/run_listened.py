@@ -110,16 +110,11 @@ def why_not(program: str, steps: Steps, listener: StepListener) -> str:
             "  Call model.train() before the training loop, and let Lowtide run what trains."
         )
     name = name_of(steps.model)
-    if not steps.n_updates and steps.by_hand.n_updates:
+    n_steps = steps.n_updates or steps.by_hand.n_updates
+    if not n_steps:
         return (
-            f"{ended}, and no torch.optim.Optimizer stepped: something else updates {name}, so where a step ends is "
-            "not known.\n  Derive what updates it from torch.optim.Optimizer, or call lowtide.fit(model, step, batch) "
-            "in the script."
+            f"{ended}, and no optimizer stepped: {name} was called in training mode, but neither a "
+            "torch.optim.Optimizer nor the script's own code updated it.\n  Run at least one step of the training loop "
+            "to its end."
         )
-    if not steps.n_updates:
-        return (
-            f"{ended}, and no optimizer stepped: {name} was called in training mode, but no torch.optim.Optimizer "
-            "updated it.\n  Run at least one step of the training loop to its end."
-        )
-    n_steps = steps.n_updates
-    return f"{ended} after {n_steps} optimizer steps, before {name} {listener.awaits}.\n  Train that model for longer."
+    return f"{ended} after {n_steps} updates, before {name} {listener.awaits}.\n  Train that model for longer."
