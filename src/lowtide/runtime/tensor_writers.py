@@ -266,7 +266,7 @@ def _writes(tensors: Sequence[Tensor], writer: str) -> bool:
     plans = _plans_in_force()
     if plans:
         with without_function_modes():
-            storages = {storage_id(tensor) for tensor in tensors} - {0}
+            storages = {storage_id(tensor) for tensor in tensors}
             for relied_on in plans:
                 if relied_on.may_read(storages):
                     relied_on.before_write(storages, writer)
