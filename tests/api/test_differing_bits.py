@@ -4,7 +4,8 @@ import pytest
 
 from compiled_by_hand import SLOTS, STEP
 from lowtide.api.differing_bits import REFUSED, TRIALS, differing_addresses, with_kept
-from lowtide.planner.planning import smallest_peak
+from lowtide.planner.records import Decisions
+from lowtide.planner.simulate.simulator import predict
 from lowtide.profiler.compiled_profile import assembled
 
 
@@ -32,9 +33,10 @@ def test_a_single_value_needs_no_trial() -> None:
 
 
 def test_a_value_that_changes_bits_is_kept_by_every_plan() -> None:
-    profile = assembled([SLOTS], STEP, 1.0)
-    (address, *_) = sorted(smallest_peak(profile)[0].recompute)
-    kept = with_kept(profile, (address,))
-    assert address not in smallest_peak(kept)[0].recompute
-    (slot,) = (slot for slot in kept.slots if slot.address == address)
+    profile, recompute = assembled([SLOTS], STEP, 1.0), Decisions(recompute=frozenset({"drop#0:0"}))
+    predict(profile, recompute)
+    kept = with_kept(profile, ("drop#0:0",))
+    (slot,) = (slot for slot in kept.slots if slot.address == "drop#0:0")
     assert kept.values[slot.value].refused == REFUSED
+    with pytest.raises(ValueError, match=r"drop#0:0"):
+        predict(kept, recompute)
