@@ -91,3 +91,8 @@ def test_nonsense_is_refused(decisions: object, says: str):
     with pytest.raises(LowtideError, match="not a Plan of format 3") as caught:
         Plan.from_json(text)
     assert says in str(caught.value)
+
+
+def test_a_key_that_is_no_block_is_quoted_up_to_100_characters():
+    with pytest.raises(ValueError, match=r"^'{3-1}a{95}' is no block"):
+        unfold({"{3-1}" + "a" * 200: {"replay": ["#0"]}})

@@ -62,7 +62,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors have one shape, one storage and one offset."""
+    """Return True if two tensors have the same shape, storage and offset."""
     if one.shape != other.shape or not storage_id(one) or storage_id(one) != storage_id(other):
         return False
     return one.storage_offset() == other.storage_offset()

@@ -86,7 +86,7 @@ def run(
 
     Options of this command come before SCRIPT; everything after it is passed to the script. The exit code is the
     script's; 1 also if no plan fits the budget or the measured peak is above it, and 2 also if no plan can be made for
-    the script, or it ends too early.
+    the script, or it ends before a plan was in force, as one does that trains nothing.
 
     New and little tested: a model, or its blocks, compiled by torch.compile, tried on small models on a CPU; several
     processes (torchrun), tried with two on a CPU.
@@ -96,15 +96,15 @@ def run(
             "give either --budget or --plan, before the script: everything after it is passed to the script."
         )
     if report_to is not None and budget is None:
-        raise click.UsageError("--report goes with --budget: the plan of --plan comes from another run's rehearsal.")
+        raise click.UsageError("--report needs --budget: the plan of --plan comes from another run's rehearsal.")
     if save_to is not None and budget is None:
-        raise click.UsageError("--save goes with --budget: the plan of --plan is in a file already.")
+        raise click.UsageError("--save needs --budget: the plan of --plan is in a file already.")
     if levers and budget is None:
-        raise click.UsageError("--lever goes with --budget: the plan of --plan says which levers it has.")
+        raise click.UsageError("--lever needs --budget: the plan of --plan says which levers it has.")
     if no_in_place and budget is None:
-        raise click.UsageError("--no-in-place goes with --budget: the plan of --plan says what it writes in place.")
+        raise click.UsageError("--no-in-place needs --budget: the plan of --plan says what it writes in place.")
     if budget_for == "reserved" and budget is None:
-        raise click.UsageError("--budget-for goes with --budget: the plan of --plan says which bytes it bounds.")
+        raise click.UsageError("--budget-for needs --budget: the plan of --plan says which bytes it bounds.")
 
     from lowtide.levers import parse_script_lever
     from lowtide.memory.device_budget import check_on_device
@@ -158,15 +158,15 @@ def _train(script: Script, monitor: PlanMonitor) -> int:
     from lowtide.script.repeat_step import count_in_words
     from lowtide.script.run_listened import run_watched
 
-    code = run_watched(script, monitor, untrained=say)
+    code = run_watched(script, monitor)
     if monitor.n_repeated:
         say(count_in_words(monitor.n_repeated))
     return code
 
 
 def _save(to: str, plan: Plan) -> None:
-    """Write the plan that stays in force. Training goes on if that fails."""
+    """Write the plan that stays in force. Training continues if that fails."""
     try:
         write(plan.to_json(), to)
     except LowtideError as why:
-        say(f"the plan is not saved, and training goes on: {why}")
+        say(f"the plan is not saved; training continues: {why}")

@@ -221,16 +221,16 @@ class Observer:
     engine: Engine
 
     def has_packed(self, handle: Handle) -> bool:
-        """Return True if the observer was told of this handle; it is told of reads of such handles only."""
+        """Return True if the observer knows this handle; reads of other handles are not reported to it."""
         return True
 
-    def entering(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Observe that a module is about to run; `seam.engine.scope` is its call."""
+    def entering(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Observe that a module is about to run; `interceptor.engine.scope` is its call."""
 
-    def returning(self, seam: CallInterceptor, result: Any) -> None:
+    def returning(self, interceptor: CallInterceptor, result: Any) -> None:
         """Observe that the call is about to end, with a result."""
 
-    def leaving(self, seam: CallInterceptor) -> None:
+    def leaving(self, interceptor: CallInterceptor) -> None:
         """Observe that the call is over, with a result or an exception."""
 
     def packed(self, handle: Handle, tensor: Tensor) -> None:

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from lowtide.errors import RehearsalError
-
 
 class Enough(BaseException):
     """Signal that ends a script when no more steps have to be observed. Not an Exception, because scripts catch
@@ -40,9 +38,9 @@ class StepListener:
         raise NotImplementedError
 
     def precedes(self, module: nn.Module) -> None:
-        """Note that `module` was called, but not trained, since the last step; the step may have begun with it."""
+        """Record that `module` was called, but not trained, since the last step; the step may have begun with it."""
 
-    def goes_on(self, batch: Any) -> None:
+    def continues(self, batch: Any) -> None:
         """Continue a step: the program is about to call a module with `batch`."""
 
     def ends(self, model: nn.Module) -> None:
@@ -69,19 +67,19 @@ class StepListener:
     def is_updated(self, model: nn.Module) -> bool:
         """Return True if parameters of `model` changed since the last call, which may be the end of a step.
 
-        Called if no optimizer has stepped so far. Without an override, such a step has no end.
+        Called if no optimizer has stepped so far. Listeners with fake tensors override it; changes of real parameters
+        are detected without.
         """
         return False
 
-    def loses_track(self, why: RehearsalError) -> None:
-        """Raise `why`, or continue although the end of a step can't be detected."""
-        raise why
-
     def starts_processes(self) -> None:
-        """Note that `torch.multiprocessing.spawn` starts processes before anything is trained in this one."""
+        """Record that `torch.multiprocessing.spawn` starts processes before anything is trained in this one."""
+
+    def takes(self, step_ms: float) -> None:
+        """Record the mean time of a step after all work is done. Called from an optimizer's hook, once."""
 
     def passes_over(self) -> None:
-        """Note that another model is trained after all work is done. Called from an optimizer's hook, once."""
+        """Record that another model is trained after all work is done. Called from an optimizer's hook, once."""
 
     def lets_go(self) -> None:
         """Release the model: all work is done, and no other model takes turns with it. Hooks must not be changed, as in

@@ -139,8 +139,13 @@ class Facts(Record):
 
     @property
     def starts_engine(self) -> bool:
-        """True if DistributedDataParallel or DeepSpeed was allocating its own buffers, before the first step."""
+        """True if a parallel engine was allocating its own buffers, before the first step."""
         return any(_starts_engine(place) for place in self.places)
+
+    @property
+    def large_tensor(self) -> str:
+        """A key of LARGE_TENSORS, if a tensor was being made that is known to be large; else empty."""
+        return next((name for name, makes in _LARGE_TENSORS.items() if any(map(makes, self.places))), "")
 
     @property
     def starts_device(self) -> bool:
@@ -203,6 +208,7 @@ _STATE_GATHERING = re.compile(
 )
 _ENGINE_START = re.compile(r"_ddp_init_helper|_create_fp32_partitions")
 _ENGINE_CODE = re.compile(r"single_partition_of_fp32_groups\.append|fp32_partitioned_groups_flat\.append")
+_MEGATRON_START = re.compile(r"param_and_grad_buffer\.py|distrib_optimizer\.py")
 _TRAINING = re.compile(r"training_step|train_step|train_one_epoch|_inner_training_loop|backward|_run_backward")
 _SHARING = re.compile(r"multiprocessing[/\\](?:heap|shared_memory|reductions|reduction)\.py")
 
@@ -263,7 +269,8 @@ def _gathers_state(place: Place) -> bool:
 
 
 def _starts_engine(place: Place) -> bool:
-    return bool(_ENGINE_START.fullmatch(place.function) or _ENGINE_CODE.search(place.code))
+    in_megatron = _MEGATRON_START.search(place.file) and place.function in ("__init__", "_build_model_param_groups")
+    return bool(in_megatron or _ENGINE_START.fullmatch(place.function) or _ENGINE_CODE.search(place.code))
 
 
 def _starts_device(place: Place) -> bool:
@@ -287,6 +294,11 @@ _INFERENCE: dict[str, Callable[[Place], object]] = {
     "generation": _in(r"[/\\]transformers[/\\](?:generation[/\\]|pipelines[/\\])"),
 }
 """Programs that run models, by the files of their tracebacks."""
+_LARGE_TENSORS: dict[str, Callable[[Place], object]] = {
+    "boxes": lambda place: re.search(r"bbox_overlaps|pairwise_(?:iou|intersection)|\bbox_iou", place.function),
+    "transducer": lambda place: re.search(r"rnnt|transducer", place.file) and "joint" in place.function,
+}
+"""Functions whose tensors are known to be large: keys of LARGE_TENSORS."""
 
 
 _INFORMATIVE: tuple[Callable[[Place], object], ...] = (
@@ -306,6 +318,7 @@ _INFORMATIVE: tuple[Callable[[Place], object], ...] = (
     _starts_engine,
     _starts_device,
     _trains,
+    *_LARGE_TENSORS.values(),
     *_INFERENCE.values(),
     lambda place: _WINDOWS.match(place.file),
 )
@@ -358,7 +371,7 @@ class _Traceback:
             self.places = _informative(self.places)
 
     def complete(self, line: int, code: str) -> None:
-        """Note the statement that a rich or notebook traceback marks below its last place."""
+        """Record the statement that a rich or notebook traceback marks below its last place."""
         if self.places and not self._is_over and self.places[-1].line in (0, line):
             self.places[-1] = replace(self.places[-1], code=code)
 

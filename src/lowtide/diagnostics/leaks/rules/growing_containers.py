@@ -1,11 +1,17 @@
 """Containers and sums that accumulate graphs or outputs from step to step."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.inspection import RetainedObject
-from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
+from lowtide.diagnostics.leaks.rules.rule_registry import RULES, Rule, rule
+
+if TYPE_CHECKING:
+    from lowtide.diagnostics.leaks.call_log import SiteStats
 
 GROWTHS = 3
 """Number of consecutive inspections at which a container must have grown."""
@@ -29,22 +35,26 @@ def _grows(sizes: Sequence[int]) -> bool:
     why="Each entry holds the whole graph of its step.",
     bad="losses.append(criterion(model(x), y))",
     good="losses.append(criterion(model(x), y).item())",
-    fix="put numbers in `{name}`: `.item()` (`.detach()` drops the graph, and keeps all memory that the value is in)",
+    fix="put numbers in `{name}`: `.item()` (`.detach()` drops the graph, but keeps the memory of the value)",
 )
 class ListOfGraphs(Rule):
-    """Rule for a list that grows. A list that each step makes anew, which never has two graphs of one call, does not
+    """Rule for a list that grows. A list that each step creates, which never has two graphs of one call, does not
     match.
     """
 
     is_refuted_by_backward = True
+    explains_missing_backward = True
     fix_of_values = (
         "put less in `{name}`: a number, or `.detach().cpu()` of what is needed (`.detach()` drops the graph and keeps "
         "all memory that the value is in)"
     )
 
+    fix_of_terms = "; if the loss is computed from the entries: drop them after its backward pass"
+
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice: `.item()` is for scalars alone."""
-        return super().fix_for(item, history) if item.is_scalar else self.fix_of_values
+        """Return the advice: `.item()` is for scalars alone, and not for terms of a loss."""
+        fix = super().fix_for(item, history) if item.is_scalar else self.fix_of_values
+        return fix + self.fix_of_terms if item.backwards else fix
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         entries = history.entries
@@ -67,10 +77,15 @@ class RunningSumOfGraphs(Rule):
 
     fix_of_part = "give `{owner}` numbers to add up: `.detach()` or `.item()`"
     is_refuted_by_backward = True
+    explains_missing_backward = True
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_over_steps = len(item.steps) > 1 or not item.backwards
         return _accumulates(item) and item.is_scalar and is_over_steps and item.goes_through_calls
+
+    def refined(self, stats: SiteStats) -> Rule:
+        """Return the rule of the forward where it needs no graph at all: without one, the sum has none either."""
+        return self if stats.n_reached else RULES["LT002"]
 
 
 @rule(
@@ -106,8 +121,10 @@ LEAST_HOST_BYTES = 100 * 1024
     "LT023",
     priority=155,
     name="empty graphs kept by a running total",
-    what="Losses are added to a total, or kept in a list, after their backward pass. Backward has freed the tensors, "
-    "but the nodes of all these graphs stay, each step's hanging on the one before.",
+    what=(
+        "Losses are added to a total, or kept in a list, after their backward pass. Backward has freed the tensors, "
+        "but the nodes of all these graphs stay, each step's graph linked to the previous one's."
+    ),
     why="A node takes 0.6 to 0.9 kB of host memory whatever the tensors: half a MiB a step for a BERT of 12 layers, "
     "gigabytes over a training run. GPU memory does not show it.",
     bad="loss.backward()\ntotal += loss",
@@ -162,7 +179,7 @@ class GatheredOutputs(Rule):
     "activations of the whole data set are in memory.",
     bad="for item, row in zip(items, hidden):\n    item.embedding = row",
     good="for item, row in zip(items, hidden):\n    item.embedding = row.detach().cpu()",
-    fix="store a copy of its own in `{name}` (`.detach().clone()`, or `.cpu()`), or set it to None after the step",
+    fix="store a separate copy in `{name}` (`.detach().clone()`, or `.cpu()`), or set it to None after the step",
 )
 class KeptOnObjects(Rule):
     """Rule for objects that hold outputs of several steps, more at each inspection, without more entries."""
