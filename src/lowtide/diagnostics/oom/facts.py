@@ -325,7 +325,7 @@ _INFORMATIVE: tuple[Callable[[Place], object], ...] = (
 
 _NAME = r"([\w.]{1,500}|<\w{1,100}>)"
 _INDENT = r"(?:\r?\n|\\n)[^\n]{0,200}? {4,200}(?!\s|File |\^|~)"
-"""Start of the line of code below a place of a traceback, whatever a logger puts before it."""
+"""Pattern of the indent of a code line in a traceback, behind any prefix of a logger."""
 _PLACE = re.compile(
     rf'File \\?"([^"\n]{{1,3000}}?)\\?", line (\d{{1,9}}), in {_NAME}(?:{_INDENT}((?:(?!\\n)[^\n]){{1,300}}))?'
 )
