@@ -147,11 +147,12 @@ class CallContext:
                 uncopied.append((held, before))
         has_copied = len(uncopied) < len(self.held)
         self.held, self.sums = [held for held, _ in uncopied], [before for _, before in uncopied]
-        return has_copied
+        return self.attributes.copy(storages, copy_of) or has_copied
 
     def storages(self) -> Iterator[int]:
-        """Yield the memory of the parameters and buffers that are read again, those included that `learn` may add."""
-        for tensor in (*(tensor for _, _, tensor, _ in self.held), *(buffer for buffer, _, _ in self.buffers.values())):
+        """Yield the memory of the tensors that are read again, those included that `learn` may add."""
+        held = (tensor for _, _, tensor, _ in self.held)
+        for tensor in (*held, *(buffer for buffer, _, _ in self.buffers.values()), *self.attributes.held()):
             yield storage_id(tensor)
 
     @property

@@ -352,7 +352,8 @@ def make_pack_hook(now: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
         ordinal = scope.ordinal
         if scope.needed is not None and ordinal not in scope.needed and now.frame is None:
             scope.ordinal = ordinal + 1
-            return tensor.detach(), tensor._version
+            is_parameter = tensor.requires_grad and tensor.grad_fn is None
+            return tensor if is_parameter else tensor.detach(), tensor._version
         # a thread of the device, in a backward pass inside the forward (`create_graph`)
         if now.engine.here.now is None:
             with now.engine.now(now):

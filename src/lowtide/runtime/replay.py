@@ -235,6 +235,13 @@ class ReplayFrame:
             return self._run(_AdvanceRun(self), operands)
 
     def _run(self, rerun: _ReplayRun | _AdvanceRun, operands: tuple[Handle, ...]) -> Any:
+        try:
+            return self._run_from(rerun, operands)
+        except Overwritten as error:
+            self.seam.engine.relied_on.give_up(error.storage)
+            raise
+
+    def _run_from(self, rerun: _ReplayRun | _AdvanceRun, operands: tuple[Handle, ...]) -> Any:
         seam, reach = self.seam, self.seam.reach
         for value in [handle.value for handle in operands]:
             if value.is_changed:
