@@ -235,34 +235,31 @@ class ReplayFrame:
             return self._run(_AdvanceRun(self), operands)
 
     def _run(self, rerun: _ReplayRun | _AdvanceRun, operands: tuple[Handle, ...]) -> Any:
-        try:
-            return self._run_from(rerun, operands)
-        except Overwritten as error:
-            self.seam.engine.relied_on.give_up(error.storage)
-            raise
-
-    def _run_from(self, rerun: _ReplayRun | _AdvanceRun, operands: tuple[Handle, ...]) -> Any:
         seam, reach = self.seam, self.seam.reach
-        for value in [handle.value for handle in operands]:
-            if value.is_changed:
-                assert value.tensor is not None
-                reach.is_overwritten = True
-                raise Overwritten(value.tensor, value.version, str(seam), type(seam.module))
-        args, kwargs = self.arguments.again(operands)
-        with (
-            without_overrides(),
-            run_again(reach.units) if reach.units else _NOTHING,
-            self.call_context.again(),
-            hooks.only(self._listening.acting, reach.modules),
-            hooks_but_in_transforms(rerun.pack, rerun.unpack, seam.engine.apart),
-        ):
-            here = seam.engine.here
-            before, here.now = here.now, rerun
-            try:
-                return seam.inner(*args, **kwargs)
-            finally:
-                here.now = before
-                rerun.end()
+        try:
+            for value in [handle.value for handle in operands]:
+                if value.is_changed:
+                    assert value.tensor is not None
+                    reach.is_overwritten = True
+                    raise Overwritten(value.tensor, value.version, str(seam), type(seam.module))
+            args, kwargs = self.arguments.again(operands)
+            with (
+                without_overrides(),
+                run_again(reach.units) if reach.units else _NOTHING,
+                self.call_context.again(),
+                hooks.only(self._listening.acting, reach.modules),
+                hooks_but_in_transforms(rerun.pack, rerun.unpack, seam.engine.apart),
+            ):
+                here = seam.engine.here
+                before, here.now = here.now, rerun
+                try:
+                    return seam.inner(*args, **kwargs)
+                finally:
+                    here.now = before
+                    rerun.end()
+        except Overwritten as error:
+            seam.engine.relied_on.give_up(error.storage)
+            raise
 
     def as_saved(self, place: int, tensor: Tensor) -> Tensor:
         """Return the tensor for the value of a place, from the tensor saved there in the second run."""
