@@ -1,13 +1,13 @@
-"""Lowtide on models whose blocks are compiled, beside the other ways to hold less there: exact bytes, times, bits.
+"""Compare Lowtide with other ways to save memory on models whose blocks are compiled: bytes, times, bits.
 
     python bench/compiled.py                   # some 8 minutes on two cores; writes docs/compiled.md
     python bench/compiled.py --models llama    # prints the rows of this model alone
 
-Each repeated block is compiled in place by inductor. Peaks are the CPU allocator's. *Time* is the fastest of 8 steps,
-divided by the fastest of 8 plain steps before them; times scatter by some 10 %. *Bits* compares loss, gradients and
-buffers with those of the plain step of the same compiled blocks. With dropout, `other` bits under
-`activation_memory_budget` mean wrong gradients: below 1, torch draws the random numbers again in backward, and gets
-other numbers.
+Each repeated block is compiled in place by inductor. *Peak* is the most memory of the CPU allocator. *Time* is the
+fastest of 8 steps, divided by the fastest of 8 plain steps before them; it scatters by about 10 %. *Bits* compares
+loss, gradients and buffers with those of a plain step with the same compiled blocks. In the table with dropout, `other`
+bits under `activation_memory_budget` mean wrong gradients: with a budget below 1, torch draws the random numbers again
+in backward and gets different ones.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from lowtide.runtime.static_memory import static_bytes
 
 MODELS = ("gpt2", "gpt2-dropout", "llama")
 ROUNDS = 8
-"""The fastest step of so many counts."""
+"""Number of timed steps, of which the fastest counts."""
 SHARES = (80, 60, 50)
-"""Budgets, percent of the plain step's peak."""
+"""Budgets in percent of the plain step's peak."""
 AMONG, SHARES_AMONG = 0.2, (50, 40)
-"""Both ways at once: what the partitioner is told, and budgets."""
+"""Both methods at once: the partitioner's budget, and budgets in percent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -360,7 +360,7 @@ class Baseline:
 
 
 def function_at(source: str, line: int) -> int:
-    """The first line of the innermost function around a line, 0 outside of all."""
+    """The first line of the innermost function around a line, 0 outside all."""
     tree = ast.parse((ROOT / TABLE["package"] / source).read_text())
     found = 0
     for node in ast.walk(tree):  # outer ones come first

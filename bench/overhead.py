@@ -15,7 +15,7 @@ machine is: 0.6 us on the one that the limits were written for. LOWTIDE_NATIVE=0
 hooks in Python, LOWTIDE_NATIVE=1 its compiled ones.
 
 In the third table the budget is above the plain step's peak, or no plan fits and training goes on without one. Steps in
-the block and outside of it take turns; beside the time there are the Python calls that the block adds to a step.
+the block and outside it take turns; beside the time there are the Python calls that the block adds to a step.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class Short(nn.Module):
 
 RUNS = 30
 ROUNDS = 3
-"""Blocks of `within` that take turns with steps outside of them."""
-WARM_UP = 12
-"""Steps in which a block of `within` settles, those that it waits for other models included."""
+"""Blocks of `within` that take turns with steps outside them."""
+WARM_UP = 24
+"""Steps in which a block of `within` settles, those included that it waits for other models or times."""
 
 SHARE = 0.75
 """Of the plain peak, what the models are planned for."""
@@ -207,12 +207,12 @@ def python_calls(step: Callable[[], object]) -> int:
     """Count the calls of Python functions in one step, in this thread."""
     count = 0
 
-    def told(frame: Any, event: str, argument: Any) -> None:
+    def count_call(frame: Any, event: str, argument: Any) -> None:
         nonlocal count
         count += event == "call"
 
     step()
-    sys.setprofile(told)
+    sys.setprofile(count_call)
     step()
     sys.setprofile(None)
     return count

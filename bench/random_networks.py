@@ -1,4 +1,4 @@
-"""Random networks under plans: do they keep their bits and their budgets, as counted from outside of torch?
+"""Random networks under plans: do they keep their bits and their budgets, as counted from outside torch?
 
     python bench/random_networks.py [--seeds 0:300] [--parts 70%,50%,35%,smallest] [--one]
 

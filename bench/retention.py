@@ -3,7 +3,7 @@
     python bench/retention.py [--write]
 
 An MLP of 8 layers x 512 with 2,048 rows: each activation is 4 MiB, the graph of a forward 32 MiB, the parameters 8 MiB
-and their gradients, which each step makes anew, as much again. All numbers are bytes that torch's
+and their gradients, which each step creates, as much again. All numbers are bytes that torch's
 allocator was asked for, by `lowtide.measure` on CPU.
 `held` is what is freed when the reference is dropped between two steps. `peak` is the highest level of a step, with
 parameters, gradients and the batch, while the step before is still held; and the same with the reference dropped.

@@ -1,14 +1,15 @@
-"""Lowtide on models that FSDP2 has sharded over two processes, beside checkpointing: exact bytes, FLOPs, times, bits.
+"""Compare Lowtide with checkpointing on models that FSDP2 shards over two processes: bytes, FLOPs, times, bits.
 
     python bench/sharded.py                   # some 10 minutes on two cores; writes docs/sharded.md
     python bench/sharded.py --models llama    # prints the rows of this model alone
-    python bench/sharded.py --published       # renews the last two sections alone; two minutes of one core
+    python bench/sharded.py --published       # writes only the last two sections again; two minutes of one core
 
-Each repeated block and the whole are sharded with `fully_shard`; gloo connects the processes, which have a core each.
-Peaks are the CPU allocator's in the first process, with AdamW's state, its parameters' parts and the batch. FLOPs are
-beyond the plain step's. Times are the fastest of 5 steps over the fastest of 5 plain ones before; they scatter by up to
-30 %. Sent is how many collective operations a step takes. Bits are those of the parameters after two steps, in both
-processes.
+Each repeated block, and then the whole model, is sharded with `fully_shard` over two processes, which communicate by
+gloo and have one core each. The plain step is FSDP2 alone. *Peak* is the most memory of the CPU allocator in the first
+process, with its shards of parameters and of AdamW's state, and the batch. *FLOPs* are those beyond the plain step's.
+*Time* is the fastest of 5 steps, divided by the fastest of 5 plain steps before them; it scatters by up to 30 %.
+*Collectives* is the number of collective operations in a step. *Bits* compares the parameters after two steps, in both
+processes, with those after two plain steps.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ if TYPE_CHECKING:
 
 MODELS = ("gpt2-dropout", "llama")
 ROUNDS = 5
-"""The fastest step of so many counts."""
+"""Number of timed steps, of which the fastest counts."""
 SHARES = (70, 50)
-"""Budgets, percent of the plain step's peak."""
+"""Budgets in percent of the plain step's peak."""
 
 
 class Sharded:
@@ -112,7 +113,7 @@ def section(name: str) -> Iterator[str]:
     """The table of one model, line by line, as it is measured. Both processes have to come to the end of it."""
     yield from ("", f"## {contestant(name).description}", "")
     yield from (
-        "| way | peak | of plain | FLOPs | time | sent | bits | what was done |",
+        "| way | peak | of plain | FLOPs | time | collectives | bits | what was done |",
         "|---|---:|---:|---:|---:|---:|---|---|",
     )
     plain = Sharded(name)
@@ -171,15 +172,16 @@ PUBLISHED = (
     Published("Llama 3.1 8B, 2 x 8192 tokens, selective checkpointing", "8 x h100-80", "", "82.4 GiB", TORCHTITAN),
     Published("the same", "128 x h100-80", "", "67.0 GiB", TORCHTITAN),
 )
-NCCL_HEADING, PUBLISHED_HEADING = "## Memory of NCCL", "## Estimates beside published steps"
+NCCL_HEADING, PUBLISHED_HEADING = "## Memory of NCCL", "## Estimates compared with published measurements"
 
 
 def nccl() -> Iterator[str]:
     """Yield the table of reports."""
     yield from ("", NCCL_HEADING, "")
     yield (
-        "Outside torch's allocator, on each GPU; reported by others, and not measured here. Estimates count at least "
-        "the smallest of these, and at most 1.6 GB for each process group, up to 6 GB."
+        "NCCL allocates memory on each GPU outside torch's allocator. The table lists amounts that others have "
+        "reported; none was measured here. An estimate counts at least the smallest of them, and at most 1.6 GB for "
+        "each process group and 6 GB in all."
     )
     yield from ("", "| setting | reported | source |", "|---|---:|---|")
     yield from (f"| {r.setting} | {r.n_bytes / 1e9:.2f} GB | https://{r.source} |" for r in REPORTS)
@@ -189,13 +191,13 @@ def published() -> Iterator[str]:
     """Yield the table of steps that others have measured; it needs no GPU and no other process."""
     yield from ("", PUBLISHED_HEADING, "")
     yield (
-        "`lowtide estimate --device ... --rank 0 bench/published/llama3.py`. Published is what was reserved, on H100s "
-        "with 96 GB and a torch of 2024; which setting of the allocator was used is not said, so both are shown. "
-        "Expandable is "
-        "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. Assumed: the root's parameters stay gathered between "
-        "forward and backward, and attention's kernel is the one that torch 2.13 takes. The source's other rows are of "
-        "compiled models, of Float8, of pipelines and of context parallelism, which are not estimated. Two rows are "
-        "no validation."
+        "The estimates are those of `lowtide estimate --device ... --rank 0 bench/published/llama3.py`. *Published* is "
+        "the reserved memory that torchtitan reports, measured on H100s with 96 GB and a torch of 2024. The report "
+        "does not say which allocator setting was used, so both are shown: *expandable* is "
+        "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. The estimates assume that the root's parameters stay "
+        "gathered between forward and backward, and that attention runs the kernel that torch 2.13 selects. The other "
+        "rows of the report use compiled models, Float8, pipelines or context parallelism, which are not estimated. "
+        "Two rows are too few to validate the estimates."
     )
     yield ""
     yield "| step | GPUs | published | requested | reserved | difference | reserved, expandable | difference | source |"

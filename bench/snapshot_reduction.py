@@ -33,9 +33,9 @@ def reduce_snapshot(snapshot: Snapshot, device: int | None = None, *, name: str,
 
     Blocks that were there at the start and are gone at the end have no size in a snapshot. It is deduced: the size
     requested, rounded, and in the large pool the gap to the next block if that is too small to be a block of its own.
-    `expected` has what the snapshot tells: requested and reserved bytes throughout, and the end. The peak of allocated
-    bytes it does not tell; add it from `torch.cuda.memory_stats`. Where expandable segments begin is not told either:
-    with them `initial` has no segments, and a replay is exact only if the recording began with empty memory. Raises
+    `expected` has what the snapshot contains: requested and reserved bytes throughout, and the end. Add the peak of
+    allocated bytes from `torch.cuda.memory_stats`. The beginnings of expandable segments are not recorded either: with
+    them `initial` has no segments, and a replay is exact only if the recording began with empty memory. Raises
     LowtideError as `Snapshot.history` does.
     """
     history = snapshot.history(device)

@@ -55,7 +55,7 @@ def run_python() -> RunPython:
 
 
 @pytest.fixture
-def compiled_anew() -> Iterator[None]:
+def empty_compile_caches() -> Iterator[None]:
     """Drop compiled code before and after the test, so that tests do not share any."""
     import torch
     from torch._inductor import config

@@ -117,7 +117,7 @@ def test_a_step_that_has_no_room_at_first() -> None:
     """Rehearsal and plan in less memory than the plain step needs: a real error for want of memory is what it meets."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(16))).cuda()
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     step, x = step_of(model), torch.randn(2**15, 1024, device="cuda")  # each block keeps 256 MiB
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
@@ -135,7 +135,7 @@ def test_a_step_that_has_no_room_at_first() -> None:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()
-    assert torch.equal(found, step_of(twin)(x))
+    assert torch.equal(found, step_of(copied)(x))
 
 
 def test_a_convolutional_model_with_cudnns_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,4 +286,4 @@ def test_a_script_runs_without_kernels_of_ours(switch: list[str], run_python: Ru
     assert ("kernels: 0" in done.stdout) == bool(switch)
     assert Plan.from_json(saved).allows_in_place == (not switch)
     refused = run_python("-m", "lowtide", "run", "--no-in-place", "--plan", str(saved), str(tmp_path / "train.py"))
-    assert (refused.returncode, "--no-in-place goes with --budget" in refused.stderr) == (2, True)
+    assert (refused.returncode, "--no-in-place needs --budget" in refused.stderr) == (2, True)

@@ -1,4 +1,4 @@
-"""The long description of the package: README.md without links that only work inside of a checkout.
+"""The long description of the package: README.md without links that only work inside a checkout.
 
 hatchling calls `get_metadata_hook` when it builds the package. A package index shows the README away from the files
 that its relative links point to. With the address of a repository as `Source` in `project.urls`, links and pictures
@@ -17,7 +17,7 @@ RELATIVE_LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?!https?://|#
 
 
 def long_description(readme: str, source: str | None) -> str:
-    """Return the text of a README with links that work outside of a checkout.
+    """Return the text of a README with links that work outside a checkout.
 
     Args:
         readme: Markdown.

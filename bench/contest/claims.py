@@ -49,7 +49,7 @@ def _peers_peaks(contests: tuple[Contest, ...]) -> Claim:
         if (why := loses(contest, peer, mine)) is not None:
             against.append(f"{contest.model}, {peer.name}: {why}")
     return Claim(
-        "At every peer's own peak Lowtide needs no more bytes and no more FLOPs",
+        "At every peer's own peak, Lowtide needs no more bytes and no more FLOPs",
         not against,
         f"{n - len(against)} of {n} points",
         tuple(against),
@@ -75,10 +75,10 @@ def loses(contest: Contest, peer: Cell, mine: Cell) -> str | None:
 
 
 def _in_less_time(peer: Cell, mine: Cell) -> str:
-    """With more FLOPs there may be less time."""
+    """Return the times if Lowtide takes less time in spite of more FLOPs, else an empty string."""
     if mine.time_ratio is None or peer.time_ratio is None or mine.time_ratio >= peer.time_ratio:
         return ""
-    return f"; in less time, {mine.time_ratio:.2f} x for {peer.time_ratio:.2f} x"
+    return f"; in less time, {mine.time_ratio:.2f} x instead of {peer.time_ratio:.2f} x"
 
 
 def _half_the_flops(contests: tuple[Contest, ...]) -> Claim:
@@ -89,9 +89,11 @@ def _half_the_flops(contests: tuple[Contest, ...]) -> Claim:
         if contest.extra_flops(peer) > 0
     ]
     return Claim(
-        "At the peers' peaks Lowtide's extra FLOPs are at most half of theirs in the median",
+        "At the peers' peaks, Lowtide's extra FLOPs are at most half of the peers' in the median",
         median(shares) <= 0.5 if shares else None,
-        f"{median(shares):.0%} in the median of the {len(shares)} points where the peer has any" if shares else "",
+        f"{median(shares):.0%} in the median of the {len(shares)} points where the peer has extra FLOPs"
+        if shares
+        else "",
     )
 
 
@@ -103,20 +105,20 @@ def _every_block(contests: tuple[Contest, ...]) -> Claim:
         if peer.name != EVERY_BLOCK:
             continue
         why = loses(contest, peer, mine)
-        flops = f"{contest.extra_flops(peer):+.1%} FLOPs"
+        flops = f"FLOPs {contest.extra_flops(mine):+.1%} (checkpoint {contest.extra_flops(peer):+.1%})"
         if why is None and mine.flops == peer.flops:
-            why = f"{flops}, the same"
+            why = f"{flops}, equally many"
         times = ""
         if why is None and mine.time_ratio is not None and peer.time_ratio is not None:
-            times = f" and {mine.time_ratio:.2f} x the time for {peer.time_ratio:.2f} x"
-            why = f"takes{times.removeprefix(' and')}" if mine.time_ratio >= peer.time_ratio else None
+            times = f"time {mine.time_ratio:.2f} x ({peer.time_ratio:.2f} x)"
+            why = times if mine.time_ratio >= peer.time_ratio else None
         if why is not None:
             against.append(f"{contest.model}: {why}")
         else:
             untimed |= not times
-            found.append(f"{contest.model} {contest.extra_flops(mine):+.1%} for {flops}{times}")
+            found.append(", ".join(filter(None, (f"{contest.model} {flops}", times))))
     return Claim(
-        "Lowtide gets at least as low as checkpointing every block, at less extra FLOPs and time",
+        "Lowtide reaches the peak of checkpointing every block with fewer extra FLOPs and less time",
         None if untimed and not against else not against,
         "; ".join(found) or "on no model",
         tuple(against),
@@ -137,7 +139,7 @@ def _half_the_activations(contests: tuple[Contest, ...]) -> Claim:
         if mine.refusal is not None or (ratio is not None and ratio - 1 > most):
             against.append(f"{contest.model}: {said}; at most {most:.0%} is claimed")
     return Claim(
-        "Half of the activations cost at most 8 % time, on ResNet 15 %",
+        "Halving the activations costs at most 8 % time, 15 % on ResNet",
         None if untimed and not against else not against,
         ", ".join(found),
         tuple(against),
@@ -172,7 +174,7 @@ def _same_bits(contests: tuple[Contest, ...]) -> Claim:
     cells = [(c, m) for c, m in _ours(contests) if m.peak_bytes is not None]
     against = [f"{c.model}, {m.name}" for c, m in cells if not is_equal(m)]
     found = f"in {len(cells) - len(against)} of {len(cells)} cells"
-    return Claim("Loss, gradients and buffers are bit by bit the plain step's", not against, found, tuple(against))
+    return Claim("Loss, gradients and buffers equal the plain step's bit for bit", not against, found, tuple(against))
 
 
 def is_equal(cell: Cell) -> bool:
@@ -195,7 +197,7 @@ def _monotone(contests: tuple[Contest, ...]) -> Claim:
             if (more.flops or 0) > (less.flops or 0):
                 extra = f"{contest.extra_flops(more):+.2%} after {contest.extra_flops(less):+.2%}"
                 against.append(f"{contest.model}, {more.name}: more FLOPs than with less budget, {extra}")
-    text = "With twenty budgets from the smallest to the plain peak, measured peaks rise and measured FLOPs fall"
+    text = "From the smallest to the plain peak, with twenty budgets, measured peaks rise and measured FLOPs fall"
     return Claim(text, not against if found or against else None, ", ".join(found), tuple(against))
 
 

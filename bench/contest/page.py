@@ -11,38 +11,39 @@ from contest.records import Cell, Contest, Results
 from lowtide.units import format_bytes, format_time
 
 _INTRODUCTION = """\
-# Lowtide beside the others
+# Lowtide compared with other methods
 
-This page and [benchmarks.json](benchmarks.json), which has every number, were made by `{command}`.
-The step is forward and backward, without an optimizer, and with no gradients when it begins.
+`{command}` writes this page and [benchmarks.json](benchmarks.json), which has every number. The measured step is
+forward and backward, without an optimizer; gradients are None when it begins.
 
-- **Peak**: exact bytes, from the allocator's events, parameters, buffers and batch included. A share is of the plain
-  step's peak. Budgets are for the whole peak.
-- **Activations**: the plain step's peak without parameters, buffers, batch and gradients, all gradients counted. At the
-  peak itself most of those may not be there yet; the row "gradients counted at the peak" is for who counts so.
-- **Plans** at the peers' peaks, and those for twenty budgets, are made for FLOPs (`minimize="flops"`), since that is
-  what is compared there; within all other budgets they are made for time, as plans are by default. Gradients are
-  written in place, where a plan has that, in Lowtide's steps alone.
+- **Peak**: exact bytes from the allocator's events, including parameters, buffers and the batch, as a share of the
+  plain step's peak. A budget is for the whole peak.
+- **Activations**: the plain step's peak minus parameters, buffers, batch and all gradients. At the peak itself, not all
+  gradients exist yet; the row "gradients counted at the peak" subtracts only those that do.
+- **Plans**: at the peers' peaks, and for the twenty budgets, plans minimize FLOPs (`minimize="flops"`), because FLOPs
+  are compared there. All other plans minimize time, which is the default. Only Lowtide's steps write gradients in
+  place.
 - **FLOPs**: counted, not estimated: matrix products, convolutions and attention of one step, beyond the plain step's.
-- **Time**: a step's over the plain one's; {turns}. Others
-  disturb every step on a shared processor, each at another place. So steps are cut into some thousand pieces, from the
-  beginning of each of torch's operators to that of the next, Python in between included, and of each piece the fastest
-  counts (`bench/contest/pieces.py`).
-- **Equal**: loss, gradients and buffers are bit by bit the plain step's (`torch.equal`).
+- **Time**: relative to the plain step; {turns}. On a shared processor other programs disturb every step, each at
+  another place. So each step is cut into several thousand pieces, each from the start of one torch operator to the
+  start of the next, including the Python code in between. The fastest measurement of each piece counts
+  (`bench/contest/pieces.py`).
+- **Equal**: loss, gradients and buffers equal the plain step's bit for bit (`torch.equal`).
 
 {versions}
 
-On a CPU, memory that a process touches for the first time costs a page fault for every 4 KiB, which can be more than
-making a tensor again costs. So every point, plain and peers included, runs with the same settings of glibc's malloc,
-which keep freed pages in the process: {settings}.
+On a CPU, memory that a process touches for the first time costs a page fault for every 4 KiB, which can take longer
+than recomputing a tensor. So every measurement, including the plain step and the peers, uses the same settings of
+glibc's malloc, which keep freed pages in the process: {settings}.
 """
 
 _PICTURES = """\
-The pictures: the line is what Lowtide's points give for a budget, each the best up to its peak; paler are its other
-points. Whatever is in the blue can be had. A circle is the plain step, and a peer with a star has other bits. FLOPs are
-exact; times have the noise of a shared processor, which is also why a step can seem faster than the plain one.
-The peers' points are files, too, `docs/frontier-MODEL.json`, to be drawn beside the frontier of a script that takes the
-same step, forward and backward; their times are those of the machine that ran this:
+In the pictures, the line shows the best of Lowtide's points up to each peak; its other points are paler. Every point in
+the blue area can be reached. A circle is the plain step. A star marks a peer whose results differ in bits. FLOPs are
+exact. Times have the noise of a shared processor, so a step can seem faster than the plain one.
+
+The peers' points are also in the files `docs/frontier-MODEL.json`. They can be drawn beside the frontier of a script
+that takes the same step (forward and backward); their times are those of the machine on which this page was made:
 
 ```console
 $ lowtide frontier --beside docs/frontier-gpt2.json --picture frontier.svg train.py
@@ -52,13 +53,14 @@ $ lowtide frontier --beside docs/frontier-gpt2.json --picture frontier.svg train
 _PEERS = """\
 The peers:
 
-- **checkpoint** is `torch.utils.checkpoint` (non-reentrant), through transformers' own switch where the model has one,
-  else around each residual layer.
-- **selective** adds a policy for ops: save all matrix products, convolutions and attention; or, as torchtitan does,
-  attention and every second matrix product (`EverySecondMatmul` in `bench/contest/ways.py` says how that is counted).
-- **AOT** is `torch.compile` with `backend="aot_eager"`, AOTAutograd's graphs from its min-cut partitioner without
-  code generation, and that `activation_memory_budget`.
-- **torch-remat** is around every block, and does not run attention (on ResNet: the first convolution) again.
+- **checkpoint** is `torch.utils.checkpoint` (non-reentrant). It is switched on in transformers' models by their own
+  method, and put around each residual layer of the others.
+- **selective** is the same with a policy that saves some operators' results: all matrix products, convolutions and
+  attention; or, as in torchtitan, attention and every second matrix product (`EverySecondMatmul` in
+  `bench/contest/ways.py`).
+- **AOT** is `torch.compile` with `backend="aot_eager"` and the given `activation_memory_budget`: the graphs of
+  AOTAutograd's min-cut partitioner, without code generation.
+- **torch-remat** is put around every block, and saves the results of attention (in ResNet: of the first convolution).
 """
 
 
@@ -94,7 +96,7 @@ def _head(results: Results) -> Iterator[str]:
     threads = f"{newest.threads} thread{'s' * (newest.threads > 1)} of {newest.processor}"
     yield _INTRODUCTION.format(
         command=results.command,
-        turns=f"of each {turns[0]} to {turns[-1]} steps, one in a round of all"
+        turns=f"{turns[0]} to {turns[-1]} steps of each method are measured, in turns"
         if turns
         else "not measured in this run",
         versions=f"Run with {names}; {threads}; {minutes:.0f} minutes.",
@@ -105,15 +107,15 @@ def _head(results: Results) -> Iterator[str]:
 
 
 def _claims(results: Results) -> Iterator[str]:
-    yield "## What is claimed, and whether it held\n"
+    yield "## Claims and results\n"
     yield from _table(
-        ("claim", "held", "found"),
+        ("claim", "holds", "result"),
         [(claim.text, _HELD[claim.held], claim.found) for claim in claims(results)],
         numbers=0,
     )
     for claim in claims(results):
         if claim.against:
-            yield f"\nAgainst “{claim.text}”:\n"
+            yield f"\nCases in which “{claim.text}” does not hold:\n"
             yield from (f"- {case}" for case in claim.against)
     yield ""
 

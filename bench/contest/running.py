@@ -41,7 +41,7 @@ MOST_ROUNDS = 8
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One model's contest under way: everything is measured, and then timed in rounds. `say` is told each line."""
+    """One model's contest under way: everything is measured, and then timed in rounds. `say` gets each line."""
 
     name: str
     quick: bool

@@ -32,7 +32,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 def models_asked(doc: str, models: Sequence[str]) -> list[str] | None:
     """Those that the command line names; None for all of them.
 
-    The script is started anew where malloc's settings are not in force: it reads them when a process starts.
+    The script is started again where malloc's settings are not in force: it reads them when a process starts.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=models)

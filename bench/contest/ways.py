@@ -1,7 +1,7 @@
 """The peers: other ways to hold less for backward, each as its users would switch it on.
 
 A way is a function that is given a fresh model, may change it, and gives back what to call. Nothing is undone, so the
-model is built anew for each.
+new model is built for each.
 """
 
 from __future__ import annotations

@@ -13,59 +13,57 @@ from estimators.scores import OURS, Scored, claims, comparisons, errors, finishe
 MIB, GIB = 2**20, 2**30
 
 _INTRODUCTION = """\
-# Predicted peaks beside measured ones
+# Predicted peaks compared with measured peaks
 
-`lowtide.estimate(model, step, batch, device=...)` says what a training step reserves on a GPU, on a machine that
-has none. Here it says so of training runs that somebody else measured, beside what four estimators said of the same
-runs: the artefact of [xMem](https://github.com/Stone-ResearchLife/xMem) (Middleware 2025, MIT licence), of which
-`bench/data/xmem_rows.json` has a sample drawn by hand for spread: 23 models, 3 GPUs, 80 runs that finished and 11 that
-ran out of memory. `python bench/xmem.py` made this page and [prediction.json](prediction.json). {versions}
+`lowtide.estimate(model, step, batch, device=...)` predicts the memory that a training step reserves on a GPU, on a
+machine that has none. This page compares its predictions with training runs that others measured, and with what four
+other estimators predicted for the same runs. The runs come from the artefact of
+[xMem](https://github.com/Stone-ResearchLife/xMem) (Middleware 2025, MIT licence). `bench/data/xmem_rows.json` holds a
+sample of them, chosen by hand for variety: 23 models, 3 GPUs, 80 runs that finished and 11 that ran out of memory.
+`python bench/xmem.py` writes this page and [prediction.json](prediction.json). {versions}
 
-**Measured** is the highest sample of NVML's used memory less the first one: the peak of *reserved* bytes, and the
-kernels that are loaded on the way. **Predicted** is the peak of reserved bytes alone. No constant is added for kernels,
-so a bias of -0.1 to -2 % is to be expected. An **error** is (predicted - measured) / measured; medians and maxima are
-of its absolute value.
+- **Measured** is NVML's highest sample of used memory minus its first sample: the peak of *reserved* bytes, plus the
+  kernels that were loaded during the run.
+- **Predicted** is the peak of reserved bytes alone. No constant is added for kernels, so a bias of -0.1 to -2 % is
+  expected.
+- An **error** is (predicted - measured) / measured. Medians and maxima are of absolute errors.
 """
 
 _BEHIND = """\
-## What is behind a prediction
+## How a prediction is made
 
-- The runs' four iterations (2 x 2: `estimate` takes a step twice) with the models' own code under fake tensors, from
-  `model.to(device)` on, in the order of the artefact's loops, with what their variables keep alive.
-- CUDA's behaviours: attention kernels, dropout masks of one byte, `foreach` optimizers, a cuBLAS workspace of 8,519,680
-  bytes for each of two threads (torch's sources name each).
-- The caching allocator, simulated. Which address the driver gives a new segment decides between free blocks of equal
-  size, and in some runs with that whether one more tensor of logits has room. Expected is the order that is seen in
-  memory snapshots of other programs (`memory/allocator/segment_addresses.py`), as `estimate` takes it.
-- Workspaces of cuDNN's convolutions depend on its heuristics and on what is free: torch goes through their list
-  of algorithms until one runs whose workspace can be had (`aten/src/ATen/native/cudnn/Conv_v8.cpp`, `try_configs`).
-  Repeats of a CNN differ by up to 21 %. None is expected, nor does xMem count any. Copies of what is not channels-last,
-  as its kernels for tensor cores need them, are the upper bound; counted as expected they gave errors four times as
-  large here.
-- **Range** is the least and the most of five other orders of addresses, of those bounds, and for small batches of text
-  of three other sequences of lengths.
-- No number is fitted to these rows: the allocator's constants and the cuBLAS workspace are from torch's sources, the
-  GPU's memory is the driver's own output, the driver's chunk is from the snapshots. Two choices between models were
-  made after these rows had been seen: to expect no cuDNN workspace, and to go by the snapshots' order of addresses. The
-  second one has since been held against five more recordings, and stays.
+- **The step.** The models' own code runs under fake tensors, from `model.to(device)` on, in the order of the artefact's
+  loops, and their variables keep the same tensors alive. A run has four iterations: the step given to `estimate` is two
+  of them, and `estimate` takes it twice.
+- **CUDA's behaviour.** Attention kernels, dropout masks of one byte per element, `foreach` optimizers, and a cuBLAS
+  workspace of 8,519,680 bytes for each of two threads are modelled; torch's sources name each of them.
+- **The caching allocator** is simulated. The address that the driver gives to a new segment decides between free blocks
+  of equal size; in some runs it decides whether one more tensor of logits has room. The expected order of addresses is
+  the one seen in memory snapshots of other programs (`memory/allocator/segment_addresses.py`).
+- **cuDNN's workspaces** for convolutions depend on its heuristics and on the memory that is free: torch tries
+  algorithms from cuDNN's list until one runs whose workspace fits (`aten/src/ATen/native/cudnn/Conv_v8.cpp`,
+  `try_configs`). Repeated runs of a CNN differ by up to 21 %. Neither Lowtide nor xMem counts these workspaces in the
+  expected peak. Kernels for tensor cores also need copies of tensors that are not channels-last; these copies are in
+  the upper bound only, because counting them in the expected peak made the errors here four times as large.
+- **Range** is the smallest and the largest result under five other orders of addresses and under the bounds for cuDNN;
+  for small batches of text also under three other sequences of lengths.
+- **Nothing is fitted to these runs.** The allocator's constants and the cuBLAS workspace come from torch's sources, the
+  GPU's memory from the driver's own output, and the size of the driver's chunks from the snapshots. Two modelling
+  choices were made after these runs had been seen: to expect no cuDNN workspace, and to use the snapshots' order of
+  addresses. The second choice has since been checked against five more recordings.
 
-## What the rows do not tell
+## Limits of this comparison
 
-- **Transformers, batch 15 and more**: lines of text are padded to the longest in their batch, at most {length} tokens,
-  which is {length} in practically every batch. Repeats agree within 18 MiB. This is the sharpest test.
-- **Transformers, smaller batches**: the longest line of some iterations is shorter, in an order that nobody recorded. A
-  short batch before a long one leaves cached blocks that do not fit: rows lie up to 17 % above the value for {length}
-  tokens, with which they are compared all the same. Their range has runs with shorter batches in it.
-- **CNNs**: the shapes are exact, the workspaces are not.
-
-The rows' transformers is 4.51.3; with it the page was made. Newer versions of transformers call attention and losses
-in another way, which can move a row.
+- **Transformers, batch 15 and more.** Each batch of text is padded to its longest line, with at most {length} tokens,
+  so practically every batch has {length}. Repeated runs agree within 18 MiB. This is the sharpest test.
+- **Transformers, smaller batches.** In some iterations the longest line is shorter, and the order of the lengths was
+  not recorded. If a short batch comes before a long one, cached blocks remain that do not fit: such runs measured up to
+  17 % more than the prediction for {length} tokens, with which they are compared. Their range includes runs with
+  shorter batches.
+- **CNNs.** The shapes are exact, the workspaces are not.
+- **Versions.** The runs and this page used transformers 4.51.3. Newer versions of transformers call attention and
+  losses differently, which can change a prediction.
 """
-
-
-_COLUMNS = " | ".join(
-    ("| row", "model, batch, optimizer", "gpu", "measured MiB", "predicted", "range", "Lowtide", *TOOLS, "")
-).rstrip()
 
 
 def page(rows: Sequence[Row], predictions: Predictions) -> str:
@@ -108,7 +106,7 @@ def _summary(pairs: Sequence[Scored]) -> Iterator[str]:
             cells = f"{statistics.median(found):.2%} | {ninth:.1%} | {found[-1]:.1%}"
             yield f"| {stratum or 'all'} | {len(found)} | {cells} |"
     yield ""
-    yield "The others on the same rows, as far as they know the model:"
+    yield "The other estimators, on those of the same runs whose model they support:"
     yield ""
     yield "| | | rows | median | worst | Lowtide: median | worst |"
     yield "|---|---|---:|---:|---:|---:|---:|"
@@ -117,8 +115,8 @@ def _summary(pairs: Sequence[Scored]) -> Iterator[str]:
         yield f"| {c.tool} | {c.stratum or 'all'} | {c.n_rows} | {c.median:.2%} | {c.worst:.1%} | {ours} |"
     yield ""
     yield (
-        "xMem runs the real step on a CPU and adds a term that was measured on the GPU; DNNMem's numbers have that "
-        "term too. SchedTune is a regression. All four are as the artefact's authors ran them."
+        "xMem runs the real step on a CPU and adds a term that was measured on the GPU; DNNMem's numbers include that "
+        "term too. SchedTune is a regression. The numbers of all four are those of the artefact's authors."
     )
     yield ""
 
@@ -144,14 +142,14 @@ def _finished(pairs: Sequence[Scored]) -> Iterator[str]:
 
 
 def _far(pairs: Sequence[Scored]) -> Iterator[str]:
-    yield "## Rows beyond 6 %, and why"
+    yield "## Errors above 6 %, with reasons"
     yield ""
     n_repeats, n_close = repeats(pairs)
     n_one, n_all = close_to_one(pairs)
     yield (
-        f"Of {n_repeats} repeats that the artefact has of these runs, {n_close} are within 6 % of the first "
-        f"measurement. {n_one} of {n_all} predictions are within 6 % of one of their run's measurements, those in less "
-        "memory included. A reason is given where the numbers show one."
+        f"The artefact has {n_repeats} repeated measurements of these runs; {n_close} of them are within 6 % of the "
+        f"first measurement. {n_one} of {n_all} predictions are within 6 % of at least one measurement of their run, "
+        "counting runs with less memory. The table gives a reason where the numbers show one."
     )
     yield ""
     if above := above_repeats(far(pairs), pairs):
@@ -167,22 +165,22 @@ def _far(pairs: Sequence[Scored]) -> Iterator[str]:
 
 
 def _above(above: Sequence[Above]) -> str:
-    """First measurements that no prediction can meet that meets the others."""
+    """Name the first measurements that are far above all others of their run."""
     *names, last = (one.name for one in above)
     which = f"measurements of {', '.join(names)} and {last} lie" if names else f"measurement of {last} lies"
     least, most = min(one.least_bytes for one in above) / GIB, max(one.most_bytes for one in above) / GIB
     return (
-        f"The first {which} above every other one of the same run, by {least:.1f} to {most:.1f} GiB: a prediction that "
-        "is right for the others can't be right for the first. Some of the others had less memory than the first one "
-        "took. In such a run torch gives cached blocks back, and cuDNN takes an algorithm with a smaller workspace, "
-        "before it ends out of memory."
+        f"The first {which} {least:.1f} to {most:.1f} GiB above every other measurement of the same run, so no "
+        "prediction can match both. Some of the other measurements were made with less memory than the first one used. "
+        "In such a run torch frees cached blocks, and cuDNN selects an algorithm with a smaller workspace, before the "
+        "run fails with an out-of-memory error."
     )
 
 
 def _refused(pairs: Sequence[Scored]) -> Iterator[str]:
-    yield "## Runs that ended out of memory"
+    yield "## Runs that ran out of memory"
     yield ""
-    yield "Measured is how far they came. The tools' columns: whether they said so."
+    yield "*Measured* is the memory in use when the run failed. The last columns say which estimators predicted that."
     yield ""
     yield (
         "| row | model, batch, optimizer | GPU | measured MiB | predicted | range | Lowtide | "
@@ -217,7 +215,7 @@ def _error(pair: Scored, tool: str) -> str:
 
 def _left_out(rows: Sequence[Row], predictions: Predictions) -> Iterator[str]:
     left = {prediction.row: prediction.refusal for prediction in predictions.found if prediction.refusal is not None}
-    yield "## Rows that were not rebuilt"
+    yield "## Runs without a prediction"
     yield ""
     for row in rows:
         if row.id in left:

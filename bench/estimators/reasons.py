@@ -45,20 +45,20 @@ def reason(pair: Scored, pairs: Sequence[Scored]) -> str:
     near = [n_bytes for n_bytes in again if is_close(predicted, n_bytes)]
     if near:
         errors = ", ".join(f"{predicted / n_bytes - 1:+.1%}" for n_bytes in near)
-        return f"measured again: {found}. From that the prediction is {errors}"
+        return f"measured again: {found}. The prediction is {errors} from that"
     said = f"measured again: {found}. " if found else ""
     if pair.row.limited:
         peaks = ", ".join(f"{_mib(one.bytes)} MiB (of {_mib(one.limit)})" for one in pair.row.limited)
-        said += f"run once more in less memory: {peaks}. "
+        said += f"run again with less memory: {peaks}. "
         error = min((predicted / one.bytes - 1 for one in pair.row.limited), key=abs)
         if abs(error) <= CLOSE:
-            return f"{said}From the nearest the prediction is {error:+.1%}"
+            return f"{said}The prediction is {error:+.1%} from the nearest"
     least, most = pair.prediction.least_bytes, pair.prediction.most_bytes
     assert least is not None
     assert most is not None
     if least * (1 - _NEAR) <= measured <= most * (1 + _NEAR):
-        return f"{said}The range has it, to 1 %: {_RANGES[pair.row.stratum]}"
-    return f"{said}None can be shown"
+        return f"{said}The range contains it, to 1 %: {_RANGES[pair.row.stratum]}"
+    return f"{said}No reason is known"
 
 
 _RANGES: Mapping[Stratum, str] = {
@@ -109,7 +109,7 @@ def above_repeats(some: Sequence[Scored], pairs: Sequence[Scored]) -> list[Above
 def _again(pair: Scored, pairs: Sequence[Scored]) -> Iterator[tuple[int, str]]:
     """Other measurements of the same model, batch and optimizer, and where they are."""
     for n_bytes in pair.row.repeats:
-        yield n_bytes, "the same run once more"
+        yield n_bytes, "the same run, repeated"
     for other in finished(pairs):
         same = (other.row.model, other.row.batch, other.row.optimizer)
         if other is not pair and same == (pair.row.model, pair.row.batch, pair.row.optimizer):

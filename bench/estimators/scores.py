@@ -101,23 +101,23 @@ def comparisons(pairs: Sequence[Scored]) -> Iterator[Comparison]:
 
 def claims(pairs: Sequence[Scored]) -> Iterator[Claim]:
     """What is claimed, and whether it held."""
-    yield _median("median error of all rows at most 2.5 %", errors(finished(pairs)), 0.025)
+    yield _median("the median error of all runs is at most 2.5 %", errors(finished(pairs)), 0.025)
     large = errors(finished(pairs, "transformer, batch 15 and more"))
-    yield _median("median error of transformers at batch 15 and more at most 2 %", large, 0.02)
-    yield _nine_of_ten("nine of ten rows within 6 %", errors(finished(pairs)))
+    yield _median("the median error of transformers at batch 15 and more is at most 2 %", large, 0.02)
+    yield _nine_of_ten("nine of ten runs are within 6 %", errors(finished(pairs)))
     known = [pair for pair in finished(pairs) if pair.row.stratum != "transformer, smaller batch"]
-    yield _nine_of_ten("the same without small batches of text, whose lengths are not known", errors(known))
+    yield _nine_of_ten("the same, without small batches of text, whose lengths are unknown", errors(known))
     refused = [pair for pair in pairs if pair.row.oom]
     said = sum(pair.says_out_of_memory() is True for pair in refused)
     yield Claim(
-        text="rows that ran out of memory are said not to fit",
+        text="runs that ran out of memory are predicted not to fit",
         found=f"{said} of {len(refused)}",
         held=said == len(refused) if refused else None,
     )
     ended = finished(pairs)
     alarms = sum(pair.says_out_of_memory() is True for pair in ended)
     yield Claim(
-        text="no row that finished is said not to fit",
+        text="no run that finished is predicted not to fit",
         found=f"{len(ended) - alarms} of {len(ended)}",
         held=not alarms if ended else None,
     )

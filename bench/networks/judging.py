@@ -1,4 +1,4 @@
-"""Judge plans of random networks: bits of later batches, and peaks as a counter outside of torch has them.
+"""Judge plans of random networks: bits of later batches, and peaks as a counter outside torch has them.
 
 The counter is `meter.c`, which has to be loaded before torch: `preloaded` gives the environment of such a process.
 """

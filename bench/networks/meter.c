@@ -1,4 +1,4 @@
-/* Bytes that torch's CPU allocator holds, counted from outside of torch: what libc10 asks posix_memalign for, until it is
+/* Bytes that torch's CPU allocator holds, counted from outside torch: what libc10 asks posix_memalign for, until it is
    freed. Scratch memory of oneDNN and MKL, which ask by themselves, is not in it. Preloaded (LD_PRELOAD); read through
    lt_now, lt_peak and lt_reset. */
 #define _GNU_SOURCE

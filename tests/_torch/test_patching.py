@@ -115,15 +115,15 @@ def test_calls_of_modules_may_have_arguments_of_any_name() -> None:
         def forward(self, x: int, *, module: int, call: int, begins: int, ends: int, plain: int) -> int:
             return x + module + call + begins + ends + plain
 
-    told: list[object] = []
+    calls: list[object] = []
     given = {"module": 1, "call": 2, "begins": 3, "ends": 4, "plain": 5}
-    remove = wrap_module_calls(lambda module: told.append(type(module)), lambda module, output: told.append(output))
+    remove = wrap_module_calls(lambda module: calls.append(type(module)), lambda module, output: calls.append(output))
     with Steps(StepListener()):
         assert OpWorkspaces()(6, **given) == 21
     remove()
-    assert told == [OpWorkspaces, 21]
+    assert calls == [OpWorkspaces, 21]
     assert OpWorkspaces()(6, **given) == 21
-    assert len(told) == 2
+    assert len(calls) == 2
 
 
 def test_the_end_of_a_call_that_raises_is_reported() -> None:
@@ -131,9 +131,9 @@ def test_the_end_of_a_call_that_raises_is_reported() -> None:
         def forward(self) -> None:
             raise ValueError("no")
 
-    told: list[object] = []
-    remove = wrap_module_calls(lambda module: told.append("begins"), lambda module, output: told.append(output))
+    calls: list[object] = []
+    remove = wrap_module_calls(lambda module: calls.append("begins"), lambda module, output: calls.append(output))
     with pytest.raises(ValueError, match="no"):
         Raises()()
     remove()
-    assert told == ["begins", None]
+    assert calls == ["begins", None]

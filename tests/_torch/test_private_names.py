@@ -749,26 +749,26 @@ def test_units_that_are_sharded(one_process: None) -> None:
     [group] = fsdp.shard_groups(model[0])
     assert group.modules == (model[0],)
     assert not fsdp.shard_groups(model), "it has no parameters of its own"
-    assert group.is_whole_in_backward
+    assert group.is_gathered_in_backward
     assert not group.is_on_host
     assert not group.is_tensor_parallel
     for _ in range(2):  # before and after the first forward
-        assert group.parts_after_forward
-        assert fsdp.parts_by_itself(model)
+        assert group.reshards_after_forward
+        assert fsdp.has_default_resharding(model)
         model(x)
-        assert not group.is_whole
+        assert not group.is_gathered
 
-    group.stay_whole()
+    group.keep_gathered()
     model(x)
-    assert group.is_whole
+    assert group.is_gathered
     ran = model[0]._get_fsdp_state()._comm_ctx.post_forward_order
     before = len(ran)
     with fsdp.as_in_backward(model[0]):
         model[0](x)
-    assert group.is_whole
+    assert group.is_gathered
     assert len(ran) == before > 0
-    group.part()
-    assert not group.is_whole
+    group.reshard()
+    assert not group.is_gathered
     fsdp.forget_step(model[0])  # which is not for it to say
     assert ran
     fsdp.forget_step(model)

@@ -89,7 +89,7 @@ def test_a_plan_that_no_variable_holds_is_found_and_taken_off() -> None:
     lowtide.remove(made.model)
     assert lowtide.fitted(made.model) is None
     assert not any("_compiled_call_impl" in module.__dict__ for module in made.model.modules())
-    with pytest.raises(lowtide.LowtideError, match="nothing to take off"):
+    with pytest.raises(lowtide.LowtideError, match="nothing to remove"):
         lowtide.remove(made.model)
 
 
@@ -147,7 +147,7 @@ def test_sizes_are_found_too() -> None:
 
 def test_levers_that_change_the_optimizer_want_a_single_one() -> None:
     fitted = Made().fit(levers=("outputs", "fused optimizer"))
-    assert any("no single optimizer is known" in note for note in fitted.plan.notes)
+    assert any("no single optimizer of the model" in note for note in fitted.plan.notes)
 
 
 def test_an_argument_that_is_not_an_optimizer_is_named_in_the_error() -> None:

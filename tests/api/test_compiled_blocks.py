@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("inductor")
 
 
 @pytest.fixture(autouse=True)
-def compiled_anew() -> Iterator[None]:
+def empty_compile_caches() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -26,7 +26,7 @@ from lowtide.planner.records import Plan
 from lowtide.runtime.joint_slots import JointSlots
 from parts import Convolves
 
-pytestmark = pytest.mark.usefixtures("compiled_anew")
+pytestmark = pytest.mark.usefixtures("empty_compile_caches")
 
 
 class Attends(nn.Module):

@@ -1,4 +1,4 @@
-"""A step that offloads, from rehearsal to verdict. On the CPU, where memory outside of torch stands for the host's."""
+"""A step that offloads, from rehearsal to verdict. On the CPU, where memory outside torch stands for the host's."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Below what block inputs alone need: replays inside of replays, and blocks run forward again for the next one's input.
+"""Below what block inputs alone need: replays inside replays, and blocks run forward again for the next one's input.
 
 On real networks that are deep for their width; judged by the allocator and by comparing bits.
 """
@@ -96,7 +96,7 @@ class Swishes(nn.Module):
 
 
 def test_random_numbers_for_a_replay_inside_another_one_are_held_from_the_first_forward_on():
-    """5 KB for each of 16 calls inside of 4. The peak is where backward begins, and predicted to the byte."""
+    """5 KB for each of 16 calls inside 4. The peak is where backward begins, and predicted to the byte."""
     torch.manual_seed(0)
     groups = (nn.Sequential(*(Swishes() for _ in range(4))) for _ in range(4))
     model, batch = nn.Sequential(nn.Linear(8, 8), *groups, nn.Linear(8, 400)), torch.randn(256, 8)

@@ -16,6 +16,7 @@ import lowtide
 from comparing import equal
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
+from lowtide.script.post_plan_monitor import N_TIMED, N_UNTIMED
 from lowtide.script.run_listened import watched
 from lowtide.script.step_listener import StepListener
 
@@ -94,6 +95,15 @@ def test_a_plain_loop_runs_within_its_budget_to_the_same_bits(capsys: pytest.Cap
     assert not said.out
     assert said.err.count("lowtide: Sequential: ") == 1
     assert said.err.count("within the budget") == 1
+
+
+def test_the_mean_time_of_a_step_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not that of the measured step, in which recording takes time."""
+    under(steps(3 + N_UNTIMED + N_TIMED - 1))
+    assert "a step under the plan takes" not in capsys.readouterr().err
+    under(steps(3 + 2 * (N_UNTIMED + N_TIMED)))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "a step under the plan takes" in line]
+    assert line.endswith(" ms")
 
 
 def test_the_peak_of_the_whole_loop_is_within_the_budget() -> None:
@@ -292,7 +302,7 @@ def test_where_nothing_fits_plain_goes_on_without_a_plan(capsys: pytest.CaptureF
     _, run = under(loop, "1MB", on_infeasible="plain")
     assert run.plan is None
     assert str(run) == "No plan fits 977 KiB. Training went on without a plan."
-    assert capsys.readouterr().err.count("Training goes on without a plan, as asked") == 1
+    assert capsys.readouterr().err.count("Training continues without a plan, as asked") == 1
 
 
 def test_an_unknown_on_infeasible_is_refused() -> None:
@@ -411,7 +421,7 @@ def test_a_larger_batch_gets_a_plan_of_its_own(capsys: pytest.CaptureFixture[str
     assert run.verdict is not None
     assert run.verdict.within_budget
     assert said.count("was given [300, 64] float32, and the plan is for [256, 64] float32") == 1
-    assert "does not save what the rehearsed one did" not in said
+    assert "saves different tensors than the rehearsed step" not in said
     assert "up to [400, 64] float32" in str(run)
 
 

@@ -77,14 +77,14 @@ HALF, RUNG_1, RUNG_2 = contest().cells[3:]
         ({"at_peer": replace(AT_PEER, peak_bytes=501, budget_bytes=501, predicted_peak_bytes=501)}, "own peak"),
         ({"at_peer": replace(AT_PEER, flops=131)}, "own peak"),
         ({"at_peer": replace(AT_PEER, peak_bytes=None, refusal="no plan fits")}, "own peak"),
-        ({"at_peer": replace(AT_PEER, flops=116)}, "half of theirs"),
+        ({"at_peer": replace(AT_PEER, flops=116)}, "half of the peers'"),
         ({"at_peer": replace(AT_PEER, seconds=1.3)}, "every block"),
-        ({"half": replace(HALF, seconds=1.09)}, "Half of the activations"),
-        ({"half": replace(HALF, seconds=None, peak_bytes=None, refusal="no plan fits")}, "Half of the activations"),
-        ({"at_peer": replace(AT_PEER, peak_bytes=None, refusal="no plan fits")}, "half of theirs"),
+        ({"half": replace(HALF, seconds=1.09)}, "Halving the activations"),
+        ({"half": replace(HALF, seconds=None, peak_bytes=None, refusal="no plan fits")}, "Halving the activations"),
+        ({"at_peer": replace(AT_PEER, peak_bytes=None, refusal="no plan fits")}, "half of the peers'"),
         ({"half": replace(HALF, predicted_peak_bytes=593)}, "within 1 %"),
         ({"half": replace(HALF, budget_bytes=599)}, "above its budget"),
-        ({"half": replace(HALF, equal_buffers=False)}, "bit by bit"),
+        ({"half": replace(HALF, equal_buffers=False)}, "bit for bit"),
         ({"rung_1": replace(RUNG_1, flops=103)}, "twenty budgets"),
         ({"rung_2": replace(RUNG_2, peak_bytes=399, predicted_peak_bytes=399)}, "twenty budgets"),
         ({"rung_1": replace(RUNG_1, peak_bytes=None, refusal="no plan fits")}, "twenty budgets"),
@@ -102,13 +102,13 @@ def test_a_peer_that_needs_less_is_said_to_win() -> None:
     assert loses(found, peer, replace(more, seconds=1.5)) == (
         "FLOPs +40.00%, and the peer has +30.00%; 1 B of its peak unused"
     )
-    assert (loses(found, peer, more) or "").endswith("unused; in less time, 1.02 x for 1.20 x")
+    assert (loses(found, peer, more) or "").endswith("unused; in less time, 1.02 x instead of 1.20 x")
     assert loses(found, replace(peer, peak_bytes=400), mine) == "the peak is 99 bytes above"
 
 
 def test_resnet_may_take_15_percent() -> None:
     slower = replace(contest(half=replace(HALF, seconds=1.14)), model="resnet")
-    assert not any("Half of the activations" in text for text in not_held(slower))
+    assert not any("Halving the activations" in text for text in not_held(slower))
 
 
 def test_the_page_says_of_every_claim_whether_it_held_and_what_is_against_it() -> None:

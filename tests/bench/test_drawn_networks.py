@@ -1,4 +1,4 @@
-"""Networks of a second make, drawn from numbers: bits of later batches and peaks, counted from outside of torch."""
+"""Networks of a second make, drawn from numbers: bits of later batches and peaks, counted from outside torch."""
 
 import subprocess
 import sys

@@ -87,10 +87,10 @@ def test_a_row_that_is_far_off_has_its_reason() -> None:
 
     assert "x058" not in reasons(1, 1, x058=8238)
     assert reasons(1, 1, x058=7200, x057=7200)["x058"].endswith("7,198 MiB (x057). No number is within 6 % of both")
-    assert reasons(1, 1, x031=2886)["x031"].endswith("From that the prediction is +1.5%")
-    less = "run once more in less memory: 10,888 MiB (of 11,194). "
-    assert reasons(10912, 11772, x071=11772)["x071"].startswith(f"{less}The range has it")
-    assert reasons(11772, 11772, x071=11772)["x071"] == f"{less}None can be shown"
+    assert reasons(1, 1, x031=2886)["x031"].endswith("The prediction is +1.5% from that")
+    less = "run again with less memory: 10,888 MiB (of 11,194). "
+    assert reasons(10912, 11772, x071=11772)["x071"].startswith(f"{less}The range contains it")
+    assert reasons(11772, 11772, x071=11772)["x071"] == f"{less}No reason is known"
 
 
 def test_a_run_that_took_less_when_it_was_limited_says_so() -> None:
@@ -98,13 +98,13 @@ def test_a_run_that_took_less_when_it_was_limited_says_so() -> None:
     found = [Prediction(row="x017", reserved_bytes=2786 * MIB, least_bytes=MIB, most_bytes=MIB)]
     pairs = scored(tuple(ROWS.values()), found)
     assert reason(pairs[0], pairs) == (
-        "run once more in less memory: 2,856 MiB (of 2,888), 2,614 MiB (of 2,648), 2,554 MiB (of 3,370). "
-        "From the nearest the prediction is -2.5%"
+        "run again with less memory: 2,856 MiB (of 2,888), 2,614 MiB (of 2,648), 2,554 MiB (of 3,370). "
+        "The prediction is -2.5% from the nearest"
     )
     (first,) = above_repeats(pairs, pairs)
     assert [(first.name, first.least_bytes // MIB, first.most_bytes // MIB)] == [("x017", 496, 798)]
     text = page((ROWS["x017"],), Predictions(versions={}, found=(*found,)))
-    assert "The first measurement of x017 lies above every other one of the same run, by 0.5 to 0.8 GiB" in text
+    assert "The first measurement of x017 lies 0.5 to 0.8 GiB above every other measurement of the same run" in text
 
 
 def test_measurements_themselves_are_not_repeated_to_six_percent() -> None:

@@ -217,7 +217,7 @@ def test_a_sweep_on_this_machine_gives_what_the_script_does_at_those_sizes(estim
 
 def test_a_budget_is_refused_for_another_device_and_in_percent(estimate) -> None:
     for options, words in (
-        (("--budget", "1GiB", "--device", "T4"), "--budget is for this machine"),
+        (("--budget", "1GiB", "--device", "T4"), "--budget is a limit on this machine"),
         (("--budget", "50%"), "50%"),
         (("--fewest",), "--fewest are for several GPUs"),
     ):

@@ -46,7 +46,7 @@ def test_blocks_of_which_the_same_is_decided_are_shown_as_one(
         "  h.{0-7}: recompute act, ln (2)",
         "  h.3: replay attn",
         "on larger batches:",
-        "  h.{0-7}: replay itself",
+        "  h.{0-7}: replay the block",
     ]
 
 

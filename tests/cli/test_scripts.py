@@ -110,7 +110,7 @@ needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is
 def test_a_script_trains_on_where_its_plan_can_not_be_saved(script: Callable[[str], str], plain: str, run: Run) -> None:
     done = run("run", "--budget", "90%", "--save", "/dev/full", script(TRAIN))
     assert (done.code, done.out) == (0, plain)
-    said = "lowtide: the plan is not saved, and training goes on: /dev/full can't be written: No space left on device."
+    said = "lowtide: the plan is not saved; training continues: /dev/full can't be written: No space left on device."
     assert done.err.count(said) == 1
 
 
@@ -254,7 +254,7 @@ def test_a_plan_that_was_made_before_and_has_smaller_batches_only_is_measured_on
     for n_steps, n_seen in ((3, 3), (30, 20)):
         done = run("run", "--plan", plan_file, script(TRAIN), *smaller, str(n_steps))
         assert done.code == 0
-        said = f"in {n_seen} steps under the plan no batch was of the size it is for: the largest measured peak"
+        said = f"in {n_seen} steps under the plan no batch had the size that the plan is for: the largest measured peak"
         assert re.search(f"{said} is 1\\.[0-9]+ MiB\n", done.err)
     done = run("run", "--plan", plan_file, script(grown(by_bytes=10_000_000, after=0)), *smaller, "3")
     assert (done.code, done.out.count("0x")) == (1, 1)
@@ -305,7 +305,9 @@ def test_a_plan_whose_model_does_something_else_is_said_to(
     assert run("plan", "make", "--cheap", "--budget", "83%", "-o", plan, train, "--json", "gelu").code == 0
     done = run("run", "--plan", plan, train, "--json", "elu")
     assert "UserWarning" not in done.err
-    assert "lowtide: this step does not save what the rehearsed one did (first at 0.2#0:0: EluBackward0" in done.err
+    assert (
+        "lowtide: this step saves different tensors than the rehearsed step (first at 0.2#0:0: EluBackward0" in done.err
+    )
 
 
 def test_no_plan_fits(script: Callable[[str], str], run: Run) -> None:
@@ -402,7 +404,7 @@ def test_modules_that_save_something_else_in_each_step_are_left_alone(
         done = run("run", *within, *train)
         assert (done.code, done.out) == (0, plain), done.err
         assert "within the budget" in done.err
-        assert "does not save what the rehearsed one did" not in done.err
+        assert "saves different tensors than the rehearsed step" not in done.err
         assert ("left alone, as it saves something else in each step: 4.rnn" in done.err) == ("--budget" in within)
     plan = Plan.from_json(saved)
     assert plan.excluded_modules == ("4.rnn",)
@@ -423,8 +425,8 @@ EVAL = TRAIN.replace("for step in", "model.eval()\nfor step in")
         (EVAL, (), "Call model.train() before"),
         (NO_UPDATE, (), "ended, and no optimizer stepped: Linear was called"),
         (TRAIN, ("--steps", "1"), "ended after 1 optimizer steps, before Sequential was rehearsed"),
-        (NO_TWO_ALIKE, (), "of 7 steps no two were on batches of one form"),
-        (DEEPER, ("--steps", "30"), "of 12 steps no two did the same work: it saved "),
+        (NO_TWO_ALIKE, (), "no two of 7 steps had batches of the same form"),
+        (DEEPER, ("--steps", "30"), "no two of 12 steps did the same work: it saved "),
     ],
     ids=["eval", "eval, what to do", "no update", "too short", "all forms differ", "all depths differ"],
 )
@@ -537,7 +539,7 @@ def test_where_no_two_batches_are_of_one_size_the_largest_is_planned_for(
     assert (done.returncode, done.stdout) == (0, run_python(train, *rows).stdout)
     made = Plan.from_json(saved)
     assert made.fingerprint.batch == f"[{200 + max(sizes[1:20])}, 64] float32"
-    assert "in 20 steps under the plan no batch was of the size it is for: the largest measured" in done.stderr
+    assert "in 20 steps under the plan no batch had the size that the plan is for: the largest measured" in done.stderr
 
 
 def test_a_plan_that_had_smaller_batches_only_is_saved_and_that_is_said(
@@ -547,7 +549,7 @@ def test_a_plan_that_had_smaller_batches_only_is_saved_and_that_is_said(
     rows = ("256", "256", *["128"] * 24)
     done = run("run", "--budget", "90%", "--save", saved, script(TRAIN), "--steps", "24", "--rows", *rows)
     assert done.code == 0
-    assert "in 20 steps under the plan no batch was of the size it is for: the largest measured" in done.err
+    assert "in 20 steps under the plan no batch had the size that the plan is for: the largest measured" in done.err
     assert "within the budget" not in done.err
     assert Plan.from_json(saved).recompute
 
@@ -651,7 +653,7 @@ def test_a_script_whose_models_take_turns_has_one_plan_for_both(
         done = run("run", *within, *given)
         assert (done.code, done.out) == (0, plain)
         assert "another model is trained now, without a plan" not in done.err
-        assert "is given up" not in done.err
+        assert "is removed: from here on" not in done.err
         assert "within the budget" in done.err.splitlines()[-2 if "--save" in within else -1]
     plan = Plan.from_json(saved)
     widths = [(64, 256), (256, 64), (64, 512), (512, 64), (64, 1)]
@@ -675,8 +677,8 @@ def test_a_script_that_tries_a_copy_of_its_model_first(
         assert (done.code, done.out) == (0, run_python(train).stdout)
         assert done.err.count("within the budget") == 1
         assert ("another model is trained now, without a plan" in done.err) == (n_tried == 3)
-        told = "the plan for that Sequential is given up: from here on another model is trained" in done.err
-        assert told == (n_tried == 2 and n == 0)
+        removed = "the plan for that Sequential is removed: from here on the script trains another model" in done.err
+        assert removed == (n_tried == 2 and n == 0)
 
 
 def test_another_optimizer_with_more_state_is_said_once(script: Callable[[str], str], run: Run, tmp_path: Path) -> None:
@@ -751,7 +753,7 @@ def test_a_model_inside_of_a_reentrant_checkpoint_is_said(
 ) -> None:
     done = run(*command, script(REENTRANT))
     assert done.code == 2
-    assert "inside of a reentrant checkpoint" in done.err
+    assert "inside a reentrant checkpoint" in done.err
     assert "use_reentrant=False" in done.err
 
 
@@ -799,7 +801,7 @@ def test_an_option_of_ours_behind_the_script_is_the_script_s_and_said(
 ) -> None:
     done = run("estimate", "--device", "T4", script(f"raise SystemExit(3)  # {own}\n"), "--device", "L4")
     assert done.code == 2
-    assert ("--device stands after" in done.err) is not bool(own)
+    assert ("--device comes after" in done.err) is not bool(own)
 
 
 DROPS = """
@@ -961,7 +963,7 @@ def test_a_run_that_ends_before_the_planned_size_comes_again(
     rows = ("256", "256", "128", "128", "128")
     done = run("run", "--budget", "90%", "--save", str(saved), script(TRAIN), "--rows", *rows)
     assert done.code == 0
-    assert "in 3 steps under the plan no batch was of the size it is for: the largest measured" in done.err
+    assert "in 3 steps under the plan no batch had the size that the plan is for: the largest measured" in done.err
     assert Plan.from_json(saved).budget_bytes
 
 
@@ -1272,7 +1274,7 @@ def test_a_module_is_run_by_its_name(
         (("run", "--budget", "8GiB", "none.py"), "none.py is not a file"),
         (("run", "--budget", "8GiB", "-m", "no_such.module"), "there is no module no_such.module to run"),
         (("run", "--budget", "8GiB", "--plan", __file__, "train.py"), "either --budget or --plan"),
-        (("run", "--plan", __file__, "--save", "x.json", "train.py"), "--save goes with --budget"),
+        (("run", "--plan", __file__, "--save", "x.json", "train.py"), "--save needs --budget"),
         (("run", "--plan", __file__, __file__), "not a Plan of format 3"),
         (("rehearse", "--json", "no/such/folder/x.json", "train.py"), "is not a folder to write to"),
         (("plan", "make", "train.py"), "Missing option '--budget'"),
@@ -1390,9 +1392,7 @@ def test_steps_that_a_profiler_of_the_script_records_are_left_to_it(
     assert (done.code, done.out) == (0, plain), done.err
     assert plain.endswith("True\n")
     assert "within the budget" in done.err
-    assert (
-        done.err.count("the script runs a recorder of its own, such as a profiler: steps after it are rehearsed") == 1
-    )
+    assert done.err.count("the script runs its own recorder, such as a profiler: steps after it are rehearsed") == 1
     ended = run("run", "--budget", "80%", train, "--steps", "4")
     assert ended.code == 2
     assert "several sizes; the script itself recorded 3 of them, as with a profiler" in ended.err

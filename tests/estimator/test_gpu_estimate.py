@@ -177,7 +177,7 @@ lowtide.estimate(model, step, torch.ones(1, 2), device="A100-40")
 def test_an_estimate_is_refused_where_another_package_has_the_device_place(run_python: RunPython) -> None:
     done = run_python("-c", TAKEN)
     assert "RehearsalError" in done.stderr
-    assert "the device 'npu' has torch's one place" in done.stderr
+    assert "the device 'npu' occupies torch's only slot" in done.stderr
 
 
 def test_cuda_is_there_in_the_step_and_nowhere_else() -> None:

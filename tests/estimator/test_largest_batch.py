@@ -88,7 +88,9 @@ def test_a_size_that_the_step_can_not_be_taken_at_is_said():
         model(batch).sum().backward()
         model.zero_grad()
 
-    with pytest.raises(lowtide.RehearsalError, match=r"size 4 needs .* a smaller one, 1, .* more than 1 value"):
+    with pytest.raises(
+        lowtide.RehearsalError, match=r"size 4 needs .* at the smaller size 1 the step fails: .* more than 1 value"
+    ):
         lowtide.largest_batch(model, step, torch.randn(4, 256), budget=100)
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide._torch.tensors import parts_of, storage_id
 from lowtide.estimator.absent_processes import AbsentProcesses
-from lowtide.estimator.cuda.process_groups import stand_ins
+from lowtide.estimator.cuda.process_groups import replacements
 from lowtide.memory.allocator.simulation import simulate
 from lowtide.memory.events import Allocate, EventStream, Free
 from lowtide.memory.gpu_specs import parse_gpus
@@ -224,7 +224,7 @@ def test_more_gpus_than_processes_are_refused() -> None:
 
 
 def test_sends_between_two_processes_are_refused() -> None:
-    found = {(owner, name): function for owner, name, function in stand_ins(AbsentProcesses(size=2))}
+    found = {(owner, name): function for owner, name, function in replacements(AbsentProcesses(size=2))}
     for name in ("send", "recv", "isend", "irecv", "batch_isend_irecv"):
         with pytest.raises(lowtide.RehearsalError, match=f"{name} sends from one process to another"):
             found[distributed, name]()

@@ -53,7 +53,7 @@ def test_a_product_with_a_sparse_matrix_makes_no_dense_one(layout: torch.layout)
     estimated, measured = lowtide.estimate(model, step, x), lowtide.timeline(model, step, x)
     is_exact = layout is torch.sparse_coo
     assert estimated.timeline.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.001 if is_exact else 0.2)
-    assert ("mm" in str(estimated.unknown)) is not is_exact  # what is taken inside of CSR
+    assert ("mm" in str(estimated.unknown)) is not is_exact  # what is taken inside CSR
     if layout is torch.sparse_coo:
         on_gpu = lowtide.estimate(model, step, x, device="L4")
         assert max(e.bytes for e in on_gpu.timeline.stream if type(e) is Allocate and "workspace" not in e.op) < n * n

@@ -46,8 +46,8 @@ def test_metrics_of_unknown_arrays_may_be_printed(model, device):
         probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
         for number in (accuracy, logits.max(), logits[0, 0], logits[0, 0].item(), np.median(logits), logits.std()):
             assert f"{number:.2f} {round(number, 1)}" == "1.00 1.0"
-        for told in (accuracy_score(labels, found), f1_score(labels, found, average="macro", zero_division=0.0)):
-            assert 0 <= told <= 1
+        for score in (accuracy_score(labels, found), f1_score(labels, found, average="macro", zero_division=0.0)):
+            assert 0 <= score <= 1
         assert 0 <= roc_auc_score(labels == 1, probabilities[:, 1]) <= 1
         kept = [*found, *logits.tolist()[0], np.concatenate([logits, logits]).sum()]
         assert len(kept) == 13
@@ -136,8 +136,8 @@ def test_unknown_whole_numbers_may_be_printed_and_counted(model):
         count, n = (out > 0).sum(), 0
         n += int(count)
         n += int(count.item())
-        told = f"{int(count)} " + "%d of %d" % (count.item(), n) + " {:d}".format(int(count.item()))  # noqa: UP031, UP032
-        assert told == "1 1 of 2 1"
+        text = f"{int(count)} " + "%d of %d" % (count.item(), n) + " {:d}".format(int(count.item()))  # noqa: UP031, UP032
+        assert text == "1 1 of 2 1"
         with pytest.raises(lowtide.DataDependentStepError):
             n = int(count)
         with pytest.raises(lowtide.DataDependentStepError):

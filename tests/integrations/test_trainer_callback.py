@@ -100,7 +100,7 @@ def test_where_nothing_fits_the_error_comes_out_of_train(tmp_path: Path) -> None
 
 
 class Stop(TrainerCallback):
-    """Ends training with an exception, of which no callback is told."""
+    """Ends training with an exception, that no callback is notified of."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 4:

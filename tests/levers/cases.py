@@ -83,10 +83,8 @@ def pulled(
     model: nn.Module, *names: str, optimizer: torch.optim.Optimizer | None = None, **settings: float
 ) -> Iterator[Any]:
     """The levers of these names on `model`."""
-    told: Settings = settings
-    with enable(
-        model, [AppliedLever(name=n, what="", exact=True, settings=dict(told)) for n in names], optimizer
-    ) as on:
+    own: Settings = settings
+    with enable(model, [AppliedLever(name=n, what="", exact=True, settings=dict(own)) for n in names], optimizer) as on:
         yield on
 
 

@@ -285,7 +285,7 @@ UNKNOWN: dict[str, Callable[[Net, dict[str, Tensor]], Tensor]] = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unrecognized_average_needs_a_weight(name: str) -> None:
     model, loss_of = Net(), UNKNOWN[name]
-    with pytest.raises(LowtideError, match=r"it can't be told how this loss averages: .*weight="):
+    with pytest.raises(LowtideError, match=r"cannot determine how this loss averages: .*weight="):
         lowtide.accumulate(lambda part: loss_of(model, part), tokens(), 2)
     assert gradients(model) == {}
 

@@ -46,14 +46,17 @@ def _hooked(model: nn.Module, batch: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loss_of", "why"),
     [
-        (lambda m, x: squares(m, x) + squares(m, x + 1), "two calls of the model at once"),
-        (lambda m, x: squares(m, m(x)), "two calls of the model at once"),
+        (lambda m, x: squares(m, x) + squares(m, x + 1), "goes through two calls of the model"),
+        (lambda m, x: squares(m, m(x)), "goes through two calls of the model"),
         (
             lambda m, x: squares(m, x) + m[0].weight.square().sum(),
             "computed twice are not the same: something beside what the model",
         ),
         (lambda m, x: squares(m, x) + 1e-6 * m[0].weight.square().sum(), "computed twice are not the same"),
-        (lambda m, x: squares(m[:1], x) + m[0].weight.sum(), "does not come from what one call of the model returned"),
+        (
+            lambda m, x: squares(m[:1], x) + m[0].weight.sum(),
+            "does not come from the outputs of a single call of the model",
+        ),
         (lambda m, x: _hooked(m, x), "hooks on gradients in the step, which would run twice"),
     ],
 )
@@ -65,7 +68,7 @@ def test_losses_beside_the_model_are_refused(loss_of: LossOf, why: str) -> None:
 @pytest.mark.parametrize(
     ("clip", "why"),
     [
-        (_reversed, "in another order than that of the model or of the optimizer"),
+        (_reversed, "in an order that is neither the model's nor the optimizer's"),
         (_by_layer, "called for several sets of parameters, and each has another norm"),
         (lambda m: clip_grad_norm_(m.parameters(), float("inf")), "for what clip_grad_norm_ returns, which would be 0"),
         (lambda m: clip_grad_norm_([*m.parameters()] * 2, 1.0), "the same gradient twice"),
@@ -105,7 +108,7 @@ def test_hooks_and_operators_that_run_once_are_refused() -> None:
     optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
     both = [*body.parameters(), *head.parameters()]
     step = step_of(body, optimizer, lambda m, x: head(m(x)).mean(), clip=lambda _: clip_grad_norm_(both, 1.0))
-    with pytest.raises(LeverNotApplicable, match="does not come from what one call of the model returned"):
+    with pytest.raises(LeverNotApplicable, match="does not come from the outputs of a single call of the model"):
         found_out(body, step, batch_of(), optimizer)
 
 

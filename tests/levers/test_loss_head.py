@@ -1,4 +1,4 @@
-"""The lever `loss head`: no logits, the same loss and gradients but for rounding, and a reason where it can't be."""
+"""The lever `loss head`: no logits, the same loss and gradients except for rounding, and a reason where it can't be."""
 
 import gc
 from typing import Any

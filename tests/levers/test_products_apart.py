@@ -13,7 +13,7 @@ import lowtide
 from lowtide.levers import LEVERS
 from lowtide.levers.lever import LeverNotApplicable, StepContext
 
-pytestmark = pytest.mark.usefixtures("compiled_anew")
+pytestmark = pytest.mark.usefixtures("empty_compile_caches")
 
 
 class Tied(nn.Module):

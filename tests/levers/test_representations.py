@@ -97,7 +97,7 @@ def test_a_second_encoding_that_differs_is_refused() -> None:
     def encode(part: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: t + torch.rand(t.shape, generator=other) for name, t in model.encode(part).items()}
 
-    with pytest.raises(lowtide.LowtideError, match="piece 0 has other representations when it is encoded again"):
+    with pytest.raises(lowtide.LowtideError, match="piece 0 gave other representations when it was encoded again"):
         lowtide.accumulate(model.loss_of, batch, 4, representations=encode)
 
 

@@ -70,7 +70,7 @@ def test_a_script_with_a_lever_trains_within_less(run: Callable[..., Done], tmp_
         (["--lever", "fused optimizer", "--budget", "50%"], "changes the optimizer: use lowtide.fit"),
         (["--lever", "micro-batches", "--budget", "50%"], "takes a number of pieces, as in micro-batches=4"),
         (["--lever", "outputs=3", "--budget", "50%"], "takes no number"),
-        (["--lever", "outputs", "--plan", __file__], "--lever goes with --budget"),
+        (["--lever", "outputs", "--plan", __file__], "--lever needs --budget"),
     ],
 )
 def test_levers_that_can_not_be_used_are_refused_before_anything_runs(

@@ -36,7 +36,7 @@ texts = st.sampled_from(
 
 
 class Watched:
-    """An allocator whose blocks in use are known, with what it was told of segments."""
+    """An allocator whose blocks in use are known, with the segments that it was given."""
 
     def __init__(self, text: str, capacity: int | None) -> None:
         self.held = 0

@@ -145,7 +145,7 @@ def test_tensors_that_only_the_graph_holds_are_known_too() -> None:
 
 
 def test_sizes_are_right_where_the_profilers_are_stale() -> None:
-    # The profiler keeps the size of each block of the first recording, by address, and is not told that they are freed.
+    # The profiler keeps the sizes of the first recording's blocks, by address, and does not see that they are freed.
     with CpuRecorder():
         first = [torch.empty(1000 + 16 * i, dtype=torch.uint8) for i in range(200)]
     first.clear()
@@ -336,7 +336,7 @@ def test_misuse_is_said() -> None:
     with recorder:
         pass
     assert recorder.stream.events == ()
-    with pytest.raises(RehearsalError, match="records once"):
+    with pytest.raises(RehearsalError, match="was used before"):
         recorder.__enter__()
 
 

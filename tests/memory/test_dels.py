@@ -173,7 +173,7 @@ def test_leftovers_of_the_previous_step_count_at_the_end(model: nn.Module) -> No
         return memory, entry.numel()
 
     (plain, _), (without, _) = train(deletes=False), train(deletes=True)
-    graph = 64 * (I + H + O) * F32 + 4  # with the batch of the step before, whose variable is bound anew
+    graph = 64 * (I + H + O) * F32 + 4  # with the batch of the step before, whose variable is bound again
     row = next(row for row in plain.dels() if row.names == ("loss",) and row.moment == END)
     # Without the old graph all levels are lower until it would have gone: peak over entry counts the entry without it.
     assert row.freed_bytes == graph

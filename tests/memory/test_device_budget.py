@@ -80,7 +80,7 @@ def test_the_command_line_refuses_a_gpus_budget_before_the_script_runs(capsys: p
         assert main(["run", *options, __file__]) == 2
         assert "Nearest: " in capsys.readouterr().err
     assert main(["run", "--budget-for", "reserved", "--plan", __file__, __file__]) == 2
-    assert "--budget-for goes with --budget" in capsys.readouterr().err
+    assert "--budget-for needs --budget" in capsys.readouterr().err
 
 
 @on_cpu

@@ -214,7 +214,7 @@ class ReferenceStep(ReferenceAssignment):
     def repeated_forward(self, call: int, kept_storages: set[int | None]) -> list[int]:
         """Return the bytes that a forward of `call` allocates by position, if it leaves `kept_storages`.
 
-        Its state counts from the beginning on: the call gets a copy, or the existing state is set aside.
+        Its state counts from the beginning on: the call gets a copy, or the existing state is saved.
         """
         enter, exit_ = self.profile.calls[call].enter, self.profile.calls[call].exit
         base = self.profile.base_bytes

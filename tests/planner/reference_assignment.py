@@ -122,7 +122,7 @@ class ReferenceAssignment:
         )
 
     def is_foreign(self, value: int) -> bool:
-        """Return True if a replay restores `value`, which is allocated outside of the call."""
+        """Return True if a replay restores `value`, which is allocated outside the call."""
         placement, storage = self.placement[value], self.profile.values[value].storage
         if not isinstance(placement, int) or storage is None:
             return False

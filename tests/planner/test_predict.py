@@ -429,11 +429,11 @@ def test_an_offloaded_storage_is_off_the_device_until_its_predecessor_is_read() 
         (Decisions(recompute=frozenset({"nowhere#0:0"})), "no slot of this profile has the address 'nowhere#0:0'"),
         (Decisions(recompute=frozenset({"model#0:0"})), "model#0:0 has no recipe"),
         (Decisions(replay=frozenset({"nowhere#0"})), "no call of this profile has the id 'nowhere#0'"),
-        (Decisions(replay=frozenset({"model#0"})), "model#0 may not be replayed: the model itself"),
+        (Decisions(replay=frozenset({"model#0"})), "model#0 can't be replayed: the model itself"),
         (Decisions(advance=frozenset({"nowhere#0"})), "no call of this profile has the id 'nowhere#0'"),
-        (Decisions(advance=frozenset({"blocks.0#0"})), "blocks.0#0 may not be advanced"),
+        (Decisions(advance=frozenset({"blocks.0#0"})), "blocks.0#0 can't be advanced"),
         (Decisions(offload=frozenset({"nowhere#0:0"})), "no slot of this profile has the address 'nowhere#0:0'"),
-        (Decisions(offload=frozenset({"model#0:0"})), "model#0:0 may not be offloaded"),
+        (Decisions(offload=frozenset({"model#0:0"})), "model#0:0 can't be offloaded"),
     ],
 )
 def test_impossible_decisions_are_refused(decisions: Decisions, message: str) -> None:

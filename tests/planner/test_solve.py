@@ -164,7 +164,7 @@ def test_more_budget_never_costs_more_with_noisy_costs(costs_seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.slow
 def test_how_far_down_plans_can_go_is_no_matter_of_measured_times(seed: int) -> None:
-    """Else the budget that an error offers could be refused by the next call, which rehearses anew."""
+    """Else the budget that an error offers could be refused by the next call, which rehearses again."""
     noise, profile = Random(seed), random_profile(seed, 60)
 
     def measured(cost_ms: float) -> float:
@@ -252,7 +252,7 @@ def test_the_error_offers_a_budget_that_works() -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "told"),
+    ("at", "reason"),
     [
         (0, "before forward, are temporaries."),
         (1, "in forward, are temporaries, of which smaller batches need less."),
@@ -260,7 +260,7 @@ def test_the_error_offers_a_budget_that_works() -> None:
         (-1, "after backward, are temporaries, as of the update."),
     ],
 )
-def test_the_error_says_where_plans_save_nothing(at: int, told: str) -> None:
+def test_the_error_says_where_plans_save_nothing(at: int, reason: str) -> None:
     profile = transformer(3)
     base = [*profile.base_bytes]
     base[at] = 1000 * max(base)
@@ -269,7 +269,7 @@ def test_the_error_says_where_plans_save_nothing(at: int, told: str) -> None:
     with pytest.raises(Infeasible) as caught:
         plan(replace(profile, base_bytes=tuple(base), phases=phases), "50%")
     temporaries = format_bytes(caught.value.parts["temporaries"])
-    assert f"Note: plans save next to nothing of this step: {temporaries} at its peak, {told}" in str(caught.value)
+    assert f"Note: plans save next to nothing of this step: {temporaries} at its peak, {reason}" in str(caught.value)
 
 
 @pytest.mark.default_cases(1)

@@ -99,9 +99,9 @@ def train(model: nn.Module, step: Step, rank: int) -> tuple[list[Tensor], int, i
 
 
 def smallest(profile: lowtide.Profile) -> int:
-    with pytest.raises(lowtide.Infeasible) as told:
+    with pytest.raises(lowtide.Infeasible) as error:
         lowtide.plan(profile, 1)
-    return told.value.smallest_peak_bytes
+    return error.value.smallest_peak_bytes
 
 
 def compare(rank: int, shard: Callable[[Any], None], of: Callable[..., Step] = step_of) -> lowtide.Plan:
@@ -164,7 +164,7 @@ def is_as_it_was(rank: int) -> None:
 
 
 def is_told_what_is_not_whole(rank: int) -> None:
-    """A plan that takes parameters where they are not whole any longer says so, and does not read what is freed."""
+    """A plan that reads parameters that are no longer gathered says so, and does not read what is freed."""
     model, optimizer = build(kept_whole, n_layers=3)
     step = step_of(model, optimizer)
     profile = lowtide.rehearse(model, step, batch_of(rank), optimizer=optimizer)

@@ -118,7 +118,7 @@ def estimates_buckets(rank: int) -> None:
 
 
 def fits_before_it_is_wrapped(rank: int) -> None:
-    """A plan stays in force inside of the wrapper."""
+    """A plan stays in force inside the wrapper."""
     model, optimizer = build()
     plain, plain_peak = train(DistributedDataParallel(model), optimizer, rank)
     model, optimizer = build()

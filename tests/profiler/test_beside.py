@@ -109,11 +109,11 @@ def test_a_file_that_is_mapped_is_no_memory(tmp_path: Path) -> None:
 
 
 def test_copies_that_are_set_aside_are_left_out_for_as_long_as_they_live() -> None:
-    copy, mine = entry.set_aside(torch.zeros(MANY)), torch.zeros(MANY)
+    copy, mine = entry.exclude_from_entry(torch.zeros(MANY)), torch.zeros(MANY)
     assert entry.bytes_of([copy, mine]) == {mine.data_ptr(): mine.nbytes}
     where = copy.data_ptr()
     del copy
-    assert where not in entry._asides
+    assert where not in entry._excluded
 
 
 def test_other_models_are_listed_by_class_and_bytes() -> None:

@@ -151,7 +151,7 @@ def test_blocks_are_found_in_lists_and_where_no_two_are_alike():
 
 
 class Hourglass(nn.Module):
-    """A model of which one child is most of the model, and so on inside of it."""
+    """A model of which one child is most of the model, and so on inside it."""
 
     def __init__(self, depth=3, width=8):
         super().__init__()

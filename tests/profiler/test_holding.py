@@ -15,12 +15,12 @@ def test_memory_is_released_when_only_saved_tensors_hold_it():
     holding = ExternalReferences()
     for handle in handles:
         holding.watch(handle)
-    assert holding.let_go() == ()
+    assert holding.find_unreferenced() == ()
     del handle, handles[1:]
-    assert holding.let_go() == ()
+    assert holding.find_unreferenced() == ()
     del tensor
-    assert holding.let_go() == ((address, 1),)
-    assert holding.let_go() == ()  # each once
+    assert holding.find_unreferenced() == ((address, 1),)
+    assert holding.find_unreferenced() == ()  # each once
 
 
 def test_freed_memory_is_not_reported_as_released():
@@ -28,7 +28,7 @@ def test_freed_memory_is_not_reported_as_released():
     holding = ExternalReferences()
     holding.watch(handle)
     del handle
-    assert holding.let_go() == ()
+    assert holding.find_unreferenced() == ()
 
 
 def test_parameters_are_not_watched():
@@ -37,7 +37,7 @@ def test_parameters_are_not_watched():
     holding = ExternalReferences()
     holding.watch(handle)
     del weight
-    assert holding.let_go() == ()
+    assert holding.find_unreferenced() == ()
 
 
 def test_entries_of_a_list_are_checked_once_per_mark(monkeypatch):
@@ -56,7 +56,7 @@ def test_entries_of_a_list_are_checked_once_per_mark(monkeypatch):
         held.append(torch.randn(4))
         handles.append(Handle(Value(held[-1].detach())))
         holding.watch(handles[-1])
-        assert holding.let_go() == ()
+        assert holding.find_unreferenced() == ()
     assert looks <= 3 * RECENT * len(held)
 
 
@@ -68,14 +68,14 @@ def test_the_end_of_a_long_list_is_seen_where_its_call_ends():
     for handle in handles:
         holding.watch(handle)
     since = holding.n_watched
-    assert holding.let_go() == ()
+    assert holding.find_unreferenced() == ()
     late = torch.randn(4)
     handles.append(Handle(Value(late.detach())))
     holding.watch(handles[-1])
-    assert holding.let_go(since=since) == ()
+    assert holding.find_unreferenced(since=since) == ()
     held.clear()
-    assert len(holding.let_go(since=0)) == len(addresses)
-    assert holding.let_go(everything=True) == ()
+    assert len(holding.find_unreferenced(since=0)) == len(addresses)
+    assert holding.find_unreferenced(everything=True) == ()
 
 
 def test_memory_released_between_two_looks_counts_as_held_at_the_first():
@@ -85,10 +85,10 @@ def test_memory_released_between_two_looks_counts_as_held_at_the_first():
     holding = ExternalReferences()
     for handle in handles:
         holding.watch(handle)
-    assert holding.let_go(everything=True) == ()
+    assert holding.find_unreferenced(everything=True) == ()
     del held[0]
     n = 1
-    while not (found := holding.let_go()):
+    while not (found := holding.find_unreferenced()):
         n += 1
     assert found == ((address, n),)
     assert n == 8
@@ -103,6 +103,6 @@ def test_an_address_that_is_used_again_is_watched_again():
     del handle
     handle = Handle(Value(tensor.detach()))
     holding.watch(handle)
-    assert holding.let_go() == ()
+    assert holding.find_unreferenced() == ()
     del tensor
-    assert holding.let_go() == ((address, 1),)
+    assert holding.find_unreferenced() == ((address, 1),)

@@ -86,7 +86,7 @@ class Loop:
         self.averages[0] = torch.ones(3)
 
     def state(self) -> dict[str, Any]:
-        told = {name: repr(content) for name, content in vars(self).items()}
+        described = {name: repr(content) for name, content in vars(self).items()}
         inside = (
             self.table["inside"],
             self.settings.log,
@@ -95,7 +95,7 @@ class Loop:
             *self.averages,
             *vars(self).values(),
         )
-        return {**told, "ids": [*map(id, inside)], "class": Loop.n_all, "globals": (CALLS, "FIRST" in globals())}
+        return {**described, "ids": [*map(id, inside)], "class": Loop.n_all, "globals": (CALLS, "FIRST" in globals())}
 
 
 def test_everything_is_put_back_in_place() -> None:

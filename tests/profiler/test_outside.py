@@ -1,4 +1,4 @@
-"""Blocks that put tensors somewhere outside of them, for a loss of their own: run again, they would do so twice."""
+"""Blocks that put tensors somewhere outside them, for their own loss: a replay would do so again."""
 
 import gc
 import threading
@@ -150,7 +150,7 @@ def test_a_step_that_is_really_taken_ends_where_it_is_no_more_the_plain_step() -
     model = Model("dict")
     observed = OnlineProfiler(model)
     observed.begin(BATCH)
-    with pytest.raises(RehearsalError, match=r"blocks\.0 \(Routed\) writes tensors to something outside of it"):
+    with pytest.raises(RehearsalError, match=r"blocks\.0 \(Routed\) writes tensors to something outside it"):
         step_of(model)(BATCH)
     observed.leave()
     WHERE["dict"].clear()
@@ -167,6 +167,6 @@ def test_a_block_that_begins_to_do_so_under_a_plan_is_said() -> None:
         for block in model.blocks:
             block.where = "list"
         step(BATCH)  # its replays fill the list once more after the loss
-        with pytest.raises(ReplayMismatch, match="gave a tensor to something outside of it"):
+        with pytest.raises(ReplayMismatch, match="gave a tensor to something outside it"):
             step(BATCH)
     WHERE["list"].clear()

@@ -11,7 +11,7 @@ import lowtide
 from budgets import step_of, within
 from comparing import equal
 from lowtide.planner.records import Profile
-from lowtide.runtime.recompute_builder import makes_anew
+from lowtide.runtime.recompute_builder import creates_new
 
 WIDTH = 32
 
@@ -73,8 +73,8 @@ def test_tensors_written_without_autograd_are_not_recomputed(make: Callable[[nn.
 
 def test_nodes_that_write_to_what_is_there() -> None:
     fresh = ("AddmmBackward0", "NativeLayerNormBackward0", "SoftmaxBackward0", "ConvolutionBackward0", "BmmBackward0")
-    assert all(map(makes_anew, fresh))
-    assert not any(map(makes_anew, ("AddBackward0", "MulBackward1", "ReluBackward0", "SiluBackward0", "DivBackward2")))
+    assert all(map(creates_new, fresh))
+    assert not any(map(creates_new, ("AddBackward0", "MulBackward1", "ReluBackward0", "SiluBackward0", "DivBackward2")))
 
 
 def test_a_table_that_is_normalized_again_before_backward() -> None:

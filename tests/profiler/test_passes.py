@@ -155,7 +155,7 @@ def test_a_graph_made_by_backward_holds_what_it_read(part):
 
 
 class Energy(nn.Module):
-    """A force field: backward runs inside of its forward, and its graph is saved for backward as well."""
+    """A force field: backward runs inside its forward, and its graph is saved for backward as well."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()

@@ -209,7 +209,7 @@ def test_an_optimizer_is_noticed_and_its_settings_come_back():
 
 
 class _Average:
-    """As many write it: a dict that is bound anew in every step."""
+    """As many write it: a dict that every step binds again."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -430,7 +430,7 @@ def _refused(model, step, batch) -> str:
 @pytest.mark.parametrize("switched_off", [torch.no_grad, torch.inference_mode])
 def test_a_call_without_gradients_is_refused_in_words(switched_off):
     model, batch = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(32, 64)
-    with switched_off(), pytest.raises(lowtide.RehearsalError, match=f"inside of torch.{switched_off.__name__}"):
+    with switched_off(), pytest.raises(lowtide.RehearsalError, match=f"inside torch.{switched_off.__name__}"):
         lowtide.fit(model, _step_of(model), batch, budget="50%")
 
 

@@ -4,7 +4,7 @@ from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.profiler.fsdp_units import ELSEWHERE, NEVER, TAKES_ELSEWHERE, FsdpScopes, settle
 
 MODEL, ONE, INSIDE, TWO = range(4)
-"""Calls: two units in a model, and one of a module inside of the first unit."""
+"""Calls: two units in a model, and one of a module inside the first unit."""
 SPANS = {ONE: (10, 20), TWO: (20, 30)}
 
 

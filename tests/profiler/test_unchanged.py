@@ -19,7 +19,7 @@ from lowtide.state.step_snapshot import StepSnapshot
 
 
 class Bound(nn.Module):
-    """Keeps an average in a parameter that each forward binds anew, as vector quantizers do."""
+    """Keeps an average in a parameter that each forward binds again, as vector quantizers do."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 import lowtide
 from budgets import step_of, within
 from lowtide.errors import ReplayMismatch
-from lowtide.memory.events import ASIDE, Allocate, Free, Mark, without_asides
+from lowtide.memory.events import OWN_WORK, Allocate, Free, Mark, without_own_work
 from lowtide.profiler.audit import CHANGED
 from lowtide.profiler.replay_check import Checked
 from runtime.plans import in_force
@@ -195,17 +195,17 @@ def test_two_models_that_are_trained_in_one_step_are_fitted_one_after_the_other(
 def test_allocations_of_the_check_are_not_in_the_recording() -> None:
     events = [
         Allocate(0, 64, 1, "a"),
-        Mark(ASIDE, True),
+        Mark(OWN_WORK, True),
         Allocate(1, 8, 2, "sum"),
         Free(1, 8),
         Free(0, 64),
         Allocate(2, 32, 1, "kept"),
-        Mark(ASIDE, False),
+        Mark(OWN_WORK, False),
         Mark("read", 0),
         Allocate(3, 8, 2, "sum"),
         Free(3, 8),
         Free(2, 32),
     ]
-    found = without_asides(events)
+    found = without_own_work(events)
     assert found == (*events[:1], *events[4:6], *events[7:])
-    assert without_asides(found) == found
+    assert without_own_work(found) == found

@@ -135,8 +135,8 @@ def test_the_keyboard_reads_every_moment(page: Any) -> None:
                 "Input.dispatchKeyEvent", {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code}
             )
     assert shown(page)[:3] == expected(after, 2)
-    told = page.execute_script("return document.querySelector('.lt-moment').getAttribute('aria-valuetext')")
-    assert told == shown(page)[3]
+    text = page.execute_script("return document.querySelector('.lt-moment').getAttribute('aria-valuetext')")
+    assert text == shown(page)[3]
 
 
 def test_dark_mode_follows_the_system_and_the_button(page: Any) -> None:

@@ -11,16 +11,13 @@ from lowtide.api.fit import Fitted
 from lowtide.api.verify import Verdict
 from lowtide.estimator.batch_search import LargestBatch
 from lowtide.planner import plan, smallest_peak
-from lowtide.report.text_table import added_time, decisions, extra_time, share_of_step
+from lowtide.report.text_table import added_time, decisions, extra_time
 from planner.profiles import chain, transformer
 
 
 def test_added_milliseconds_have_their_share_of_the_step() -> None:
     assert added_time(12.5, 250) == "+12.5 ms a step (+5 %)"
     assert added_time(12.5, 0) == "+12.5 ms a step"
-    assert share_of_step(10, 260) == ", about 10 ms of 260 ms are the plan's (+4 %)"
-    assert share_of_step(0, 260) == ""
-    assert share_of_step(300, 260) == ""  # the two were not measured at the same speed
 
 
 def test_extra_time_is_printed_with_its_bound() -> None:

@@ -1,4 +1,4 @@
-"""Saved-tensor hooks for tests: packs as the engine does, drops what it is told to, and compares what is recomputed."""
+"""Saved-tensor hooks for tests: pack as the engine does, drop chosen tensors, and compare recomputed ones."""
 
 import weakref
 from collections.abc import Callable

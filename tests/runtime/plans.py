@@ -39,7 +39,7 @@ class Choosy(Builder):
 
 
 class RecomputeAll(Engine):
-    """Tries a recipe for every saved tensor, and to keep the bits of every mask outside of replays."""
+    """Tries a recipe for every saved tensor, and to keep the bits of every mask outside replays."""
 
     learns = False
 

@@ -196,5 +196,5 @@ def test_a_call_that_returns_something_else_the_second_time_is_refused():
     model = nn.Sequential(Fickle(4, 4), nn.Linear(4, 4))
     with in_force(model, [], ["0#0"]):
         loss = model(torch.randn(2, 4)).sum()
-        with pytest.raises(RuntimeError, match="did not return one tensor when it was run again"):
+        with pytest.raises(RuntimeError, match="did not return a single tensor when it was replayed"):
             loss.backward()

@@ -16,7 +16,7 @@ import lowtide
 from models import Case, same, state
 from parts import Convolves
 
-pytestmark = pytest.mark.usefixtures("compiled_anew")
+pytestmark = pytest.mark.usefixtures("empty_compile_caches")
 
 
 class Attends(nn.Module):

@@ -63,7 +63,7 @@ def first_half(profile: Profile) -> tuple[dict[str, str], list[str]]:
 
 
 def drawn(profile: Profile, seed: int) -> tuple[dict[str, str], list[str]]:
-    """Any recipes and any calls, also calls inside of others that are replayed."""
+    """Any recipes and any calls, also calls inside others that are replayed."""
     choose = random.Random(seed)
     share = choose.choice([0.2, 0.5, 0.9])
     replay = [call.id for call in profile.calls if call.refused is None and choose.random() < 0.4]
@@ -134,7 +134,7 @@ def attributes(model: nn.Module) -> list[set[str]]:
 
 
 class Failing(nn.Module):
-    """Raises in forward or in backward when told to."""
+    """Raises in forward or in backward on request."""
 
     def __init__(self):
         super().__init__()
@@ -219,7 +219,7 @@ def test_a_second_plan_on_the_same_model_is_refused():
     model = Language(layers=1)
     with (
         in_force(model, "keep"),
-        pytest.raises(lowtide.LowtideError, match=r"already: take it off first with lowtide\.remove"),
+        pytest.raises(lowtide.LowtideError, match=r"already: remove it first with lowtide\.remove"),
         in_force(model, "keep"),
     ):
         pass
@@ -304,7 +304,7 @@ def test_hooks_around_the_model_win_and_that_is_said_once(hooks):
 
     with in_force(model, "both") as engine:
         packs = count_packs(engine)
-        with pytest.warns(UserWarning, match="inside of other saved-tensor hooks") as said:
+        with pytest.warns(UserWarning, match="inside other saved-tensor hooks") as said:
             planned = [outcome(model, step) for _ in range(2)]
         assert len(said) == 1
         assert packs.total == 0
@@ -315,7 +315,7 @@ def test_hooks_around_the_model_win_and_that_is_said_once(hooks):
 def test_in_function_transforms_the_plan_does_nothing(transform):
     model = nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Linear(3, 3), nn.GELU())
     plain = transform(lambda x: model(x).sum())(torch.ones(2, 3))
-    with in_force(model, "replay", nn.Linear), pytest.warns(UserWarning, match=r"inside of a transform of torch\.func"):
+    with in_force(model, "replay", nn.Linear), pytest.warns(UserWarning, match=r"inside a transform of torch\.func"):
         planned = transform(lambda x: model(x).sum())(torch.ones(2, 3))
     assert torch.equal(planned, plain)
 
@@ -336,7 +336,7 @@ def test_functional_call_with_other_parameters_works():
 
 
 class Inner(nn.Module):
-    """Takes a step of gradient descent inside of its forward, as in MAML, and runs with the weights that it gives."""
+    """Takes a step of gradient descent inside its forward, as in MAML, and runs with the weights that it gives."""
 
     def __init__(self):
         super().__init__()
@@ -426,7 +426,7 @@ def test_unexpected_tensors_are_kept_and_reported_once():
     addresses = ["blocks.0#0:0", "blocks.1.mlp.0#0:0", "norm#0:1"]
     engine = Engine(model, actions_for(dict.fromkeys(addresses, "CosBackward0"), ()))
     engine.install()
-    with pytest.warns(UserWarning, match="does not save what the rehearsed one did") as said:
+    with pytest.warns(UserWarning, match="saves different tensors than the rehearsed step") as said:
         planned = [outcome(model, lambda: model(ids).sum().backward()) for _ in range(2)]
     engine.remove()
     assert len(said) == 1

@@ -525,7 +525,7 @@ def test_a_model_that_is_dropped_with_its_plan_is_gone() -> None:
     assert dropped() is None
 
 
-def calibrated_anew() -> dict[str, tuple[int, ...]]:
+def recalibrated() -> dict[str, tuple[int, ...]]:
     before = dict(in_place._COUNTS)
     in_place._COUNTS.clear()
     try:
@@ -544,7 +544,7 @@ def test_inspecting_frames_changes_no_reference_count() -> None:
     before = sys.gettrace()
     sys.settrace(look)
     try:
-        found = calibrated_anew()
+        found = recalibrated()
     finally:
         sys.settrace(before)
     assert found == usual
@@ -566,7 +566,7 @@ def test_compiled_code_in_another_thread_changes_no_count() -> None:
     thread.start()
     inside.wait()
     try:
-        found = calibrated_anew()
+        found = recalibrated()
         with Written() as written:
             gelu(activations())
     finally:
@@ -611,7 +611,7 @@ def test_training_in_another_thread_changes_no_count() -> None:
     for thread in threads:
         thread.start()
     try:
-        assert all(calibrated_anew() == usual for _ in range(20))
+        assert all(recalibrated() == usual for _ in range(20))
     finally:
         stop.set()
         for thread in threads:

@@ -40,7 +40,7 @@ def _no_garbage_collector() -> Iterator[None]:
 
 
 class Fails(nn.Module):
-    """Raises in forward, or in backward, when told to."""
+    """Raises in forward, or in backward, on request."""
 
     where = ""
 

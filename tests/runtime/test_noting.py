@@ -32,7 +32,7 @@ class Calls(nn.Module):
 
 
 class Model(nn.Module):
-    """Calls `inner` between two linear layers. What it gives is saved by the product that follows inside of it."""
+    """Calls `inner` between two linear layers. What it gives is saved by the product that follows inside it."""
 
     def __init__(self, function, number=0.7):
         super().__init__()
@@ -160,7 +160,7 @@ def test_a_number_that_becomes_a_tensor_is_kept_and_that_is_said():
     plain = outcome(model, step_of(model))
     engine = Engine(model, actions_for(decisions, []))
     engine.install()
-    with pytest.warns(UserWarning, match="does not save what the rehearsed one did"):
+    with pytest.warns(UserWarning, match="saves different tensors than the rehearsed step"):
         assert not differences(plain, outcome(model, step_of(model)))
     assert len(engine.drifted) == 1
     engine.remove()

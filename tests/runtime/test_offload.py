@@ -209,7 +209,7 @@ def test_a_tensor_that_is_changed_in_place_while_it_leaves_is_refused():
 def test_without_a_way_to_the_host_it_is_kept_and_that_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(offload, "ON_CPU", False)
     model, x = Chain(2), torch.randn(3, 8)
-    with in_force(model, ["#0:1"]) as engine, pytest.warns(UserWarning, match="such tensors are kept"):
+    with in_force(model, ["#0:1"]) as engine, pytest.warns(UserWarning, match="these tensors are kept"):
         model(x).backward()
     assert engine.drifted == {"#0:1"}
 

@@ -54,7 +54,7 @@ def test_a_module_call() -> None:
 
 
 def test_a_replayed_call() -> None:
-    assert per_slot(Calls(Short), {}, [f"parts.{n}#0" for n in range(COUNT)]) <= 241
+    assert per_slot(Calls(Short), {}, [f"parts.{n}#0" for n in range(COUNT)]) <= 101
 
 
 @pytest.mark.parametrize(

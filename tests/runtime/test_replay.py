@@ -362,7 +362,7 @@ def test_a_large_buffer_that_a_later_step_is_the_first_to_write_to(counted):
     with in_force(model, "replay", Replayed):
         step()
         model.part.warm = True
-        with pytest.raises(ReplayMismatch, match="wrote to its buffer 'usage', as it did in no step before"):
+        with pytest.raises(ReplayMismatch, match="wrote to its buffer 'usage', which it did in no step before"):
             step()
         step()  # from here on it is copied
 
@@ -1063,7 +1063,7 @@ def test_hooks_of_the_users_own_inside_win(way):
 
 
 def test_an_outer_replay_frees_the_arguments_of_the_inner_ones():
-    """Held after forward: the block's argument and nothing inside of it."""
+    """Held after forward: the block's argument and nothing inside it."""
     parts = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()) for _ in range(5)]
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*parts))
     alive = []
@@ -1104,7 +1104,7 @@ def test_backward_after_the_plan_was_removed(way):
 
 
 def test_a_plan_in_which_only_some_calls_are_replayed():
-    """Inside of a replayed call, calls of one module of which some are replayed: each stays what it is."""
+    """Inside a replayed call, calls of one module of which some are replayed: each stays what it is."""
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
     class Twice(nn.Module):
@@ -1134,7 +1134,7 @@ def test_a_call_that_saves_something_else_the_second_time_is_refused():
     with in_force(model, "replay", Replayed):
         loss = model(X)
         first[0] = False
-        with pytest.raises(ReplayMismatch, match=r"part \(Replayed\) saved nothing when it was run again"):
+        with pytest.raises(ReplayMismatch, match=r"part \(Replayed\) saved nothing when it was replayed"):
             loss.backward()
         first[0] = True
         model(X).backward()
@@ -1204,7 +1204,7 @@ def test_stepping_inside_of_backward():
         assert differences(plain, trained(way)) == [], way
 
 
-# --- threads, and backward inside of forward --------------------------------------------------------------------------
+# --- threads, and backward inside forward --------------------------------------------------------------------------
 
 
 def test_backward_in_other_threads_at_once():

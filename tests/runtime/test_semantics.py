@@ -588,7 +588,7 @@ def test_vmap_inside_of_the_model(way):
 
 
 class OfItsOwnGradient(nn.Module):
-    """A block that differentiates something inside of its forward, with transforms of torch.func."""
+    """A block that differentiates something inside its forward, with transforms of torch.func."""
 
     def __init__(self):
         super().__init__()

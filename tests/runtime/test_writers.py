@@ -392,6 +392,8 @@ def test_methods_of_tensors_are_torchs_own_without_a_plan() -> None:
 
     before, model = functions(), Sum()
     with lowtide.apply(model, plan_of("a buffer, recomputed from")):
+        assert functions() == before  # until a tensor is to be read again
+        model(ROWS).backward()
         assert Tensor.clamp_ is not torch._C.TensorBase.clamp_
         assert torch._foreach_mul_ is not before["torch", "_foreach_mul_"]
         assert nn.Parameter.clamp_ is Tensor.clamp_
@@ -411,8 +413,9 @@ def test_functions_that_write_in_place_compile_in_one_graph_while_a_plan_is_in_f
         weight.data = y.data
         return F.elu_(y)
 
-    weight = nn.Parameter(torch.zeros(4))
-    with lowtide.apply(Sum(), plan_of("a buffer, recomputed from")):
+    weight, model = nn.Parameter(torch.zeros(4)), Sum()
+    with lowtide.apply(model, plan_of("a buffer, recomputed from")):
+        model(ROWS).backward()
         compiled = torch.compile(scale, backend="eager", fullgraph=True)
         assert torch.equal(compiled(torch.ones(4)), scale(torch.ones(4)))
 
@@ -434,7 +437,9 @@ def test_every_method_that_writes_is_intercepted() -> None:
 def test_an_optimizer_compiled_while_a_plan_is_in_force_updates_parameters() -> None:
     model, other, plain = Sum(), nn.Linear(4, 4), nn.Linear(4, 4)
     plain.load_state_dict(other.state_dict())
-    with lowtide.apply(model, with_smallest_peak(Sum(), [torch.randn(64, 8, WIDTH)])):
+    x = torch.randn(64, 8, WIDTH)
+    with lowtide.apply(model, with_smallest_peak(Sum(), [x])):
+        model(x).backward()
         for net in (other, plain):
             optimizer = torch.optim.SGD(net.parameters(), 0.5, foreach=False, weight_decay=0.1)
             net(torch.ones(2, 4)).sum().backward()
@@ -470,7 +475,8 @@ def test_a_writer_that_is_not_seen_beforehand_ends_one_step_in_words_and_the_pla
 
 def test_nothing_is_watched_where_the_model_of_a_plan_is_gone() -> None:
     own, model = torch.embedding_renorm_, Sum()
-    lowtide.apply(model, with_smallest_peak(Sum(), [torch.randn(64, 8, WIDTH)]))
+    lowtide.apply(model, with_smallest_peak(Sum(), [ROWS]))
+    model(ROWS).backward()
     assert writers._undo
     del model
     gc.collect()
@@ -480,7 +486,8 @@ def test_nothing_is_watched_where_the_model_of_a_plan_is_gone() -> None:
 
 def test_nothing_is_watched_where_no_plan_is_in_force() -> None:
     own, model = torch.embedding_renorm_, Sum()
-    with lowtide.apply(model, with_smallest_peak(Sum(), [torch.randn(64, 8, WIDTH)])):
+    with lowtide.apply(model, with_smallest_peak(Sum(), [ROWS])):
+        model(ROWS).backward()
         assert torch.embedding_renorm_ is not own
     assert torch.embedding_renorm_ is own
     assert not writers._undo

@@ -26,7 +26,7 @@ def widens() -> nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def compiled_anew() -> Iterator[None]:
+def empty_compile_caches() -> Iterator[None]:
     install_generation_tagging_init()  # the first compile puts it around `Module.__init__` for good
     torch._dynamo.reset()
     yield

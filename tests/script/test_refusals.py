@@ -111,7 +111,7 @@ def test_processes_that_train_without_a_plan_are_reported_when_they_start(tmp_pa
                 BETWEEN_HOOKS.format(block="torch.autograd.graph.saved_tensors_hooks(pack, abs)"),
             ),
             "the program's own (pack)",
-            "outside of that block",
+            "outside that block",
             id="hooks of its own",
         ),
         pytest.param(("net = torch.jit.script(net)", LOOP), "torch.jit.script", "blocks alone", id="torch.jit.script"),

@@ -225,7 +225,7 @@ def counting(made: Made, x: Tensor) -> Tensor:
     ("loss_of", "why"),
     [
         (with_a_penalty, "the loss uses parameters of the model directly"),
-        (counting, "it changes something outside of its modules"),
+        (counting, "it changes something outside its modules"),
     ],
 )
 def test_a_step_that_would_be_another_one_is_not_repeated(loss_of: Loss, why: str) -> None:

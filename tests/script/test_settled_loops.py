@@ -47,6 +47,26 @@ def test_the_calls_do_not_grow_with_the_model(n_layers: int) -> None:
     assert added(step, budget=10**12) <= IN_FORCE
 
 
+LARGER = 36
+"""Calls that also look if a batch is for the plan of larger ones."""
+
+
+@pytest.mark.parametrize("n_layers", [4, 16])
+def test_nor_where_larger_batches_would_get_a_plan(n_layers: int) -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(n_layers)])
+    optimizer, x = torch.optim.SGD(model.parameters()), torch.randn(256, 32)
+
+    def step() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+
+    run = settled(step, budget=10**12)
+    fallback = None if run.plan is None else run.plan.fallback
+    run.leave()
+    assert fallback is not None
+    assert added(step, budget=10**12) <= LARGER
+
+
 def test_parameters_that_are_trained_later_are_still_noticed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

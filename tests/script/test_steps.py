@@ -25,7 +25,7 @@ Log = list[str]
 
 
 class Notes(StepListener):
-    """A listener that writes down what it is told."""
+    """A listener that records its callbacks."""
 
     awaits = "was written down"
 

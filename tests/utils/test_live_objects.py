@@ -59,6 +59,18 @@ def test_a_finder_misses_no_object_whichever_generation_it_is_in() -> None:
     assert number not in {id(obj) for obj in finder.find()}
 
 
+def test_a_finder_sees_what_is_frozen_and_given_back() -> None:
+    finder, hidden = LiveObjectFinder(Tensor), torch.ones(1)
+    assert any(obj is hidden for obj in finder.find())
+    gc.freeze()
+    kept = torch.ones(1)
+    assert [obj for obj in finder.find() if obj is hidden or obj is kept] == [kept]
+    gc.unfreeze()
+    gc.collect(1)
+    assert sum(obj is hidden or obj is kept for obj in finder.find()) == 2
+    gc.freeze()
+
+
 def test_a_finder_keeps_nothing_and_leaves_no_cycle() -> None:
     finder = LiveObjectFinder(Tensor)
     gc.disable()

@@ -129,7 +129,7 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 
 
 def on_default_device(function: Any, kwargs: dict[str, Any]) -> bool:
-    """Return True if a call makes a tensor on the device set by `with torch.device(...)`. Torch 2.13."""
+    """Return True if a call creates a tensor on the device set by `with torch.device(...)`. Torch 2.13."""
     return (
         _device.CURRENT_DEVICE is not None
         and kwargs.get("device") is None

@@ -37,17 +37,17 @@ class ShardGroup:
         return modules
 
     @property
-    def is_whole(self) -> bool:
+    def is_gathered(self) -> bool:
         """Return True if the parameters are gathered now."""
         return bool(self._group.is_unsharded)
 
     @property
-    def parts_after_forward(self) -> bool:
+    def reshards_after_forward(self) -> bool:
         """Return True if the parameters are resharded after forward and gathered again for backward."""
         return self._group.post_forward_mesh_info is not None
 
     @property
-    def is_whole_in_backward(self) -> bool:
+    def is_gathered_in_backward(self) -> bool:
         """Return True if the parameters are gathered for backward at all."""
         return bool(self._group.unshard_in_backward)
 
@@ -79,11 +79,11 @@ class ShardGroup:
     def senders(self, both: tuple[Any, Any]) -> None:
         self._group._all_gather_comm, self._group._reduce_scatter_comm = both
 
-    def stay_whole(self) -> None:
-        """Keep the parameters gathered until `part`."""
+    def keep_gathered(self) -> None:
+        """Keep the parameters gathered until `reshard`."""
         self._group.reshard = lambda: None
 
-    def part(self) -> None:
+    def reshard(self) -> None:
         """Reshard the parameters as after forward, if forward does so at all."""
         del self._group.reshard
         with self._group.use_training_state(type(self._group._training_state).FORWARD):
@@ -99,20 +99,20 @@ class ShardGroup:
         """Sharded parameters."""
         return [parameter.sharded_param for parameter in self._group.fsdp_params]
 
-    def set_aside(self) -> Callable[[], None]:
+    def drop_gathered(self) -> Callable[[], None]:
         """Drop the gathered parameters, which have no memory now; return a function that restores them."""
         before = [(p, vars(p).pop("_unsharded_param", None), p.all_gather_outputs) for p in self._group.fsdp_params]
         for parameter in self._group.fsdp_params:
             parameter.all_gather_outputs = []
 
-        def take_back() -> None:
+        def restore() -> None:
             for parameter, whole, outputs in before:
                 parameter.all_gather_outputs = outputs
                 vars(parameter).pop("_unsharded_param", None)
                 if whole is not None:
                     parameter._unsharded_param = whole
 
-        return take_back
+        return restore
 
     def on_device(
         self, device: torch.device, to_device: Callable[[torch.Tensor], torch.Tensor]
@@ -145,7 +145,7 @@ def _groups(state: Any) -> list[ShardGroup]:
     return [ShardGroup(g) for g in (groups if groups is not None else [state._fsdp_param_group]) if g is not None]
 
 
-def parts_by_itself(module: Any) -> bool:
+def has_default_resharding(module: Any) -> bool:
     """Return True if `reshard_after_forward` was left unset; a root then does not reshard after forward. Torch 2.13."""
     return bool(module._get_fsdp_state()._auto_reshard_after_forward)
 

@@ -377,7 +377,7 @@ def partition_by(partitioner: Any, of: object = None, *, reuse: bool = True) -> 
     Code compiled before is recompiled at its next call, and once more after the returned function was called. With
     `reuse=False`, compiled code frees each buffer after its last read. Otherwise inductor may keep one for a later
     buffer of the same size, wherever its own estimate of the peak allows that; the estimate leaves out the memory
-    inside of operators and what exists outside of the graph. Read in torch 2.13 (`torch/_inductor/codegen/wrapper.py`,
+    inside operators and what exists outside the graph. Read in torch 2.13 (`torch/_inductor/codegen/wrapper.py`,
     `should_reuse_buffer`).
     """
     from torch._inductor import config
@@ -389,7 +389,7 @@ def partition_by(partitioner: Any, of: object = None, *, reuse: bool = True) -> 
     config.allow_buffer_reuse = had_reuse and reuse
     torch._dynamo.reset()
 
-    def put_back() -> bool:
+    def restore() -> bool:
         is_mine = config.custom_partitioner_fn is partitioner
         if is_mine:
             config.custom_partitioner_fn = before
@@ -397,11 +397,11 @@ def partition_by(partitioner: Any, of: object = None, *, reuse: bool = True) -> 
         return is_mine
 
     def undo() -> None:
-        if put_back():
+        if restore():
             torch._dynamo.reset()
 
     if of is not None:  # code of freed models is not called, and other code has torch's own partition
-        weakref.finalize(of, put_back).atexit = False
+        weakref.finalize(of, restore).atexit = False
     return undo
 
 

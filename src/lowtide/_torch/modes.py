@@ -40,6 +40,9 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Return True if autocast is on for any device in this thread. Torch 2.13."""
 
 
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Set if this thread records gradients. 2.13, since 1.0."""
+
 saved_tensor_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(
     torch._C._autograd._top_saved_tensors_default_hooks, True
 )
@@ -74,36 +77,37 @@ class _OffInTransforms(threading.local):
     def __init__(self) -> None:
         self._hooks: list[tuple[Any, Callable[[], contextlib.AbstractContextManager[None]]]] = []
 
-    @contextlib.contextmanager
-    def block(
-        self, unpack: Callable[[Any], torch.Tensor], apart: Callable[[], contextlib.AbstractContextManager[None]]
-    ) -> Iterator[None]:
+    def begin(
+        self, unpack: Callable[[Any], torch.Tensor], inside: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
+        """Begin to disable hooks with this `unpack`, and to enter `inside`."""
         kind = type(self)
-        self._hooks.append((unpack, apart))
+        self._hooks.append((unpack, inside))
         with kind._lock:  # threads may come and go in any order
             kind._n_blocks += 1
             graph.disable_saved_tensors_hooks = self._disabled
-        try:
-            yield
-        finally:
-            self._hooks.pop()
-            with kind._lock:
-                kind._n_blocks -= 1
-                if not kind._n_blocks:
-                    graph.disable_saved_tensors_hooks = kind._torchs
+
+    def end(self) -> None:
+        """End what began last in this thread."""
+        kind = type(self)
+        self._hooks.pop()
+        with kind._lock:
+            kind._n_blocks -= 1
+            if not kind._n_blocks:
+                graph.disable_saved_tensors_hooks = kind._torchs
 
     @contextlib.contextmanager
     def _disabled(self, error_message: str) -> Iterator[None]:
         removed: list[tuple[Any, Any]] = []
         with contextlib.ExitStack() as stack:
-            for unpack, apart in reversed(self._hooks):
+            for unpack, inside in reversed(self._hooks):
                 top = saved_tensor_hooks()
                 if top is not None:  # None: the hooks are paused
                     if top[1] is not unpack:
                         break  # hooks of other code: as without a plan
                     torch._C._autograd._pop_saved_tensors_default_hooks()
                     removed.append(top)
-                stack.enter_context(apart())
+                stack.enter_context(inside())
             try:
                 with self._torchs(error_message):
                     yield
@@ -115,27 +119,39 @@ class _OffInTransforms(threading.local):
 _off_in_transforms = _OffInTransforms()
 
 
+@contextlib.contextmanager
 def off_in_transforms(
-    unpack: Callable[[Any], torch.Tensor], apart: Callable[[], contextlib.AbstractContextManager[None]]
-) -> contextlib.AbstractContextManager[None]:
+    unpack: Callable[[Any], torch.Tensor], inside: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Iterator[None]:
     """Disable the saved-tensor hooks with this `unpack` in transforms of torch.func that run inside this `with` block.
 
-    `apart` is entered in each such transform. Torch 2.13, since 2.0: transforms call
+    `inside` is entered in each such transform. Torch 2.13, since 2.0: transforms call
     `graph.disable_saved_tensors_hooks`.
     """
-    return _off_in_transforms.block(unpack, apart)
+    _off_in_transforms.begin(unpack, inside)
+    try:
+        yield
+    finally:
+        _off_in_transforms.end()
 
 
-@contextlib.contextmanager
-def hooks_but_in_transforms(
-    pack: Callable[[torch.Tensor], Any],
-    unpack: Callable[[Any], torch.Tensor],
-    apart: Callable[[], contextlib.AbstractContextManager[None]],
-) -> Iterator[None]:
-    """Install saved-tensor hooks, except in transforms of torch.func: see `off_in_transforms`."""
-    with off_in_transforms(unpack, apart):
-        push_saved_tensor_hooks(pack, unpack)
-        try:
-            yield
-        finally:
-            pop_saved_tensor_hooks()
+class HooksButInTransforms:
+    """Context manager that installs saved-tensor hooks, except in transforms of torch.func: see `off_in_transforms`."""
+
+    __slots__ = ("_inside", "_pack", "_unpack")
+
+    def __init__(
+        self,
+        pack: Callable[[torch.Tensor], Any],
+        unpack: Callable[[Any], torch.Tensor],
+        inside: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._pack, self._unpack, self._inside = pack, unpack, inside
+
+    def __enter__(self) -> None:
+        _off_in_transforms.begin(self._unpack, self._inside)
+        push_saved_tensor_hooks(self._pack, self._unpack)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        pop_saved_tensor_hooks()
+        _off_in_transforms.end()

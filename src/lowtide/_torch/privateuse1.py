@@ -149,11 +149,15 @@ def with_overrides() -> contextlib.AbstractContextManager[Any]:
     return torch._C._IncludeDispatchKeyGuard(_OVERRIDE)
 
 
+are_overrides_on: Callable[[], bool] = functools.partial(torch._C._dispatch_tls_is_dispatch_key_included, _OVERRIDE)
+"""Return True inside a `with_overrides` block. Torch 2.13."""
+
+
 def without_overrides() -> contextlib.AbstractContextManager[None]:
     """Hide kernels of `override_kernels` from compiled code inside this `with` block, which avoids recompilation. Torch
     2.13.
     """
-    return _override_off() if torch._C._dispatch_tls_is_dispatch_key_included(_OVERRIDE) else _NOTHING
+    return _override_off() if are_overrides_on() else _NOTHING
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ def memory_id(memory: torch.Tensor | torch.UntypedStorage) -> int:
 
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors have one shape, one storage and one offset."""
+    """Return True if two tensors have the same shape, storage and offset."""
     if one.shape != other.shape or not storage_id(one) or storage_id(one) != storage_id(other):
         return False
     return one.storage_offset() == other.storage_offset()

@@ -74,9 +74,9 @@ class Fitted(Removable, Displayed):
 
     def __reduce__(self) -> NoReturn:
         raise LowtideError(
-            f"a {type(self).__name__} is a plan in force on one model: it can't be copied or pickled. Copy the model, "
-            "which has no plan then, and put the plan on it with lowtide.apply(model, fitted.plan); "
-            "fitted.plan.to_json(path) keeps it."
+            f"a {type(self).__name__} is a plan in force on one model, and can't be copied or pickled. Copy the "
+            "model (the copy has no plan) and apply the plan to it: lowtide.apply(copy, fitted.plan). "
+            "fitted.plan.to_json(path) saves the plan."
         )
 
     def __repr__(self) -> str:
@@ -257,7 +257,7 @@ def _fit(
     levers = (levers,) if isinstance(levers, str) else levers
     kinds = [lever_named(name) for name in levers]
     if isinstance(shapes, str) and shapes != "auto":
-        raise LowtideError(f'shapes is {shapes!r}; it takes "auto" or a batch that is smaller than the other.')
+        raise LowtideError(f'shapes takes "auto" or a batch that is smaller than `batch`; found {shapes!r}.')
     if shapes is not None and (set(levers) - set(DEFAULT) or offload):
         raise LowtideError("shapes can't be combined with levers or offload: leave one of them out.")
     if offload and device_of(model) == "cpu":
@@ -282,8 +282,9 @@ def _fit(
             )
     if profile.graphs and has_blocks and (set(levers) - set(DEFAULT) or offload or shapes is not None):
         raise LowtideError(
-            f"this profile is of plans inside the compiled blocks of {type(model).__name__}, which can't be combined "
-            "with other levers, offload or shapes: leave profile= out, and the blocks are rehearsed to be replayed."
+            f"this profile is for plans inside the compiled blocks of {type(model).__name__}, which can't be "
+            "combined with other levers, offload or shapes. Leave profile= out: the blocks are then rehearsed to be "
+            "replayed whole."
         )
     if shapes is not None:
         sizes = Range(batch, None if isinstance(shapes, str) else shapes)

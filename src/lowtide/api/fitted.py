@@ -57,8 +57,8 @@ def remove(model: nn.Module) -> None:
     holders = [*_holders(model)]
     if not holders:
         raise LowtideError(
-            f"no plan is in force on this {type(model).__name__}, nor on a module inside of it: there is nothing to "
-            "take off. Give the model that lowtide.fit was given, or a wrapper of it; a copy has no plan."
+            f"no plan is in force on this {type(model).__name__}, nor on a module inside it: there is nothing to "
+            "remove. Give the model that lowtide.fit was given, or a wrapper of it; a copy has no plan."
         )
     for holder in holders:
         holder.remove()
@@ -70,8 +70,8 @@ def check_has_no_plan(model: nn.Module) -> None:
         if any(isinstance(owner, Applied | Switched) for owner in plans_on(module)):
             where = f"its {path} ({type(module).__name__})" if path else "it"
             raise LowtideError(
-                f"{type(model).__name__} can't be fitted: there is a plan in force on {where} already. Take it off "
-                "first with lowtide.remove(model); lowtide.fitted(model) says which one it is."
+                f"{type(model).__name__} can't be fitted: there is a plan in force on {where} already. Remove it "
+                "first with lowtide.remove(model); lowtide.fitted(model) returns it."
             )
 
 

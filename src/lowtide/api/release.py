@@ -58,7 +58,7 @@ def release(*finished: Any) -> int:
         >>> lowtide.release(loss), loss.grad_fn
         (1, None)
     """
-    return sum(map(_let_go, _tensors_in(finished)))
+    return sum(map(_detach, _tensors_in(finished)))
 
 
 def step() -> AbstractContextManager[Step]:
@@ -96,7 +96,9 @@ class Step(AbstractContextManager["Step"]):
 
     def __enter__(self) -> Self:
         if self._undo:
-            raise LowtideError("this step has begun already. Write a new `with lowtide.step():`.")
+            raise LowtideError(
+                "this lowtide.step() was entered before. Write a new `with lowtide.step():` for each step."
+            )
 
         def make(engine: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -117,11 +119,11 @@ class Step(AbstractContextManager["Step"]):
         for reference in self._tensors:
             tensor = reference()
             if tensor is not None and tensor.grad_fn is not None and _is_reached(tensor.grad_fn):
-                self.n_released += _let_go(tensor, must=False)
+                self.n_released += _detach(tensor, must=False)
         for reference in self._leaves:
             leaf = reference()
             if leaf is not None and leaf.grad is not None and leaf.grad.grad_fn is not None:
-                self.n_released += _let_go(leaf.grad, must=False)
+                self.n_released += _detach(leaf.grad, must=False)
 
     def _is_here(self) -> bool:
         """Return True in the thread that entered the block."""
@@ -214,7 +216,7 @@ def _only_the_loss(model: nn.Module, args: Any, output: Any) -> Any:
     return None
 
 
-def _let_go(tensor: Tensor, *, must: bool = True) -> bool:
+def _detach(tensor: Tensor, *, must: bool = True) -> bool:
     """Detach in place; return True if the tensor had a graph."""
     if tensor.grad_fn is None:
         return False

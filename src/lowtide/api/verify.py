@@ -102,7 +102,7 @@ class Verdict(Record):
 
     @property
     def identical(self) -> bool:
-        """Return True if nothing but nondeterministic results differs from the plain step, inexact levers aside."""
+        """Return True if only nondeterministic results, and those of inexact levers, differ from the plain step."""
         return not self.differing
 
     @property
@@ -148,7 +148,7 @@ class Verdict(Record):
             relative = (self.relative_differences or {}).items()
             apart = ", ".join(f"{kind} {difference:.1e}" for kind, difference in relative)
             apart = f"; relative differences from the plain step: {apart}" if apart else ""
-        audited = "every recipe and replay was compared with the true tensors, bit by bit"
+        audited = "every recipe and replay was compared with the original tensors, bit by bit"
         if self.differences is None:
             return f"the plain step does not fit; {audited}"
         if self.differing:
@@ -317,8 +317,8 @@ def scheduled_peak(
 ) -> int | None:
     """Return the peak of a step under a plan for compiled code whose kernels are left out; None if that fails.
 
-    Such code is made in seconds, and allocates what it would with its kernels: inductor has fused, ordered and reused
-    everything by then. It computes zeros, at which a step may raise. All state is restored.
+    Such code is made in seconds, and allocates as much as with kernels: fusion, order and reuse of buffers are decided
+    before kernels are compiled. It computes zeros, at which a step may raise. All state is restored.
     """
     with (
         StepSnapshot(model, batch, optimizer, step) as unchanged,

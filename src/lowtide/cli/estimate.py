@@ -97,16 +97,18 @@ def estimate(
     --rank.
     """
     if is_profile(target, is_module=is_module):
-        raise click.UsageError(f"{target} is a profile, and estimates need a script: give that.")
+        raise click.UsageError(f"{target} is a profile, and an estimate needs a script: give the script.")
     if snapshot_to is not None and len(sizes) > 1:
-        raise click.UsageError("--snapshot is of one step, and --batch is given more than once.")
+        raise click.UsageError("--snapshot records one step: give --batch once.")
 
     from lowtide.memory.gpu_specs import parse_gpus
     from lowtide.utils.amounts import parse_bytes
 
     gpu, n_gpus = (None, None) if device is None else parse_gpus(device)  # reject invalid values before torch is loaded
     if gpu is not None and budget is not None:
-        raise click.UsageError(f"--budget is for this machine, and --device asks if the step fits on {gpu.name}.")
+        raise click.UsageError(
+            f"--budget is a limit on this machine, and --device asks whether the step fits on {gpu.name}."
+        )
     budget_bytes = None if budget is None else parse_bytes(budget)
     if gpu is None and (rank is not None or fewest):
         raise click.UsageError('--rank and --fewest are for several GPUs, as in --device "8 x H100-80".')
@@ -130,7 +132,7 @@ def estimate(
     script = Script(target=target, args=args, is_module=is_module)
     if gpu is not None and n_gpus is not None and rank is None:
         if sizes:
-            raise click.UsageError("--batch is for one GPU. Give the script its batch size.")
+            raise click.UsageError("--batch works with one GPU. For several, set the batch size in the script.")
         from lowtide.cli.several_gpus import SeveralGpus
 
         several = SeveralGpus(gpu, script, strict=strict, snapshot_to=snapshot_to)

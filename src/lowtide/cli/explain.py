@@ -33,9 +33,9 @@ def explain(file: TextIO, alloc_conf: str | None, as_json: bool) -> int:
     if explanation is None:
         what = "nothing: it is empty" if log.is_empty else f"other text, lines: {log.n_lines}"
         raise LowtideError(
-            "there is no known out-of-memory message in it.\n"
-            f"  Found: {what}.\n"
-            "  Give the text of the error, with its traceback if there is one: python train.py 2>&1 | lowtide explain -"
+            "no known out-of-memory message was found.\n  "
+            f"Found: {what}.\n  "
+            "Give the text of the error, with its traceback if there is one: python train.py 2>&1 | lowtide explain -"
         )
     click.echo(explanation.to_json() if as_json else str(explanation))
     return 0

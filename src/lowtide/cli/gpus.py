@@ -1,4 +1,4 @@
-"""`lowtide gpus`: list the GPUs that `--device` knows, with their memory and where each number is from."""
+"""`lowtide gpus`: list the GPUs that `--device` knows, with their memory and its source."""
 
 from __future__ import annotations
 

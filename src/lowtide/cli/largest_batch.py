@@ -58,7 +58,7 @@ def largest_batch(
     `lowtide run` and `lowtide.fit` lie between these: they choose tensor by tensor, by measured times.
 
     Exit code 0: at least one row fits on some GPU; 1: no row fits on any; 2: there is no answer. For one GPU and a
-    script, `lowtide estimate --device GPU --batch N` estimates each size by itself.
+    script, `lowtide estimate --device GPU --batch N` estimates each size separately.
     """
     if (architecture is None) == (target is None):
         raise click.UsageError("give either a SCRIPT or --hf MODEL.")

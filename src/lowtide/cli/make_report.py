@@ -28,7 +28,7 @@ def _share(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
     except ValueError:
         share = -1.0
     if not 0 <= share < 100:
-        raise click.BadParameter(f"{text!r} is no share; write it as 2% or 0.02.")
+        raise click.BadParameter(f"{text!r} is not a share; write it as 2% or 0.02.")
     return share
 
 
@@ -61,7 +61,7 @@ def report(file: Path, other: Path | None, to: str | None, github: bool, fail_ab
     if other is not None:
         return _compare(run, read_run(other), (str(file), str(other)), to, github, fail_above)
     if fail_above is not None:
-        raise click.UsageError("--fail-above goes with two runs: lowtide report BEFORE.json AFTER.json.")
+        raise click.UsageError("--fail-above needs two runs: lowtide report BEFORE.json AFTER.json.")
     if github:
         from lowtide.report.exports import github_annotations
 
@@ -88,7 +88,7 @@ def _compare(
         click.echo(str(comparison))
     if to not in (None, "-"):
         if Path(str(to)).suffix.lower() not in PAGES:
-            raise click.UsageError(f"{to} does not end in .html: two runs are compared as a page.")
+            raise click.UsageError(f"{to} does not end in .html: a comparison of two runs is an HTML page.")
         write(comparison.to_html(), str(to))
     change = comparison.peak_change
     return 1 if fail_above is not None and change is not None and change > fail_above else 0

@@ -11,11 +11,11 @@ from lowtide.utils.installed_versions import torch_build
 @click.command("native")
 @click.option("--build", is_flag=True, help="Compile the hooks for this torch and Python, which takes about a minute.")
 def native(build: bool) -> int:
-    """Say which saved-tensor hooks Lowtide uses, and compile them.
+    """Show the saved-tensor hooks that Lowtide uses, and compile them.
 
     Plans are carried out by hooks in Python, or by the same hooks in C++, which take less host time: the same plans,
     the same bits. Compiled ones need a C++ compiler and ninja once, and are used by every process that starts after
-    that. LOWTIDE_NATIVE=0 leaves them out, LOWTIDE_NATIVE=1 compiles them on first use.
+    that. LOWTIDE_NATIVE=0 switches them off, LOWTIDE_NATIVE=1 compiles them on first use.
     """
     if build:
         from lowtide._torch.native_extension import BuildFailed

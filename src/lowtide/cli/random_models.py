@@ -100,8 +100,9 @@ def _config(transformers: Any, architecture: str, layers: int | None) -> Any:
     else:
         near = get_close_matches(architecture.rpartition("/")[2].lower(), known, n=3, cutoff=0.4)
         raise LowtideError(
-            f"{architecture!r} is no architecture of transformers {transformers.__version__}, and no folder with a "
-            f"config.json.\n  Nothing is downloaded. Nearest: {', '.join(near) or 'gpt2, bert, llama'}."
+            f"{architecture!r} is neither an architecture of transformers {transformers.__version__} nor a folder "
+            "with a config.json.\n  "
+            f"Nothing is downloaded. Nearest: {', '.join(near) or 'gpt2, bert, llama'}."
         )
     if layers is not None:
         if not hasattr(config, "num_hidden_layers"):

@@ -46,7 +46,7 @@ def rehearse(
     `lowtide plan make` and `lowtide frontier` read the profile. Exit code 2: the script ended before it was rehearsed.
     """
     if is_profile(target, is_module=is_module) and plain:
-        raise click.UsageError(f"{target} is a profile, and --plain is for scripts: give that.")
+        raise click.UsageError(f"{target} is a profile, and --plain needs a script: give the script.")
     profile = profile_of(
         target,
         args,

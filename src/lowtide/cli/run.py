@@ -96,15 +96,15 @@ def run(
             "give either --budget or --plan, before the script: everything after it is passed to the script."
         )
     if report_to is not None and budget is None:
-        raise click.UsageError("--report goes with --budget: the plan of --plan comes from another run's rehearsal.")
+        raise click.UsageError("--report needs --budget: the plan of --plan comes from another run's rehearsal.")
     if save_to is not None and budget is None:
-        raise click.UsageError("--save goes with --budget: the plan of --plan is in a file already.")
+        raise click.UsageError("--save needs --budget: the plan of --plan is in a file already.")
     if levers and budget is None:
-        raise click.UsageError("--lever goes with --budget: the plan of --plan says which levers it has.")
+        raise click.UsageError("--lever needs --budget: the plan of --plan says which levers it has.")
     if no_in_place and budget is None:
-        raise click.UsageError("--no-in-place goes with --budget: the plan of --plan says what it writes in place.")
+        raise click.UsageError("--no-in-place needs --budget: the plan of --plan says what it writes in place.")
     if budget_for == "reserved" and budget is None:
-        raise click.UsageError("--budget-for goes with --budget: the plan of --plan says which bytes it bounds.")
+        raise click.UsageError("--budget-for needs --budget: the plan of --plan says which bytes it bounds.")
 
     from lowtide.levers import parse_script_lever
     from lowtide.memory.device_budget import check_on_device
@@ -165,8 +165,8 @@ def _train(script: Script, monitor: PlanMonitor) -> int:
 
 
 def _save(to: str, plan: Plan) -> None:
-    """Write the plan that stays in force. Training goes on if that fails."""
+    """Write the plan that stays in force. Training continues if that fails."""
     try:
         write(plan.to_json(), to)
     except LowtideError as why:
-        say(f"the plan is not saved, and training goes on: {why}")
+        say(f"the plan is not saved; training continues: {why}")

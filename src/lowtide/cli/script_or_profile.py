@@ -48,7 +48,7 @@ def _own_options(ctx: click.Context, parameter: click.Parameter, args: tuple[str
         for name in given:
             if name not in source:
                 say(
-                    f"{name} stands after {script}, so it was passed to the script. Options of lowtide come before the "
+                    f"{name} comes after {script}, so it was passed to the script. Options of lowtide come before the "
                     "script."
                 )
     return args
@@ -145,7 +145,7 @@ def profile_of(
 ) -> Profile:
     """Return the profile in a `.json` file, or of a script that is rehearsed now; its output goes to stderr if `quiet`.
 
-    With `n_processes` the script is process `rank` of as many, of which the others do not exist.
+    With `n_processes` the script runs as process `rank` of that many; the other processes do not exist.
 
     Ends the command with exit code 2 and a message if the script fails: 1 would be a finding about its memory.
     """
@@ -155,9 +155,9 @@ def profile_of(
         if args:
             raise click.UsageError(f"{target} is a profile: it takes no arguments, found {' '.join(args)}.")
         if levers:
-            raise click.UsageError(f"{target} is a profile, made without --lever: give the script to rehearse it with.")
+            raise click.UsageError(f"{target} is a profile, and --lever needs a script, which is rehearsed with it.")
         if n_processes is not None:
-            raise click.UsageError(f"--processes is for scripts, and {target} is a profile.")
+            raise click.UsageError(f"--processes needs a script, and {target} is a profile.")
         from lowtide.planner.inplace_savings import without_in_place
 
         profile = Record.from_json(Path(target))

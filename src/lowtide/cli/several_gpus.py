@@ -154,7 +154,9 @@ def with_gpus(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[d
 
 
 def table(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> str:
-    """Format one line for each number of GPUs: reserved memory, and the GPUs of which no smaller number is enough."""
+    """Format one line for each number of GPUs: reserved memory, and the GPUs for which it is the smallest number that
+    is enough.
+    """
     lines = ["enough GPUs of each kind, by the number of GPUs that was tried:"]
     for row in rows:
         reserved = f"{row['n_gpus']:>4}  {format_bytes(row['peak_reserved_bytes']):>9} reserved on each"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="TEXT",
     help="Also simulate how much the same requests would reserve under these allocator settings, as in "
-    '"expandable_segments:True". May be given several times; "" stands for the defaults.',
+    '"expandable_segments:True". May be given several times; "" means the defaults.',
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def snapshot(file: Path, device: int | None, top: int, settings: tuple[str, ...], as_json: bool) -> None:

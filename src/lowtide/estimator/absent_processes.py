@@ -32,8 +32,8 @@ class AbsentProcesses:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise RehearsalError(
-                f"there is no rank {self.rank} of {self.size} processes. Give at least one process, and a rank from 0 "
-                "on that is below their number."
+                f"there is no rank {self.rank} of {self.size} processes. Give at least one process, and a rank from "
+                "0 to the number of processes minus 1."
             )
 
     @property
@@ -64,8 +64,8 @@ class AbsentProcesses:
         """Set torchrun's environment variables in this block, and destroy the process group after it."""
         if torch.distributed.is_initialized():
             raise RehearsalError(
-                "this process trains together with others already, and can't be one of processes that are not there.\n"
-                "  Estimate in a process without a process group."
+                "this process already belongs to a process group, so no other processes can be simulated in it.\n  "
+                "Estimate in a process without a process group."
             )
         gpus_per_node.append(self.per_node)
         with patch.dict(os.environ, self.environment()), _meshes_anywhere(), simulated_collectives_counted():
@@ -115,9 +115,9 @@ def these_processes(n_gpus: int) -> AbsentProcesses | None:
     size = torch.distributed.get_world_size() if is_one_of_them else 1
     if n_gpus not in (1, size):
         raise RehearsalError(
-            f"{n_gpus} GPUs are for {n_gpus} processes, and this one belongs to a group of {size}.\n"
-            f"  Shard the model and estimate it inside of `with lowtide.absent_processes({n_gpus})`, or run "
-            "`lowtide estimate` on the script."
+            f"{n_gpus} GPUs need {n_gpus} processes, and this process belongs to a group of {size}.\n  "
+            f"Shard the model and estimate it inside `with lowtide.absent_processes({n_gpus})`, or run `lowtide "
+            "estimate` on the script."
         )
     return AbsentProcesses(size=size, rank=torch.distributed.get_rank()) if size > 1 else None
 

@@ -77,14 +77,14 @@ class _Living:
 class AllocationTracker(TorchDispatchMode, Recorder):
     """Dispatch mode that runs every operator on fake tensors and records what they would allocate on `device`.
 
-    Real tensors are replaced by their fake twins. `answers` holds the known contents, `scratch` the memory that
+    Real tensors are replaced by their fake counterparts. `answers` holds the known contents, `scratch` the memory that
     operators allocate internally.
     """
 
     def __init__(self, device: str, fakes: FakeTensorMode, answers: ValueOracle, scratch: Scratch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
-        self._fakes, self._twins = fakes, FakeTensors(fakes)
+        self._fakes, self._fake_tensors = fakes, FakeTensors(fakes)
         self._answers, self._scratch = answers, scratch
         self._living: dict[int, _Living] = {}
         self._entered: list[Event] = []
@@ -144,7 +144,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
     def stream(self) -> EventStream:
         """Stream of the events recorded since the last `begin`."""
         if self._recording:
-            raise RehearsalError("the stream of a recorder is complete when its with-block has ended, and not before.")
+            raise RehearsalError("the stream of a recorder is complete only when its with block has ended.")
         return EventStream(tuple(self._events), self.device, self.streams)
 
     @property
@@ -167,7 +167,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         self.n_flops = 0
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """Return the fake twin of a tensor that exists at entry (a fake tensor itself); its memory is not an event.
+        """Return the fake counterpart of a tensor that exists at entry (itself if fake); its memory is not an event.
 
         A distributed tensor is returned as it is: its own part on this process is adopted.
         """
@@ -177,14 +177,14 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             return tensor
         fake = tensor
         if is_real(tensor):
-            fake = self._twins.of(tensor)
+            fake = self._fake_tensors.of(tensor)
             self._answers.introduce(fake, tensor)
         for part in sparse.parts([fake]):
             self._follow(part, entry=True)
         return fake
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def unrecorded(self) -> Iterator[None]:
         """Make tensors fake in this block, and record no events for them."""
         with without_modes(), self._fakes:
             yield
@@ -194,9 +194,9 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         living = self._living.get(storage)
         return None if living is None else living.block
 
-    def let_go(self, tensor: Tensor) -> None:
-        """Release a twin whose real tensor gets other memory; other holders may keep the twin's memory alive."""
-        self._twins.let_go(tensor)
+    def release(self, tensor: Tensor) -> None:
+        """Release the fake of a tensor that gets other memory; other holders may keep the fake's memory alive."""
+        self._fake_tensors.release(tensor)
 
     # --- operators
 
@@ -248,7 +248,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
     def _real(self, tensor: Tensor, func: Any) -> Tensor:
         if func is aten.lift_fresh.default:  # `torch.tensor(...)`: newly allocated
             is_torchs = not is_strided(tensor) or tensor.untyped_storage().resizable()
-            fake = self._twins.of_new(tensor)
+            fake = self._fake_tensors.of_new(tensor)
             self._answers.introduce(fake, tensor)
             self._follow(fake, "aten::empty", n_bytes=None if is_torchs else 0)  # an array's tensor has NumPy's memory
             return fake
@@ -295,7 +295,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         op = "aten::" + _name(func)
         new = [tensor for tensor in made if _storage(tensor) not in self._living]
         if len(new) == 1 and self._writes_otherwise(func, args):
-            if self._hand_on(args[0], new[0]):
+            if self._reuse_memory(args[0], new[0]):
                 return
             if running_node_name() == ACCUMULATE_GRAD and _storage(args[0]) in self.in_place:
                 self._share(args[0], new[0])
@@ -304,7 +304,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             self._share(args[0], new[0])
             return
         if new and in_place.wanted_from(func, args):
-            self._hand_on(args[0], made[0])
+            self._reuse_memory(args[0], made[0])
         sizes, extra = self._scratch.of(func, args, kwargs, tensors, made)
         for number, tensor in enumerate(made):
             self._follow(tensor, op, n_bytes=sizes.get(number))
@@ -315,7 +315,9 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             self._inside(copies(args[0], lengths, args[2]), op)
 
     def _writes_otherwise(self, func: Any, args: Any) -> bool:
-        """Return True if autograd writes to the first argument where it can; not for a sum in a node's formula."""
+        """Return True if autograd runs this operator in place outside a dispatch mode. A sum in a node's formula is
+        not.
+        """
         if func is not aten.add.Tensor or running_node_name() == ACCUMULATE_GRAD:
             return func in INPLACE_OTHERWISE
         return any(id(arg) in self._asked for arg in args)
@@ -441,7 +443,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         elif self._recording and living.bytes:
             self._events.append(Free(living.block, living.bytes))
 
-    def _hand_on(self, old: Any, new: Tensor) -> bool:
+    def _reuse_memory(self, old: Any, new: Tensor) -> bool:
         """Give `new` the memory of `old`, if autograd would have written to `old` in place without this mode.
 
         Autograd does so only for its own sums and gradients, not for those that Python code computes in a backward
@@ -543,7 +545,8 @@ def _no_kernel(func: Any) -> RehearsalError:
     if func.namespace not in OWN_OPERATORS:
         remedy = "Say what its results look like (torch.library.register_fake), or measure this step (lowtide.timeline)"
     return RehearsalError(
-        f"{where()}: {func.name()} is an operator that torch can't run on tensors without memory.\n  {remedy}."
+        f"{where()}: {func.name()} is an operator that torch can't run on fake tensors (tensors without memory).\n  "
+        f"{remedy}."
     )
 
 
@@ -553,7 +556,7 @@ def _taken_over() -> bool:
 
 def _called_by_autograd() -> bool:
     """Return True if autograd's C++ code called the operator, with no user Python code in between."""
-    frame = sys._getframe(3)  # _hand_on, _record, __torch_dispatch__
+    frame = sys._getframe(3)  # _reuse_memory, _record, __torch_dispatch__
     while frame.f_code.co_filename.endswith(_WRAPPERS):
         assert frame.f_back is not None
         frame = frame.f_back

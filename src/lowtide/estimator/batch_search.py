@@ -114,7 +114,7 @@ def largest_batch(
         size 1078 fits: 4194056 B peak predicted, and there is 4194304 B; size 1079 would need 4197640 B
     """
     if most < 1:
-        raise LowtideError(f"most is the largest size that may be tried, at least 1; found {most}.")
+        raise LowtideError(f"most, the largest size to try, must be at least 1; found {most}.")
     gpu = None if device is None else parse_gpu(device)
     budget_bytes = _limit(budget, gpu)
     given = size_of(batch, batch_dim)
@@ -157,7 +157,7 @@ def _at(size: int, peaks: Mapping[int, int], budget: int) -> Iterator[None]:
             raise
         least, most = format_apart(budget, peaks[min(peaks)])
         raise RehearsalError(
-            f"size {min(peaks)} needs {most}, and there is {least}; a smaller one, {size}, the step can't be taken at: "
+            f"size {min(peaks)} needs {most}, and {least} is available; at the smaller size {size} the step fails: "
             f"{error}"
         ) from error
 

@@ -24,7 +24,7 @@ SENDING = (
     *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"),
     *("all_gather_single", "reduce_scatter_single", "all_reduce_coalesced", "all_gather_coalesced"),
 )
-"""Functions of `torch.distributed` that send tensors, as far as this torch has them."""
+"""Functions of `torch.distributed` that send tensors, if this torch has them."""
 
 RECEIVED = {
     "all_gather": (0, "tensor_list"),
@@ -51,7 +51,7 @@ class Done:
     is_completed = is_success = wait
 
 
-def stand_ins() -> Iterator[tuple[Any, str, Any]]:
+def replacements() -> Iterator[tuple[Any, str, Any]]:
     """Return the stand-ins for torch's collectives, as (owner, name, function)."""
     senders.clear()
     for owner in (torch.distributed, torch.distributed.distributed_c10d):

@@ -18,7 +18,7 @@ _codes: set[CodeType] = set()
 
 
 def compile_as_written(compiled: Any) -> None:
-    """Remember a module or function that a script compiles and that the estimate runs as it was written."""
+    """Remember a module or function that a script compiles and that the estimate runs uncompiled."""
     if isinstance(compiled, nn.Module):
         _modules.add(compiled)
     elif (code := getattr(inspect.unwrap(compiled), "__code__", None)) is not None:
@@ -35,8 +35,8 @@ def refuse_in_compiled_code(name: str) -> None:
         if is_module or frame.f_code in _codes:
             raise RehearsalError(
                 f"a collective ({name}) runs in compiled code, {_name(module, frame.f_code)}: the compiler moves and "
-                "merges collectives, which is not estimated.\n  Estimate without torch.compile, or compile parts that "
-                "send nothing."
+                "merges collectives, which is not estimated.\n  "
+                "Estimate without torch.compile, or compile only parts without collectives."
             )
 
 

@@ -100,11 +100,11 @@ class _Reducer:
             self.buckets = [*self._views.values()]
             self._ledger.in_place.update(map(storage_id, self.buckets))
         else:
-            with self._ledger.aside():
+            with self._ledger.unrecorded():
                 self._make([*reversed(numbers)] if self._is_new else [*numbers])
         if self._wrapper.static_graph or self._wrapper.find_unused_parameters:
             n_maps = 2 if self._ledger.device == "cpu" else 1  # one is on the host
-            with self._ledger.aside():
+            with self._ledger.unrecorded():
                 like = torch.empty(len(numbers), dtype=torch.int32, device=self._ledger.device)
                 self.maps = [like, *(torch.empty_like(like) for _ in range(n_maps - 1))]
         for tensor in (*self.buckets, *self.maps):

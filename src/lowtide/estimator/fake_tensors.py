@@ -1,4 +1,4 @@
-"""Fake twins of real tensors: the same geometry on the same memory map, without the memory."""
+"""Fake counterparts of real tensors: the same geometry on the same memory map, without the memory."""
 
 from __future__ import annotations
 
@@ -23,42 +23,40 @@ if TYPE_CHECKING:
 
 
 class FakeTensors:
-    """Fake twins of the real tensors that a rehearsed step meets; shared memory stays shared.
+    """Fake counterparts of the real tensors that a rehearsed step meets; shared memory stays shared.
 
-    No real tensor is ever written to: operators see only its twin. Twins are on their tensor's device, or all on
-    `device`.
+    No real tensor is ever written to: operators see only the counterpart. Counterparts are on their tensor's device, or
+    all on `device`.
     """
 
     def __init__(self, mode: FakeTensorMode, device: str | None = None) -> None:
         self._mode, self._device = mode, device
-        self._twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._fake_tensors: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._memory: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        """For each number of a real storage the storage, held so that the number is not reused, and the bytes of its
-        twin.
-        """
+        """For each number of a real storage the storage, held so that the number is not reused, and its fake bytes."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the twin of a real tensor, creating it at the first request."""
-        fake: Tensor | None = self._twins.get(tensor)  # type: ignore[no-untyped-call]
+        """Return the counterpart of a real tensor, creating it at the first request."""
+        fake: Tensor | None = self._fake_tensors.get(tensor)  # type: ignore[no-untyped-call]
         if fake is None or fake.shape != tensor.shape:
-            fake = self._twins[tensor] = self._make(tensor)
+            fake = self._fake_tensors[tensor] = self._make(tensor)
         return fake
 
     def of_new(self, tensor: Tensor) -> Tensor:
-        """Return the twin of a real tensor that only the caller holds; it lives as long as the twin is referenced."""
+        """Return the counterpart of a real tensor that only the caller holds; both live equally long."""
         fake = self.of(tensor)
-        self._twins.pop(tensor)  # type: ignore[no-untyped-call]
-        self.let_go(tensor)
+        self._fake_tensors.pop(tensor)  # type: ignore[no-untyped-call]
+        self.release(tensor)
         return fake
 
-    def apart(self, tensor: Tensor) -> Tensor:
-        """Return a twin that holds only the tensor's own elements, like a copy on another device."""
+    def separate(self, tensor: Tensor) -> Tensor:
+        """Return a counterpart with only the tensor's own elements, like a copy on another device."""
         with without_modes(), self._mode:
             geometry = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
             return torch.empty_like(geometry, device=self._place(tensor))
 
-    def let_go(self, tensor: Tensor) -> None:
-        """Release the twin of a tensor's memory."""
+    def release(self, tensor: Tensor) -> None:
+        """Release the counterpart of a tensor's memory."""
         if is_strided(tensor):
             self._memory.pop(storage_number(tensor.untyped_storage()), None)
 

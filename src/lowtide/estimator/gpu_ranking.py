@@ -76,7 +76,7 @@ class _Work:
 
     @property
     def shown(self) -> GpuSpec:
-        """GPU that stands for all of them: the one with the largest workspaces."""
+        """GPU that represents all of them: the one with the largest workspaces."""
         return max(self.gpus, key=workspace_bytes)
 
     @property

@@ -23,7 +23,7 @@ from lowtide._torch.fsdp import (
     shard_groups,
 )
 from lowtide.errors import RehearsalError
-from lowtide.estimator.collectives import stand_ins
+from lowtide.estimator.collectives import replacements
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.state.process_group import check_at_rest, several_processes
 
@@ -60,7 +60,7 @@ def sharding(modules: Iterable[Any], ledger: AllocationTracker) -> Iterator[None
     del modules  # one that the program drops is to be freed
     with contextlib.ExitStack() as stack:
         if several_processes():
-            for owner, name, function in stand_ins():
+            for owner, name, function in replacements():
                 stack.enter_context(patch.object(owner, name, function))
         stack.enter_context(sharding_without_modes())
         if (ring := ring_attention()) is not None:
@@ -68,15 +68,15 @@ def sharding(modules: Iterable[Any], ledger: AllocationTracker) -> Iterator[None
                 stack.enter_context(patch.object(ring[0], name, _refuse_rings))
         if groups:
             for group in groups:
-                stack.callback(group.set_aside())
+                stack.callback(group.drop_gathered())
             stack.enter_context(observe_resizes(ledger.resized, (ledger.device, "meta")))
             stack.enter_context(purposes_known(ledger.purpose, ledger.becomes))
         yield
 
 
 @contextlib.contextmanager
-def units_on(device: torch.device, modules: Iterable[Any], twin_of: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Make FSDP2 and meshes compute on `device` in this block; `twin_of` returns the fake tensor for a CPU shard."""
+def units_on(device: torch.device, modules: Iterable[Any], fake_of: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Make FSDP2 and meshes compute on `device` in this block; `fake_of` returns the fake tensor for a CPU shard."""
     modules = tuple(module for module in modules if isinstance(module, torch.nn.Module))
     groups = list(_groups(modules))
     with contextlib.ExitStack() as stack:
@@ -86,7 +86,7 @@ def units_on(device: torch.device, modules: Iterable[Any], twin_of: Callable[[Te
                 stack.enter_context(patch.object(owner, name, value))
         del modules  # one that the program drops is to be freed
         for group in groups:
-            for owner, name, value in group.on_device(device, twin_of):
+            for owner, name, value in group.on_device(device, fake_of):
                 stack.enter_context(patch.object(owner, name, value))
         yield
 
@@ -112,8 +112,9 @@ def check_estimated(modules: Iterable[nn.Module]) -> None:
 
 def _refuse_rings(*args: Any, **kwargs: Any) -> NoReturn:
     raise RehearsalError(
-        "context parallel passes keys and values from one process to the next, which is not estimated.\n  Estimate "
-        "without it, with a process's share of the tokens: attention then takes less by what is passed on."
+        "context parallel passes keys and values from one process to the next, which is not estimated.\n  "
+        "Estimate without it, with one process's share of the tokens: the exchanged keys and values are then missing "
+        "from the estimate."
     )
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class TwoStepRun:
-    """Context in which operators on the model's device allocate nothing, and what they would allocate is recorded.
+    """Context in which operators on the model's device allocate nothing, and their allocations are recorded instead.
 
     Take one step, call `second`, take another one, call `finish`. At the end of the block everything is restored.
     """
@@ -92,7 +92,7 @@ class TwoStepRun:
             stack.enter_context(exclusive(self._fakes))
             stack.enter_context(placed(everything, self._device, self._fakes))
             stack.enter_context(self._state)
-            stack.callback(self._put_back)
+            stack.callback(self._restore)
             stack.enter_context(self._ledger)
             stack.enter_context(PythonQueries(self.answers, self._ledger))
             stack.enter_context(unpatched())
@@ -125,7 +125,7 @@ class TwoStepRun:
                     self._resized.append((tensor, other))
                 adopt(self._ledger, [tensor])
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         for tensor, other in reversed(self._resized):
             swap(tensor, other)
         self._resized.clear()

@@ -35,7 +35,7 @@ MIN_BYTES = 4096
 
 
 class Unrehearsed(Engine):
-    """An engine that recomputes each saved tensor outside of replays that takes no matrix product to recompute."""
+    """An engine that recomputes each saved tensor outside replays that takes no matrix product to recompute."""
 
     learns = False
 

@@ -1,7 +1,7 @@
 """The lever `fused optimizer`: torch's fused kernels, which update parameters without temporaries.
 
 `foreach`, the default on GPUs, needs about one more copy of the parameters during the step; the plain loop needs a copy
-of the largest parameter. The arithmetic is the same but for rounding.
+of the largest parameter. The arithmetic is the same except for rounding.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Active:
 def _fusible(optimizer: Optimizer | None) -> Optimizer:
     """Return the optimizer if fused kernels can replace its own. Raises LeverNotApplicable otherwise."""
     if optimizer is None:
-        raise LeverNotApplicable("no single optimizer is known that steps on the model's parameters: pass optimizer=")
+        raise LeverNotApplicable("no single optimizer of the model's parameters was found: pass optimizer=")
     groups = optimizer.param_groups
     name = type(optimizer).__name__
     if not all("fused" in group for group in groups):

@@ -27,11 +27,11 @@ class StepContext:
     step: Callable[[Any], Any]
     batch: Any
     optimizer: Optimizers
-    """Optimizers that step on the model's parameters, as far as they are named or known."""
+    """Optimizers that step on the model's parameters, if they are named or known."""
     in_place: bool = True
     """True if gradients may be written in place."""
     inside_blocks: bool = True
-    """True if plans may decide what blocks that inductor compiles save."""
+    """True if plans may choose the saved tensors of blocks that inductor compiles."""
 
     @property
     def only_optimizer(self) -> Optimizer | None:

@@ -113,7 +113,7 @@ def _check_use(site: StepContext) -> None:
         finally:
             front.remove()
         if any(map(is_model_output, tree_leaves(result, is_leaf=is_model_output))):
-            raise LeverNotApplicable("the step returns the model's outputs, of which its loop may read anything")
+            raise LeverNotApplicable("the step returns the model's outputs, and its loop may read any of them")
     if not any(held):
         raise LeverNotApplicable("nothing holds the model's outputs while backward runs")
 

@@ -2,8 +2,8 @@
 
 Each piece's forward is followed by its backward, within the call of the model, and the pieces' gradients are summed as
 in `lowtide.accumulate`, which also decides the cases to reject. The model returns the loss of the whole batch, whose
-backward hands out the summed gradients: the training loop stays unchanged. Gradients are equal but for rounding, unless
-the model draws random numbers: then other numbers are drawn.
+backward hands out the summed gradients: the training loop stays unchanged. Gradients are equal except for rounding,
+unless the model draws random numbers: then other numbers are drawn.
 """
 
 from __future__ import annotations
@@ -107,11 +107,12 @@ class _Active:
             if not isinstance(output, Tensor) or output.numel() != 1:
                 raise LowtideError(
                     "micro-batches need a model that gives its loss: pass it the labels. Where the loss is computed "
-                    "outside of the model, use lowtide.accumulate in the training loop"
+                    "outside the model, use lowtide.accumulate in the training loop."
                 )
             if not self._gathered and any(p.dtype == torch.float32 for p in trained) and _is_half_inside(output):
                 raise LowtideError(
-                    "micro-batches run backward before a GradScaler has scaled the loss: autocast to bfloat16."
+                    "micro-batches run backward before a GradScaler has scaled the loss. Use bfloat16 autocast, "
+                    "which needs no GradScaler."
                 )
             return output
 
@@ -153,7 +154,7 @@ class _GatherFunction(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> Any:
         gathered, ctx.gathered = ctx.gathered, None
         if gathered is None:
-            raise LowtideError("the gradients of these micro-batches were handed out already: backward runs once.")
+            raise LowtideError("the gradients of these micro-batches were used already: backward can run only once.")
         for _, gradient in gathered:
             gradient.mul_(outer[0].to(gradient))
         publish(gathered)
@@ -174,7 +175,7 @@ def _check(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, BatchNorm) and module.training:
             raise LeverNotApplicable(
-                f"{path} normalizes over the batch: in pieces its statistics, and with them the gradients, are others"
+                f"{path} normalizes over the batch: in pieces its statistics, and with them the gradients, differ"
             )
     for name, parameter in model.named_parameters():
         if has_gradient_hooks(parameter):

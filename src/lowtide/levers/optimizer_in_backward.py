@@ -1,11 +1,11 @@
 """The lever `step in backward`: update each parameter as soon as its gradient is complete, then free the gradient.
 
-So gradients never exist all at once. The bits are those of the plain step, as torch's optimizers treat each parameter
-by itself. With gradient accumulation the update comes in the last backward pass before `optimizer.step()`, after
-clipping by value or by each parameter's own norm. No gradients are left when backward is over: code that reads them
-finds None. A backward pass that fails leaves some parameters updated and others not. Values that a loop sets between
-backward and step, such as a learning rate or the weights that SAM has moved, would come too late: such loops are
-rejected, and an optimizer setting changed too late in a later step is an error.
+So gradients never exist all at once. The bits are those of the plain step, because torch's optimizers treat each
+parameter separately. With gradient accumulation the update comes in the last backward pass before `optimizer.step()`,
+after clipping by value or by each parameter's own norm. No gradients are left when backward is over: code that reads
+them finds None. A backward pass that fails leaves some parameters updated and others not. Values that a loop sets
+between backward and step, such as a learning rate or the weights that SAM has moved, would come too late: such loops
+are rejected, and an optimizer setting changed too late in a later step is an error.
 
 Gradients that are clipped by their common norm are computed twice, first for the norm (`two_pass_clipping.py`). All
 saved tensors stay until the second pass. `clip_grad_norm_` then finds no gradients and returns 0, so a logged norm is
@@ -147,8 +147,8 @@ class _Active:
             if arrived > self._backwards:
                 raise LowtideError(
                     f"the lever 'step in backward' was planned for {self._backwards} backward pass(es) before each "
-                    "optimizer.step(), and there was one more: the update has been made already. If an earlier one "
-                    "failed, apply the plan anew; else fit again with a step that accumulates as the loop does."
+                    "optimizer.step(), and there was one more, after the update. If an earlier one failed, apply the "
+                    "plan again; else fit again with a step that accumulates as the loop does."
                 )
             if arrived == self._backwards:
                 self._update(parameter)
@@ -174,9 +174,9 @@ class _Active:
         settings, self._settings = self._settings, []
         if settings and (name := changed_setting(settings, group_settings(optimizer))):
             raise LowtideError(
-                f"{name!r} of a parameter group was set between backward and optimizer.step(). The lever 'step in "
-                "backward' had updated the parameters by then, with what it was before. Set it before backward, or fit "
-                "without the lever."
+                f"{name!r} of a parameter group was set between backward and optimizer.step(). By then the lever "
+                "'step in backward' had already updated the parameters, with the previous value. Set it before "
+                "backward, or fit without the lever."
             )
         if isinstance(self._clip, CommonNorm):
             self._clip.finish_step()
@@ -206,11 +206,11 @@ def _steppable(optimizer: Optimizer | None) -> Optimizer:
     if several_processes():
         raise LeverNotApplicable(TOGETHER)
     if optimizer is None:
-        raise LeverNotApplicable("no single optimizer is known that steps on the model's parameters: pass optimizer=")
+        raise LeverNotApplicable("no single optimizer of the model's parameters was found: pass optimizer=")
     name = type(optimizer).__name__
     if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
         raise LeverNotApplicable(
-            f"a {name} may look at several parameters at once; torch.optim's, but for LBFGS, do not"
+            f"a {name} may read several parameters at once; those of torch.optim, except LBFGS, do not"
         )
     if has_step_pre_hooks(optimizer):
         raise LeverNotApplicable(f"there are hooks before the step of this {name}, which may look at gradients")
@@ -221,8 +221,8 @@ def _check_two_passes(model: nn.Module, observed: ObservedStep) -> None:
     """Raise LeverNotApplicable if a gradient may not be computed twice."""
     if observed.backwards > 1:
         raise LeverNotApplicable(
-            "gradients are clipped by their common norm and accumulated over several backward passes: all of them are "
-            "there before the last one"
+            "gradients are clipped by their common norm and accumulated over several backward passes: all gradients "
+            "exist before the last pass"
         )
     twice = "which would run twice: gradients that are clipped by their common norm have to be computed for it first"
     named = model.named_parameters()

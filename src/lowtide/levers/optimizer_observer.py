@@ -235,7 +235,7 @@ _HOOKING = frozenset({"register_hook", "register_prehook", "retain_grad"})
 
 @contextlib.contextmanager
 def _watch_calls(observed: ObservedStep) -> Iterator[None]:
-    """Note calls of torch's clipping functions, GradScaler.step and functions that hook gradients, in this thread."""
+    """Record calls of torch's clipping functions, GradScaler.step and functions that hook gradients, in this thread."""
     clips = {
         _code(clip_grad.clip_grad_value_): (BY_VALUE, "clip_value"),
         _code(clip_grad.clip_grad_norm_): (BY_NORM, "max_norm"),

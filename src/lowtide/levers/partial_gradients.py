@@ -37,6 +37,6 @@ def publish(gathered: Gathered) -> None:
 
 
 def subscribe(listener: Callable[[Gathered], None]) -> Callable[[], None]:
-    """Call `listener` with gathered gradients before they are handed out; return a function that ends this, once."""
+    """Call `listener` with gathered gradients before they are handed out; return a function that stops that."""
     _LISTENERS.append(listener)
     return lambda: _LISTENERS.remove(listener)

@@ -68,4 +68,4 @@ def _refused_read(field: str, lever: str) -> Refused:
 
 
 class Refused(LowtideError):
-    """A released field was read."""
+    """Error for reading a field of the outputs that was released."""

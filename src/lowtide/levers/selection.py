@@ -204,7 +204,7 @@ def rehearse_with_levers(site: StepContext, levers: tuple[AppliedLever, ...]) ->
 def suggest_levers(
     site: StepContext, names: Collection[str], unused: Collection[str], error: Infeasible
 ) -> tuple[str, ...]:
-    """Suggest levers beyond `names` that may help if no plan fits, each beside the levers that are not `unused`."""
+    """Suggest levers beyond `names` that may help if no plan fits, each combined with those not in `unused`."""
     if site.optimizer is None:
         try:
             site = replace(site, optimizer=optimizer_of(site.model, site.step, site.batch))

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 NEAR = 0.01
 """Tolerance: norms in bfloat16 are good to 8 bits; sums in another order differ by less."""
 _NONE = -2
-"""Number that stands for no pass: backward numbers its passes from 0, and outside of any pass the number is -1."""
+"""Number that means no pass: backward numbers its passes from 0, and outside any pass the number is -1."""
 
 ORDERS = ("model", "optimizer")
 """Orders in which the common norm may be computed, on which its last bit depends: the model's or the optimizer's."""
@@ -66,7 +66,7 @@ def order_of(model: nn.Module, optimizer: Optimizer, clipped: Sequence[Tensor]) 
         if list(map(id, in_order)) == list(map(id, clipped)):
             return order
     raise LeverNotApplicable(
-        "clip_grad_norm_ is given gradients in another order than that of the model or of the optimizer"
+        "clip_grad_norm_ gets the gradients in an order that is neither the model's nor the optimizer's"
     )
 
 
@@ -112,8 +112,8 @@ class CommonNorm:
         if self._is_first or self._pass == backward_number():
             self._total = None
             raise LowtideError(
-                "backward comes to two calls of the model at once: the norm of the gradients' sum is not known before "
-                "all of it is there."
+                "one backward pass goes through two calls of the model: the norm of the summed gradients is not "
+                "known until both are done."
             )
         parameters, buffers = self._check(), self._buffers()
         self._begin_pass()
@@ -151,14 +151,12 @@ class CommonNorm:
             raise LowtideError("there was one more backward pass before optimizer.step(): the update has been made.")
         groups: Iterable[Tensor] = (p for group in self._optimizer.param_groups for p in group["params"])
         if {p for p in (*groups, *self._model.parameters()) if p.requires_grad} != self._trained:
-            raise LowtideError(
-                "other parameters need gradients than those of the optimizer when the lever was put on: apply it anew."
-            )
+            raise LowtideError("other parameters need gradients now than when the lever was applied: apply it again.")
         for parameter in self._parameters:
             if parameter.grad is not None:
                 raise LowtideError(
-                    f"there is a gradient of {self._name(parameter)} before the last backward pass, which is added to: "
-                    "let zero_grad() set gradients to None, its default, and do not accumulate."
+                    f"there is a gradient of {self._name(parameter)} before the last backward pass: let zero_grad() "
+                    "set gradients to None (its default), and do not accumulate."
                 )
             if has_gradient_hooks(parameter):
                 raise LowtideError(
@@ -195,9 +193,9 @@ class CommonNorm:
                 "anyway, set `error_if_nonfinite=False`"
             )
         raise LowtideError(
-            f"the norm of all gradients is {float(total):g}. Nothing was updated in this step. A loop that looks at "
-            "the norm before optimizer.step() is too late with the lever 'step in backward': if yours leaves such "
-            "steps out, fit without the lever."
+            f"the norm of all gradients is {float(total):g}. Nothing was updated in this step. With the lever 'step "
+            "in backward' a loop can't check the norm before the update: if your loop skips such steps, fit without "
+            "the lever."
         )
 
     def _common_norm(self, norms: list[Tensor]) -> Tensor:
@@ -219,13 +217,13 @@ class CommonNorm:
         assert parameter.grad is not None
         if self._total is None or self._pass != backward_number() or parameter not in self._first_norms:
             raise LowtideError(
-                "a gradient came that does not come from what one call of the model returned: its norm is not known."
+                "a gradient does not come from the outputs of a single call of the model: its norm is not known."
             )
         self._second_norms[parameter] = self._norm(parameter, parameter.grad)
         clip_grads_with_norm_(parameter, self._clip.limit, self._total, self._clip.foreach)
 
     def finish_step(self) -> None:
-        """End the step. Raises LowtideError if gradients were clipped by a norm that is not theirs.
+        """End the step. Raises LowtideError if gradients were clipped by a wrong norm.
 
         Reads one number from the device for this check.
         """
@@ -246,7 +244,7 @@ class CommonNorm:
             )
         if is_first:
             warnings.warn(
-                f"gradients were clipped by a norm that was off by {share:.1e} of it: {OTHERS}.", stacklevel=2
+                f"gradients were clipped by a norm that was off by {share:.1e} (relative): {OTHERS}.", stacklevel=2
             )
 
     def _largest_difference(self, first: dict[Tensor, Tensor], second: dict[Tensor, Tensor], total: Tensor) -> float:

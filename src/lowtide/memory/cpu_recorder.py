@@ -38,7 +38,7 @@ from lowtide._torch.cpu_profiler import (
 )
 from lowtide.errors import RehearsalError
 from lowtide.memory import entry_storages as entry
-from lowtide.memory.events import Allocate, Busy, Event, EventStream, Free, Mark, Recorder, without_asides
+from lowtide.memory.events import Allocate, Busy, Event, EventStream, Free, Mark, Recorder, without_own_work
 from lowtide.utils.interrupts import entering, whole
 from lowtide.utils.stderr_filter import without_noise
 
@@ -91,14 +91,14 @@ class CpuRecorder(Recorder):
     def stream(self) -> EventStream:
         """Return the recorded events. Raises RehearsalError before the block has ended."""
         if self._stream is None:
-            raise RehearsalError("the stream of a recorder is complete when its with-block has ended, and not before.")
+            raise RehearsalError("the stream of a recorder is complete only when its with block has ended.")
         return self._stream
 
     @entering
     def __enter__(self) -> Self:
         global _recording
         if self._thread is not None:
-            raise RehearsalError("a recorder records once. Make a new CpuRecorder().")
+            raise RehearsalError("this recorder was used before. Create a new CpuRecorder().")
         _refuse_backward()
         _finish()
         with _claim:
@@ -129,14 +129,14 @@ class CpuRecorder(Recorder):
             self._release()
         with _uncollected():  # each collection would traverse all events so far
             lost = self._reader.read(*session)
-            self._stream = EventStream(without_asides(self._reader.events), self.device)
+            self._stream = EventStream(without_own_work(self._reader.events), self.device)
         if error is None:  # not raised in place of the user's own exception
             _refuse_lost(lost)
 
     def mark(self, label: str, data: object = None) -> None:
         """Put a mark exactly here. Raises RehearsalError outside the with-block."""
         if self._profile is None:
-            raise RehearsalError(f"mark({label!r}): marks are made inside the recorder's with-block.")
+            raise RehearsalError(f"mark({label!r}): marks can be made only inside the recorder's with block.")
         self._annotate(Mark(label, data))
 
     def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:

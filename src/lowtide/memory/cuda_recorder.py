@@ -11,7 +11,7 @@ is allocated at the first product of a process and kept. A recording begins with
 has products.
 
 A mark is exact within its thread: it is a text attached to all that the thread allocates and frees from then on. The
-allocator keeps one such text per thread, and backward runs in threads of its own. Between threads marks are placed by
+allocator keeps one such text per thread, and backward runs in its own threads. Between threads marks are placed by
 time, to the microsecond; switching to another thread takes several.
 
 Read in the sources of torch 2.13; `parse_trace` is tested on a trace written by hand after them.
@@ -39,7 +39,7 @@ from lowtide._torch.cuda_history import (
     stop_history,
 )
 from lowtide.errors import RehearsalError
-from lowtide.memory.events import Allocate, Busy, Event, EventStream, Free, Mark, Recorder, without_asides
+from lowtide.memory.events import Allocate, Busy, Event, EventStream, Free, Mark, Recorder, without_own_work
 
 T = TypeVar("T")
 
@@ -77,12 +77,12 @@ class CudaRecorder(Recorder):
     def stream(self) -> EventStream:
         """Return the recorded events. Raises RehearsalError before the block has ended."""
         if self._stream is None:
-            raise RehearsalError("the stream of a recorder is complete when its with-block has ended, and not before.")
+            raise RehearsalError("the stream of a recorder is complete only when its with block has ended.")
         return self._stream
 
     def __enter__(self) -> Self:
         if self._key:
-            raise RehearsalError("a recorder records once. Make a new CudaRecorder().")
+            raise RehearsalError("this recorder was used before. Create a new CudaRecorder().")
         self._index = cuda_index(self._asked)
         self.device = f"cuda:{self._index}"
         torch.cuda.init()  # type: ignore[no-untyped-call]  # CUDA may be unused so far
@@ -116,12 +116,12 @@ class CudaRecorder(Recorder):
             stop_history()  # after the snapshot, because this drops the history
             set_metadata("")
         events = parse_trace(trace, self._marks, self._key, self.entry_addresses)
-        self._stream = EventStream(without_asides(events), self.device)
+        self._stream = EventStream(without_own_work(events), self.device)
 
     def mark(self, label: str, data: object = None) -> None:
         """Put a mark exactly here. Raises RehearsalError outside the with-block."""
         if not self._is_recording:
-            raise RehearsalError(f"mark({label!r}): marks are made inside the recorder's with-block.")
+            raise RehearsalError(f"mark({label!r}): marks can be made only inside the recorder's with block.")
         self._marks.append(PlacedMark(Mark(label, data), threading.get_ident(), time.time_ns() / 1000))
         self._attach(len(self._marks))
 

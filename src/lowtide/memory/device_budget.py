@@ -66,7 +66,7 @@ def on_device(budget: int | str, device: torch.device, say: Callable[[str], obje
 
 
 def automatic_budget(free_bytes: int, total_bytes: int, reserved_bytes: int) -> tuple[int, str]:
-    """Return the budget that "auto" stands for, and its derivation in words."""
+    """Return the budget that "auto" means here, and its derivation in words."""
     ours = free_bytes + reserved_bytes
     margin = int(ours * MARGIN)
     others = total_bytes - ours

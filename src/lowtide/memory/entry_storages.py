@@ -22,21 +22,21 @@ from lowtide.utils.live_objects import live_objects
 _MEMORY_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
 """Paths of mapped files that are memory, not files on a disk: shared memory of processes."""
 
-_asides: weakref.WeakValueDictionary[int, UntypedStorage] = weakref.WeakValueDictionary()
-"""Storages (by address) of copies that a rehearsal holds and that are not the program's own."""
+_excluded: weakref.WeakValueDictionary[int, UntypedStorage] = weakref.WeakValueDictionary()
+"""Storages, by address, of copies that a rehearsal holds and that are not the program's own."""
 
 
-def set_aside(copy: Tensor) -> Tensor:
-    """Exclude `copy`, a tensor that Lowtide holds for a while, from the tensors that exist at entry; return it."""
+def exclude_from_entry(copy: Tensor) -> Tensor:
+    """Exclude `copy`, a tensor that Lowtide holds temporarily, from the tensors that exist at entry; return it."""
     for part in parts_of(copy):
         if part.device.type == "cpu":
-            _asides[part.untyped_storage().data_ptr()] = part.untyped_storage()
+            _excluded[part.untyped_storage().data_ptr()] = part.untyped_storage()
     return copy
 
 
-def is_aside(storage: UntypedStorage) -> bool:
-    """Return True if `storage` was set aside."""
-    return _asides.get(storage.data_ptr()) is not None
+def is_excluded(storage: UntypedStorage) -> bool:
+    """Return True if `storage` is excluded from those that exist at entry."""
+    return _excluded.get(storage.data_ptr()) is not None
 
 
 def storages_of(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
@@ -51,12 +51,12 @@ def storages_of(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
 def bytes_of(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Return the bytes of each storage of `tensors` in host memory, by address.
 
-    Memory that torch borrows or shares is included. Mapped files on a disk and storages set aside are not.
+    Memory that torch borrows or shares is included. Mapped files on a disk and excluded storages are not.
     """
     borrowed: dict[int, int] = {}
     sizes: dict[int, int] = {}
     for storage in _on_the_host(tensors):
-        if not is_aside(storage):
+        if not is_excluded(storage):
             (sizes if storage.resizable() else borrowed)[storage.data_ptr()] = storage.nbytes()
     files = _mapped_files() if borrowed else []
     sizes.update((where, n_bytes) for where, n_bytes in borrowed.items() if not _is_inside(where, files))

@@ -29,7 +29,7 @@ FORMAT = 1
 PHASE = "phase"
 """Label of the marks that begin a phase; their data is its name."""
 
-ASIDE = "aside"
+OWN_WORK = "own work"
 """Label of the marks around the recording program's own work; their data is True at its beginning."""
 
 Category: TypeAlias = Literal[
@@ -83,24 +83,26 @@ class Label(NamedTuple):
     op: str = ""
 
 
-def without_asides(events: Sequence[Event]) -> tuple[Event, ...]:
-    """Return the events without ASIDE marks, and without blocks that are both allocated and freed between two of
+def without_own_work(events: Sequence[Event]) -> tuple[Event, ...]:
+    """Return the events without OWN_WORK marks, and without blocks that are both allocated and freed between two of
     these.
     """
-    if not any(isinstance(event, Mark) and event.label == ASIDE for event in events):
+    if not any(isinstance(event, Mark) and event.label == OWN_WORK for event in events):
         return tuple(events)
-    is_aside = False
+    is_own = False
     allocated: set[int] = set()
     excluded: set[int] = set()
     for event in events:
-        if isinstance(event, Mark) and event.label == ASIDE:
-            is_aside, allocated = bool(event.data), set()
-        elif is_aside and isinstance(event, Allocate):
+        if isinstance(event, Mark) and event.label == OWN_WORK:
+            is_own, allocated = bool(event.data), set()
+        elif is_own and isinstance(event, Allocate):
             allocated.add(event.block)
-        elif is_aside and isinstance(event, Free) and event.block in allocated:
+        elif is_own and isinstance(event, Free) and event.block in allocated:
             excluded.add(event.block)
     return tuple(
-        event for event in events if (event.label != ASIDE if isinstance(event, Mark) else event.block not in excluded)
+        event
+        for event in events
+        if (event.label != OWN_WORK if isinstance(event, Mark) else event.block not in excluded)
     )
 
 
@@ -111,7 +113,7 @@ class EventStream:
     events: tuple[Event, ...]
     device: str = "cpu"
     streams: Mapping[int, int] = field(default_factory=dict)
-    """CUDA stream of each block that is not on the default one, by block: a number that only tells streams apart."""
+    """CUDA stream of each block that is not on the default one, by block: the number only distinguishes streams."""
 
     def __len__(self) -> int:
         return len(self.events)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _CONTAINERS = (Tensor, list, tuple, dict, set, frozenset, deque)
 _NOT_ENTERED = (nn.Module, Optimizer, ModuleType, type, FunctionType, MethodType, FrameType, str, bytes)
 _MOST_OBJECTS = 100_000
-_OTHERS = 1  # the bit that stands for all holders other than the variables
+_OTHERS = 1  # the bit of all holders other than the variables
 
 
 _finder = LiveObjectFinder(Tensor)

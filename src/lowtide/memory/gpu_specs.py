@@ -27,7 +27,7 @@ class GpuSpec:
     total_bytes: int
     """torch's `total_memory`: the part of the nominal size that the driver leaves."""
     capability: tuple[int, int] | None
-    """Compute capability; None for a GPU of which only the size is known."""
+    """Compute capability; None for a GPU whose memory size alone is known."""
     source: str
     """Address of the report that states the size."""
     shared: bool = False

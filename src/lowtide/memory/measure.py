@@ -101,7 +101,7 @@ class Memory(Displayed):
 
     def _known(self, asked: str) -> Timeline:
         if self._timeline is None:
-            raise RehearsalError(f"{asked} is known when the with-block of measure() has ended, and not before.")
+            raise RehearsalError(f"{asked} is known only when the with block of measure() has ended.")
         return self._timeline
 
     def _finish(

@@ -52,7 +52,7 @@ class Block(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Origin of the block, as far as known: module and operator."""
+        """Origin of the block, if known: module and operator."""
         module, op = (self.label.module, self.label.op or self.op) if self.label else ("", self.op)
         return " ".join(part for part in (module, op) if part) or "(outside any operator)"
 
@@ -70,7 +70,7 @@ class Phase(NamedTuple):
 class Timeline(Displayed):
     """Memory after each event of a stream, its peak and the peak's parts; `print` it for a table.
 
-    `labels` maps block numbers to the identity of the blocks, as far as known.
+    `labels` maps block numbers to the identity of the blocks, if known.
     """
 
     def __init__(self, stream: EventStream, labels: Mapping[int, Label] | None = None) -> None:

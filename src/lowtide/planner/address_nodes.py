@@ -68,7 +68,7 @@ def check_names(kind: str, names: Iterable[str], written: Iterable[str] = ()) ->
             raise ValueError(f"{name[:100]!r} is no name of what a plan can {kind}")
     for node in written:
         if not _WRITTEN.fullmatch(node):
-            raise ValueError(f"{node[:100]!r} is no autograd node")
+            raise ValueError(f"{node[:100]!r} is not an autograd node")
 
 
 def split_address(address: str) -> tuple[str, str, str]:

@@ -32,7 +32,7 @@ def prefix_length_of(profile: Profile, nodes: frozenset[str]) -> int:
     for n in range(len(profile.in_place) + 1):
         if nodes_in_prefix(profile, n).keys() == nodes:
             return n
-    raise ValueError(f"this profile says nothing of gradients in place for just {', '.join(sorted(nodes))}")
+    raise ValueError(f"this profile does not say what in-place gradients save for just {', '.join(sorted(nodes))}")
 
 
 def extra_ms(profile: Profile, n: int) -> float:

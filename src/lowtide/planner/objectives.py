@@ -10,7 +10,7 @@ import numpy as np
 from lowtide.planner.records import Call, Profile, Value
 
 Objective = Literal["time", "flops"]
-DEARER = 10
+FLOP_WEIGHT = 10
 """Weight of a FLOP relative to the time that it takes, in plans that minimize FLOPs."""
 
 
@@ -23,7 +23,7 @@ def with_flops_costs(profile: Profile) -> Profile:
     flops = sum(cost.flops for cost in costs)
     if not flops:
         return profile
-    ms_of_flop = DEARER * sum(cost.cost_ms for cost in costs if cost.flops) / flops
+    ms_of_flop = FLOP_WEIGHT * sum(cost.cost_ms for cost in costs if cost.flops) / flops
 
     def weigh(call: Call) -> Call:
         return replace(

@@ -62,7 +62,7 @@ def unfold(blocks: Mapping[str, Block]) -> tuple[dict[str, str], *tuple[tuple[st
     written = sum(len(each) for content in blocks.values() for each in content.values())
     n_decisions = sum(_count(block) * sum(map(len, content.values())) for block, content in blocks.items())
     if n_decisions > MOST + written:
-        raise ValueError(f"it has {n_decisions} decisions, and no step as many")
+        raise ValueError(f"it has {n_decisions} decisions, more than any step can have")
     recompute: dict[str, str] = {}
     run: dict[str, set[str]] = {kind: set() for kind in KINDS}
     for block, content in blocks.items():
@@ -119,7 +119,7 @@ def _expand(block: str) -> Iterator[str]:
 
 
 def _count(block: str) -> int:
-    """Return the number of blocks that a key stands for."""
+    """Return the number of blocks that a key covers."""
     match = _RANGES.search(block)
     return 1 if match is None else sum(numbers.stop - numbers.start for numbers in _numbers(block, match[1]))
 
@@ -129,7 +129,7 @@ def _numbers(block: str, runs: str) -> Iterator[range]:
         first, _, last = run.partition("-")
         numbers = range(int(first), int(last or first) + 1) if first else range(0)
         if numbers.stop <= numbers.start:
-            raise ValueError(f"{block[:100]!r} is no block: numbers are written as {{0-7}} or {{0-2,5}}")
+            raise ValueError(f"{block[:100]!r} is not a block path: numbers are written as {{0-7}} or {{0-2,5}}")
         yield numbers
 
 

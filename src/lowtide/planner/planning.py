@@ -172,7 +172,7 @@ def cheapest(profile: Profile, budget_bytes: int) -> Prediction:
 
 
 def smallest_plan(profile: Profile, minimize: Objective = "time") -> Plan:
-    """Return the plan of the smallest peak at any cost. `minimize="flops"` looks for no bound and needs no SciPy."""
+    """Return the plan with the smallest peak at any cost. `minimize="flops"` computes no bound and needs no SciPy."""
 
     def search(allowed: Simulator, budget_bytes: int) -> Decisions:
         decisions = minimize_peak(allowed)
@@ -187,7 +187,7 @@ def smallest_peak(
     profile: Profile, minimize: Objective = "time", *, offload: bool = False
 ) -> tuple[Decisions, Prediction]:
     """Return the decisions with the smallest peak that the search finds, and their prediction. `offload` is as for
-    `plan`; `minimize` changes nothing but which simulator, and with it which results, are in the cache.
+    `plan`; `minimize` selects only which simulator, and so which results, are in the cache.
     """
     n = len(profile.in_place)
     smallest = minimize_peak(simulator_of(profile, minimize=minimize, offload=offload, in_place=n))
@@ -198,8 +198,8 @@ def smallest_peak(
 def _solve_with_in_place(
     simulator: Simulator, allowed: Simulator, budget_bytes: int, n: int, search: Solver
 ) -> Decisions | Infeasible:
-    """Return decisions for the step with the first `n` entries of `in_place`; or, not raised, the Infeasible of the
-    search.
+    """Return decisions for the step with the first `n` entries of `in_place`; or the Infeasible error of the search,
+    returned instead of raised.
     """
     try:
         decisions = search(allowed, budget_bytes)

@@ -52,7 +52,7 @@ def check(profile: Profile) -> None:
         if slot.need is not None and not 0 <= slot.need < end:
             raise contradiction(f"slot {slot.address} is read at {slot.need} of {end} positions")
         if slot.release is not None and slot.release < 0:
-            raise contradiction(f"slot {slot.address} is let go of at {slot.release}")
+            raise contradiction(f"slot {slot.address} is released at {slot.release}")
 
 
 def _check_amounts(profile: Profile) -> None:
@@ -81,7 +81,7 @@ def _check_amounts(profile: Profile) -> None:
     if max(map(abs, levels)) > MOST or (profile.offload_bytes_per_ms or 1) <= 0:
         raise contradiction(f"it has {max(levels, key=abs)} bytes at a position")
     if static.total + max(profile.base_bytes) < 0 or sum(n_bytes) + max(profile.base_bytes) <= 0 or measured == 0:
-        raise contradiction("its step needs no memory")
+        raise contradiction("its step uses no memory")
 
 
 def contradiction(reason: str) -> LowtideError:

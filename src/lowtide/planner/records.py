@@ -163,9 +163,7 @@ class Call(Record):
     advance_host_ms: float = 0.0
     advance_flops: int = 0
     state_bytes: int = 0
-    """Bytes of RNG state and buffers that the call holds for its replay; during the replay as many bytes are set
-    aside.
-    """
+    """Bytes of RNG state and buffers that the call holds for its replay; the replay saves the current ones as well."""
     begins_at: int | None = None
     """Bytes, of `base_bytes`, that exist when the call begins; None if not recorded."""
 
@@ -236,7 +234,7 @@ class Profile(Record):
     calls: tuple[Call, ...]
     step_ms: float
     clocks: StepClocks | None = None
-    """Times of host and device apart; None where they are one resource, as on a CPU: then all times add up."""
+    """Separate times of host and device; None where they are one resource, as on a CPU: then all times add up."""
     measured_plain_peak_bytes: int | None
     """Peak of the unplanned step, `static` included; None if it did not fit."""
     input_shapes: tuple[str, ...] = ()
@@ -286,7 +284,7 @@ class Decisions(Record):
     offload: frozenset[str] = frozenset()
     """Slots whose memory is copied to the host and back before it is read."""
     in_place: frozenset[str] = frozenset()
-    """Kinds of nodes whose gradients are written in place: those of the first few of `Profile.in_place`."""
+    """Kinds of nodes whose gradients are written in place: those of the first entries of `Profile.in_place`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,7 +380,7 @@ class Plan(Decided):
     it.
     """
     bound_ms: float = 0.0
-    """Lower bound on the extra time of plans within the budget, as far as the costs are right; 0 if unknown."""
+    """Lower bound on the extra time of plans within the budget, valid if the measured costs are right; 0 if unknown."""
     levers: tuple[AppliedLever, ...] = ()
     """Levers applied together with the plan; their costs are part of `predicted.extra_ms`."""
     input_shapes: tuple[str, ...] = ()

@@ -250,9 +250,9 @@ def _calls(model: nn.Module, step: Step, batch: Any, unchanged: StepSnapshot, dr
 
 def _does_not_fit(said: str) -> RehearsalError:
     return RehearsalError(
-        f"the step runs out of memory even if each repeated block is freed as soon as it has run: {said}\n"
-        "  Rehearse it with a smaller batch, of which lowtide.accumulate makes a large one, or make room on the "
-        "device. lowtide.estimate(model, step, batch) says what the step needs without taking it."
+        f"the step runs out of memory even if each repeated block is freed as soon as it has run: {said}\n  "
+        "Rehearse it with a smaller batch (lowtide.accumulate builds a large batch from small ones), or free memory "
+        "on the device. lowtide.estimate(model, step, batch) estimates what the step needs without running it."
     )
 
 
@@ -304,7 +304,7 @@ def _audited(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    gc.collect()  # outside of `except`, so that the frames of the failed step, and all that they hold, can be freed
+    gc.collect()  # outside `except`, so that the frames of the failed step, and all that they hold, can be freed
     unchanged.restore()
     return unless_out_of_memory(lambda: repeated(frugal=True), _does_not_fit), True
 
@@ -335,7 +335,7 @@ def _audit(
     if len(audit.streams) > 1:
         raise RehearsalError(SEVERAL_STREAMS)
     if not audit.reads:
-        raise RehearsalError("the step ran no backward through the model: call loss.backward() inside of it.")
+        raise RehearsalError("the step ran no backward through the model: call loss.backward() inside it.")
     audit.settle(recorder.stream)
     return audit
 

@@ -3,7 +3,7 @@
 Each result is compared with the original tensor bit by bit; recipes and replays that differ on this model and device
 are not used. The same run counts FLOPs and measures times. All tensors stay in memory during the audit, so it needs the
 memory of the plain step. A frugal audit needs at most that, and less where modules have children: it frees the tensors
-of each block as a trial replay brings them back, and replays the block in backward. Outside of blocks it frees tensors
+of each block as a trial replay brings them back, and replays the block in backward. Outside blocks it frees tensors
 that kept ones recompute (`released_tensors.py`).
 """
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from lowtide.memory.events import EventStream
 
 
-LEAKS = "it gives tensors to something outside of it, such as a list: run again, it would do so twice"
+LEAKS = "it gives tensors to something outside it, such as a list: a replay would do so again"
 CHANGED = "it finds something else in backward than in forward: it reads what has changed in between"
 WAITS = "it waits for other processes, which need not run it again when this one does"
 RAISED = "it raised an exception"
@@ -137,7 +137,7 @@ class Audit(RecomputeAudit, Observer):
             self._open.clear()
             self._sent.clear()
             self._own_states.clear()
-            self.let_go_of_all()
+            self.free_all()
             self._late.clear()
 
     def withdraw_overwritten(self) -> None:
@@ -184,63 +184,69 @@ class Audit(RecomputeAudit, Observer):
 
     # --- module calls
 
-    def entering(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def entering(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self.scope is not None
         parent = self._open[-1][0] if self._open else None
-        call = CallDraft(id=self.scope.id, cls=type(seam.module).__name__, parent=parent, first_slot=len(self.slots))
+        call = CallDraft(
+            id=self.scope.id, cls=type(interceptor.module).__name__, parent=parent, first_slot=len(self.slots)
+        )
         self.calls.append(call)
         self._open.append((len(self.calls) - 1, None))
         self._sent.append(self._n_sent())
-        self._units.hold(seam.module)
-        if seam.module in self._units.apart:
+        self._units.hold(interceptor.module)
+        if interceptor.module in self._units.resharded:
             self.homes.spans[len(self.calls) - 1] = next_sequence_number(), sys.maxsize
-            self.homes.not_gathered |= {len(self.calls) - 1} if seam.module in self._units.not_gathered else set()
+            self.homes.not_gathered |= (
+                {len(self.calls) - 1} if interceptor.module in self._units.not_gathered else set()
+            )
         if parent is None:
             self.begin_forward()
             self.inputs.append([in_words([tensor]) for tensor in tensors_in_call(args, kwargs)])
             call.refused = "it is the whole model"
-        elif not worth_a_replay(seam.module):
+        elif not worth_a_replay(interceptor.module):
             call.refused = "what it saves has recipes"
-        elif seam.module in self._units.around:
+        elif interceptor.module in self._units.around:
             call.refused = AROUND_UNITS
-        elif seam.module in self._around_blocks:
+        elif interceptor.module in self._around_blocks:
             call.refused = "the blocks in it are replayed instead"
         else:
-            self._open[-1] = len(self.calls) - 1, (frame := ReplayFrame(seam, args, kwargs, self.argument))
-            if self._why_refused(seam.module) is None:
-                self._own_states[frame] = CodeState(seam.module, frame.call_context)
+            self._open[-1] = len(self.calls) - 1, (frame := ReplayFrame(interceptor, args, kwargs, self.argument))
+            if self._why_refused(interceptor.module) is None:
+                self._own_states[frame] = CodeState(interceptor.module, frame.call_context)
 
     def pack_saved_tensor(self, now: ForwardPass, tensor: Tensor) -> Handle:
         handle = super().pack_saved_tensor(now, tensor)
         if self._frugal:
-            self.lend(handle, tensor)
-            self.lent.let_go()
+            self.try_free(handle, tensor)
+            self.freed_values.free()
         return handle
 
     def known(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
         value, view = super().known(tensor)
-        if value in self.lent and self._in_freed_block():
-            self.lent.give_back(value, producer(tensor)[0])  # the trial of the block compares it again, in another slot
+        if value in self.freed_values and self._in_freed_block():
+            self.freed_values.give_back(
+                value, producer(tensor)[0]
+            )  # the trial of the block compares it again, in another slot
         return value, view
 
     def _in_freed_block(self) -> bool:
         """Return True if a call in progress is of a block whose saved tensors are freed when it has been audited."""
-        return any(frame is not None and frame.seam.module in self._freed for _, frame in self._open)
+        return any(frame is not None and frame.interceptor.module in self._freed for _, frame in self._open)
 
-    def lend(self, handle: Handle, tensor: Tensor) -> None:
+    def try_free(self, handle: Handle, tensor: Tensor) -> None:
         """Free a tensor that has just been saved, if kept tensors recompute it without a matrix product."""
         value = handle.value
         index = self._index[value]
         maker, _ = self._late.get(index, (None, 0))
         is_cheap = bool(self.values[index].recipe) and not self.values[index].flops
-        if maker is not None and is_cheap and self.lent.may_go(value, maker, chained=self._in_freed_block()):
+        if maker is not None and is_cheap and self.freed_values.may_go(value, maker, chained=self._in_freed_block()):
             self._witness.saved(self._slot_of[handle], tensor)
-            self._lend(value, maker)
+            self._free_value(value, maker)
 
-    def _lend(self, value: Value, maker: Recompute) -> None:
+    def _free_value(self, value: Value, maker: Recompute) -> None:
         """Free a value that `maker` recomputes; parameters that `maker` reads are copied before they are written to."""
         self.relied_on.rely_on(handle.value for handle in maker.operands if handle is not None)
-        self.lent.add(value, maker)
+        self.freed_values.add(value, maker)
 
     def argument(self, tensor: Tensor) -> Handle:
         """Hold an argument of the call that begins as an input slot of that call."""
@@ -253,10 +259,10 @@ class Audit(RecomputeAudit, Observer):
         call.inputs.append(SlotDraft(address=address, label=label, value=index, call=len(self.calls) - 1))
         return Handle(value, view)
 
-    def returning(self, seam: CallInterceptor, result: Any) -> None:
+    def returning(self, interceptor: CallInterceptor, result: Any) -> None:
         self._returned = result
 
-    def leaving(self, seam: CallInterceptor) -> None:
+    def leaving(self, interceptor: CallInterceptor) -> None:
         index, frame = self._open[-1]
         if index in self.homes.spans:
             self.homes.spans[index] = self.homes.spans[index][0], next_sequence_number()
@@ -271,8 +277,8 @@ class Audit(RecomputeAudit, Observer):
             if call.refused is None:
                 call.state = self.state(frame.call_context.nbytes)
                 self._read.append((call, frame.read(given=not self._frugal)))
-            self.lent.let_go()
-        self._units.let_go(seam.module)
+            self.freed_values.free()
+        self._units.reshard(interceptor.module)
         self._open.pop()
         progress.advance()
 
@@ -282,7 +288,7 @@ class Audit(RecomputeAudit, Observer):
 
     def try_all(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> str | None:
         """Replay a call, and advance a block to its result. Return the reason why it can't be replayed, or None."""
-        module, own = frame.seam.module, self._own_states.pop(frame, None)
+        module, own = frame.interceptor.module, self._own_states.pop(frame, None)
         why = RAISED if returned is RAISED else self._why_refused(module)
         if why is not None:
             return why
@@ -291,21 +297,21 @@ class Audit(RecomputeAudit, Observer):
             return ITERATES if own.iterates else CHANGES
         frame.held, first, states = [], next_sequence_number(), self._own_draws.states()
         freed = self.values_to_free(call, module, returned) if module in self._freed else {}
-        self.lent.let_go()
+        self.freed_values.free()
         refused = self.try_replay(call, frame, freed)
-        if refused is None and module in self._blocks and module not in self._units.apart:
+        if refused is None and module in self._blocks and module not in self._units.resharded:
             self.try_advance(call, frame, returned)
-        leaks, draws = frame.is_held_outside(), self._own_draws.put_back(states)
+        leaks, draws = frame.is_held_outside(), self._own_draws.restore(states)
         if freed and (refused is not None or leaks or draws):
             self.hold_again(frame, freed)
-            self._own_draws.put_back(states)
+            self._own_draws.restore(states)
         elif freed:
             self.relied_on.add(frame)
             frame.values = {place: weakref.ref(value) for value, place in freed.items()}
         if leaks:
             undo_appends(first, next_sequence_number())
             if frame.is_held_outside():
-                self.leaked = str(frame.seam)
+                self.leaked = str(frame.interceptor)
             call.result_value, refused = None, LEAKS
             self.refused[type(module)] = LEAKS
         frame.held = None
@@ -340,9 +346,9 @@ class Audit(RecomputeAudit, Observer):
             if not wrong and (why := self.differs(n, tensor, frame)) is not None:
                 wrong.append(why)
             elif not wrong and value.maker is not frame and freed.get(value) == place:
-                if value not in self.lent:
+                if value not in self.freed_values:
                     self._witness.saved(n, self.slot_tensor(n))
-                self.lent.add(value, frame)
+                self.freed_values.add(value, frame)
             looked_ms[0] += now_ms(self._place) - began
 
         try:
@@ -366,7 +372,7 @@ class Audit(RecomputeAudit, Observer):
     def differs(self, n: int, tensor: Tensor, frame: ReplayFrame) -> str | None:
         """Compare slot `n` with the tensor that a run of `frame` saves there. Return why the two differ, or None."""
         value, view = self._handles[n]
-        if value in self.lent:  # the tensor was freed when it was saved, or by the first run
+        if value in self.freed_values:  # the tensor was freed when it was saved, or by the first run
             tensor = tensor if view is None else tensor.as_strided(*view)
             run = "a third run" if value.maker is frame else "running it again"
             return f"{run} gives other bits for {self.slots[n].label}" if self._witness.differs(n, tensor) else None
@@ -391,12 +397,12 @@ class Audit(RecomputeAudit, Observer):
 
     def values_to_free(self, call: CallDraft, module: nn.Module, returned: Any) -> dict[Value, int]:
         """Return the values that only a block's call has saved, each with its first place among its saved tensors."""
-        self.let_go_of_results()
+        self.free_results()
         for result in tensors_in_call((returned,), {}):
             if result.requires_grad:  # before its operands are freed, which its recompute may need
                 self._results.append(self.known(result)[0])
         needed = {slot.value for slot in call.inputs}
-        if module in self._units.apart:  # the results of a unit are read at places where the unit can't be replayed
+        if module in self._units.resharded:  # the results of a unit are read at places where the unit can't be replayed
             given = {storage_id(tensor) for tensor in tensors_in(returned)}
             needed |= {
                 self._index[value]
@@ -412,18 +418,18 @@ class Audit(RecomputeAudit, Observer):
 
     def hold_again(self, frame: ReplayFrame, freed: dict[Value, int]) -> None:
         """Keep, after all, the values that a trial of `frame` has freed, because the call can't be replayed."""
-        lent = {place: value for value, place in freed.items() if value.maker is frame}
-        frame.values = {place: weakref.ref(value) for place, value in lent.items()}
-        if lent:
-            frame.look(lambda place, tensor: self.lent.give_back(lent[place], tensor))
+        values = {place: value for value, place in freed.items() if value.maker is frame}
+        frame.values = {place: weakref.ref(value) for place, value in values.items()}
+        if values:
+            frame.look(lambda place, tensor: self.freed_values.give_back(values[place], tensor))
 
-    def let_go_of_results(self) -> None:
+    def free_results(self) -> None:
         """Free results of earlier blocks, because all recomputes from them have been tried."""
         for value in self._results:
             index = self._index[value]
             maker, _ = self._late.get(index, (None, 0))
             if maker is not None and self.values[index].recipe and index not in self._saved | self._given:
-                self._lend(value, maker)
+                self._free_value(value, maker)
         self._passed_through += self._results
         self._results.clear()
 
@@ -441,8 +447,8 @@ class Audit(RecomputeAudit, Observer):
 
     def reading(self, handle: Handle) -> None:
         if not self._open:
-            self.let_go_of_results()
-            self.let_go_of_all()
+            self.free_results()
+            self.free_all()
         self.reads += 1
         self.time_late(handle)
 

@@ -22,7 +22,7 @@ from lowtide.profiler.fsdp_units import FsdpScopes
 from lowtide.profiler.implementations import Trial, Trials, using
 from lowtide.profiler.measure_call import SHORT_MS, Flops, Meter
 from lowtide.profiler.partial_reads import Enough, are_signs_of
-from lowtide.profiler.released_tensors import Lent
+from lowtide.profiler.released_tensors import FreedValues
 from lowtide.profiler.unrecorded_operands import Unrecorded
 from lowtide.runtime.engine import Engine, ForwardPass
 from lowtide.runtime.fingerprint import place_of
@@ -101,13 +101,13 @@ class RecomputeAudit(Engine):
         """Part of the tensor that is enough for a slot, by slot."""
         self.homes = FsdpScopes()
         self.relied_on.takes_values = False
-        self.lent = Lent(self._index, self._saved, self.values)
+        self.freed_values = FreedValues(self._index, self._saved, self.values)
         self.builder = self._numbering = ValueNumbering(self.builder.owners)
         self._trials = Trials()
         self.implementations: dict[str, str] = {}
         """Implementations of recipes by kind of node, chosen once the step is over."""
 
-    def let_go_of_all(self) -> None:
+    def free_all(self) -> None:
         """Release all tensors when backward begins or the step is over."""
         self.withdraw_overwritten()
         self._handles.clear()
@@ -153,10 +153,10 @@ class RecomputeAudit(Engine):
         if (
             there is not None
             and there in self._index
-            and (there in self.lent or not isinstance(there.maker, Recompute))
+            and (there in self.freed_values or not isinstance(there.maker, Recompute))
         ):
-            if there in self.lent and self._index[there] not in self._saved:
-                self.lent.give_back(there, base)
+            if there in self.freed_values and self._index[there] not in self._saved:
+                self.freed_values.give_back(there, base)
             return there, view
         if there is None or there not in self._index:
             value = Value(base.detach(), output=output)
@@ -183,7 +183,7 @@ class RecomputeAudit(Engine):
         return len(self.values) - 1
 
     def state(self, size: int) -> int:
-        """Add a value that stands for `size` bytes of state, which a recompute or replay holds from this call on.
+        """Add a value that represents `size` bytes of state, which a recompute or replay holds from this call on.
         Return its index.
         """
         self.values.append(ValueDraft(bytes=size, node="", state_of=self._open[-1][0]))
@@ -379,13 +379,13 @@ class RecomputeAudit(Engine):
 
         In forward the operands were just computed and are in processor caches; in backward they come from memory. The
         first run of an op may also pay for its library's setup. And cuDNN's trial of algorithms
-        (`torch.backends.cudnn.benchmark`) is per thread, and backward on a GPU runs in a thread of its own.
+        (`torch.backends.cudnn.benchmark`) is per thread, and backward on a GPU runs in its own thread.
         """
         n = self._slot_of.get(handle)
         maker, output = (None, 0) if n is None else self._late.pop(self.slots[n].value, (None, 0))
         if n is None or maker is None or needs_a_replay(maker):
             return
-        if self._frugal and not self.lent.has_room_for(handle.value, maker):
+        if self._frugal and not self.freed_values.has_room_for(handle.value, maker):
             return
         draft = self.values[self.slots[n].value]
         try:

@@ -30,11 +30,11 @@ class Names(Trace):
         self._repeated = repeated_blocks(engine.model)
         self._phase = ""
 
-    def entering(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def entering(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._begins("forward")
-        if seam.module in self._repeated:
+        if interceptor.module in self._repeated:
             self.blocks.add(len(self.calls))
-        super().entering(seam, args, kwargs)
+        super().entering(interceptor, args, kwargs)
 
     def packed(self, handle: Handle, tensor: Tensor) -> None:
         assert self.engine.scope is not None

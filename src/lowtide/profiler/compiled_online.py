@@ -76,7 +76,7 @@ class OnlineCompiledProfiler:
         self._graphs: list[JointSlots] = []
         self._steps_of: Counter[Fingerprint] = Counter()
         self._best: _Recorded | None = None
-        """Recorded step to plan for: the largest; steps in which nothing was compiled come before others."""
+        """Recorded step to plan for: the largest; steps in which nothing was compiled are preferred."""
         self._patience = PATIENCE
         self._to_come: Update | None = None
         self._stack = contextlib.ExitStack()
@@ -166,7 +166,7 @@ class OnlineCompiledProfiler:
         peak_bytes = peak_with_calls(self._best.stream, calls)
         return None if peak_bytes is None else self._best.static.total + peak_bytes
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Start over for larger batches; one step is enough."""
         self.profile, self._best, self._patience = None, None, 0
         self._steps_of.clear()

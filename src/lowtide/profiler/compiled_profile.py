@@ -36,20 +36,20 @@ def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float)
     """
     if not graphs:
         raise RehearsalError(
-            "inductor compiled nothing of the step that is differentiated, and only inductor can be told what to save "
-            'for backward. Compile with backend="inductor" (the default), or give the model as it was before '
+            "inductor compiled nothing that is differentiated in this step, and only inductor lets Lowtide choose what "
+            'to save for backward. Compile with backend="inductor" (the default), or give the model as it was before '
             "torch.compile."
         )
     if sends := next((node.target for graph in graphs for node in graph.joint.nodes if _sends(node)), None):
         raise RehearsalError(
-            f"compiled code sends to other processes ({sends}), and it is not known what waits for what. Compile "
-            "repeated blocks instead, each in its place: `block.compile()`."
+            f"compiled code sends to other processes ({sends}), and the order of those operations is not known. "
+            "Compile repeated blocks instead, each in its place: `block.compile()`."
         )
     calls = [call for call in _calls(stream) if call.backward is not None]
     if not calls:
-        raise RehearsalError("the step ran no backward through compiled code: call loss.backward() inside of it.")
+        raise RehearsalError("the step ran no backward through compiled code: call loss.backward() inside it.")
     if any(call.graph >= len(graphs) for call in calls):
-        raise RehearsalError("the step runs code that was compiled before, and what it saves was not seen.")
+        raise RehearsalError("the step runs code that was compiled before, and what it saves was not observed.")
     ran: dict[tuple[int, tuple[int, ...]], int] = {}
     """Graphs that ran, each at one size, in order."""
     calls = [replace(call, graph=ran.setdefault((call.graph, call.sizes), len(ran))) for call in calls]
@@ -65,7 +65,7 @@ def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float)
 
 
 def _named(graphs: Sequence[JointSlots]) -> list[JointSlots]:
-    """Return `graphs`, those with addresses of another graph under names of their own."""
+    """Return `graphs`, those with addresses of another graph under their own names."""
     of_key: dict[str, set[str]] = {}
     for graph in graphs:
         of_key.setdefault(graph.joint.key, set()).update(slot.address for slot in graph.slots)
@@ -114,8 +114,8 @@ def _calls(stream: EventStream) -> list[_GraphCall]:
         waiting = [call for call in calls if call.graph == graph and call.backward is None]
         if not waiting:
             raise RehearsalError(
-                "backward runs through compiled code more than once (retain_graph=True): what it computes again is "
-                "gone by then. Add up the losses, and call backward once."
+                "backward runs through compiled code more than once (retain_graph=True): what it recomputes is freed "
+                "after the first pass. Add up the losses, and call backward once."
             )
         waiting[-1].backward = span  # backward runs through the last forward first
     return calls
@@ -125,7 +125,7 @@ def peak_with_calls(stream: EventStream, calls: EventStream) -> int | None:
     """Return the peak of a recorded step if its compiled calls allocated what they did in the recording `calls`.
 
     Args:
-        stream: The step, with loss, optimizer and all else outside of compiled code.
+        stream: The step, with loss, optimizer and all else outside compiled code.
         calls: The same compiled calls, under another partition.
 
     Returns:

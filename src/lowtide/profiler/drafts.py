@@ -81,7 +81,7 @@ class CallDraft:
     advance_host_ms: float = 0.0
     advance_flops: int = 0
     state: int | None = None
-    """Index of the value that stands for the state that a replay holds in addition to its arguments."""
+    """Index of the value that represents the state that a replay holds in addition to its arguments."""
 
 
 def describe(tensor: Tensor, node: str) -> str:

@@ -107,7 +107,7 @@ class ExternalReferences:
 
         self._counted[key] = weakref.ref(holder, forget)
 
-    def let_go(self, *, since: int | None = None, everything: bool = False) -> tuple[tuple[int, int], ...]:
+    def find_unreferenced(self, *, since: int | None = None, everything: bool = False) -> tuple[tuple[int, int], ...]:
         """Find memory that only the rehearsal's values still hold.
 
         Args:

@@ -1,8 +1,8 @@
 """Rehearsals of models that `fully_shard` has sharded (`runtime/fsdp_scopes.py`).
 
 A unit gathers its parameters before its forward, frees them afterwards, and gathers them again for its backward. While
-a unit is audited it keeps the gathered parameters, because its saved tensors are recomputed during its forward. Of the
-values made inside a unit, only those that are also read inside it are decided about.
+a unit is audited it keeps the gathered parameters, because its saved tensors are recomputed during its forward. Plans
+decide only about values of a unit that are also read inside the unit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lowtide._torch.distributed import n_collectives
-from lowtide._torch.fsdp import ShardGroup, parts_by_itself, shard_groups
+from lowtide._torch.fsdp import ShardGroup, has_default_resharding, shard_groups
 from lowtide.runtime.fsdp_scopes import units
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
 
-ELSEWHERE = "it is read outside of the sharded module that made it, whose parameters are not whole by then"
-TAKES_ELSEWHERE = "it takes what only another sharded module could make again, whose parameters are not whole by then"
-NEVER = "the parameters of the sharded module that it is inside of are not gathered for backward"
+ELSEWHERE = "it is read outside the sharded module that computed it, whose parameters are no longer gathered then"
+TAKES_ELSEWHERE = "it reads a tensor of another sharded module, whose parameters are no longer gathered then"
+NEVER = "the parameters of the sharded module around it are not gathered for backward"
 AROUND_UNITS = "the sharded modules in it are run again instead, one at a time"
 
 
@@ -32,12 +32,16 @@ class FsdpUnits:
     def __init__(self, model: nn.Module) -> None:
         all_units = units(model.modules())
         inside = {below for unit in all_units for below in unit.modules() if below is not unit}
-        resharding = (unit for unit in all_units if unit in inside or not parts_by_itself(unit))
-        self.apart = frozenset(u for u in resharding if any(group.parts_after_forward for group in shard_groups(u)))
-        self.not_gathered = frozenset(u for u in self.apart if not all(g.is_whole_in_backward for g in shard_groups(u)))
-        """Units of `apart` that are not gathered for their backward."""
-        modules = model.modules() if self.apart else ()
-        self.around = frozenset(m for m in modules if any(b in self.apart for b in m.modules() if b is not m))
+        resharding = (unit for unit in all_units if unit in inside or not has_default_resharding(unit))
+        self.resharded = frozenset(
+            u for u in resharding if any(group.reshards_after_forward for group in shard_groups(u))
+        )
+        self.not_gathered = frozenset(
+            u for u in self.resharded if not all(g.is_gathered_in_backward for g in shard_groups(u))
+        )
+        """Units of `resharded` that are not gathered for their backward."""
+        modules = model.modules() if self.resharded else ()
+        self.around = frozenset(m for m in modules if any(b in self.resharded for b in m.modules() if b is not m))
         """Modules that have units inside."""
         self._gathering = [_Counted(group) for unit in all_units for group in shard_groups(unit)]
         self._held: list[nn.Module] = []
@@ -45,7 +49,7 @@ class FsdpUnits:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Count the collectives of units inside this `with` block, and keep each unit gathered from `hold` to
-        `let_go`.
+        `reshard`.
         """
         with ExitStack() as stack:
             for counted in self._gathering:
@@ -54,7 +58,7 @@ class FsdpUnits:
                 yield
             finally:
                 while self._held:
-                    self._let_go(self._held.pop())
+                    self._reshard(self._held.pop())
 
     @property
     def n_sent(self) -> int:
@@ -63,20 +67,20 @@ class FsdpUnits:
 
     def hold(self, module: nn.Module) -> None:
         """Keep a unit gathered after its forward, from the beginning of its call on."""
-        if module in self.apart:
+        if module in self.resharded:
             self._held.append(module)
             for group in shard_groups(module):
-                group.stay_whole()
+                group.keep_gathered()
 
-    def let_go(self, module: nn.Module) -> None:
+    def reshard(self, module: nn.Module) -> None:
         """Reshard a unit after its call, when all trials are done."""
-        if module in self.apart:
+        if module in self.resharded:
             self._held.remove(module)
-            self._let_go(module)
+            self._reshard(module)
 
-    def _let_go(self, module: nn.Module) -> None:
+    def _reshard(self, module: nn.Module) -> None:
         for group in shard_groups(module):
-            group.part()
+            group.reshard()
 
 
 class _Counted:

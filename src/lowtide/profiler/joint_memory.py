@@ -108,8 +108,8 @@ def _backward_order(joint: JointGraph, again: Collection[int]) -> list[int]:
 def _fused_order(joint: JointGraph, order: list[int]) -> list[int]:
     """Return `order` with values in the kernels of later gradients that read the same memory.
 
-    Inductor fuses such kernels across extern kernels on which none of the two depends: the recomputed output of an
-    activation and its gradient, for example. The readers of both come after them.
+    Inductor fuses such kernels across extern kernels on which neither depends: the recomputed output of an activation
+    and its gradient, for example. The readers of both come after them.
     """
     is_written, inside = written(joint, order, joint.backward_outputs), set(order)
     kernels = {at: _fused_reads(joint, at, inside, is_written) for at in order if at in is_written}

@@ -115,23 +115,23 @@ def timed(
     flops: Flops,
     place: torch.device,
     eagerly: Callable[[], object],
-    aside_ms: Callable[[], float] = lambda: 0.0,
+    excluded_ms: Callable[[], float] = lambda: 0.0,
     quietly: Callable[[], object] | None = None,
 ) -> tuple[T, Times, int]:
     """Return the result of `run`, its times and its FLOPs. Short runs are run twice: counting takes time.
 
-    `aside_ms` returns the time so far that does not count as time of `run`. Where host and device have clocks of their
-    own, `quietly` is timed: the same work, without what `run` does to look at it. By default that is `run`.
+    `excluded_ms` returns the time so far that does not count as time of `run`. Where host and device have separate
+    clocks, `quietly` is timed: the same work without the instrumentation of `run`; by default `run` itself.
 
     Operators in compiled code are invisible, and a dispatch mode around it would make the compiler give up for good. So
     where code may be compiled, FLOPs are counted in a separate run: `eagerly`, which does the same work without
     compiled code. If `eagerly` fails, the work counts as 0 FLOPs.
     """
     before, compiled = flops.total, anything_compiled()
-    began = now_ms(place) - aside_ms()
+    began = now_ms(place) - excluded_ms()
     with contextlib.nullcontext() if compiled else flops:
         result = run()
-    took_ms = now_ms(place) - aside_ms() - began
+    took_ms = now_ms(place) - excluded_ms() - began
     if compiled:
         with contextlib.suppress(*CAN_GO_WRONG), torch.compiler.set_stance("force_eager"), flops:
             eagerly()
@@ -143,9 +143,9 @@ def timed(
         return result, watch.stop(), counted
     if took_ms < SHORT_MS:
         del result
-        began = now_ms(place) - aside_ms()
+        began = now_ms(place) - excluded_ms()
         result = run()
-        took_ms = min(took_ms, now_ms(place) - aside_ms() - began)
+        took_ms = min(took_ms, now_ms(place) - excluded_ms() - began)
     return result, Times(0.0, took_ms), counted
 
 

@@ -214,7 +214,7 @@ class OnlineProfiler:
         if self.profile is None:
             self._settle(may_wait=False)
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Start over for larger batches; one traced step is enough, which any size covered by the audits gives.
 
         Of the earlier steps only the audits are kept.
@@ -252,7 +252,7 @@ class OnlineProfiler:
 
 
 class _Unusable(Exception):
-    """Reason why a step can't be used."""
+    """Signal that a step can't be used; the text is the reason."""
 
 
 class _Audited:
@@ -374,9 +374,9 @@ class _OwnAudit(Audit):
         refused = super().try_all(call, frame, returned)
         if self.leaked is not None:
             raise RehearsalError(
-                f"{self.leaked} writes tensors to something outside of it, such as a dict, and has now done so twice: "
-                "on trial it was run again.\n"
-                "  Return them, or store them in attributes of the module, or use lowtide.fit, which rehearses a step "
+                f"{self.leaked} writes tensors to something outside it, such as a dict, and has now done so twice, "
+                "because it was replayed on trial.\n  "
+                "Return them, or store them in attributes of the module, or use lowtide.fit, which rehearses a step "
                 "before training begins."
             )
         return refused

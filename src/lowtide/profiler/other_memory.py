@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from torch import nn
 
 from lowtide._torch.tensors import parts_of
-from lowtide.memory.entry_storages import is_aside
+from lowtide.memory.entry_storages import is_excluded
 from lowtide.memory.events import Free
 from lowtide.report.text_table import listed
 from lowtide.runtime.fingerprint import place_of
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Static
 
 NOTEWORTHY: Final = 0.01
-"""Smallest share of static memory from which on a note mentions tensors that belong to no model."""
+"""Smallest share of static memory at which a note mentions tensors that belong to no model."""
 
 
 def with_others(static: Static, addresses: frozenset[int], recorder: Recorder) -> Static:
@@ -63,7 +63,7 @@ def other_models(model: nn.Module) -> dict[str, int]:
         for tensor in (*module.parameters(), *(p.grad for p in module.parameters()), *module.buffers()):
             for part in () if tensor is None or tensor.is_meta else parts_of(tensor):
                 storage = part.untyped_storage()
-                if part.device == device and storage.data_ptr() not in counted and not is_aside(storage):
+                if part.device == device and storage.data_ptr() not in counted and not is_excluded(storage):
                     counted.add(storage.data_ptr())
                     n_bytes += storage.nbytes()
         if n_bytes and module is not model:

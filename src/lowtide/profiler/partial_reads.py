@@ -1,6 +1,6 @@
 """Find saved tensors of which backward reads only the shape or the signs, during the audit.
 
-If no other slot saves the tensor, the slot gets a value of its own: nothing for a shape, one bit per element for signs.
+If no other slot saves the tensor, the slot gets its own value: nothing for a shape, one bit per element for signs.
 An input saved for its shape is released also if other slots save it and recomputes can find their value: those hold it.
 """
 
@@ -32,7 +32,9 @@ class Enough:
 
 
 def settle(enough: dict[int, Enough], values: list[ValueDraft], slots: list[SlotDraft]) -> None:
-    """Point slots to the part that is enough for them, where that saves memory. `enough` is by slot."""
+    """Make slots hold only the part of a tensor that their readers need, where that saves memory. `enough` has the part
+    by slot.
+    """
     saved_by: dict[int, set[int]] = {}
     for n, slot in enumerate(slots):
         saved_by.setdefault(slot.value, set()).add(n)

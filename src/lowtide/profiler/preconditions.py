@@ -51,21 +51,21 @@ def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
         if not hasattr(each, "param_groups"):
             raise RehearsalError(
                 f"optimizer takes a torch.optim.Optimizer or a list of them, found {type(each).__name__}. Leave it "
-                "out: tensors of its own that the step's code refers to are put back without it."
+                "out: its own tensors that the step's code refers to are restored without it."
             )
     if not torch.is_grad_enabled():  # also for tensors made in inference mode
         block = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise RehearsalError(
-            f"this is called inside of torch.{block}(), where no forward has a backward: call it outside of that block."
+            f"this is called inside torch.{block}(), where no forward has a backward: call it outside that block."
         )
     if not model.training:
         raise RehearsalError(
             f"{type(model).__name__} is in eval mode: its plan would not hold in training. Call model.train() first."
         )
-    if not any(p.requires_grad for p in model.parameters()) and not _is_gone_through(step, batch):
+    if not any(p.requires_grad for p in model.parameters()) and not _may_train_input(step, batch):
         raise RehearsalError(
-            f"no parameter of {type(model).__name__} requires a gradient, and nothing else that the step has: there is "
-            "no backward to plan."
+            f"no parameter of {type(model).__name__} requires a gradient, nor does anything else in the step: there "
+            "is no backward to plan."
         )
     named = (content for function in user_functions(step) for _, _, content in variables(function))
     check_not_in_zero(*(content for content in (model, *named) if isinstance(content, torch.nn.Module)))
@@ -85,12 +85,12 @@ def refuse_deepspeed(who: str) -> RehearsalError:
     """Return the error for a loop whose memory DeepSpeed's ZeRO manages."""
     return RehearsalError(
         f"{who} trains by DeepSpeed, whose ZeRO stages own parameters, gradients and updates: how much memory a step "
-        "needs is not seen from outside, and nothing is planned. Train without it, in its stage 0, or with torch's "
-        "fully_shard (FSDP2)."
+        "needs can't be measured from outside, and nothing is planned. Train without it, in its stage 0, or with "
+        "torch's fully_shard (FSDP2)."
     )
 
 
-def _is_gone_through(step: Any, batch: Any) -> bool:
+def _may_train_input(step: Any, batch: Any) -> bool:
     """Return True if the step may compute gradients through a frozen model for its input, such as a prompt or an
     image.
     """
@@ -223,7 +223,7 @@ def check_same_work(model: torch.nn.Module, audit: Audit, trace: Trace) -> None:
             raise RehearsalError(
                 f"the step called {type(model).__name__} with {', '.join(one)} in one run and with {', '.join(other)} "
                 "in the next. It must do the same work each time that it is given the same batch: draw the batch "
-                "outside of the step, and pass it in."
+                "outside the step, and pass it in."
             )
     if trace.packs != len(audit.slots):
         raise RehearsalError(

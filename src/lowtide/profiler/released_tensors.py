@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.saved_values import Recomputation, Value
 
 
-class Lent:
+class FreedValues:
     """Values that a frugal audit frees in forward and recomputes in backward."""
 
     def __init__(self, index: Mapping[Value, int], saved: set[int], drafts: Sequence[ValueDraft]) -> None:
@@ -38,7 +38,7 @@ class Lent:
         self._values.discard(value)
         value.keep(tensor.detach())
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Free, in forward, values that were recomputed for a trial."""
         for value in self._values:
             value.tensor = None

@@ -17,7 +17,7 @@ import torch
 from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.tensors import parts_of
 from lowtide.errors import ReplayMismatch
-from lowtide.memory.events import ASIDE
+from lowtide.memory.events import OWN_WORK
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_values import Observer
@@ -59,22 +59,23 @@ class Witness:
         maker = handle.value.maker
         if isinstance(maker, ReplayFrame) and self._sum(_once_more(maker, handle.value)) != checksum:
             return
-        who = str(maker.seam) if isinstance(maker, ReplayFrame) else "what is recomputed of a block that was run again"
+        frame = maker if isinstance(maker, ReplayFrame) else None
+        source = "a tensor recomputed in a replayed block" if frame is None else str(frame.interceptor)
         raise ReplayMismatch(
-            f"{who} gives other bits in backward than in forward: {list(tensor.shape)} {tensor.dtype}. It reads "
+            f"{source} gives other bits in backward than in forward: {list(tensor.shape)} {tensor.dtype}. It reads "
             "something that has changed in between, and this step ends before its update. Pass that as an argument, "
             "or store it in a buffer or an attribute.",
-            type(maker.seam.module) if isinstance(maker, ReplayFrame) else None,
+            None if frame is None else type(frame.interceptor.module),
         )
 
     def _sum(self, tensor: Tensor) -> int:
         """Return a checksum of all parts of `tensor`; see `content_hash`."""
-        self._mark(ASIDE, True)
+        self._mark(OWN_WORK, True)
         try:
             with torch.no_grad():
                 return hash(tuple(content_hash(part) for part in parts_of(tensor)))
         finally:
-            self._mark(ASIDE, False)
+            self._mark(OWN_WORK, False)
 
 
 class Checked(Observer):

@@ -23,7 +23,9 @@ RUNS = 8
 
 
 class SlotCosts(NamedTuple):
-    """Milliseconds of the host for one saved tensor: kept beside a decided one, and recomputed without its recipe."""
+    """Host milliseconds for one saved tensor: for one that is kept in a call with decisions, and for a recompute
+    without its recipe.
+    """
 
     kept: float
     packed: float

@@ -47,7 +47,7 @@ class Boundary(NamedTuple):
 
 
 START = Boundary("", False)
-"""Boundary that stands for the beginning of the step."""
+"""Boundary at the beginning of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +192,6 @@ def boundaries(model: nn.Module, reach: Callable[[Boundary], None]) -> Iterator[
 
 
 def outer_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the model's first MOST_MODULES modules but itself, the outer ones first."""
+    """Return the first MOST_MODULES modules inside the model, the outer ones first."""
     named = [(path, module) for path, module in model.named_modules() if path]
     return sorted(named, key=lambda pair: pair[0].count("."))[:MOST_MODULES]

@@ -132,12 +132,12 @@ class Trace(Observer):
                 hook.remove()
 
     def mark(self, mark: TraceMark, *, since: int | None = None, everything: bool = False) -> None:
-        """Mark memory that only the rehearsal holds now (`ExternalReferences.let_go`), then `mark`."""
+        """Mark memory that only the rehearsal holds now (`ExternalReferences.find_unreferenced`), then `mark`."""
         self._mark_unreferenced(since=since, everything=everything)
         self._mark(TRACE, mark)
 
     def _mark_unreferenced(self, *, since: int | None = None, everything: bool = False) -> None:
-        if blocks := self._holding.let_go(since=since, everything=everything):
+        if blocks := self._holding.find_unreferenced(since=since, everything=everything):
             self._mark(TRACE, Unreferenced(blocks))
 
     def _optimizer_begins(self) -> None:
@@ -152,16 +152,16 @@ class Trace(Observer):
     def _address(self, tensor: Tensor) -> int:
         return address(tensor)
 
-    def entering(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def entering(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = tensors_in_call(args, kwargs)
         if not self._open:
             self.inputs.append([in_words([tensor]) for tensor in tensors])
         self.mark(Entered(len(self.calls), tuple(map(self._address, tensors))))
-        self.calls.append(CallShape(seam.path, self._open[-1] if self._open else None))
+        self.calls.append(CallShape(interceptor.path, self._open[-1] if self._open else None))
         self._open.append(len(self.calls) - 1)
         self._watched_before.append(self._holding.n_watched)
 
-    def leaving(self, seam: CallInterceptor) -> None:
+    def leaving(self, interceptor: CallInterceptor) -> None:
         self.mark(Exited(self._open.pop()), since=self._watched_before.pop())
 
     def packed(self, handle: Handle, tensor: Tensor) -> None:

@@ -145,7 +145,7 @@ def lifetimes_without_trace(index: TraceIndex, slots: list[SlotDraft], kept: set
 
     External references are checked only at marks. If the last call that got a block ended between two marks, the block
     is taken to end then. A block that backward passes on, such as the indices of a sparse gradient, ends when the last
-    reference to it is gone.
+    reference to it is dropped.
     """
     over = max(index.release.values(), default=0)
     after_backward = min(
@@ -171,7 +171,7 @@ def lifetimes_without_trace(index: TraceIndex, slots: list[SlotDraft], kept: set
 
 @dataclass(frozen=True, slots=True)
 class MemoryLevels:
-    """Bytes outside of storages and recomputed copies, for each position."""
+    """Bytes outside storages and recomputed copies, for each position."""
 
     most: tuple[int, ...]
     """Largest level within each position."""

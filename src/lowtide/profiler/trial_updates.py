@@ -153,7 +153,7 @@ class Updates:
 
     def undo(self) -> None:
         """Restore parameters that `follow` updated, because the loop may clip gradients before its own update."""
-        self._unchanged.put_back({id(p) for optimizer in self._followed for p in updated_by(optimizer)})
+        self._unchanged.restore_contents({id(p) for optimizer in self._followed for p in updated_by(optimizer)})
         self._followed.clear()
 
     def notes(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The audit of operands that autograd does not record: the memory that holding each takes, and a check that it is
+"""The audit of operands that autograd does not record: the memory needed to hold each, and a check that it is
 unchanged.
 
 A plain step reads such an operand once, in forward. A recompute reads it a second time: the operand must not have

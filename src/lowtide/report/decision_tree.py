@@ -25,7 +25,7 @@ class Branch:
     ms: float = 0.0
     """Time of recomputes and replays."""
     n_alike: int = 1
-    """Number of modules that this branch stands for. `bytes` and `ms` are sums over them; `branches` are those of a
+    """Number of modules that this branch covers. `bytes` and `ms` are sums over them; `branches` are those of a
     single one.
     """
     branches: dict[str, Branch] = field(default_factory=dict)

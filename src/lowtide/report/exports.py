@@ -21,7 +21,7 @@ def tracks_of(run: RunRecord) -> list[tuple[str, StepMemory]]:
     """Return the recorded steps of a run, by name. Raises LowtideError for a run without any."""
     tracks = [(name, memory) for name, memory in (("before", run.before), ("after", run.after)) if memory is not None]
     if not tracks:
-        raise LowtideError("this run has no memory of a step: it was watched, and not rehearsed.")
+        raise LowtideError("this run has no memory timeline: it was watched, not rehearsed.")
     return tracks
 
 
@@ -42,7 +42,7 @@ def csv_of(run: RunRecord) -> str:
 def perfetto_trace(run: RunRecord) -> str:
     """Return a trace in Chrome's JSON format: memory as counters, phases as slices, peaks and the budget as marks.
 
-    One microsecond of the trace stands for one event of the step.
+    One microsecond of the trace represents one event of the step.
     """
     events = [each for number, (name, memory) in enumerate(tracks_of(run), 1) for each in _events(number, name, memory)]
     if run.plan is not None:

@@ -23,7 +23,7 @@
     figure.dataset.live = "";
     const { tracks, categories } = JSON.parse(figure.querySelector(".lt-data").textContent);
     const find = (name) => figure.querySelector(name);
-    const [plot, cursor, slider, told, list] = [".lt-plot", ".lt-cursor", ".lt-moment", ".lt-reading", ".lt-tensors"].map(find);
+    const [plot, cursor, slider, reading, list] = [".lt-plot", ".lt-cursor", ".lt-moment", ".lt-reading", ".lt-tensors"].map(find);
     let track = tracks[figure.dataset.shown];
 
     const read = (moment, points) => {
@@ -33,9 +33,9 @@
       if (phase) where.push(`in ${phase[0]}`);
       const module_ = track.where.length ? track.modules[track.where[moment]] : "";
       if (module_) where.push(`at ${module_}`);
-      told.textContent = `${where.join(", ")}: ${bytes(total)}`;
+      reading.textContent = `${where.join(", ")}: ${bytes(total)}`;
       slider.value = moment;
-      slider.setAttribute("aria-valuetext", told.textContent);
+      slider.setAttribute("aria-valuetext", reading.textContent);
       cursor.hidden = !points;
       cursor.style.left = `${100 * track.x[moment]}%`;
       for (const row of figure.querySelectorAll(".lt-legend tbody tr")) {

@@ -339,7 +339,7 @@ def _branch(branch: Branch, whole: int, depth: int, step_ms: float) -> Iterator[
         parts.append(f"+{format_time(branch.ms)}{share}")
     row = (
         f'<span class="lt-name">{name}</span><span class="lt-decisions" aria-hidden="true">{bar}</span>'
-        f'<span class="lt-told">{" · ".join(parts)}</span>'
+        f'<span class="lt-detail">{" · ".join(parts)}</span>'
     )
     children = [b for b in branch.branches.values() if b.total or b.ms >= 0.0005]
     if not children:

@@ -56,13 +56,22 @@ def blocks(decided: Decided) -> Iterator[str]:
     """Yield one line per group of like-decided blocks: `transformer.h.{0-7}: recompute ln_1 (2), mlp.act`."""
     for block, made in decided.folded().items():
         kinds = ("recompute", *KINDS)
-        parts = [f"{kind} {', '.join(_counted(made[kind]))}" for kind in kinds if kind in made]
-        yield f"{block or 'outside of blocks'}: {'; '.join(parts)}"
+        parts = [f"{kind} {', '.join(_counted(made[kind], _IN_ITSELF[kind]))}" for kind in kinds if kind in made]
+        yield f"{block or 'outside blocks'}: {'; '.join(parts)}"
 
 
-def _counted(addresses: Iterable[str]) -> Iterator[str]:
+_IN_ITSELF = {
+    "recompute": "its own tensors",
+    "offload": "its own tensors",
+    "replay": "the block",
+    "advance": "the block",
+}
+"""Words for decisions about a block itself, rather than about modules in it, by kind of decision."""
+
+
+def _counted(addresses: Iterable[str], in_itself: str) -> Iterator[str]:
     """Yield module paths instead of addresses, with the number of tensors if above 1. `@` marks a call argument."""
-    modules = Counter(address.partition("#")[0] or "itself" for address in addresses if "@" not in address)
+    modules = Counter(address.partition("#")[0] or in_itself for address in addresses if "@" not in address)
     yield from (module if n == 1 else f"{module} ({n})" for module, n in modules.items())
     if n := sum("@" in address for address in addresses):
         yield f"{n} arguments of calls" if n > 1 else "an argument of a call"

@@ -62,8 +62,8 @@ STYLE = {
 def draw(frontier: Frontier, others: Sequence[Point] = (), *, about: str = "", note: str = "") -> Figure:
     """Return the frontier as a figure: the extra time of each budget, as a step line.
 
-    `others` are drawn beside the line by name; those without a name are plans that are not on the line. The y
-    axis is extra time, in percent of the plain step if that was timed, or extra FLOPs if a point has no time. `about`
+    `others` are drawn next to the line, with their names; those without a name are plans that are not on the line. The
+    y axis is extra time, in percent of the plain step if that was timed, or extra FLOPs if a point has no time. `about`
     replaces the subtitle that the frontier itself provides, and `note` is set in the lower right corner.
     """
     scale = _Scale.of(frontier, others)

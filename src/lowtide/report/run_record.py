@@ -279,7 +279,7 @@ def read_run(path: Path) -> RunRecord:
         check_numbers(watched.findings)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise LowtideError(
-            f"{path} is no record of a run: write one with `lowtide run --report FILE.json`, or give the file of "
+            f"{path} is not a record of a run: write one with `lowtide run --report FILE.json`, or give the file of "
             "`lowtide rehearse --json` or `lowtide watch --json`."
         ) from error
     return RunRecord(

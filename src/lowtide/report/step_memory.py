@@ -21,7 +21,7 @@ from lowtide.planner.simulate.memory_sweep import Sweep
 from lowtide.report.text_table import operator_name
 
 MOST_MOMENTS = 400
-"""Largest number of moments shown of a step, more than a screen can resolve; longer steps are reduced to as many."""
+"""Largest number of moments shown of a step, more than a screen can resolve; longer steps are reduced to that many."""
 NAMED = 8
 """Number of tensors, the largest, that are named at each moment."""
 
@@ -112,7 +112,7 @@ class StepMemory(Record):
         return tuple(sorted(alive, key=lambda t: -t.bytes))[:NAMED]
 
     def phase_at(self, moment: int) -> str:
-        """Return the name of the phase at a moment; empty outside of phases."""
+        """Return the name of the phase at a moment; empty outside phases."""
         return next((span.name for span in self.phases if span.first <= moment < span.stop), "")
 
     def module_at(self, moment: int) -> str:
@@ -348,7 +348,7 @@ def _tensors_of(profile: Profile, sweep: Sweep) -> tuple[list[tuple[str, str]], 
     labels: dict[int, str] = {}
     for slot in profile.slots:
         labels.setdefault(slot.value, in_words(slot.label))
-    names = [(in_words(storage.label) or "(outside of modules)", storage.category) for storage in profile.storages]
+    names = [(in_words(storage.label) or "(outside modules)", storage.category) for storage in profile.storages]
     n_values = len(profile.values)
     for node in sweep.copies.node.tolist():
         if node < n_values:

@@ -1,4 +1,4 @@
-"""Describe in a line what a plan does and costs."""
+"""Describe the decisions and the cost of a plan in one line."""
 
 from __future__ import annotations
 
@@ -29,14 +29,6 @@ def added_time(extra_ms: float, step_ms: float) -> str:
     """Return `+12.5 ms a step (+4.1 %)`; without the share if the plain step was not timed."""
     share = f" ({format_ratio(extra_ms / step_ms, signed=True)})" if step_ms else ""
     return f"+{format_time(extra_ms)} a step{share}"
-
-
-def share_of_step(extra_ms: float, planned_ms: float) -> str:
-    """Return `, about 12.5 of 310 ms are the plan's (+4.2 %)` for a step that took `planned_ms`; empty for no time."""
-    if not 0 < extra_ms < planned_ms:
-        return ""
-    share = format_ratio(extra_ms / (planned_ms - extra_ms), signed=True)
-    return f", about {format_time(extra_ms)} of {format_time(planned_ms)} are the plan's ({share})"
 
 
 def extra_time(plan: Plan) -> str:

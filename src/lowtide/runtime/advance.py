@@ -50,8 +50,9 @@ class Advance:
         tensor = result_of(self._frame.forward_again(self.operands))
         if tensor is None:
             raise ReplayMismatch(
-                f"{self._frame.seam} did not return one tensor when it was run again, as it did before.",
-                type(self._frame.seam.module),
+                f"{self._frame.interceptor} did not return a single tensor when it was replayed, as it did in the "
+                "first run.",
+                type(self._frame.interceptor.module),
             )
         return tensor.detach() if self._view is None else tensor.detach().as_strided(*self._view)
 

@@ -47,7 +47,7 @@ def bits_of(mask: Tensor) -> dict[str, Any]:
     mask.
     """
     if not may_be_a_mask(mask):
-        raise CannotRecompute("it is not of a kind that masks are of")
+        raise CannotRecompute("its dtype is not one of masks")
     bits = room_for_bits(mask)
     number = 1 if is_fake(mask) else fill(bits, mask)
     return {"bits": bits, "shape": mask.shape, "stride": mask.stride(), "dtype": mask.dtype, "number": number}
@@ -60,7 +60,7 @@ def signs_of(tensor: Tensor) -> dict[str, Any]:
     Raises CannotRecompute, with the reason, if that is impossible.
     """
     if not is_whole(tensor):
-        raise CannotRecompute("its elements are not all that its memory has")
+        raise CannotRecompute("it is a view of larger memory")
     bits = room_for_bits(tensor)
     if not is_fake(tensor):
         flat = tensor.detach().as_strided((tensor.numel(),), (1,))

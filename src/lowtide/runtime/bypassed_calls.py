@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 IN_TRANSFORM: Final = (
-    "inside of a transform of torch.func (grad, vmap, jacrev, ...), where torch has no saved-tensor hooks: nothing can "
+    "inside a transform of torch.func (grad, vmap, jacrev, ...), where torch has no saved-tensor hooks: nothing can "
     "be planned there.\n"
-    "  For the gradients of one loss call the model outside of it, `torch.func.functional_call(model, parameters, x)`, "
+    "  For the gradients of one loss call the model outside it, `torch.func.functional_call(model, parameters, x)`, "
     "and then loss.backward() or torch.autograd.grad: they are the same. For gradients of each row, vmap(..., "
     "chunk_size=...) needs less memory."
 )
@@ -16,11 +16,11 @@ IN_TRANSFORM: Final = (
 _ONE_PAIR: Final = "of several pairs of saved-tensor hooks only the innermost runs, and a plan does nothing there."
 _OF_TORCH: Final = {
     "save_on_cpu": (
-        f"inside of torch.autograd.graph.save_on_cpu: {_ONE_PAIR}\n"
+        f"inside torch.autograd.graph.save_on_cpu: {_ONE_PAIR}\n"
         "  Take that block out. A plan recomputes what pays; on a GPU, lowtide.fit(..., offload=True) offloads as well."
     ),
     "_checkpoint_hook": (
-        f"inside of torch.utils.checkpoint: {_ONE_PAIR}\n  Call it as it is: a plan recomputes what pays, and no more."
+        f"inside torch.utils.checkpoint: {_ONE_PAIR}\n  Call it as it is: a plan recomputes what pays, and no more."
     ),
 }
 
@@ -29,6 +29,6 @@ def in_hooks(pack: Callable[..., Any]) -> str:
     """Describe a call whose saved tensors go to `pack`, a hook that is not Lowtide's."""
     name = getattr(pack, "__qualname__", type(pack).__qualname__)
     return _OF_TORCH.get(name.partition(".")[0]) or (
-        f"inside of saved-tensor hooks of the program's own ({name}): {_ONE_PAIR}\n"
-        "  Call the model outside of that block, and open it in the model for the part that it is meant for."
+        f"inside saved-tensor hooks of the program's own ({name}): {_ONE_PAIR}\n"
+        "  Call the model outside that block, and open it in the model for the part that it is meant for."
     )

@@ -16,19 +16,23 @@ from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from operator import getitem
+from operator import attrgetter, getitem
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowtide._torch.pytree import SUPPORTED_NODES
+from lowtide._torch.tensors import base_of
 from lowtide.runtime.view_geometry import producer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lowtide.runtime.saved_values import Handle, Value
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_IS_CPU = attrgetter("is_cpu")
 
 Part = Callable[["_Given"], Any]
 """Function that rebuilds a part of the arguments."""
@@ -40,16 +44,24 @@ class Arguments:
     __slots__ = ("_build", "_cached", "_given", "_grads", "devices", "generators", "handles")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hold: Callable[[Tensor], Handle]) -> None:
-        taken = _Apart()
-        self._build = taken.part((args, kwargs))
-        self.handles = tuple([hold(tensor) for tensor in taken.tensors])
-        self._given = {
-            id(producer(tensor)[0]): handle.value for tensor, handle in zip(taken.tensors, self.handles, strict=True)
-        }
-        self._grads = tuple(tensor.requires_grad for tensor in taken.tensors)
-        self._cached: list[_Cached] = taken.cached
-        self.devices = {tensor.device for tensor in taken.tensors}
-        self.generators = tuple(taken.generators)
+        things = (*args, *kwargs.values())
+        self._build: Part
+        self._cached: list[_Cached] = []
+        self.generators: tuple[torch.Generator, ...] = ()
+        if _FLAT.issuperset(map(type, things)):  # as in most calls
+            tensors: list[Tensor] = []
+            self._build = _Flat(things, len(args), (*kwargs,), tensors)
+        else:
+            taken = _Apart()
+            self._build = taken.part((args, kwargs))
+            tensors, self._cached, self.generators = taken.tensors, taken.cached, tuple(taken.generators)
+        self.handles = (*map(hold, tensors),)
+        self._given = {}
+        for tensor, handle in zip(tensors, self.handles, strict=True):
+            self._given[id(tensor if base_of(tensor) is None else producer(tensor)[0])] = handle.value
+        self._grads = [*map(_REQUIRES_GRAD, tensors)]
+        self.devices = None if all(map(_IS_CPU, tensors)) else {tensor.device for tensor in tensors}
+        """Devices of the tensors; None if that is the CPU alone."""
 
     def given(self, base: Tensor) -> Value | None:
         """Return the value of a tensor, or of its base, that was passed to the call in progress; None for any other
@@ -69,8 +81,9 @@ class Arguments:
 
         Raises RuntimeError if one of the tensors was changed in place.
         """
-        pairs = zip(handles, self._grads, strict=True)
-        tensors = [handle.get().detach().requires_grad_(grad) for handle, grad in pairs]
+        tensors = []
+        for handle, grad in zip(handles, self._grads, strict=True):
+            tensors.append(handle.get().detach().requires_grad_(grad))
         args, kwargs = self._build(_Given(tensors))
         return args, kwargs
 
@@ -99,6 +112,32 @@ class _Given:
         self.made[key] = new
         fill(new)
         return new
+
+
+class _Flat:
+    """A part that rebuilds arguments none of which contains tensors."""
+
+    __slots__ = ("_n_args", "_names", "_places", "_things")
+
+    def __init__(self, things: tuple[Any, ...], n_args: int, names: tuple[str, ...], tensors: list[Tensor]) -> None:
+        """Take `things` apart, the last of which have `names`; each tensor is added to `tensors` once."""
+        self._n_args, self._names, self._things = n_args, names, [*things]
+        self._places: list[tuple[int, int]] = []
+        places: dict[int, int] = {}
+        for at, thing in enumerate(things):
+            if type(thing) is torch.Tensor:
+                place = places.setdefault(id(thing), len(tensors))
+                if place == len(tensors):
+                    tensors.append(thing)
+                self._places.append((at, place))
+                self._things[at] = None
+
+    def __call__(self, given: _Given) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        things = self._things.copy()
+        for at, place in self._places:
+            things[at] = given.tensors[place]
+        n_args = self._n_args
+        return tuple(things[:n_args]), dict(zip(self._names, things[n_args:], strict=True))
 
 
 class _Cached:

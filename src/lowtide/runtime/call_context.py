@@ -8,21 +8,24 @@ other contents in them is refused.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from lowtide._torch.fake_modes import bytes_of, is_fake
-from lowtide._torch.modes import ATTENTION_KERNELS
+from lowtide._torch.modes import ATTENTION_KERNELS, set_grad_enabled
 from lowtide._torch.pytree import tree_leaves
 from lowtide._torch.tensors import as_kind, is_plain, storage_id
+from lowtide.runtime import host_rng
+from lowtide.runtime import module_hooks as hooks
 from lowtide.runtime.fsdp_scopes import units
-from lowtide.runtime.host_rng import numpy_state, python_state, set_numpy_state
+from lowtide.runtime.host_rng import set_numpy_state
+from lowtide.runtime.known_modules import KnownModules, bindings, can_be_known, rebind
 from lowtide.runtime.module_attributes import Attributes
 from lowtide.runtime.tensor_writers import Overwritten
 
@@ -34,14 +37,34 @@ SMALL_BYTES = 2**16
 new version.
 """
 
+MOST_KNOWN = 4
+"""Number of calls in a row after which modules that have changed each time are no longer compared."""
+
 LARGEST_SUMMED = 2**20
 """Largest size in bytes of a buffer on the CPU for which writes to its `.data` are detected."""
+
+
+_VERSION: Final = attrgetter("_version")
+_TENSOR: Final = itemgetter(2)
+_CPU: Final = ("cpu",)
+_FLASH, _EFFICIENT, _MATH, _CUDNN = (enabled for enabled, _ in ATTENTION_KERNELS)
+_WITHOUT_GRAD: Final = partial(set_grad_enabled, False)
 
 
 class MutableState:
     """State that calls of one module can change, and the part of it that the first call did change."""
 
-    __slots__ = ("generators", "gpus", "holds", "is_overwritten", "modules", "units", "written")
+    __slots__ = (
+        "generators",
+        "gpus",
+        "holds",
+        "is_overwritten",
+        "known",
+        "modules",
+        "n_known",
+        "units",
+        "written",
+    )  # fmt: skip
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = tuple(module.modules())
@@ -56,104 +79,172 @@ class MutableState:
         """True if a call runs backward inside its forward: a replay must hold the tensors it saves for that."""
         self.is_overwritten = False
         """True once a tensor that a call had read was written to before backward: no call is run again from then on."""
+        self.known: Known | None = None
+        """The modules as an earlier call found them; None if the latest call found others."""
+        self.n_known = 0
+        """Number of calls in a row that captured all of their state for later ones."""
 
     def forget(self) -> None:
         """Forget the written buffers, so that the next call is observed again."""
-        self.written = None
+        self.written = self.known = None
+
+    def as_known(self) -> Known | None:
+        """Return the modules as an earlier call found them, if a call that begins now finds the same."""
+        if self.known is not None:
+            if self.known.modules.current() is None:
+                self.known = None  # tensors in it may be no longer in use
+            else:
+                self.n_known = 0
+        return self.known
+
+    def get_to_know(self, context: CallContext) -> None:
+        """Let later calls compare the modules with those of a call that is about to begin, which `context` captured."""
+        if self.written is None or self.units or self.n_known == MOST_KNOWN:
+            return
+        self.n_known += 1
+        if can_be_known(self.modules, context.attributes):
+            self.known = Known(KnownModules(self.modules, context.attributes), context)
+
+
+class Known:
+    """State of a call that later calls share if they find the same modules."""
+
+    __slots__ = ("copied", "held", "modules", "summed", "training")
+
+    def __init__(self, modules: KnownModules, context: CallContext) -> None:
+        self.modules, self.training = modules, [*context.training]
+        self.held = context.held
+        self.summed = context.summed
+        self.copied = [(module, name, buffer) for (module, name), (buffer, _, _) in context.buffers.items()]
+        """Buffers that each call copies."""
 
 
 class CallContext:
     """State that one call reads."""
 
     __slots__ = (
+        "_memory",
         "attributes",
-        "autocast",
         "buffers",
         "copied",
         "generators",
         "gpus",
         "held",
-        "kernels",
+        "kinds",
+        "known",
+        "modes",
         "numpy",
         "python",
         "reach",
         "rng",
+        "summed",
         "sums",
         "training",
+        "versions",
     )
 
     def __init__(
-        self, reach: MutableState, devices: Iterable[torch.device] = (), generators: Sequence[torch.Generator] = ()
+        self,
+        reach: MutableState,
+        devices: Iterable[torch.device] | None = None,
+        generators: Sequence[torch.Generator] = (),
+        known: Known | None = None,
     ) -> None:
-        """Capture the state at the start of a call; `devices` and `generators` are those of its arguments."""
-        self.reach = reach
-        in_use = reach.gpus | gpus(devices)
+        """Capture the state at the start of a call; `devices` and `generators` are those of its arguments.
+
+        `known`: the result of `reach.as_known` just before.
+        """
+        self.reach, self.known = reach, known
+        in_use = reach.gpus | gpus(devices) if devices else reach.gpus
         self.rng = torch.default_generator.get_state()
         self.gpus = [(gpu, torch.get_device_module(gpu).get_rng_state(gpu)) for gpu in in_use] if in_use else []
         drawn = {*reach.generators, *generators} if reach.generators or generators else ()
         self.generators = [(g, g.get_state()) for g in drawn] if drawn else []
-        self.python: tuple[Any, ...] | None = python_state()
-        self.numpy = numpy_state()
-        kinds = {"cpu", *[gpu.type for gpu in in_use]}
-        self.autocast = [(kind, _autocast(kind)) for kind in kinds]
-        self.kernels = [enabled() for enabled, _ in ATTENTION_KERNELS]
-        self.training = [module.training for module in reach.modules]
-        self.attributes = Attributes(reach.modules)
-        self.buffers = {
-            (module, name): (buffer, buffer._version, buffer.detach().clone())
-            for module, name, buffer in _buffers(reach.modules)
-            if reach.written is None or (module, name) in reach.written or buffer.nbytes <= SMALL_BYTES
-        }
+        self.python: tuple[Any, ...] | None
+        self._memory, self.python, self.numpy = host_rng.states()
+        self.kinds = ("cpu", *{gpu.type for gpu in in_use}) if in_use else _CPU
+        self.modes = _modes(self.kinds)
+        """Autocast and attention's kernels: see `_modes`."""
         self.copied: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         """Parameters and buffers that were written to since, with copies of their contents before: table, name,
         tensor, copy.
         """
-        self.held = self._held()
-        self.sums = self._sums()
+        self.held: list[tuple[dict[str, Any], str, Tensor]]
+        """Parameters, and buffers that are not copied: their table, their name in it, and the tensor."""
+        self.summed: list[int]
+        """Places of the buffers among them."""
+        self.buffers: dict[tuple[nn.Module, str], tuple[Tensor, int, Tensor]] = {}
+        if known is not None:
+            self.training: list[bool] = known.training
+            self.attributes = known.modules.attributes
+            self.held, self.summed = known.held, known.summed
+            for module, name, buffer in known.copied:
+                self.buffers[module, name] = buffer, buffer._version, buffer.detach().clone()
+        else:
+            self.training = [module.training for module in reach.modules]
+            self.attributes = Attributes(reach.modules)
+            for module, name, buffer in _buffers(reach.modules):
+                if reach.written is None or (module, name) in reach.written or buffer.nbytes <= SMALL_BYTES:
+                    self.buffers[module, name] = buffer, buffer._version, buffer.detach().clone()
+            self._hold()
+        self.versions = [*map(_VERSION, map(_TENSOR, self.held))]
+        """Versions of the tensors in `held` when the call began."""
+        self.sums = self._sums() if self.summed else []
+        """Checksum for each of the buffers in `held` that is cheap to sum; None for the others."""
 
     def _sums(self) -> list[int | None]:
-        """Return a checksum for each buffer in `held` that is cheap to sum; None for the others."""
-        return [None if isinstance(t, torch.nn.Parameter) else _sum_of(t) for _, _, t, _ in self.held]
+        return [_sum_of(self.held[place][2]) for place in self.summed]
 
     @property
     def written_late(self) -> str | None:
         """Return the name of a buffer that this call wrote to and the first one did not, so that it was not copied."""
-        for (_, name, tensor, version), before, now in zip(self.held, self.sums, self._sums(), strict=True):
-            if not isinstance(tensor, torch.nn.Parameter) and (tensor._version != version or before != now):
+        if not self.summed:
+            return None
+        for place, before, now in zip(self.summed, self.sums, self._sums(), strict=True):
+            _, name, tensor = self.held[place]
+            if tensor._version != self.versions[place] or before != now:
                 self.reach.forget()
                 return name
         return None
 
-    def _held(self) -> list[tuple[dict[str, Any], str, Tensor, int]]:
-        """Return parameters, and buffers that are not copied: their table, name in it, tensor and version."""
+    def _hold(self) -> None:
+        """Record the parameters, and the buffers that are not copied."""
         written = {(id(table), name) for table, name, *_ in self.copied}
-        return [
-            (table, name, tensor, tensor._version)
+        self.held = [
+            (table, name, tensor)
             for module in self.reach.modules
             for table, copied in ((module._parameters, ()), (module._buffers, self.buffers))
             for name, tensor in table.items()
             if tensor is not None and (module, name) not in copied and (not self.reach.units or is_plain(tensor))
             if (id(table), name) not in written
         ]
+        self.summed = self._places_of_buffers()
 
     def copy(self, storages: set[int], copy_of: Callable[[Tensor], Tensor]) -> bool:
         """Copy parameters and buffers in this memory, which is about to be written to; return True if there are any."""
-        uncopied = []
-        for held, before in zip(self.held, self.sums, strict=True):
-            table, name, tensor, version = held
+        n_copied, sums = len(self.copied), dict(zip(self.summed, self.sums, strict=True))
+        uncopied: list[int] = []
+        for place, ((table, name, tensor), version) in enumerate(zip(self.held, self.versions, strict=True)):
             if tensor._version == version and storage_id(tensor) in storages:
                 self.copied.append((table, name, tensor, copy_of(tensor)))
             else:
-                uncopied.append((held, before))
-        has_copied = len(uncopied) < len(self.held)
-        self.held, self.sums = [held for held, _ in uncopied], [before for _, before in uncopied]
-        return self.attributes.copy(storages, copy_of) or has_copied
+                uncopied.append(place)
+        if len(self.copied) == n_copied:
+            return self.attributes.copy(storages, copy_of)
+        self.sums = [sums[place] for place in uncopied if place in sums]
+        self.held, self.versions = [self.held[n] for n in uncopied], [self.versions[n] for n in uncopied]
+        self.summed = self._places_of_buffers()
+        self.attributes.copy(storages, copy_of)
+        return True
+
+    def _places_of_buffers(self) -> list[int]:
+        return [n for n, (_, _, tensor) in enumerate(self.held) if not isinstance(tensor, torch.nn.Parameter)]
 
     def storages(self) -> Iterator[int]:
         """Yield the memory of the tensors that are read again, those included that `learn` may add."""
-        held = (tensor for _, _, tensor, _ in self.held)
-        for tensor in (*held, *(buffer for buffer, _, _ in self.buffers.values()), *self.attributes.held()):
-            yield storage_id(tensor)
+        yield from (storage_id(tensor) for _, _, tensor in self.held)
+        yield from (storage_id(buffer) for buffer, _, _ in self.buffers.values())
+        yield from map(storage_id, self.attributes.held())
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -170,7 +261,8 @@ class CallContext:
 
     def learn(self) -> None:
         """End the call. Large buffers that the first call did not write to are not copied for later calls."""
-        self.attributes.learn()
+        if self.known is None:
+            self.attributes.learn()
         reach = self.reach
         if reach.written is None:
             there = {(module, name): buffer for module, name, buffer in _buffers(reach.modules)}
@@ -182,21 +274,24 @@ class CallContext:
             for key, (buffer, _, _) in list(self.buffers.items()):
                 if key not in reach.written and buffer.nbytes > SMALL_BYTES:
                     del self.buffers[key]
-            self.held = self._held()
+            self._hold()
+            self.versions = [*map(_VERSION, map(_TENSOR, self.held))]
             self.sums = self._sums()
         # For each call: one that draws nothing may draw the next time.
-        if python_state() is self.python:
-            self.python = None
-        if numpy_state() is self.numpy:
-            self.numpy = None
+        memory, self._memory = self._memory, None
+        if memory is not None and host_rng.memory() == memory:
+            self.python = self.numpy = None
+        else:
+            if host_rng.python_state() is self.python:
+                self.python = None
+            if host_rng.numpy_state() is self.numpy:
+                self.numpy = None
 
     def restore(self) -> None:
         """Restore the state at the start of a call that has failed, permanently."""
         self.attributes.learn()
-        self.attributes.put_back()
-        with contextlib.ExitStack() as stack:
-            self._restore_rng_states(stack)
-            stack.pop_all()  # a restore without a way back
+        self.attributes.restore()
+        self.restore_rng_states([])  # a restore without a way back
         for module, flag in zip(self.reach.modules, self.training, strict=True):
             vars(module)["training"] = flag
         for (module, name), (buffer, _, content) in self.buffers.items():
@@ -204,37 +299,55 @@ class CallContext:
             if not _equal(buffer, content):
                 buffer.data.copy_(content)  # written without a new version, because other graphs may have saved it
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Restore the state at the start of the call inside the block, and the current state after it."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(_rebind, _bindings(self.reach.modules))
-            self._restore_parameters_and_buffers()
-            for tensor, version in self.attributes.tensors:
-                if tensor._version != version:
-                    raise self._overwritten(tensor, version)
-            self.attributes.put_back()
-            self._restore_rng_states(stack)
-            for (enabled, switch), then in zip(ATTENTION_KERNELS, self.kernels, strict=True):
-                if enabled() != then:
-                    stack.callback(switch, not then)
-                    switch(then)
-            for module, flag in zip(self.reach.modules, self.training, strict=True):
-                vars(module)["training"] = flag
-            copies: dict[int, Tensor] = {}  # a tensor shared by two modules stays shared
-            for table, name, tensor, content in self.copied:
-                like = content.clone()
-                if isinstance(tensor, torch.nn.Parameter):
-                    like = torch.nn.Parameter(like, requires_grad=tensor.requires_grad)
-                table[name] = copies.setdefault(id(tensor), like)
-            for (module, name), (buffer, _, content) in self.buffers.items():
-                module._buffers[name] = copies.setdefault(id(buffer), content.clone())
-            for kind, state in self.autocast:
-                if state != _autocast(kind):
-                    on, dtype, cache = state
-                    stack.enter_context(torch.autocast(kind, enabled=on, dtype=dtype, cache_enabled=cache))
-            with torch.enable_grad():
-                yield
+    @property
+    def held_versions(self) -> Iterator[tuple[Tensor, int]]:
+        """Yield the tensors in `held`, each with its version when the call began."""
+        return ((tensor, version) for (_, _, tensor), version in zip(self.held, self.versions, strict=True))
+
+    @property
+    def has_changed(self) -> bool:
+        """Return True if a tensor in `held` was written to since the call began."""
+        return [*map(_VERSION, map(_TENSOR, self.held))] != self.versions
+
+    def find_modules(self) -> list[Any] | None:
+        """Return the bindings of the modules if nothing about them has changed since the call, else None."""
+        known = self.known
+        if known is None or [*map(_VERSION, map(_TENSOR, self.held))] != self.versions:
+            return None
+        return known.modules.current()
+
+    def restore_modules(self) -> None:
+        """Restore parameters, buffers, attributes and training flags, as the call found them."""
+        self._restore_parameters_and_buffers()
+        for tensor, version in self.attributes.tensors:
+            if tensor._version != version:
+                raise self._overwritten(tensor, version)
+        self.attributes.restore()
+        for module, flag in zip(self.reach.modules, self.training, strict=True):
+            vars(module)["training"] = flag
+
+    def bind_copies(self) -> None:
+        """Put copies in the place of tensors that the call wrote to, or that were written to since."""
+        copies: dict[int, Tensor] = {}  # a tensor shared by two modules stays shared
+        for table, name, tensor, content in self.copied:
+            like = content.clone()
+            if isinstance(tensor, torch.nn.Parameter):
+                like = torch.nn.Parameter(like, requires_grad=tensor.requires_grad)
+            table[name] = copies.setdefault(id(tensor), like)
+        for (module, name), (buffer, _, content) in self.buffers.items():
+            module._buffers[name] = copies.setdefault(id(buffer), content.clone())
+
+    def restore_modes(self, undo: list[Callable[[], object]]) -> None:
+        """Restore autocast and attention's kernels; functions that bring back the present ones are added to `undo`."""
+        kernels, cache, *autocast = self.modes
+        for (enabled, switch), then in zip(ATTENTION_KERNELS, kernels, strict=True):
+            if enabled() != then:
+                undo.append(partial(switch, not then))
+                switch(then)
+        for kind, on, dtype in zip(self.kinds, autocast[::2], autocast[1::2], strict=True):
+            block = torch.autocast(kind, enabled=on, dtype=dtype, cache_enabled=cache)
+            block.__enter__()  # type: ignore[no-untyped-call]
+            undo.append(partial(block.__exit__, None, None, None))
 
     def _restore_parameters_and_buffers(self) -> None:
         """Restore the call's parameters and buffers, if others have taken their places (as in `functional_call`).
@@ -243,7 +356,7 @@ class CallContext:
         inside backward changes only parameters that backward has finished with, and a replay that is needed after that
         stops before it reaches them, or must not run. Raises Overwritten for a buffer that was changed.
         """
-        for table, name, tensor, version in self.held:
+        for (table, name, tensor), version in zip(self.held, self.versions, strict=True):
             if tensor._version != version:
                 if not isinstance(tensor, torch.nn.Parameter):
                     self.reach.forget()
@@ -259,24 +372,65 @@ class CallContext:
         kind = type(self.reach.modules[0])
         return Overwritten(tensor, version, kind.__name__, kind)
 
-    def _restore_rng_states(self, stack: contextlib.ExitStack) -> None:
-        """Set all random number generators back to the start of the call."""
+    def restore_rng_states(self, undo: list[Callable[[], object]]) -> None:
+        """Set all random number generators back to the start of the call, as `restore_modes` does for modes."""
         own = torch.default_generator  # torch.set_rng_state without calls of Python functions
-        stack.callback(own.set_state, own.get_state())
+        undo.append(partial(own.set_state, own.get_state()))
         own.set_state(self.rng)
         for gpu, state in self.gpus:
             device = torch.get_device_module(gpu)
-            stack.callback(device.set_rng_state, device.get_rng_state(gpu), gpu)
+            undo.append(partial(device.set_rng_state, device.get_rng_state(gpu), gpu))
             device.set_rng_state(state, gpu)
         for generator, state in self.generators:
-            stack.callback(generator.set_state, generator.get_state())
+            undo.append(partial(generator.set_state, generator.get_state()))
             generator.set_state(state)
         if self.python is not None:
-            stack.callback(random.setstate, python_state())
+            undo.append(partial(random.setstate, host_rng.python_state()))
             random.setstate(self.python)
         if self.numpy is not None:
-            stack.callback(set_numpy_state, numpy_state())
+            undo.append(partial(set_numpy_state, host_rng.numpy_state()))
             set_numpy_state(self.numpy)
+
+
+class Again:
+    """Context manager that restores the state at the start of a call; afterwards the state is the current one again.
+
+    Of the modules' hooks only those in `acting` run inside the block.
+    """
+
+    __slots__ = ("_acting", "_context", "_undo")
+
+    def __init__(self, context: CallContext, acting: Container[int] = ()) -> None:
+        self._context, self._acting = context, acting
+        self._undo: list[Callable[[], object]] = []
+
+    def __enter__(self) -> None:
+        context, undo = self._context, self._undo
+        if not torch.is_grad_enabled():
+            set_grad_enabled(True)
+            undo.append(_WITHOUT_GRAD)
+        try:
+            values = context.find_modules()
+            if values is None:
+                modules = context.reach.modules
+                undo.append(partial(rebind, bindings(modules)))
+                context.restore_modules()
+                hooks.silence_others(self._acting, modules, undo)
+            else:
+                assert context.known is not None
+                undo.append(partial(context.known.modules.rebind, values))
+            if context.buffers or context.copied:
+                context.bind_copies()
+            context.restore_rng_states(undo)
+            if context.modes != _modes(context.kinds):
+                context.restore_modes(undo)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        while self._undo:
+            self._undo.pop()()
 
 
 class _Changed(torch.Tensor):
@@ -289,36 +443,17 @@ class _Changed(torch.Tensor):
         raise next(leaf.overwritten() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
 
 
-Bindings = list[tuple[dict[str, Any], dict[str, Any]]]
-"""Tables of attributes, buffers and parameters, each with a copy of its contents."""
-
-
-def _bindings(modules: tuple[nn.Module, ...]) -> Bindings:
-    """Return the bindings of the modules' attributes, buffers and parameters."""
-    bindings: Bindings = []
-    for module in modules:
-        for table in (vars(module), module._buffers, module._parameters):
-            if table and isinstance(table, dict):  # a scripted module's tables are no dicts and can't be rebound
-                bindings.append((table, dict(table)))
-    return bindings
-
-
-def _rebind(bindings: Bindings) -> None:
-    """Undo all changes of the tables' bindings since `_bindings` copied them."""
-    for table, was in bindings:
-        if len(table) != len(was):
-            for name in table.keys() - was.keys():
-                del table[name]
-        table.update(was)
-
-
 def gpus(devices: Iterable[torch.device]) -> frozenset[torch.device]:
     """Return the devices with random number generators besides the CPU's."""
     return frozenset(device for device in devices if device.type not in ("cpu", "meta"))
 
 
-def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+def _modes(kinds: tuple[str, ...]) -> list[Any]:
+    """Return the kernels that attention may use, and autocast's cache, flag and dtype for the `kinds` of devices."""
+    modes = [(_FLASH(), _EFFICIENT(), _MATH(), _CUDNN()), torch.is_autocast_cache_enabled()]
+    for kind in kinds:
+        modes += torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return modes
 
 
 def _buffers(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, str, Tensor]]:

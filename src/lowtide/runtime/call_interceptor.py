@@ -6,8 +6,11 @@ unchanged, and copies and pickles of the model do not contain it.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+from itertools import repeat
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -16,12 +19,12 @@ from lowtide._torch.backward import is_tracing
 from lowtide._torch.compiled_code import is_compiled, is_compiling_anywhere, is_compiling_here, is_traced
 from lowtide._torch.modules import CALL, without_function_mode
 from lowtide.runtime.call_context import MutableState
-from lowtide.runtime.class_calls import past_fronts, stand_in_calls
+from lowtide.runtime.class_calls import intercept_calls, past_fronts
 from lowtide.runtime.module_changes import AsPlanned
 from lowtide.runtime.operand_capture import OperandCapture
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from lowtide.runtime.engine import Engine
     from lowtide.runtime.plan_table import Actions
@@ -89,7 +92,7 @@ class CallInterceptor:
         self.installed = False
         _remove_from_chain(self)
 
-    def stands(self) -> bool:
+    def is_reached(self) -> bool:
         """Return True if calls of the module still reach this interceptor."""
         front = self.module.__dict__.get(CALL)
         while isinstance(front, CallInterceptor | OuterInterceptor) and front is not self:
@@ -137,7 +140,7 @@ class OuterInterceptor:
         self.before: Callable[..., Any] | None = module.__dict__.get(CALL)
         self.inner: Callable[..., Any] = self.before or past_fronts(module)
         module.__dict__[CALL] = self
-        self._own_calls = stand_in_calls([module])
+        self._own_calls = intercept_calls([module])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return None: copies and pickles do not contain the handler."""
@@ -158,6 +161,63 @@ class OuterInterceptor:
             if isinstance(caller, nn.Module) and caller is not self.module:  # a replica, as in CallInterceptor
                 return past_fronts(caller)(*args, **kwargs)
         return self.around(self.inner, args, kwargs)
+
+
+class InterceptorsInside:
+    """The interceptors of all modules but the model, which are off while the model runs under a plan that keeps all.
+
+    Taking them out and putting them back takes a tenth of a microsecond each, in place of one for each call.
+    """
+
+    def __init__(self, interceptors: Iterable[CallInterceptor]) -> None:
+        # compiled code stays in its place
+        self._interceptors = [interceptor for interceptor in interceptors if interceptor.before is None]
+        self._tables = [interceptor.module.__dict__ for interceptor in self._interceptors]
+        self.n_runs, self.n_planned, self._lock = 0, 0, threading.Lock()
+
+    def take_out(self) -> None:
+        """Call the modules without their interceptors from now on; several runs may do so at once.
+
+        While a plan runs in another thread, they stay.
+        """
+        with self._lock:
+            self.n_runs += 1
+            if self.n_runs > 1 or self.n_planned:
+                return
+            fronts = [*map(dict.pop, self._tables, repeat(CALL), repeat(None))]
+            if not all(map(is_, fronts, self._interceptors)):  # something else is in front of a module: all stay
+                for table, front in zip(self._tables, fronts, strict=True):
+                    if front is not None:
+                        table[CALL] = front
+
+    def put_in(self) -> None:
+        """End a run that began with `take_out`. After the last one the interceptors are back in their places."""
+        with self._lock:
+            self.n_runs -= 1
+            if not self.n_runs:
+                self._put_back()
+
+    @contextlib.contextmanager
+    def staying(self) -> Iterator[None]:
+        """Keep the interceptors in their places in the block: a plan runs that needs them."""
+        with self._lock:
+            self.n_planned += 1
+            if self.n_runs:
+                self._put_back()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.n_planned -= 1
+
+    def _put_back(self) -> None:
+        if not self._interceptors or not self._interceptors[0].installed:  # the plan was removed meanwhile
+            return
+        fronts = [*map(dict.setdefault, self._tables, repeat(CALL), self._interceptors)]
+        if not all(map(is_, fronts, self._interceptors)):
+            for interceptor in self._interceptors:
+                if not interceptor.is_reached():  # something was put in its place
+                    interceptor.install()
 
 
 def past_notes(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
     """Return the shapes of a call's tensors; 0-dimensional ones, such as a token count, are left out."""
-    return tuple(tuple(tensor.shape) for tensor in tensors_in_call(args, kwargs) if tensor.dim())
+    return tuple([tuple(tensor.shape) for tensor in tensors_in_call(args, kwargs) if tensor.dim()])
 
 
 def shapes_in(words: str) -> Shapes:
@@ -42,6 +42,11 @@ def no_larger(one: Shapes, other: Shapes) -> bool:
 def have_one_form(one: Shapes, other: Shapes) -> bool:
     """Return True if both calls have equally many tensors, with equally many dimensions each."""
     return [len(shape) for shape in one] == [len(shape) for shape in other]
+
+
+def elements_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return `elements` of the shapes of a call's tensors."""
+    return sum([tensor.numel() for tensor in tensors_in_call(args, kwargs) if tensor.dim()])
 
 
 def elements(shapes: Shapes) -> int:

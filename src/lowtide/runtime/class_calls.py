@@ -50,7 +50,7 @@ def _runs_by_itself(kind: type) -> bool:
     return isinstance(call, FunctionType) and not _ONWARD & {*call.__code__.co_names}
 
 
-def stand_in_calls(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
+def intercept_calls(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
     """Make calls of such `modules` use CALL first, until each of the returned functions is called."""
     kinds = {kind for module in modules if (kind := class_of_call(module)) is not None}
     asked = functools.partial(functools.partial, _ask_first)

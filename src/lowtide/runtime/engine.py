@@ -29,8 +29,8 @@ from lowtide.planner.address_nodes import OFFLOAD, SHAPE, SIGNS
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.advance import Advance
 from lowtide.runtime.bypassed_calls import IN_TRANSFORM, in_hooks
-from lowtide.runtime.call_interceptor import CallInterceptor, OuterInterceptor
-from lowtide.runtime.class_calls import stand_in_calls
+from lowtide.runtime.call_interceptor import CallInterceptor, InterceptorsInside, OuterInterceptor
+from lowtide.runtime.class_calls import intercept_calls
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.forward_pass import CallHandler, CallScope, ForwardPass, Passthrough, ThreadState, paused, pausing
 from lowtide.runtime.inplace_gradients import InPlace, check
@@ -66,7 +66,7 @@ __all__ = ["Actions", "Decision", "Engine", "ForwardPass", "actions_for"]
 
 
 MAX_LEARNT_AGAIN = 3
-"""Number of times that the needed saved tensors are learnt anew. After that the hooks see all tensors, because runs
+"""Number of times that the needed saved tensors are learnt again. After that the hooks see all tensors, because runs
 differ too much.
 """
 
@@ -114,7 +114,7 @@ class Engine:
         """Description of a call whose saved tensors the plan could not reach, with a remedy."""
         self.here = ThreadState()
         self.learnt = [NeededSlots() for _ in actions]
-        """For each plan, the saved tensors that the hooks have to see, as far as runs have shown."""
+        """For each plan, the saved tensors that the hooks have to see, learnt from runs."""
         self.needed: list[NeededSlots | None] = [None for _ in actions]
         """The entries of `learnt` for plans whose learning run is complete; None where the next run has to see all."""
         self.learns_again = False
@@ -127,8 +127,9 @@ class Engine:
         self._writing: InPlace | None = None
         self._thread: int | None = None
         """The thread of the run in progress."""
-        self._seams: list[CallInterceptor] = []
+        self._interceptors: list[CallInterceptor] = []
         self._passthrough = Passthrough(frozenset())
+        self._inside = InterceptorsInside(())
         self._own_calls: list[Callable[[], None]] = []
         """Functions that remove the replacements of classes' own `__call__`."""
         self.tell: Callable[[str], object] = warnings.warn
@@ -305,14 +306,14 @@ class Engine:
     def hold_what_is_read(self, tensor: Tensor, decision: Decision) -> Handle:
         """Return a handle on the part of `tensor` that its reader needs. Raises CannotRecompute for another reader."""
         if decision.node == SHAPE:
-            value = Value(tensor.detach())  # held until the call ends (`let_go_of_values`)
+            value = Value(tensor.detach())  # held until the call ends (`free_values`)
             value.partial = True
             return Handle(value)
         if decision.node == SIGNS and not saves_signs(tensor):
             raise CannotRecompute("it is not saved for its signs")
         return Handle(packed(decision.node, tensor))
 
-    def let_go_of_values(self, scope: CallScope, result: Any) -> None:
+    def free_values(self, scope: CallScope, result: Any) -> None:
         """Reduce the saved input of a finished call to its shape, as decided, if backward reads nothing else of it."""
         held = saved_for_shape(result)
         for ordinal, decision in scope.actions.recompute.items():
@@ -346,9 +347,9 @@ class Engine:
             name = decision.node if node is None else node.name()
             difference = "" if name == decision.node else f": {name}, where the plan has {decision.node}"
             self.say(
-                f"this step does not save what the rehearsed one did (first at {decision.address}{difference}): such "
-                "tensors are kept, so its peak may be above the budget. Rehearse and plan again if the model or its "
-                "input has changed."
+                f"this step saves different tensors than the rehearsed step (first at {decision.address}{difference}): "
+                "these tensors are kept, so the peak may be above the budget. Rehearse and plan again if the model "
+                "or its input has changed."
             )
 
     def say(self, what: str) -> None:
@@ -364,7 +365,7 @@ class Engine:
         """Return True if any plan has an effect, for any batch."""
         return any(self.tables) or any(self.in_place)
 
-    def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def choose(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the number of the plan for a run of the model that begins with this call."""
         return 0
 
@@ -372,47 +373,47 @@ class Engine:
         """Return True if the plan changes nothing about saved tensors, so that no hooks are needed."""
         return False
 
-    def begin(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def begin(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model, or a part of it called directly, with hooks if a training backward will follow."""
         if not torch.is_grad_enabled() or in_backward():
             with without_overrides():  # a call inside backward, where a torch.utils.checkpoint recomputes
-                return seam.inner(*args, **kwargs)
+                return interceptor.inner(*args, **kwargs)
         if not self.model.training:
             self.n_runs_in_eval_mode += 1
-            return seam.inner(*args, **kwargs)
+            return interceptor.inner(*args, **kwargs)
         self.n_runs += 1
         _interrupts.install_handler()
         if in_transform():  # transforms allow no saved-tensor hooks: run as without a plan
             self.bypassed = IN_TRANSFORM
             if self.does_anything:
                 self.say(
-                    f"{seam} was called inside of a transform of torch.func (grad, vmap, ...): the plan does nothing "
-                    "there."
+                    f"{interceptor} was called inside a transform of torch.func (grad, vmap, ...): the plan does "
+                    "nothing there."
                 )
             with self.now(self._passthrough):
-                return seam.inner(*args, **kwargs)
+                return interceptor.inner(*args, **kwargs)
         hooks = saved_tensor_hooks() or (None if paused.pack is None else (paused.pack, unpack))
         if hooks is not None:
             self.bypassed = in_hooks(hooks[0])
             if self.does_anything and hooks[1] is not unpack:  # hooks that are not those of a plan on an outer model
                 self.say(
-                    f"{seam} was called inside of other saved-tensor hooks (torch.utils.checkpoint or "
+                    f"{interceptor} was called inside other saved-tensor hooks (torch.utils.checkpoint or "
                     "saved_tensors_hooks around it). Those take precedence: the plan does nothing there."
                 )
             with self.now(self._passthrough):
-                return seam.inner(*args, **kwargs)
-        plan = self.choose(seam, args, kwargs)
-        if self._writing is None or self.is_measured:
-            return self.run(plan, seam, args, kwargs)
-        with self._writing.of_run(self.in_place[plan]) as outputs:
-            outputs.append(self.run(plan, seam, args, kwargs))
+                return interceptor.inner(*args, **kwargs)
+        plan = self.choose(interceptor, args, kwargs)
+        writing, least = self._writing, self.in_place[plan]
+        if writing is None or self.is_measured or (not least and writing.least is least):
+            return self.run(plan, interceptor, args, kwargs)
+        with writing.of_run(least) as outputs:
+            outputs.append(self.run(plan, interceptor, args, kwargs))
             return outputs[0]
 
-    def run(self, plan: int, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, plan: int, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, or a part of it, with hooks if `plan` changes anything about saved tensors."""
         if self.keeps_all(plan):
-            with self.now(self._passthrough):
-                return seam.inner(*args, **kwargs)
+            return self._run_as_without_plan(interceptor, args, kwargs)
         is_probed = values.observer_of(self) is not None
         if self.learns_again and not is_probed:
             self.learns_again, self.needed[plan] = False, None
@@ -420,11 +421,12 @@ class Engine:
             self.learns = self.learns and self.n_learnt_again < MAX_LEARNT_AGAIN
         needed = None if is_probed or self._last_packed() is not None else self.needed[plan]
         now = ForwardPass(self, plan, needed, learns=self.learns and not is_probed and not self.builder.owners.sharded)
-        with off_in_transforms(unpack, self.apart), self.now(now), self._alone(seam), pausing(now.pack):
+        alone, inside = self._alone(interceptor), self._inside.staying()
+        with off_in_transforms(unpack, self.without_plan), self.now(now), alone, inside, pausing(now.pack):
             if needed is None:
                 now.switch_hooks(on=True)
             try:
-                result = now.call(seam, args, kwargs)
+                result = now.call(interceptor, args, kwargs)
             finally:
                 now.departures.close()
                 if now.has_hooks:
@@ -435,19 +437,29 @@ class Engine:
             self._last_packed = now.last_packed
         return result
 
-    def apart(self) -> contextlib.AbstractContextManager[None]:
+    def _run_as_without_plan(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        here, inside = self.here, self._inside
+        before, here.now = here.now, self._passthrough
+        try:
+            inside.take_out()
+            return interceptor.inner(*args, **kwargs)
+        finally:
+            inside.put_in()
+            here.now = before
+
+    def without_plan(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which calls of modules in this thread run as without a plan."""
         return self.now(self._passthrough)
 
     @contextlib.contextmanager
-    def _alone(self, seam: CallInterceptor) -> Iterator[None]:
+    def _alone(self, interceptor: CallInterceptor) -> Iterator[None]:
         """Raise LowtideError if another thread is in the model: replays restore state of the whole process."""
         before, me = self._thread, threading.get_ident()
-        if before not in (None, me) and any(seam.replays for seam in self._seams):
+        if before not in (None, me) and any(interceptor.replays for interceptor in self._interceptors):
             raise LowtideError(
-                f"{seam} is called in two threads at once, and the plan runs parts of the model again: random numbers "
-                "and hooks, which are put back for that, belong to the whole process. Call it in one thread at a time, "
-                "or fit with a larger budget, for which nothing is run again."
+                f"{interceptor} is called in two threads at once, and the plan replays parts of the model: a replay "
+                "restores random number generators and hooks, which belong to the whole process. Call the model in one "
+                "thread at a time, or fit with a larger budget, for which nothing is replayed."
             )
         self._thread = me
         try:
@@ -470,8 +482,8 @@ class Engine:
         while isinstance(front, CallInterceptor | OuterInterceptor):
             if isinstance(front, CallInterceptor) and front.engine.model is self.model:
                 raise LowtideError(
-                    f"there is a plan in force on this {type(self.model).__name__} already: "
-                    "take it off first with lowtide.remove(model)."
+                    f"there is a plan in force on this {type(self.model).__name__} already: remove it first with "
+                    "lowtide.remove(model)."
                 )
             front = front.before
         if self.is_measured or any(self.in_place):
@@ -487,13 +499,14 @@ class Engine:
         inside: set[nn.Module] = set()
         for path, module in self.model.named_modules():
             if module not in inside:
-                self._seams.append(
+                self._interceptors.append(
                     CallInterceptor(self, module, path, tuple(actions.get(path, {}) for actions in self.tables))
                 )
-                if self._seams[-1].is_compiled:  # compiled code makes no module calls inside
+                if self._interceptors[-1].is_compiled:  # compiled code makes no module calls inside
                     inside.update(below for below in module.modules() if below is not module)
-        self._passthrough = Passthrough(frozenset(self._seams))
-        self._own_calls = stand_in_calls(self.model.modules())
+        self._passthrough = Passthrough(frozenset(self._interceptors))
+        self._inside = InterceptorsInside(self._interceptors[1:])
+        self._own_calls = intercept_calls(self.model.modules())
 
     def wrote_in_place(self, node: str, n_bytes: int) -> None:
         """Tell the observer that a gradient is about to be written over the one that arrived at a node of the kind
@@ -513,14 +526,16 @@ class Engine:
         name = self.name_of(tensor) or "a tensor"
         writes = "gives away the memory of" if who == SHARES_MEMORY else "writes to"
         self.say(
-            f"{who} {writes} {name} ({list(tensor.shape)} {tensor.dtype}) between forward and backward, and the plan "
-            "reads it once more after that: it was copied, so the peak may be above the budget. Fit, or rehearse and "
-            "plan, in a step that does so."
+            f"{who} {writes} {name} ({list(tensor.shape)} {tensor.dtype}) between forward and backward, and the "
+            "plan reads it again after that: it was copied first, so the peak may be above the budget. Fit, or "
+            "rehearse and plan, in a step that does so."
         )
 
     def displaced(self) -> Iterator[CallInterceptor]:
         """Yield the interceptors that another object has displaced since, as `Module.compile` does."""
-        return (seam for seam in self._seams if not seam.stands())
+        return (
+            interceptor for interceptor in self._interceptors if not (self._inside.n_runs or interceptor.is_reached())
+        )
 
     def remove(self) -> None:
         """Remove every interceptor. Handles that a running backward still holds keep working."""
@@ -530,9 +545,9 @@ class Engine:
         self.relied_on.leave()
         while self._own_calls:
             self._own_calls.pop()()
-        self._passthrough = Passthrough(frozenset())
-        while self._seams:
-            self._seams.pop().remove()
+        self._passthrough, self._inside = Passthrough(frozenset()), InterceptorsInside(())
+        while self._interceptors:
+            self._interceptors.pop().remove()
 
 
 class _NotLearnt(Exception):

@@ -69,7 +69,7 @@ class CallScope:
         return self._id
 
 
-NO_SEAMS: frozenset[CallInterceptor] = frozenset()
+NO_INTERCEPTORS: frozenset[CallInterceptor] = frozenset()
 
 
 class CallHandler(Protocol):
@@ -79,7 +79,7 @@ class CallHandler(Protocol):
     def idle(self) -> frozenset[CallInterceptor]:
         """Return the modules whose calls need not be reported now."""
 
-    def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def call(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 class ThreadState(threading.local):
@@ -122,7 +122,7 @@ class ForwardPass:
         self.last_packed: Callable[[], Handle | None] = lambda: None
         self.probe = values.observer_of(engine)
         self.pack = make_pack_hook(self)
-        self.idle = NO_SEAMS if needed is None else needed.idle
+        self.idle = NO_INTERCEPTORS if needed is None else needed.idle
         self.has_hooks = False
         """True while the hooks of this run are in force, even if other hooks are in front of them."""
         self.scope: CallScope | None = None
@@ -137,59 +137,59 @@ class ForwardPass:
         self.results: list[Value] = []
         """Results of calls that are recomputed by advancing, held until their readers have handles."""
 
-    def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module call under the plan."""
         needed = self.needed
-        if needed is not None and seam in needed.idle and not self.notes and self.frame is None:
+        if needed is not None and interceptor in needed.idle and not self.notes and self.frame is None:
             is_switched = self.switch_hooks(on=False)
             try:
-                return seam.inner(*args, **kwargs)
+                return interceptor.inner(*args, **kwargs)
             finally:
                 if is_switched:
                     self.switch_hooks(on=True)
-        if seam.is_left_alone:
-            with saved_tensor_hooks_off(unpack), pausing(None), self.engine.apart():
-                return seam.inner(*args, **kwargs)
-        number = self.times[seam]
-        self.times[seam] = number + 1
-        outer, actions = self.scope, seam.actions[self.plan].get(number, NO_ACTIONS)
+        if interceptor.is_left_alone:
+            with saved_tensor_hooks_off(unpack), pausing(None), self.engine.without_plan():
+                return interceptor.inner(*args, **kwargs)
+        number = self.times[interceptor]
+        self.times[interceptor] = number + 1
+        outer, actions = self.scope, interceptor.actions[self.plan].get(number, NO_ACTIONS)
         if needed is None:
-            self.scope = scope = CallScope(seam.path, number, actions, None, self.learn(seam, number))
+            self.scope = scope = CallScope(interceptor.path, number, actions, None, self.learn(interceptor, number))
             is_switched = False
         else:
-            ordinals = needed.by_call.get(seam, _NO_CALLS).get(number)
-            learnt = self.learn(seam, number) if ordinals is None else None
-            self.scope = scope = CallScope(seam.path, number, actions, ordinals, learnt)
-            wants = ordinals is None or bool(ordinals) or seam.replays or self.frame is not None
+            ordinals = needed.by_call.get(interceptor, _NO_CALLS).get(number)
+            learnt = self.learn(interceptor, number) if ordinals is None else None
+            self.scope = scope = CallScope(interceptor.path, number, actions, ordinals, learnt)
+            wants = ordinals is None or bool(ordinals) or interceptor.replays or self.frame is not None
             is_switched = wants is not self.has_hooks and self.switch_hooks(on=wants)
         probe = self.probe
         try:
             if probe is not None:
-                probe.entering(seam, args, kwargs)
+                probe.entering(interceptor, args, kwargs)
             if (actions.notes or self.engine.captures_all) and not self.notes:
-                run = self.run_replayable if seam.replays else self.run
-                result = self.run_capturing(run, seam, args, kwargs)
-            elif seam.replays:
-                result = self.run_replayable(seam, args, kwargs)
+                run = self.run_replayable if interceptor.replays else self.run
+                result = self.run_capturing(run, interceptor, args, kwargs)
+            elif interceptor.replays:
+                result = self.run_replayable(interceptor, args, kwargs)
             else:
-                result = seam.inner(*args, **kwargs)
+                result = interceptor.inner(*args, **kwargs)
             if actions.shape:
-                self.engine.let_go_of_values(scope, result)
+                self.engine.free_values(scope, result)
             if probe is not None:
-                probe.returning(seam, result)
+                probe.returning(interceptor, result)
             return result
         finally:
             if probe is not None:
-                probe.leaving(seam)
+                probe.leaving(interceptor)
             self.scope = outer
             if is_switched:
                 self.switch_hooks(on=not self.has_hooks)
 
-    def learn(self, seam: CallInterceptor, number: int) -> set[int] | None:
+    def learn(self, interceptor: CallInterceptor, number: int) -> set[int] | None:
         """Return the set for the needed ordinals of a call that is about to begin; None if they are not learnt."""
         if self.learnt is None:
             return None
-        return self.learnt.setdefault(seam, {}).setdefault(number, set())
+        return self.learnt.setdefault(interceptor, {}).setdefault(number, set())
 
     def switch_hooks(self, *, on: bool) -> bool:
         """Push or pop the hooks, unless other hooks are in force. Return True if that was done."""
@@ -205,21 +205,21 @@ class ForwardPass:
             pop_saved_tensor_hooks()
             paused.pack = self.pack
         self.has_hooks = on
-        self.idle = NO_SEAMS if on or self.notes or self.needed is None else self.needed.idle
+        self.idle = NO_INTERCEPTORS if on or self.notes or self.needed is None else self.needed.idle
         return True
 
-    def run(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module's implementation."""
-        return seam.inner(*args, **kwargs)
+        return interceptor.inner(*args, **kwargs)
 
     def run_capturing(
-        self, run: Callable[..., Any], seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, run: Callable[..., Any], interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a call and capture its operands, including those of inner calls."""
         self.notes = True
         try:
             with OperandCapture(self):
-                return run(seam, args, kwargs)
+                return run(interceptor, args, kwargs)
         finally:
             self.notes = False
 
@@ -248,46 +248,52 @@ class ForwardPass:
         if (probe := values.observer_of(self.engine)) is not None:
             probe.sized_by_contents(operator)
 
-    def run_replayable(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_replayable(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that the plan may replay in backward, for all its saved tensors, or advance, for its result."""
-        scope, outer = self.scope, self.frame
+        scope, outer, known = self.scope, self.frame, None
         assert scope is not None
-        replay, advance = scope.actions.replay, scope.actions.advance and outer is None
-        if (replay or advance) and not (
-            torch.is_grad_enabled() and self.hooks_are_active(seam) and self.may_replay(seam)
-        ):
-            replay = advance = False
+        actions = scope.actions
+        replay, advance = actions.replay, actions.advance and outer is None
+        if replay or advance:
+            reach = interceptor.reach
+            known = reach.as_known()
+            is_as_planned = not reach.is_overwritten if known is not None else self.may_replay(interceptor)
+            if not (is_as_planned and torch.is_grad_enabled() and self.hooks_are_active(interceptor)):
+                replay = advance = False
         if outer is not None:
-            outer.nested.append((seam, replay))
+            outer.nested.append((interceptor, replay))
         if not (replay or advance):
-            return seam.inner(*args, **kwargs)
+            return interceptor.inner(*args, **kwargs)
         hold = partial(self.argument, scope, itertools.count(), outer)
-        frame = ReplayFrame(seam, args, kwargs, hold, outer)
+        frame = ReplayFrame(interceptor, args, kwargs, hold, outer, known)
+        if known is None:
+            reach.get_to_know(frame.call_context)
         self.engine.relied_on.add(frame)
         self.frame = frame if replay else outer
         try:
-            result = seam.inner(*args, **kwargs)
+            result = interceptor.inner(*args, **kwargs)
         finally:
             self.frame = outer
             frame.close()
-        frame.check_buffers()
+        if frame.call_context.summed:
+            frame.check_buffers()
         if advance and (value := left_to_advance(frame, result, replayed=replay)) is not None:
             self.results.append(value)
         return result
 
-    def may_replay(self, seam: CallInterceptor) -> bool:
-        """Return True if a replay of the module in backward will find the present state, as far as known.
+    def may_replay(self, interceptor: CallInterceptor) -> bool:
+        """Return True if a replay of the module in backward will find the present state, if known.
 
         It is False, and reported, if something was installed on the module since its plan was put in force.
         """
-        if seam.reach.is_overwritten:
+        if interceptor.reach.is_overwritten:
             return False
-        change = None if seam.as_planned is None else seam.as_planned.change()
+        change = None if interceptor.as_planned is None else interceptor.as_planned.change()
         if change is not None:
             self.engine.say(
-                f"{change} since its plan was put in force. The plan runs {seam} again in backward, and was not "
-                "compared with that: what the block saves is kept instead, so the peak may be above the budget. Fit, "
-                "or rehearse and plan, again."
+                f"{change} since its plan was put in force. The plan runs {interceptor} again in backward, and has "
+                "not been checked with this change: what the block saves is kept instead, so the peak may be above "
+                "the budget. Fit, or rehearse and plan, again."
             )
         return change is None
 
@@ -302,13 +308,13 @@ class ForwardPass:
             self.engine.relied_on.of(handle.value, tensor)
         return handle
 
-    def hooks_are_active(self, seam: CallInterceptor) -> bool:
+    def hooks_are_active(self, interceptor: CallInterceptor) -> bool:
         """Return True if saved tensors reach Lowtide's hooks here; report it if they do not."""
         hooks = saved_tensor_hooks()
         if hooks is not None and hooks[1] is unpack:
             return True
         self.engine.say(
-            f"the plan replays {seam}, whose saved tensors are packed by other hooks: torch.utils.checkpoint, "
+            f"the plan replays {interceptor}, whose saved tensors are packed by other hooks: torch.utils.checkpoint, "
             "gradient_checkpointing_enable() or saved_tensors_hooks in the model. Those take precedence. Rehearse "
             "again with them."
         )
@@ -326,7 +332,7 @@ paused = _Paused()
 
 @contextlib.contextmanager
 def pausing(pack: Callable[[Tensor], Any] | None) -> Iterator[None]:
-    """Set the pack hook that plans on other models, called in this block, find in force around them; None for no
+    """Make plans on other models that are called in this block use `pack` as the outer plan's hook; None: no outer
     plan.
     """
     before, paused.pack = paused.pack, pack
@@ -347,13 +353,19 @@ def make_pack_hook(now: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
     def pack(tensor: Tensor) -> Handle | KeptTensor:
         now = reference()
         assert now is not None  # this thread runs the forward
-        scope = now.scope
+        scope, frame = now.scope, now.frame
         assert scope is not None
         ordinal = scope.ordinal
-        if scope.needed is not None and ordinal not in scope.needed and now.frame is None:
-            scope.ordinal = ordinal + 1
-            is_parameter = tensor.requires_grad and tensor.grad_fn is None
-            return tensor if is_parameter else tensor.detach(), tensor._version
+        if frame is None:
+            if scope.needed is not None and ordinal not in scope.needed:
+                scope.ordinal = ordinal + 1
+                is_parameter = tensor.requires_grad and tensor.grad_fn is None
+                return tensor if is_parameter else tensor.detach(), tensor._version
+        elif scope.learnt is None and now.probe is None and not scope.held and ordinal not in scope.actions.recompute:
+            handle = frame.left(tensor)
+            if handle is not None:
+                scope.ordinal = ordinal + 1
+                return handle
         # a thread of the device, in a backward pass inside the forward (`create_graph`)
         if now.engine.here.now is None:
             with now.engine.now(now):
@@ -372,5 +384,5 @@ class Passthrough:
     def __init__(self, idle: frozenset[CallInterceptor]) -> None:
         self.idle = idle
 
-    def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return seam.inner(*args, **kwargs)
+    def call(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return interceptor.inner(*args, **kwargs)

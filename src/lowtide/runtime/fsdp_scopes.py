@@ -1,7 +1,7 @@
 """Units of FSDP2: modules sharded by `fully_shard`, whose parameters are whole only while they run.
 
 A tensor made inside a unit is recomputed in the unit's own backward, where its parameters are whole anyway: so a plan
-sends nothing between processes, and each process may have a plan of its own.
+sends nothing between processes, and each process may have its own plan.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run_again(units: Iterable[nn.Module]) -> Iterator[None]:
     """Run units inside the block as in backward, with their present parameters. Raises RuntimeError if one has none."""
     with contextlib.ExitStack() as stack:
         for unit in units:
-            if not all(group.is_whole for group in shard_groups(unit)):
+            if not all(group.is_gathered for group in shard_groups(unit)):
                 raise RuntimeError(APART.format(type(unit).__name__))
             stack.enter_context(as_in_backward(unit))
         yield

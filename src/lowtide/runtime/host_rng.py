@@ -20,37 +20,49 @@ _NORMAL = slice(3, 5)
 """Fields of a state for a cached second normal number. A draw that returns that number does not change the compared
 memory.
 """
+_HAS_NORMAL: Final = 3
 
 _PYTHONS: Final[random.Random] = random.getstate.__self__  # type: ignore[attr-defined]
 _PYTHONS_WORDS: Final = struct.Struct("=i624I")
 """Layout of RandomObject: the position in its 624 numbers, and these (Modules/_randommodule.c, 3.2 to 3.14)."""
 
 
-def _pythons_memory() -> bytes:
-    return ctypes.string_at(id(_PYTHONS) + object.__basicsize__, _PYTHONS_WORDS.size)
-
-
-def _is_layout_known() -> bool:
-    """Return True if the memory of Python's generator matches its state."""
+def _pythons_memory() -> ctypes.Array[ctypes.c_char] | None:
+    """Return the memory of Python's generator; None if it does not match its state."""
     if type(_PYTHONS).__base__.__basicsize__ < object.__basicsize__ + _PYTHONS_WORDS.size:  # type: ignore[union-attr]
-        return False
-    place, *numbers = _PYTHONS_WORDS.unpack(_pythons_memory())
-    return bool((*numbers, place) == random.getstate()[1])
+        return None
+    memory = (ctypes.c_char * _PYTHONS_WORDS.size).from_address(id(_PYTHONS) + object.__basicsize__)
+    place, *numbers = _PYTHONS_WORDS.unpack(memory.raw)
+    return memory if (*numbers, place) == random.getstate()[1] else None
 
 
-_IS_LAYOUT_KNOWN: Final = _is_layout_known()
+_PYTHONS_MEMORY: Final = _pythons_memory()
 
 _of_python: tuple[tuple[bytes, float | None] | None, tuple[Any, ...]] = None, ()
-"""The memory when the state was last read, with the cached normal number, and the state."""
+"""Python's generator at the last read: its memory with the cached normal number, and its state."""
 _of_numpy: tuple[bytes | None, Any] = None, None
 """The memory when the state was last read, and the state."""
+
+
+_latest: tuple[tuple[Any, ...] | None, tuple[Any, ...], Any] = None, (), None
+"""The memory of the generators when `states` read them, and what it returned."""
+
+
+def states() -> tuple[tuple[Any, ...] | None, tuple[Any, ...], Any]:
+    """Return `memory()`, `python_state()` and `numpy_state()`."""
+    global _latest
+    now = memory()
+    if now is None or now != _latest[0]:
+        python, numpy = python_state(), numpy_state()
+        _latest = memory(), python, numpy
+    return _latest
 
 
 def python_state() -> tuple[Any, ...]:
     """Return `random.getstate()`, the same object if nothing was drawn."""
     global _of_python
     memory, state = _of_python
-    now = (_pythons_memory(), _PYTHONS.gauss_next) if _IS_LAYOUT_KNOWN else None  # type: ignore[attr-defined]
+    now = None if _PYTHONS_MEMORY is None else (_PYTHONS_MEMORY.raw, _PYTHONS.gauss_next)  # type: ignore[attr-defined]
     if now is None or now != memory:
         read = random.getstate()
         if read != state:
@@ -86,7 +98,27 @@ def set_numpy_state(state: Any) -> None:
     _of_numpy = _memory(), state
 
 
+_numpys: tuple[Any, ctypes.Array[ctypes.c_char] | None] = None, None
+"""NumPy's global generator, and its state buffer if it is an MT19937, the default."""
+
+
 def _memory() -> bytes | None:
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    is_default = type(generator) is np.random.MT19937
-    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES) if is_default else None
+    global _numpys
+    generator, memory = np.random.get_bit_generator(), _numpys[1]  # type: ignore[attr-defined]
+    if generator is not _numpys[0]:
+        is_default = type(generator) is np.random.MT19937
+        kind = ctypes.c_char * _MT19937_BYTES
+        memory = kind.from_address(generator.ctypes.state_address) if is_default else None
+        _numpys = generator, memory
+    return None if memory is None else memory.raw
+
+
+def memory() -> tuple[Any, ...] | None:
+    """Return an object that compares equal until a number is drawn from one of the two; None if that is unknown."""
+    generator, numpys = _numpys
+    if _PYTHONS_MEMORY is None or numpys is None or _of_numpy[1][_HAS_NORMAL]:
+        return None
+    if np.random.get_bit_generator() is not generator:  # type: ignore[attr-defined]
+        return None
+    gauss = _PYTHONS.gauss_next  # type: ignore[attr-defined]
+    return _PYTHONS_MEMORY.raw, gauss, numpys.raw

@@ -77,9 +77,7 @@ class InPlace(Removable):
         self.device = device
         self.alone = alone
         self.least: Mapping[str, int] = {}
-        """For each node the smallest size in bytes from which on gradients are written over; nodes that are not listed
-        never do.
-        """
+        """Smallest size in bytes of a gradient that is written over, by node; gradients of other nodes never are."""
         self._on_write = on_write
         self._is_for_all = False
         self._n_running = 0
@@ -149,7 +147,7 @@ class InPlace(Removable):
         return operator.write(own, *args, **kwargs)
 
     def remove(self) -> None:
-        """Withdraw all requests. May be called again."""
+        """Withdraw all permissions. Repeated calls do nothing."""
         _IN_FORCE[:] = [other for other in _IN_FORCE if other() not in (None, self)]
         _register_wanted()
 
@@ -364,7 +362,7 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
     """Return the nodes that can write in place on this device type with this torch, and their reference counts.
 
     Each node is tried once per process: its kernel must be called from that node, and a call in which other code refers
-    to the gradient must be told apart. Other device types, as in an estimated step, have none.
+    to the gradient must be distinguished. Other device types, as in an estimated step, have none.
     """
     if device not in DEVICES:
         return {}

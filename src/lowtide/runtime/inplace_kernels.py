@@ -48,12 +48,12 @@ def _written(name: str, node: str, forward: Callable[[Tensor], Tensor], *, out: 
 
     def write(own: Any, gradient: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         overload(gradient, *args, **kwargs, **{out: gradient})
-        return _anew(gradient)
+        return _detached(gradient)
 
     return Operator(name=name, node=node, write=write, forward=forward, **more)
 
 
-def _anew(gradient: Tensor) -> Tensor:
+def _detached(gradient: Tensor) -> Tensor:
     """Return a separate tensor in the memory of the gradient, without its attributes and hooks."""
     return gradient.detach()
 
@@ -91,7 +91,7 @@ def _write_batch_norm(own: Any, gradient: Tensor, saved: Tensor, *args: Any) -> 
         result, *others = own(_copy(gradient, channels), _copy(saved, channels), *theirs, *rest)
         gradient[:, channels] = result
         parts.append(tuple(others))
-    return _anew(gradient), *map(_joined, zip(*parts, strict=True))
+    return _detached(gradient), *map(_joined, zip(*parts, strict=True))
 
 
 def _write_group_norm(
@@ -123,7 +123,7 @@ def _write_group_norm(
         )
         gradient[:, theirs] = result
         parts.append(tuple(others))
-    return _anew(gradient), *map(_joined, zip(*parts, strict=True))
+    return _detached(gradient), *map(_joined, zip(*parts, strict=True))
 
 
 def _copy(tensor: Tensor, channels: slice) -> Tensor:

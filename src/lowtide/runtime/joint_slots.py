@@ -13,7 +13,7 @@ On a CPU, inductor vectorises a fused loop at the width of 16-bit elements if ev
 
 - Forward has to write a value that is saved. One that torch's forward does not write is no slot.
 - A value that fused arithmetic computes from random numbers, or without any 16-bit value, is always saved: dropout's
-  masks and sums of embeddings. Random numbers are computed in a kernel of their own, in 32 bits.
+  masks and sums of embeddings. Random numbers are computed in a separate kernel, in 32 bits.
 """
 
 from __future__ import annotations

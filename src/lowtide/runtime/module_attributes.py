@@ -1,10 +1,10 @@
 """Attributes of modules as a call found them, restored if they are rebound or written to before backward.
 
 The kind of data in a batch, the temperature of a softmax, the condition of a block: code writes such values on modules
-before a call, and by the next call they have changed, or are gone. Captured are numbers, strings and the like, tensors
-that the call itself leaves in place, and lists, tuples, sets and dicts of them. Long lists and dicts are logs: entries
-added after the start of the call are removed. Anything else on a module, or reachable through it, must be unchanged
-when the call runs again.
+before a call, and by the next call they have been changed or deleted. Captured are numbers, strings and the like,
+tensors that the call itself leaves in place, and lists, tuples, sets and dicts of them. Long lists and dicts are logs:
+entries added after the start of the call are removed. Anything else on a module, or reachable through it, must be
+unchanged when the call runs again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from operator import is_
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -27,7 +28,8 @@ LARGEST: Final = 100
 """Largest number of entries of a captured container, an eighth of it for nested ones; larger ones are data or logs.
 """
 
-_TORCHS: Final = frozenset(vars(nn.Module())) | {CALL}
+TORCHS: Final = frozenset(vars(nn.Module())) | {CALL}
+"""Names of the attributes that every module has; those that a call reads are captured elsewhere."""
 
 Table = dict[str, Any]
 """Type of a module's `__dict__`."""
@@ -36,11 +38,15 @@ Table = dict[str, Any]
 class Attributes:
     """Attributes of `modules` at the start of a call."""
 
-    __slots__ = ("_long", "_plain", "_tensors", "_there")
+    __slots__ = ("_long", "_plain", "_tensors", "_there", "contents", "mutable")
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._plain: list[tuple[Table, str, Any, Any]] = []
         """Attributes without tensors (table, name, object) and copies of their contents."""
+        self.mutable: list[Any] = []
+        """Those of them that are lists, dicts and the like."""
+        self.contents: list[Any] = []
+        """Copies of `mutable`."""
         self._long: list[tuple[Table, str, Any, int]] = []
         """Long containers (table, name, container) and their lengths."""
         self._there: list[tuple[Table, str, int, list[tuple[weakref.ref[Tensor], int]]]] = []
@@ -48,7 +54,7 @@ class Attributes:
         self._tensors: list[tuple[Table, str, Any, Any, list[tuple[Tensor, int]]]] = []
         for table in map(vars, modules):
             for name, value in table.items():
-                if name in _TORCHS:
+                if name in TORCHS:
                     continue
                 if type(value) in ATOMS:
                     self._plain.append((table, name, value, value))
@@ -62,7 +68,11 @@ class Attributes:
         elif not _is_known(value, tensors):
             return
         elif not tensors:
-            self._plain.append((table, name, value, _copy(value)))
+            content = _copy(value)
+            self._plain.append((table, name, value, content))
+            if content is not value:
+                self.mutable.append(value)
+                self.contents.append(content)
         elif not any(tensor.is_inference() for tensor in tensors):  # inference tensors count no versions
             known = [(weakref.ref(tensor), tensor._version) for tensor in tensors]
             self._there.append((table, name, id(value), known))
@@ -80,17 +90,32 @@ class Attributes:
         self._there.clear()
 
     @property
-    def put_back_ids(self) -> set[int]:
-        """Return the ids of containers that `put_back` replaces by copies or truncated copies."""
+    def can_be_shared(self) -> bool:
+        """Return True if calls that find the same attributes can share this capture: no tensors, no logs."""
+        return not (self._long or self._there or self._tensors)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Return True if the captured lists, dicts and the like still contain the same."""
+        return all(map(_is_as, self.mutable, self.contents))
+
+    @property
+    def plain(self) -> list[Any]:
+        """Return the captured attributes without tensors; those of a shared capture are held by it."""
+        return [value for _, _, value, _ in self._plain]
+
+    @property
+    def restored_ids(self) -> set[int]:
+        """Return the ids of containers that `restore` replaces by copies or truncated copies."""
         return {id(value) for _, _, value, _ in (*self._plain, *self._long) if type(value) not in ATOMS}
 
     @property
     def tensors(self) -> Iterator[tuple[Tensor, int]]:
-        """Return the tensors that `put_back` restores, with their versions at the start of the call."""
+        """Return the tensors that `restore` binds again, with their versions at the start of the call."""
         return (known for *_, tensors in self._tensors for known in tensors)
 
     def held(self) -> Iterator[Tensor]:
-        """Yield the tensors that `put_back` restores, those included that `learn` may add."""
+        """Yield the tensors that `restore` binds again, those included that `learn` may add."""
         yield from (tensor for tensor, _ in self.tensors)
         yield from (tensor for *_, known in self._there for then, _ in known if (tensor := then()) is not None)
 
@@ -113,7 +138,7 @@ class Attributes:
                 self._tensors[n] = table, name, content if isinstance(value, Tensor) else value, content, versions
         return has_copied
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the attributes on the modules."""
         copies: dict[int, Any] = {}  # containers that two modules share stay shared
         for table, name, value, content in self._plain:
@@ -159,6 +184,8 @@ def _copy(value: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
             made[name] = _copy(item, leaf)
         return made
     items = [_copy(item, leaf) for item in value]
+    if kind in (tuple, frozenset) and all(map(is_, items, value)):
+        return value
     return deque(items, value.maxlen) if kind is deque else kind(items)
 
 

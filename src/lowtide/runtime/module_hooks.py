@@ -7,8 +7,8 @@ audit of the call catches them.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,8 +16,6 @@ from torch import nn
 from lowtide._torch.modules import GLOBAL_FORWARD_HOOKS
 
 Table = dict[int, Callable[..., Any]]
-
-_NOTHING = contextlib.nullcontext()
 
 
 class _Noted:
@@ -57,26 +55,24 @@ class Listening:
         self._noted.clear()
 
 
-def only(acting: set[int], modules: tuple[nn.Module, ...]) -> contextlib.AbstractContextManager[None]:
-    """Run only those hooks of `modules` that are in `acting`."""
+def silence_others(acting: Container[int], modules: tuple[nn.Module, ...], undo: list[Callable[[], object]]) -> None:
+    """Run only those hooks of `modules` that are in `acting`, until the function that is added to `undo` is called."""
     silenced = [(table, key, hook) for table in _tables(modules) for key, hook in table.items() if key not in acting]
-    return _without(silenced) if silenced else _NOTHING
-
-
-@contextlib.contextmanager
-def _without(silenced: list[tuple[Table, int, Callable[..., Any]]]) -> Iterator[None]:
+    if not silenced:
+        return
+    undo.append(partial(_restore, silenced))
     for table, key, _ in silenced:
         table[key] = _nothing
-    try:
-        yield
-    finally:
-        for table, key, hook in silenced:
-            if table.get(key) is _nothing:
-                table[key] = hook
+
+
+def _restore(silenced: list[tuple[Table, int, Callable[..., Any]]]) -> None:
+    for table, key, hook in silenced:
+        if table.get(key) is _nothing:
+            table[key] = hook
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: a hook that stands in for one that is left out."""
+    """Do nothing: placeholder for a hook that is left out."""
 
 
 def _tables(modules: tuple[nn.Module, ...]) -> list[Table]:

@@ -8,7 +8,7 @@ with that one's backward; the reader of a tensor waits for the event behind its 
 Events alone order the two streams, and neither frees memory that the other may still use:
 
 - out: the copy waits for all work queued when the tensor was saved; the memory is freed only after the computing stream
-  has been told to wait for the copy, so that its next user comes after the copy.
+  waits for the copy, so that its next user comes after the copy.
 - back: the memory comes from the computing stream, and the copy waits for all work queued there; readers wait for the
   copy, and memory that was never read is freed in the same way.
 

@@ -106,7 +106,7 @@ class OperandLookup:
             try:
                 return self.recipe.read_off[name](None if self.like is None else self.like.detach(), self)
             except RuntimeError as error:
-                raise CannotRecompute(f"{name} of {self.node.name()} can't be read off: {error}") from None
+                raise CannotRecompute(f"{name} of {self.node.name()} can't be determined: {error}") from None
         try:
             return signed(getattr(self.node, SAVED + name))
         except AttributeError:
@@ -140,7 +140,7 @@ class OperandLookup:
         if saved_slot(self.node, SAVED + partner) is not None:
             return self.saved(partner) is None
         sizes = self.constant(partner)
-        return not sizes or not any(sizes)  # (0,) stands for no bias
+        return not sizes or not any(sizes)  # (0,) means no bias
 
     def owned(self, name: str) -> Any:
         """Return the attribute `name` of the modules that own the recipe's parameter; None if they disagree."""
@@ -191,7 +191,7 @@ def ours(slot: Any) -> Any:
         if tensor._version != version:
             raise CannotRecompute(changed_in_place(tensor, version))
         return tensor
-    raise CannotRecompute("it was made from what other hooks have packed, or what has been freed")
+    raise CannotRecompute("its inputs were packed by other hooks, or have been freed")
 
 
 def same(one: Any, other: Any) -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 MOST_PATHS = 4
-"""Number of runs in which the path to a recompute's operands may be remembered anew; after that every run searches."""
+"""Number of runs in which the path to a recompute's operands may be learnt again; after that every run searches."""
 
 
 class Decision:
@@ -67,7 +67,7 @@ NO_ACTIONS = Actions()
 
 
 class NeededSlots:
-    """Saved tensors of each call that the hooks have to see, learnt in a run in which they saw all.
+    """Saved tensors of each call that the hooks have to see, learnt in a run in which the hooks saw all tensors.
 
     These are tensors with a decision, tensors left to a replay, and tensors whose value was looked up through an edge
     of the autograd graph. Autograd saves all others as without a plan, and checks their versions.
@@ -83,15 +83,16 @@ class NeededSlots:
 
     def learn(self, plan: int, needed: Mapping[CallInterceptor, Mapping[int, set[int]]]) -> None:
         """Add the needed slots of one run."""
-        for seam, calls in needed.items():
-            known = self.by_call.setdefault(seam, {})
+        for interceptor, calls in needed.items():
+            known = self.by_call.setdefault(interceptor, {})
             for number, ordinals in calls.items():
-                decided = seam.actions[plan].get(number, NO_ACTIONS).recompute  # includes slots that other hooks packed
+                # includes slots that other hooks packed
+                decided = interceptor.actions[plan].get(number, NO_ACTIONS).recompute
                 known[number] = known.get(number, set()) | ordinals | decided.keys()
         self.idle = frozenset(
-            seam
-            for seam, calls in self.by_call.items()
-            if not (any(calls.values()) or seam.replays or seam.is_compiled or seam.actions[plan])
+            interceptor
+            for interceptor, calls in self.by_call.items()
+            if not (any(calls.values()) or interceptor.replays or interceptor.is_compiled or interceptor.actions[plan])
         )
 
 
@@ -122,7 +123,7 @@ def actions_for(
 def with_like_blocks(model: nn.Module, table: Mapping[str, dict[int, Actions]]) -> dict[str, dict[int, Actions]]:
     """Return `table` with decisions for blocks that have none: those of a block of their class in the same list.
 
-    For plans of work that is drawn at random, where rehearsals may not have seen every block.
+    Used for plans of steps that skip blocks at random, because a rehearsal may not have run every block.
     """
     completed = dict(table)
     for path, module in model.named_modules():

@@ -8,7 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from lowtide.runtime import saved_values as values
-from lowtide.runtime.call_shapes import elements, shapes_in, shapes_of
+from lowtide.runtime.call_shapes import elements, elements_in, shapes_in
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.plan_table import Actions, actions_for, with_like_blocks
 from lowtide.runtime.recipes import IMPLEMENTATIONS
@@ -62,19 +62,19 @@ class Planned(Engine):
         """Function called with the arguments of a part of the model that a step calls directly."""
         self._most = [most_elements(plan) for plan in plans]
         self._saves_most_from = inf
-        """Number of elements from which on calls run under the plan with the smallest peak, because a call of that size
-        ran out of memory.
+        """Smallest number of elements of calls that run under the plan with the smallest peak, because such a call ran
+        out of memory.
         """
 
-    def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def choose(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the plan for the number of elements passed to a call; the fallback if it exceeds all rehearsed ones.
 
         A call that is longer and has fewer rows, as with batches assembled by tokens, does not exceed them.
         """
-        if seam.module is not self.model:
+        if interceptor.module is not self.model:
             self.of_a_part(args, kwargs)
         if len(self.tables) > 1:
-            n_elements = elements(shapes_of(args, kwargs))
+            n_elements = elements_in(args, kwargs)
             last = len(self.tables) - 1
             return last if n_elements >= self._saves_most_from else min(bisect_left(self._most, n_elements), last)
         return 0
@@ -83,7 +83,7 @@ class Planned(Engine):
         """Use the plan with the smallest peak for calls of this size and larger from now on; return False if it is in
         use already.
         """
-        n_elements = elements(shapes_of(args, kwargs))
+        n_elements = elements_in(args, kwargs)
         if len(self.tables) == 1 or n_elements >= self._saves_most_from or n_elements > self._most[-1]:
             return False
         self._saves_most_from = n_elements

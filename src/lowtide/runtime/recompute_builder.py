@@ -58,7 +58,7 @@ class ParameterOwners:
 
 
 @functools.cache
-def makes_anew(node: str) -> bool:
+def creates_new(node: str) -> bool:
     """Return True if the output of a node of this name is a new tensor, not one that the operator has written to."""
     name = re.sub(r"(?<!^)(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", node)).lower()
     return name in _RARELY_IN_PLACE or not hasattr(torch.ops.aten, f"{name}_")
@@ -114,14 +114,14 @@ class Builder:
         if recipe.device is not None and recipe.device != (device := output_metadata(node, output).device.type):
             raise CannotRecompute(f"no recipe for {kind} on {device}")
         if depth > MAX_CHAIN:
-            raise CannotRecompute(f"more than {MAX_CHAIN} nodes in a row hold nothing")
+            raise CannotRecompute(f"more than {MAX_CHAIN} nodes in a row save nothing")
         if like is not None:
             if not is_plain(like):
                 raise CannotRecompute(f"it is a {type(like).__name__} of layout {like.layout}")
-            if like._version and makes_anew(kind):
+            if like._version and creates_new(kind):
                 raise CannotRecompute("it was written to without autograd after it was computed")
             if like.storage_offset():
-                raise CannotRecompute("it does not begin where its storage does")
+                raise CannotRecompute("it does not start at the beginning of its storage")
         source = OperandLookup(self, node, recipe, output, like, depth)
         for name, wanted in recipe.when.items():
             if source.constant(name) != wanted:

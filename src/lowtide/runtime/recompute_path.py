@@ -3,8 +3,7 @@
 The builder (`recompute_builder.py`) searches for each operand: in the node's slots, on its edges, among captured
 operands. A path remembers where the builder found each: "slot `self`", "edge 0". The next step follows the path and
 checks at each turn that the node is of the same kind and has the same kind of operand there; if not, the builder
-searches again.
-Constants, versions and values are always read from the node at hand.
+searches again. Constants, versions and values are always read from the current step's node.
 """
 
 from __future__ import annotations
@@ -247,4 +246,4 @@ def turn_to(
 
 
 if native is not None:
-    native.lend(signed_constant=signed, in_slot=in_slot)
+    native.try_free(signed_constant=signed, in_slot=in_slot)

@@ -21,24 +21,25 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from lowtide._torch.compiled_code import never_compiled
-from lowtide._torch.modes import hooks_but_in_transforms
-from lowtide._torch.nodes import next_sequence_number
-from lowtide._torch.privateuse1 import without_overrides
+from lowtide._torch.modes import HooksButInTransforms
+from lowtide._torch.nodes import next_sequence_number, node_metadata
+from lowtide._torch.privateuse1 import are_overrides_on, without_overrides
 from lowtide._torch.tensors import base_of, storage_id
 from lowtide.errors import ReplayMismatch
 from lowtide.runtime import module_hooks as hooks
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.call_arguments import Arguments, tensors_in_call
-from lowtide.runtime.call_context import CallContext
+from lowtide.runtime.call_context import Again, CallContext
 from lowtide.runtime.fsdp_scopes import run_again
 from lowtide.runtime.saved_fields import Geometry
-from lowtide.runtime.saved_values import Handle, Value
+from lowtide.runtime.saved_values import KEYS, Handle, Value
 from lowtide.runtime.tensor_writers import Overwritten
 from lowtide.runtime.view_geometry import producer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lowtide.runtime.call_context import Known
     from lowtide.runtime.call_interceptor import CallInterceptor
 
 
@@ -49,8 +50,6 @@ class _StopReplay(BaseException):
 class _NestedBackward(BaseException):
     """Signal that the call runs backward inside its forward and needs its saved tensors."""
 
-
-_NOTHING = contextlib.nullcontext()
 
 one_at_a_time = threading.RLock()
 """Lock, because a replay restores random numbers, flags and buffers, and backward may run in several threads."""
@@ -69,24 +68,27 @@ class ReplayFrame:
         "call_context",
         "count",
         "held",
+        "interceptor",
         "nested",
-        "seam",
         "values",
     )  # fmt: skip
 
     def __init__(
         self,
-        seam: CallInterceptor,
+        interceptor: CallInterceptor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         hold: Callable[[Tensor], Handle],
         outer: ReplayFrame | None = None,
+        known: Known | None = None,
     ) -> None:
-        self.seam = seam
+        """Begin a call of `interceptor`, whose modules are as `known`; None if they are to be captured."""
+        self.interceptor = interceptor
         self.around: tuple[weakref.ref[ReplayFrame], ...] = () if outer is None else (weakref.ref(outer), *outer.around)
         """Frames of the outer calls, held weakly: they lead to tensors of their own."""
-        self.arguments = Arguments(args, kwargs, hold)
-        self.call_context = CallContext(seam.reach, self.arguments.devices, self.arguments.generators)
+        reach = interceptor.reach
+        self.arguments = arguments = Arguments(args, kwargs, hold)
+        self.call_context = CallContext(reach, arguments.devices, arguments.generators, known)
         self.count = 0
         """Number of tensors that the call has saved so far."""
         self.values: dict[int, weakref.ref[Value]] = {}
@@ -100,11 +102,13 @@ class ReplayFrame:
         self._expected: dict[int, tuple[torch.Size, torch.dtype, Geometry | None]] = {}
         """For each place the shape and dtype of the saved tensor, and for a view the geometry of its base."""
         self._static: frozenset[int] | None = None
-        self._listening = hooks.Listening(seam.reach.modules)
+        self._listening = None if known is not None else hooks.Listening(reach.modules)
+        """None for modules without hooks."""
 
     def close(self) -> None:
         """End the call."""
-        self._listening.stop()
+        if self._listening is not None:
+            self._listening.stop()
         self.arguments.close()
         self.call_context.learn()
 
@@ -112,17 +116,17 @@ class ReplayFrame:
         """Raise ReplayMismatch if the call, unlike all earlier ones, wrote to a large buffer: it can't be replayed."""
         if (name := self.call_context.written_late) is not None:
             raise ReplayMismatch(
-                f"{self.seam} wrote to its buffer {name!r}, as it did in no step before: its plan runs it again in "
-                "backward, where it would find other contents. The step ends, and nothing is updated.\n"
-                "  Plan in a step in which it does: resume from a checkpoint, or have it write from the first step on.",
-                type(self.seam.module),
+                f"{self.interceptor} wrote to its buffer {name!r}, which it did in no step before: the plan replays it "
+                "in backward, where it would find other contents. The step ends, and nothing is updated.\n"
+                "  Plan in a step in which it writes: resume from a checkpoint, or let it write from the first step.",
+                type(self.interceptor.module),
             )
 
     def read(self, *, given: bool) -> list[tuple[Tensor, int]]:
         """Return the tensors that a replay reads, with their expected versions; if `given`, its arguments too."""
         arguments = (handle.value for handle in self.operands if given)
         return [
-            *((tensor, version) for _, _, tensor, version in self.call_context.held),
+            *self.call_context.held_versions,
             *self.call_context.attributes.tensors,
             *((value.tensor, value.version) for value in arguments if value.kept and value.tensor is not None),
         ]
@@ -137,6 +141,32 @@ class ReplayFrame:
     @property
     def operands(self) -> tuple[Handle, ...]:
         return self.arguments.handles
+
+    def left(self, tensor: Tensor) -> Handle | None:
+        """Return a handle on the result of an operator that the call is about to save, which is left to this replay, or
+        is kept.
+
+        That is the common case. None for views, leaves and all else that `Engine.hold` looks into.
+        """
+        node = tensor.grad_fn
+        if node is None or base_of(tensor) is not None or (output := tensor.output_nr) >= len(KEYS):
+            return None
+        metadata, key, version = node_metadata(node), KEYS[output], tensor._version
+        reference = metadata.get(key)
+        value = None if reference is None else reference()
+        if value is not None:
+            is_usable = value.version in (version, -1) and not value.passing and value.places is None
+            if not (is_usable and (value.maker is None or value.maker is self)):
+                return None
+            self.count += 1
+            return Handle(value)
+        value = Value(maker=self, output=output)
+        value.version = version
+        place = self.count
+        self.count = place + 1
+        self.values[place] = metadata[key] = weakref.ref(value)
+        self._expected[place] = tensor.shape, tensor.dtype, None
+        return Handle(value)
 
     def value(self, tensor: Tensor, base: Tensor) -> Value:
         """Return a value of `base` that a replay brings back: `tensor`, a view of it or itself, was just saved."""
@@ -169,7 +199,9 @@ class ReplayFrame:
     def is_static(self, tensor: Tensor) -> bool:
         """Return True if a tensor without history is the module's parameter or buffer, which stays in memory anyway."""
         if self._static is None:
-            buffers = (b for module in self.seam.reach.modules for b in module._buffers.values() if b is not None)
+            buffers = (
+                b for module in self.interceptor.reach.modules for b in module._buffers.values() if b is not None
+            )
             self._static = frozenset(storage_id(buffer) for buffer in buffers)
         return isinstance(tensor, torch.nn.Parameter) or storage_id(tensor) in self._static
 
@@ -180,7 +212,8 @@ class ReplayFrame:
                 return value.tensor
             if values.probe is not None:
                 values.probe.making(self)
-            tensors = self.catch()
+            tensors: dict[int, Tensor] = {}
+            self.look(tensors.__setitem__)
             if values.probe is not None:
                 values.probe.made(self, tuple(tensors.values()))
             for place, tensor in tensors.items():
@@ -211,17 +244,25 @@ class ReplayFrame:
         try:
             missing = self._run_again(wanted, at)
         except _NestedBackward:
-            self.seam.reach.holds = True
+            self.interceptor.reach.holds = True
             missing = self._run_again(wanted, at)
         if missing:
-            raise ReplayMismatch(self._mismatch(min(missing), "nothing"), type(self.seam.module))
+            raise ReplayMismatch(self._mismatch(min(missing), "nothing"), type(self.interceptor.module))
 
     def _run_again(self, wanted: set[int], at: Callable[[int, Tensor], object]) -> set[int]:
         """Run the call again; return the places at which no tensor was saved."""
         rerun = _ReplayRun(self, wanted, at)
-        in_place = _in_place({inner for inner, _ in self.nested}) if self.nested else _NOTHING
-        with in_place, contextlib.suppress(_StopReplay):
-            self._run(rerun, self.operands)
+        try:
+            if self.nested:
+                with _in_place({inner for inner, _ in self.nested}):
+                    self._run(rerun, self.arguments.handles)
+            else:
+                self._run(rerun, self.arguments.handles)
+        except _StopReplay:
+            pass
+        except Overwritten as error:
+            self.interceptor.engine.relied_on.give_up(error.storage)
+            raise
         rerun.hand_over()
         return wanted - rerun.handed_over
 
@@ -231,35 +272,37 @@ class ReplayFrame:
         try:
             return self._run(_AdvanceRun(self), operands)
         except _NestedBackward:
-            self.seam.reach.holds = True
+            self.interceptor.reach.holds = True
             return self._run(_AdvanceRun(self), operands)
 
     def _run(self, rerun: _ReplayRun | _AdvanceRun, operands: tuple[Handle, ...]) -> Any:
-        seam, reach = self.seam, self.seam.reach
-        try:
-            for value in [handle.value for handle in operands]:
-                if value.is_changed:
-                    assert value.tensor is not None
-                    reach.is_overwritten = True
-                    raise Overwritten(value.tensor, value.version, str(seam), type(seam.module))
-            args, kwargs = self.arguments.again(operands)
-            with (
-                without_overrides(),
-                run_again(reach.units) if reach.units else _NOTHING,
-                self.call_context.again(),
-                hooks.only(self._listening.acting, reach.modules),
-                hooks_but_in_transforms(rerun.pack, rerun.unpack, seam.engine.apart),
-            ):
-                here = seam.engine.here
-                before, here.now = here.now, rerun
-                try:
-                    return seam.inner(*args, **kwargs)
-                finally:
-                    here.now = before
-                    rerun.end()
-        except Overwritten as error:
-            seam.engine.relied_on.give_up(error.storage)
-            raise
+        interceptor, units = self.interceptor, self.call_context.reach.units
+        for handle in operands:
+            value = handle.value
+            if value.maker is None and value.is_changed:
+                assert value.tensor is not None
+                self.call_context.reach.is_overwritten = True
+                raise Overwritten(value.tensor, value.version, str(interceptor), type(interceptor.module))
+        args, kwargs = self.arguments.again(operands)
+        if not (units or are_overrides_on()):
+            return self._run_here(rerun, args, kwargs)
+        with without_overrides(), run_again(units):
+            return self._run_here(rerun, args, kwargs)
+
+    def _run_here(self, rerun: _ReplayRun | _AdvanceRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        engine = self.interceptor.engine
+        acting = () if self._listening is None else self._listening.acting
+        with (
+            Again(self.call_context, acting),
+            HooksButInTransforms(rerun.pack, rerun.unpack, engine.without_plan),
+        ):
+            here = engine.here
+            before, here.now = here.now, rerun
+            try:
+                return self.interceptor.inner(*args, **kwargs)
+            finally:
+                here.now = before
+                rerun.has_ended = True
 
     def as_saved(self, place: int, tensor: Tensor) -> Tensor:
         """Return the tensor for the value of a place, from the tensor saved there in the second run."""
@@ -268,14 +311,16 @@ class ReplayFrame:
             return producer(tensor)[0].detach()
         shape, dtype, layout = expected
         if (tensor.shape, tensor.dtype) != (shape, dtype):
-            raise ReplayMismatch(self._mismatch(place, f"{list(tensor.shape)} {tensor.dtype}"), type(self.seam.module))
+            raise ReplayMismatch(
+                self._mismatch(place, f"{list(tensor.shape)} {tensor.dtype}"), type(self.interceptor.module)
+            )
         return tensor.detach() if layout is None else tensor.detach().as_strided(*layout)
 
     def _mismatch(self, place: int, now: str) -> str:
         expected = self._expected.get(place)
         was = "something" if expected is None else f"{list(expected[0])} {expected[1]}"
         return (
-            f"{self.seam} saved {now} when it was run again, where it had saved {was} (tensor {place}). It reads "
+            f"{self.interceptor} saved {now} when it was replayed, where it had saved {was} (tensor {place}). It reads "
             "something that has changed in between. Pass that as an argument, or store it in a buffer or an attribute."
         )
 
@@ -295,11 +340,8 @@ class _Reexecution:
 
     def __init__(self, frame: ReplayFrame) -> None:
         self._frame = frame
-        self._holds = frame.seam.reach.holds
-        self._has_ended = False
-
-    def end(self) -> None:
-        self._has_ended = True
+        self._holds = frame.call_context.reach.holds
+        self.has_ended = False
 
     def hold(self, tensor: Tensor) -> Tensor | Token | None:
         held = tensor.detach() if self._holds else None if self._frame.held is None else Token()
@@ -311,12 +353,12 @@ class _Reexecution:
     def unpack(self, held: Tensor | Token | None) -> Tensor:
         if held is not None and not isinstance(held, Token):
             return held
-        if not self._has_ended:
+        if not self.has_ended:
             raise _NestedBackward
         raise ReplayMismatch(
-            f"{self._frame.seam} gave a tensor to something outside of it, such as a list, when it was run again, and "
-            "backward has reached that tensor. Return it, or store it in an attribute of the module.",
-            type(self._frame.seam.module),
+            f"{self._frame.interceptor} gave a tensor to something outside it, such as a list, when it was replayed, "
+            "and backward has reached that tensor. Return it, or store it in an attribute of the module.",
+            type(self._frame.interceptor.module),
         )
 
 
@@ -338,86 +380,85 @@ class _ReplayRun(_Reexecution):
         """
         self._inside_another = False
 
-    def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an inner module call."""
-        if self._inside_another or not (seam.replays or seam.is_left_alone):
-            return seam.inner(*args, **kwargs)
-        if not seam.is_left_alone:
-            _, replayed = next(self._nested, (seam, False))
+        if self._inside_another or not (interceptor.replays or interceptor.is_left_alone):
+            return interceptor.inner(*args, **kwargs)
+        if not interceptor.is_left_alone:
+            _, replayed = next(self._nested, (interceptor, False))
             if not replayed:
-                return seam.inner(*args, **kwargs)
+                return interceptor.inner(*args, **kwargs)
             for tensor in tensors_in_call(args, kwargs):
-                self._catch(tensor, is_complete=True)
+                self.pack(tensor, is_complete=True)
         self._inside_another = True
         try:
-            return seam.inner(*args, **kwargs)
+            return interceptor.inner(*args, **kwargs)
         finally:
             self._inside_another = False
 
     def hand_over(self) -> None:
         """Pass on the tensors saved so far, which are complete."""
-        for place in list(self._fresh):
-            self.hand_over_one(place)
-
-    def hand_over_one(self, place: int) -> None:
-        """Pass on the tensor of one place."""
-        self.handed_over.add(place)
-        self._at(place, self._fresh.pop(place))
+        for place, tensor in self._fresh.items():
+            self.handed_over.add(place)
+            self._at(place, tensor)
+        self._fresh.clear()
 
     @never_compiled
-    def pack(self, tensor: Tensor) -> Tensor | Token | None:
-        if not self._inside_another:
-            self._catch(tensor)
-        return self.hold(tensor)
-
-    def _catch(self, tensor: Tensor, *, is_complete: bool = False) -> None:
+    def pack(self, tensor: Tensor, *, is_complete: bool = False) -> Tensor | Token | None:
         """Record a saved tensor, and stop after the last one, or after the operator that saved it.
 
         A tensor that an operator is to write, such as RReLU's noise, is saved before it is written. Then it has no
         history, and is no view.
         """
-        operator = next_sequence_number()  # number of the next node, which is constant within one operator
-        if is_complete or operator != self._operator:
-            if self._place >= self._last:
+        frame = self._frame
+        if not self._inside_another:
+            is_final, operator = True, next_sequence_number()  # of the next node, constant within one operator
+            if is_complete or operator != self._operator:
+                if self._place >= self._last:
+                    raise _StopReplay
+                if self._fresh:
+                    self.hand_over()
+                self._operator, self._is_complete = operator, True
+            if not (is_complete or tensor.grad_fn is not None or tensor.requires_grad or base_of(tensor) is not None):
+                self._is_complete = False
+                is_final = False
+            self._place = place = self._place + 1
+            if place in self._wanted:
+                caught = frame.as_saved(place, tensor)
+                if is_final:
+                    self.handed_over.add(place)
+                    self._at(place, caught)
+                else:
+                    self._fresh[place] = caught
+            if place >= self._last and self._is_complete:
                 raise _StopReplay
-            if self._fresh:
-                self.hand_over()
-            self._operator, self._is_complete = operator, True
-        is_complete |= tensor.grad_fn is not None or tensor.requires_grad or base_of(tensor) is not None
-        self._is_complete &= is_complete
-        self._place += 1
-        if self._place in self._wanted:
-            self._fresh[self._place] = self._frame.as_saved(self._place, tensor)
-            if is_complete:
-                self.hand_over_one(self._place)
-        if self._place >= self._last and self._is_complete:
-            raise _StopReplay
+        return self.hold(tensor) if self._holds or frame.held is not None else None
 
 
 class _AdvanceRun(_Reexecution):
     """An advance in progress, which records no saved tensors."""
 
-    def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an inner module call."""
-        return seam.inner(*args, **kwargs)
+        return interceptor.inner(*args, **kwargs)
 
     @never_compiled
     def pack(self, tensor: Tensor) -> Tensor | Token | None:
         return self.hold(tensor)
 
 
-def _in_place(seams: set[CallInterceptor]) -> contextlib.AbstractContextManager[None]:
+def _in_place(interceptors: set[CallInterceptor]) -> contextlib.AbstractContextManager[None]:
     """Keep a plan's interceptors installed in the block, even if the plan was removed between forward and backward."""
-    removed = [seam for seam in seams if not seam.installed]
+    removed = [interceptor for interceptor in interceptors if not interceptor.installed]
     return _installed(removed) if removed else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _installed(removed: list[CallInterceptor]) -> Iterator[None]:
-    for seam in removed:
-        seam.install()
+    for interceptor in removed:
+        interceptor.install()
     try:
         yield
     finally:
-        for seam in removed:
-            seam.remove()
+        for interceptor in removed:
+            interceptor.remove()

@@ -19,7 +19,7 @@ Geometry = tuple["torch.Size", tuple[int, ...], int]
 """Size, stride and storage offset of a view, in elements."""
 
 NEVER = -2
-"""Number that stands for no pass: backward numbers its passes from 0, and outside of any pass the number is -1."""
+"""Number that means no pass: backward numbers its passes from 0, and outside any pass the number is -1."""
 
 
 class ValueFields:
@@ -55,7 +55,7 @@ class ValueFields:
         self.leaf = 0
         """`id` of the parameter that the value is; 0 for any other value."""
         self.original: weakref.ref[Tensor] | None = None
-        """The original tensor, if a recompute reads it and autograd has not saved it for that."""
+        """The original tensor, if a recompute reads it although autograd has not saved it."""
         self.places: list[tuple[set[int], int]] | None = None
         """Sets of needed ordinals that are being learnt, each with the ordinal of this value in that call
         (`Value.need`).

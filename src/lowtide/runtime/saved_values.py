@@ -184,7 +184,7 @@ def unpack_in_python(handle: Handle | KeptTensor) -> Tensor:
 unpack: Callable[[Handle | KeptTensor], Tensor] = unpack_in_python if native is None else native.unpack
 """Return a saved tensor, as the unpack hook."""
 if native is not None:
-    native.lend(
+    native.try_free(
         Value=Value,
         Handle=Handle,
         observed=globals(),
@@ -225,16 +225,16 @@ class Observer:
     engine: Engine
 
     def has_packed(self, handle: Handle) -> bool:
-        """Return True if the observer was told of this handle; it is told of reads of such handles only."""
+        """Return True if the observer knows this handle; reads of other handles are not reported to it."""
         return True
 
-    def entering(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Observe that a module is about to run; `seam.engine.scope` is its call."""
+    def entering(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Observe that a module is about to run; `interceptor.engine.scope` is its call."""
 
-    def returning(self, seam: CallInterceptor, result: Any) -> None:
+    def returning(self, interceptor: CallInterceptor, result: Any) -> None:
         """Observe that the call is about to end, with a result."""
 
-    def leaving(self, seam: CallInterceptor) -> None:
+    def leaving(self, interceptor: CallInterceptor) -> None:
         """Observe that the call is over, with a result or an exception."""
 
     def packed(self, handle: Handle, tensor: Tensor) -> None:

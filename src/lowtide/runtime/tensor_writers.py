@@ -75,26 +75,28 @@ class ReliedOn:
         self.name_of = name_of
         self.takes_values = True
         """True if recomputes will really run, not only on trial."""
-        self.frames: weakref.WeakSet[ReplayFrame] = weakref.WeakSet()
+        self._frames: list[weakref.ref[ReplayFrame]] = []
         self._values: list[weakref.ref[Value]] = []
         """Weak references to values, some of them dead. A WeakSet would drop dead ones, but takes more time for each
         value.
         """
-        self._most = _FEW
+        self._most = self._most_frames = _FEW
         self._storages: set[int] = set()
         """The memory of all tensors that have been looked at, freed ones included."""
         self._unlooked: list[weakref.ref[Value] | weakref.ref[ReplayFrame]] = []
-        """Values and replays that came since."""
+        """Values and replays added since `_storages` was last updated."""
         self._say = say
+        self._waits = False
+        """True until the first tensor to be read again, while the plan is in force."""
         self._stop: Callable[[], object] = lambda: None
 
     def of(self, value: Value, tensor: Tensor) -> Value:
         """Return `value`, registered as holding `tensor` for a recompute."""
         value.original = weakref.ref(tensor)
         if self.takes_values:
-            inplace_methods.watched = True
+            self._watch_writes()
             if len(self._values) >= self._most:
-                self._forget_gone()
+                self._forget_freed()
             self._values.append(weakref.ref(value))
             self._unlooked.append(self._values[-1])
         return value
@@ -104,15 +106,18 @@ class ReliedOn:
         references = [weakref.ref(value) for value in values if value.original is not None]
         self._values += references
         self._unlooked += references
-        inplace_methods.watched = True
+        self._watch_writes()
 
     def add(self, frame: ReplayFrame) -> None:
         """Copy the parameters and buffers that the replay of `frame` reads before a write."""
-        self.frames.add(frame)
-        if len(self._unlooked) >= self._most:
-            self._forget_gone()
-        self._unlooked.append(weakref.ref(frame))
+        if len(self._frames) >= self._most_frames:
+            self._forget_freed()
+        reference = weakref.ref(frame)
+        self._frames.append(reference)
+        self._unlooked.append(reference)
         inplace_methods.watched = True
+        if self._waits:
+            self._begin()
 
     def may_read(self, storages: set[int]) -> bool:
         """Return True if a tensor that will be read again may be in this memory: a quick answer, before each write."""
@@ -126,10 +131,12 @@ class ReliedOn:
                 self._storages.update(reader.call_context.storages())
         return not self._storages.isdisjoint(storages)
 
-    def _forget_gone(self) -> None:
+    def _forget_freed(self) -> None:
         self._values = [reference for reference in self._values if reference() is not None]
+        self._most = max(_FEW, 2 * len(self._values))
+        self._frames = [reference for reference in self._frames if reference() is not None]
+        self._most_frames = max(_FEW, 2 * len(self._frames))
         self._unlooked = [reference for reference in self._unlooked if reference() is not None]
-        self._most = max(_FEW, 2 * len(self._values), 2 * len(self._unlooked))
 
     def of_leaf(self, leaf: Tensor) -> Value:
         """Return the value of a tensor without history, for a recompute. Raises CannotRecompute if overwritten."""
@@ -159,7 +166,19 @@ class ReliedOn:
         return Handle(self.of(own, value.tensor), view)
 
     def watch(self) -> None:
-        """Copy tensors that are still to be read before a write, until `leave`, or until the plan's model is freed."""
+        """Copy tensors that are still to be read before a write, until `leave`, or until the plan's model is freed.
+
+        Nothing is intercepted before there is such a tensor.
+        """
+        self._waits = True
+
+    def _watch_writes(self) -> None:
+        inplace_methods.watched = True
+        if self._waits:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._waits = False
         _watching.add(self)
         if not _undo:
             _undo.extend((register_optimizer_step_pre_hook(_updates).remove, inplace_methods.intercept(_writes)))
@@ -170,6 +189,7 @@ class ReliedOn:
 
     def leave(self) -> None:
         """Stop watching. May be called again."""
+        self._waits = False
         _watching.discard(self)
         self._stop()
 
@@ -194,9 +214,9 @@ class ReliedOn:
                     mark(original)
                 value.keep(copy_of(tensor))
                 value.original = None
-        for frame in list(self.frames):
+        for frame in [frame for reference in self._frames if (frame := reference()) is not None]:
             if frame.call_context.copy(storages, copy_of) and is_habit:
-                frame.seam.reach.is_overwritten = True
+                frame.interceptor.reach.is_overwritten = True
         for tensor, _ in copies.values():
             if is_habit:
                 mark(tensor)
@@ -204,14 +224,15 @@ class ReliedOn:
 
     def give_up(self, storage: int) -> None:
         """Run no call again, from now on, that reads this memory, which was written to before backward."""
-        for frame in list(self.frames):
+        for frame in [frame for reference in self._frames if (frame := reference()) is not None]:
             if any(storage_id(tensor) == storage for tensor, _ in frame.read(given=True)):
-                frame.seam.reach.is_overwritten = True
+                frame.interceptor.reach.is_overwritten = True
 
     def __bool__(self) -> bool:
-        if self.frames or any(reference() is not None for reference in self._values):
+        self._forget_freed()
+        if self._values or self._frames:
             return True
-        self._values, self._unlooked, self._most = [], [], _FEW
+        self._unlooked = []
         self._storages.clear()
         return False
 
@@ -261,7 +282,7 @@ def is_overwritten(tensor: Tensor) -> bool:
 
 
 def _updates(optimizer: Optimizer, *_: Any) -> None:
-    if plans := _at_work():
+    if plans := _plans_in_force():
         updated = {storage_id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         for relied_on in plans:
             relied_on.before_write(updated, f"{type(optimizer).__name__}.step()")
@@ -271,7 +292,7 @@ def _writes(memory: Sequence[Tensor | torch.UntypedStorage], writer: str) -> boo
     """Copy memory that `writer` is about to write to and a plan reads again; return False if no plan reads any."""
     if in_backward():
         return True
-    plans = _at_work()
+    plans = _plans_in_force()
     if plans:
         with without_function_modes():
             storages = {memory_id(each) for each in memory} - {0}
@@ -285,11 +306,11 @@ def _renormalise(
     reference: weakref.ref[ReliedOn], own: Callable[..., Tensor], weight: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     relied_on = reference()
-    if relied_on is not None and relied_on in _at_work():
+    if relied_on is not None and relied_on in _plans_in_force():
         relied_on.before_write({storage_id(weight)}, "an embedding's max_norm", is_habit=True)
     return own(weight, *args, **kwargs)
 
 
-def _at_work() -> list[ReliedOn]:
+def _plans_in_force() -> list[ReliedOn]:
     """Return the plans that will read tensors again; none in a backward pass, whose updated tensors have been read."""
     return [] if in_backward() else [relied_on for relied_on in _watching if relied_on]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lowtide.script.calling_code import optimizers_at_hand
+from lowtide.script.calling_code import caller_optimizers
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -25,11 +25,11 @@ class AlternatingModels:
         self._updated: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
     def called(self, module: nn.Module) -> None:
-        """Note that the script calls a module in training."""
+        """Record that the script calls a module in training."""
         self._called[id(module)] = module
 
     def others_updated(self, parameters: set[int]) -> None:
-        """Note an update of parameters, given by their ids, that are not the model's."""
+        """Record an update of parameters, given by their ids, that are not the model's."""
         models = [m for m in self._called.values() if any(id(p) in parameters for p in m.parameters())]
         self._updated.update({id(module): module for module in models})
 
@@ -42,10 +42,10 @@ class AlternatingModels:
         self._updated.clear()
 
 
-def others_at_hand(model: nn.Module) -> bool:
+def caller_has_other_optimizers(model: nn.Module) -> bool:
     """Return True if the script's variables hold an optimizer of other parameters, even one that has not stepped."""
     mine = ids(model.parameters())
-    return any(held and not held & mine for held in map(held_by, optimizers_at_hand()))
+    return any(held and not held & mine for held in map(held_by, caller_optimizers()))
 
 
 def ids(objects: Iterable[object]) -> set[int]:

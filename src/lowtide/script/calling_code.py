@@ -18,12 +18,12 @@ _OTHERS = ("torch.", "lowtide.", "importlib")
 _BLOCKS = (*_OTHERS, "contextlib")
 
 _outermost: list[CodeType] = []
-"""Functions at which the search for variables ends, because the detected steps are in a `with` block of theirs."""
+"""Functions at which the search for variables ends, because the detected steps are in one of their `with` blocks."""
 
 
 @contextlib.contextmanager
-def as_far_as() -> Iterator[None]:
-    """End the search of `at_hand`, within this block, at the function that entered it."""
+def end_search_here() -> Iterator[None]:
+    """End the search of `caller_variables`, within this block, at the function that entered it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_BLOCKS):
         frame = frame.f_back
@@ -37,11 +37,11 @@ def as_far_as() -> Iterator[None]:
             _outermost.remove(code)
 
 
-def at_hand() -> Iterator[Any]:
+def caller_variables() -> Iterator[Any]:
     """Yield the values of variables in calling functions, innermost first, except those of torch and of this package.
 
-    The search ends at the script, or at the function with the detected block: callers beyond it, such as a test, may
-    have as many variables as they like.
+    The search ends at the script, or at the function with the detected block: variables of callers beyond it, such as a
+    test, are not searched.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != Script.__module__:
@@ -54,6 +54,6 @@ def at_hand() -> Iterator[Any]:
         frame = frame.f_back
 
 
-def optimizers_at_hand() -> list[Optimizer]:
+def caller_optimizers() -> list[Optimizer]:
     """Return the optimizers reachable from the variables of calling functions."""
-    return [thing for thing in ReachableState(*at_hand()).visited if isinstance(thing, Optimizer)]
+    return [thing for thing in ReachableState(*caller_variables()).visited if isinstance(thing, Optimizer)]

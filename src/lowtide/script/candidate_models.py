@@ -23,11 +23,11 @@ class CandidateModels:
         """Models that were replaced by other modules. They are not considered again, because models may take turns."""
 
     def called(self, module: nn.Module) -> None:
-        """Note a call of a module that is not part of the model."""
+        """Record a call of a module that is not part of the model."""
         self._called[id(module)] = module
 
     def updated(self, optimizer: Optimizer) -> None:
-        """Note a step of an optimizer."""
+        """Record a step of an optimizer."""
         held = held_by(optimizer)
         if any(held & ids(module.parameters()) for module in self._called.values()):
             self._n_updates[optimizer] = self._n_updates.get(optimizer, 0) + 1
@@ -40,7 +40,7 @@ class CandidateModels:
         return ([], []) if any(module in self._replaced for module in modules) else (modules, optimizers)
 
     def leave(self, model: nn.Module) -> None:
-        """Note that `model` is replaced by other modules."""
+        """Record that `model` is replaced by other modules."""
         self._replaced.update(model.modules())
         self.forget()
 

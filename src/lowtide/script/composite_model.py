@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class CompositeModel(nn.Module):
     """Modules that are trained together but not called as a whole, each under the name of its class.
 
-    `alone`: parameters outside of modules whose gradients pass through these modules.
+    `alone`: parameters outside modules whose gradients pass through these modules.
     """
 
     def __init__(self, modules: Iterable[nn.Module], alone: Iterable[nn.Parameter] = ()) -> None:

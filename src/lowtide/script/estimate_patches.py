@@ -43,7 +43,7 @@ def steps_of_a_script(listener: Estimating) -> Iterator[None]:
 
     def runs_back(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         done = run(*args, **kwargs)
-        listener.goes_back()
+        listener.backward_ended()
         return done
 
     def checkpoints(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def cuda_for_a_script(gpu: GpuSpec, listener: Estimating, processes: AbsentProce
             stack.enter_context(processes.around())
             stack.enter_context(meshes_on("cpu", "cuda"))
             stack.enter_context(patch.object(nn.Module, "to_empty", _on_meta(nn.Module.to_empty, listener)))
-        for owner, name, function in groups.stand_ins(processes):
+        for owner, name, function in groups.replacements(processes):
             stack.enter_context(patch.object(owner, name, function))
         if not torch.cuda.is_available():
             usage = Usage(listener.asked, AllocatorConfig.from_environment())

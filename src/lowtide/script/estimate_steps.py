@@ -23,8 +23,8 @@ from lowtide.estimator.two_step_run import TwoStepRun
 from lowtide.estimator.unrehearsed_plans import How, engine_for
 from lowtide.runtime.batch_tensors import in_words, tensors_in
 from lowtide.runtime.fsdp_scopes import units
-from lowtide.script.alternating_models import PATIENCE, held_by, ids, others_at_hand
-from lowtide.script.calling_code import at_hand, optimizers_at_hand
+from lowtide.script.alternating_models import PATIENCE, caller_has_other_optimizers, held_by, ids
+from lowtide.script.calling_code import caller_optimizers, caller_variables
 from lowtide.script.estimate_patches import cuda_for_a_script, steps_of_a_script
 from lowtide.script.manual_updates import has_others
 from lowtide.script.run_listened import run_watched
@@ -99,7 +99,7 @@ class Estimating(StepListener):
         """True if the script compiles anything."""
         self._n_passes = 0
         """Number of forward and backward passes since the first forward, as long as no optimizer exists."""
-        self._has_gone_back = False
+        self._has_run_backward = False
         """True if a backward pass ran since the model was called last."""
         self._held_up: tuple[nn.Module, tuple[Optimizer, ...]] | None = None
         """The model and its optimizers, if the first forward could not be put on the GPU."""
@@ -125,7 +125,7 @@ class Estimating(StepListener):
                     f"batches are of several sizes, and these two steps had {before} and {self._sizes}: larger ones "
                     "need more"
                 ] = None
-        elif not optimizers_at_hand():
+        elif not caller_optimizers():
             self._next_pass(batch)
         self._model = model
         self._data = {id(p): storage_id(p) for p in model.parameters()}
@@ -137,15 +137,15 @@ class Estimating(StepListener):
         """
         if self._rehearsal is None:
             return False
-        reached = ids(ReachableState(*at_hand(), other).visited)
+        reached = ids(ReachableState(*caller_variables(), other).visited)
         return not reached & ids(model.modules())
 
     def _turn_to(self, model: nn.Module) -> None:
-        """Switch to another model. If the former one is gone, both steps are to be those of the new one."""
+        """Switch to another model. If the former one was freed, both steps are to be those of the new one."""
         assert self._rehearsal is not None
         former = None if self._model is None else weakref.ref(self._model)
         self._model = model
-        self._rehearsal.turn_to(model, at_hand(), engine_for(self._how, model))
+        self._rehearsal.turn_to(model, caller_variables(), engine_for(self._how, model))
         if former is not None and former() is None:
             self._n_steps = 0
 
@@ -154,24 +154,24 @@ class Estimating(StepListener):
         self._optimizers = optimizers
         self._enter(model, [])
 
-    def goes_on(self, batch: Any) -> None:
+    def continues(self, batch: Any) -> None:
         """Continue a step whose model takes turns with others, or has no optimizer: the next batch may come early."""
-        if self._rehearsal is None and self._held_up is not None and self._has_gone_back:
+        if self._rehearsal is None and self._held_up is not None and self._has_run_backward:
             self.begins(self._held_up[0], batch, self._held_up[1])
             return
         self._resize(self._of_other_size(batch, is_first=False))
         is_alone = (
             self._n_passes and not self._n_steps and self._rehearsal is not None and not self._rehearsal.has_updated
         )
-        if is_alone and self._has_gone_back and not optimizers_at_hand():
+        if is_alone and self._has_run_backward and not caller_optimizers():
             if self._n_passes == MOST_PASSES:
                 self._conclude()
                 raise Enough
             self._next_pass(batch)
 
-    def goes_back(self) -> None:
-        """Note that a backward pass is over."""
-        self._has_gone_back = True
+    def backward_ended(self) -> None:
+        """Record that a backward pass is over."""
+        self._has_run_backward = True
 
     def checkpoints(self, function: Any, batch: Any) -> None:
         """Put the model on the GPU if a checkpoint around the model itself is about to begin: inside is too late."""
@@ -194,19 +194,24 @@ class Estimating(StepListener):
 
     def finish(self) -> None:
         """Conclude at the end of a script that ran passes without an optimizer."""
-        if self._n_passes and self._rehearsal is not None and not self._rehearsal.has_updated and self._n_gone_back():
+        if (
+            self._n_passes
+            and self._rehearsal is not None
+            and not self._rehearsal.has_updated
+            and self._n_backward_passes()
+        ):
             self._conclude()
 
-    def _n_gone_back(self) -> int:
+    def _n_backward_passes(self) -> int:
         """Count the forward passes that were followed by a backward pass."""
-        return self._n_passes - (not self._has_gone_back)
+        return self._n_passes - (not self._has_run_backward)
 
     def _next_pass(self, batch: Any) -> None:
         """Begin a forward pass when no optimizer's steps can be counted."""
         assert self._rehearsal is not None
         self._rehearsal.second(batch)
         self._n_passes += 1
-        self._has_gone_back = False
+        self._has_run_backward = False
 
     def _of_other_size(self, batch: Any, *, is_first: bool) -> list[Tensor]:
         """Return the leaf tensors that are as long as the script's batch, which are to be resized.
@@ -219,7 +224,7 @@ class Estimating(StepListener):
         self._given = self._given or size_of(batch, 0)
         first = tensors_in(batch)[: int(is_first)]
         lengths = {self._given, *(t.shape[0] for t in first if t.is_leaf and t.dim())} - {self._size}
-        near = (*tensors_in(batch), *_data_at_hand())
+        near = (*tensors_in(batch), *_caller_tensors())
         return [tensor for tensor in near if tensor.is_leaf and tensor.dim() and tensor.shape[0] in lengths]
 
     def _resize(self, tensors: list[Tensor]) -> None:
@@ -235,7 +240,7 @@ class Estimating(StepListener):
         """Put the model and reachable tensors on the GPU; `resizing` tensors follow later, in another size."""
         for unit in units(model.modules()):
             unit.reshard()  # type: ignore[operator]  # whole after an evaluation, and gathered again by the next forward
-        state = ReachableState(*at_hand())
+        state = ReachableState(*caller_variables())
         later = (*resizing, *sizes_in(batch))
         batch = [tensor for tensor in tensors_in(batch) if not _is_in(later, tensor)]
         reached = (self._optimizers, state.modules)
@@ -256,7 +261,7 @@ class Estimating(StepListener):
         self._rehearsal, self.answers = rehearsal, rehearsal.answers
         self.saves.begin(self.answers.note)
         self._on_entered()
-        # Parameters outside of modules, and sums whose device a loop compares, as transformers' Trainer does.
+        # Parameters outside modules, and sums whose device a loop compares, as transformers' Trainer does.
         tensors = [t for t in state.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
         tensors += (t for t in state.visited if isinstance(t, torch.Tensor) and not t.is_leaf and is_given(t))
         rehearsal.put([tensor for tensor in tensors if not _is_in(resizing, tensor)], lambda tensor: tensor)
@@ -267,7 +272,7 @@ class Estimating(StepListener):
             self._enter(model, [])
             return
         self._n_steps += 1
-        if self._n_steps == 2 and self._n_waited < PATIENCE and others_at_hand(model):
+        if self._n_steps == 2 and self._n_waited < PATIENCE and caller_has_other_optimizers(model):
             self._n_waited += 1
             self._n_steps = 1
         if self._n_steps == 2:
@@ -286,7 +291,7 @@ class Estimating(StepListener):
             rehearsal.answers.note(NO_GROUP)
         rehearsal.finish()
         self.leaves()
-        n_passes = 0 if rehearsal.has_updated or self._n_steps else self._n_gone_back()
+        n_passes = 0 if rehearsal.has_updated or self._n_steps else self._n_backward_passes()
         self.estimate, self.done = rehearsal.estimate(n_passes), True
 
     def gives_up(self, model: nn.Module) -> None:
@@ -301,7 +306,7 @@ class Estimating(StepListener):
         mine = ids(model.parameters())
         if self.answers is None or has_others(model):
             return False
-        if any(held_by(optimizer) & mine for optimizer in optimizers_at_hand()):
+        if any(held_by(optimizer) & mine for optimizer in caller_optimizers()):
             return False
         before, self._data = self._data, {id(p): storage_id(p) for p in model.parameters()}
         written = {*self._data.values()} & self.answers.written
@@ -383,8 +388,8 @@ def _is_in(tensors: Iterable[Tensor], tensor: Tensor) -> bool:
     return any(tensor is one for one in tensors)
 
 
-def _data_at_hand() -> Iterator[Tensor]:
+def _caller_tensors() -> Iterator[Tensor]:
     """Yield tensors in variables of functions that call the model: the batch, and labels that the loss will read."""
-    for value in at_hand():
+    for value in caller_variables():
         tensors = tensors_in(value) if isinstance(value, torch.Tensor | tuple | list | dict) else []
         yield from (tensor for tensor in tensors if not tensor.requires_grad)

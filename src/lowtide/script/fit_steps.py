@@ -41,13 +41,13 @@ from lowtide.planner.records import Plan
 from lowtide.profiler.compiled_bits import compiled_bits, scheduled_calls
 from lowtide.profiler.online import NOT_RUN, PATIENCE
 from lowtide.report.run_record import Proof
-from lowtide.report.text_table import added_time, decisions, lever_lines, share_of_step
+from lowtide.report.text_table import added_time, decisions, lever_lines
 from lowtide.runtime.batch_tensors import in_words, tensors_in
 from lowtide.runtime.call_shapes import elements, no_larger, shapes_in
 from lowtide.runtime.fingerprint import check_made_for, fingerprint, place_of
 from lowtide.runtime.planned_engine import most_elements
 from lowtide.script.alternating_models import PATIENCE as TURNS
-from lowtide.script.alternating_models import others_at_hand
+from lowtide.script.alternating_models import caller_has_other_optimizers
 from lowtide.script.composite_model import name_of
 from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.script.rehearse_steps import Rehearsing
@@ -65,14 +65,14 @@ if TYPE_CHECKING:
     from lowtide.state.step_outcome import Outcome
 
 OnInfeasible = Literal["raise", "smallest", "plain"]
-"""Reactions to a budget that no plan fits: raise, go on under the plan with the smallest peak, or go on without a
+"""Reactions to a budget that no plan fits: raise, continue under the plan with the smallest peak, or continue without a
 plan.
 """
 
 GROWTHS: Final = 12
 """Largest number of plans made for larger batches, one after the other: enough for ten thousand random sizes."""
 
-AUDITED: Final = "every recipe and replay was compared with the true tensors, bit by bit"
+AUDITED: Final = "every recipe and replay was compared with the original tensors, bit by bit"
 COMPARED: Final = "compiled code under the plan was compared with the plain compiled code on a batch, bit by bit"
 WHOLE_NEXT: Final = "That was inside compiled blocks: they are rehearsed again, to be replayed as a whole"
 SMALLEST_FOR_LARGER: Final = "The plan with the smallest peak is in force for these batches"
@@ -156,7 +156,7 @@ class Fitting(PlanMonitor):
         self.model_name: str | None = None
         """The class of the planned model."""
         self.unplanned: str | None = None
-        """The reason why training goes on without a plan."""
+        """The reason why training continues without a plan."""
         self.when_kept: Callable[[Plan], object] = lambda plan: None
         """Function that gets the plan that stays in force, whose peak is within the budget or could not be measured."""
         self._budget, self._budget_for = budget, budget_for
@@ -210,7 +210,7 @@ class Fitting(PlanMonitor):
         return (*self._smaller, *([] if self.plan is None else [self.plan]))
 
     def precedes(self, module: nn.Module) -> None:
-        """Count a model called between steps: its memory is outside of all steps."""
+        """Count a model called between steps: its memory is outside all steps."""
         self._preceding[name_of(module)] += 1
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
@@ -227,7 +227,7 @@ class Fitting(PlanMonitor):
             self._shows(f"rehearsing {self.model_name}, step {self._rehearsing.n_steps + 1}", model)
             self._rehearsing.begins(model, batch, optimizers)
             if self._rehearsing.n_hidden == 1 > hidden:
-                self._say("the script runs a recorder of its own, such as a profiler: steps after it are rehearsed")
+                self._say("the script runs its own recorder, such as a profiler: steps after it are rehearsed")
         elif self._n_looked is not None:
             self._looks_for_larger(self.plan, model, batch, optimizers)
         else:
@@ -278,12 +278,12 @@ class Fitting(PlanMonitor):
             self._n_looked, self.done = None, True
         elif self._open is not None:
             step, self._open = self._open, None
-            measured_bytes, took_ms = step.peak_bytes(), step.time_ms()
+            measured_bytes = step.peak_bytes()
             is_compiling = bool(self.plan.graphs) and n_compiled() != self._n_compiled
             self._n_compiling += is_compiling
             # code was compiled in this step, which takes memory: a later step counts
             if not is_compiling or self._n_compiling >= PATIENCE:
-                self._judge(self.plan, measured_bytes, took_ms, model)
+                self._judge(self.plan, measured_bytes, model)
 
     def _make_plan(self, profile: Profile, model: nn.Module) -> None:
         """Plan for `profile`, or react as `on_infeasible` says if no plan fits. Raises Infeasible."""
@@ -317,12 +317,12 @@ class Fitting(PlanMonitor):
 
     def _go_on_plain(self, why: LowtideError) -> None:
         self.unplanned = _first_line(why)
-        self._say(f"{self.unplanned} Training goes on without a plan, as asked")
+        self._say(f"{self.unplanned} Training continues without a plan, as asked")
 
     def _awaits_others(self, model: nn.Module) -> bool:
         """Return True if a model that may take turns with this one is yet to be updated: one budget is for both."""
         self._n_waited += 1
-        return self._takes_turns and self._n_waited <= TURNS and others_at_hand(model)
+        return self._takes_turns and self._n_waited <= TURNS and caller_has_other_optimizers(model)
 
     def gives_up(self, model: nn.Module) -> None:
         """Forget `model`, which is not the trained one, and rehearse the model that is."""
@@ -331,7 +331,9 @@ class Fitting(PlanMonitor):
         self._rehearsing.gives_up(model)
         if self.plan is not None:
             name = name_of(model)
-            self._say(f"the plan for that {name} is given up: from here on another model is trained, and rehearsed")
+            self._say(
+                f"the plan for that {name} is removed: from here on the script trains another model, which is rehearsed"
+            )
         self.plan, self.verdict, self.unplanned, self._over, self._n_waited = None, None, None, [], 0
         self._smaller, self._in_force, self._n_looked = [], None, None
         self._proof, self._compared, self._n_compiling = AUDITED, None, 0
@@ -342,7 +344,7 @@ class Fitting(PlanMonitor):
         """Release the model; the plan stays in force."""
         if self._applied is not None:
             self._in_force = weakref.ref(self._applied)
-            self._rehearsing.begin_anew()  # frees the recording
+            self._rehearsing.restart()  # frees the recording
         super().lets_go()
         self._rehearsing = Rehearsing()
 
@@ -357,7 +359,7 @@ class Fitting(PlanMonitor):
         self._stage.close()
         self._rehearsing.leaves()
 
-    def take_off(self) -> None:
+    def remove_plan(self) -> None:
         """Restore the model."""
         in_force = None if self._in_force is None else self._in_force()
         for applied in (self._to_remove, self._applied, in_force):
@@ -493,7 +495,7 @@ class Fitting(PlanMonitor):
             if note != NOT_RUN:
                 self._say(f"note: {note}")
 
-    def _judge(self, made: Plan, measured_bytes: int, took_ms: float, model: nn.Module) -> None:
+    def _judge(self, made: Plan, measured_bytes: int, model: nn.Module) -> None:
         if measured_bytes <= made.budget_bytes:
             self._most = max(self._most, measured_bytes)
             if self._is_planned:
@@ -503,8 +505,7 @@ class Fitting(PlanMonitor):
                     what = "peak reserved"
                 else:
                     what = f"peak, {format_ratio(measured_bytes / made.plain.peak_bytes)} of the plain step's"
-                extra = share_of_step(made.predicted.extra_ms, took_ms)
-                self._say(f"measured {format_bytes(measured_bytes)} {what}: within the budget{extra}")
+                self._say(f"measured {format_bytes(measured_bytes)} {what}: within the budget")
                 self._stays(made, measured_bytes, is_of_planned_size=True)
             elif self._n_others >= PATIENCE:
                 self._keep(made)
@@ -553,7 +554,7 @@ class Fitting(PlanMonitor):
             self._to_remove = self._applied  # removed in the next step, where hooks may be changed
             self._applied = self.plan = None
             return
-        self._say(f"{_first_line(why)} Training goes on under the one of these plans with the smallest peak")
+        self._say(f"{_first_line(why)} Training continues under the one of these plans with the smallest peak")
         self._stays(made, why.measured_peak_bytes, is_of_planned_size=self._is_planned)
 
     # --- larger batches, later
@@ -578,7 +579,7 @@ class Fitting(PlanMonitor):
             return False
         self._say(
             f"{self.model_name} {what}: the peak may be above the budget, though larger batches run under the plan "
-            "with the smallest peak. The next one is rehearsed, for a plan of its own"
+            "with the smallest peak. The next one is rehearsed, for a separate plan"
         )
         self._is_outgrown = True
         return True

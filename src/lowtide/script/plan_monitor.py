@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lowtide._torch.device_timing import now_ms
 from lowtide.memory.measure import recorder_for
 from lowtide.profiler.peak_margin import peak_of
 from lowtide.runtime.fingerprint import place_of
@@ -14,7 +13,7 @@ from lowtide.runtime.static_memory import static_bytes
 from lowtide.script.repeat_step import StepRepeater
 from lowtide.script.step_listener import StepListener
 from lowtide.state.process_group import n_with_new_buckets
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, format_time
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 _PASSED_OVER = (
     "another model is trained now, without a plan: a plan is for one model object, the first that was trained. Run "
-    "each in a process of its own, or call lowtide.fit in the script"
+    "each in its own process, or call lowtide.fit in the script"
 )
 
 IN_PROCESSES = (
@@ -79,6 +78,10 @@ class PlanMonitor(StepListener):
         """Report that processes of `torch.multiprocessing.spawn` are not watched."""
         self._say(f"torch.multiprocessing.spawn starts processes, which train without a plan. {IN_PROCESSES}")
 
+    def takes(self, step_ms: float) -> None:
+        """Report the mean time of a step under the plan."""
+        self._say(f"a step under the plan takes {format_time(step_ms)}")
+
     def passes_over(self) -> None:
         """Report that the trained model runs without a plan."""
         self._say(_PASSED_OVER)
@@ -109,7 +112,7 @@ class PlanMonitor(StepListener):
         """Report that no batch of the plan's size came."""
         largest = f"the largest measured peak is {format_bytes(self._most)}" if self._most else "no peak was measured"
         steps = "1 step" if self._n_others == 1 else f"{self._n_others} steps"
-        self._say(f"in {steps} under the plan no batch was of the size it is for: {largest}")
+        self._say(f"in {steps} under the plan no batch had the size that the plan is for: {largest}")
 
 
 class Measured:
@@ -132,12 +135,6 @@ class Measured:
         self._stack = contextlib.ExitStack()
         self._recorder = self._stack.enter_context(recorder_for(place_of(model)))
         self._stack.enter_context(applied.checked())
-        self._place = place_of(model)
-        self._began_ms = now_ms(self._place)
-
-    def time_ms(self) -> float:
-        """Return the time since the step began."""
-        return now_ms(self._place) - self._began_ms
 
     def peak_bytes(self) -> int:
         """Return the peak of the finished step, including memory from before the step."""

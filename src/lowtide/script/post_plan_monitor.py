@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from lowtide._torch.device_timing import now_ms
+from lowtide.runtime.fingerprint import place_of
 from lowtide.script.alternating_models import held_by, ids
 
 if TYPE_CHECKING:
@@ -15,8 +17,17 @@ if TYPE_CHECKING:
     from lowtide.script.step_listener import StepListener
 
 
+N_TIMED: Final = 10
+"""Number of steps whose mean time is measured."""
+N_UNTIMED: Final = 2
+"""Number of steps before those: in the first ones the plan still learns where its operands are."""
+
+
 class PostPlanMonitor:
-    """A monitor that tells the listener once if another model is trained; it holds only weak references."""
+    """A monitor that tells the listener once if another model is trained, and once how long a step takes.
+
+    It holds only weak references.
+    """
 
     def __init__(self, listener: StepListener, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         self._listener = listener
@@ -25,6 +36,13 @@ class PostPlanMonitor:
         mine = ids(model.parameters())
         self._known = {id(o): weakref.ref(o) for o in optimizers if mine & held_by(o)}
         """Optimizers of the model, including those that were first observed after the plan was made."""
+        self._place = place_of(model)
+        self._timed: int | None = None
+        """Id of the optimizer whose updates are timed: the first one that updates."""
+        self._n_timed = 0
+        self.is_timing = True
+        """False once the mean time of a step is known."""
+        self._began_ms = 0.0
 
     def optimizers(self) -> list[Optimizer]:
         """Return the model's optimizers that are alive."""
@@ -35,8 +53,20 @@ class PostPlanMonitor:
         known = self._known.get(id(optimizer))
         return known is not None and known() is optimizer
 
+    def count_time(self, optimizer: Optimizer) -> None:
+        """Count an update, and tell the listener the mean time of a step after the last of those that are timed."""
+        self._timed = self._timed or id(optimizer)
+        if id(optimizer) != self._timed:
+            return
+        self._n_timed += 1
+        if self._n_timed == N_UNTIMED:
+            self._began_ms = now_ms(self._place)
+        elif self._n_timed == N_UNTIMED + N_TIMED:
+            self.is_timing = False
+            self._listener.takes((now_ms(self._place) - self._began_ms) / N_TIMED)
+
     def updated(self, optimizer: Optimizer) -> None:
-        """Note a step of an optimizer that is not known."""
+        """Record a step of an optimizer that is not known."""
         if not self._modules:
             return
         modules = [module for reference in self._modules if (module := reference()) is not None]

@@ -1,4 +1,4 @@
-"""Parameters outside of modules, such as a prompt, that are trained through a frozen model."""
+"""Parameters outside modules, such as a prompt, that are trained through a frozen model."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class PromptTuning:
         return id(module) in self._frozen
 
     def frozen(self, module: nn.Module) -> None:
-        """Note a call of a module without trainable parameters, given a tensor that is trained."""
+        """Record a call of a module without trainable parameters, given a tensor that is trained."""
         self._frozen[id(module)] = module
 
     def evaluated(self, module: nn.Module) -> None:
-        """Note a call, in evaluation mode, of a module with trainable parameters."""
+        """Record a call, in evaluation mode, of a module with trainable parameters."""
         self._in_evaluation.add(module)
 
     def forget(self) -> None:
@@ -39,7 +39,7 @@ class PromptTuning:
         self._in_evaluation.clear()
 
     def updated(self, optimizer: Optimizer) -> CompositeModel | None:
-        """Return the model if parameters outside of modules were updated, with gradients through frozen modules."""
+        """Return the model if parameters outside modules were updated, with gradients through frozen modules."""
         updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         in_modules = {p for module in self._in_evaluation for p in ids(module.parameters())}
         if not self._frozen or not updated or ids(updated) & in_modules:

@@ -116,10 +116,10 @@ class Rehearsing(StepListener):
             self._finish(self._observed)
         elif len(self._observed.why) >= MOST_UNUSABLE:
             raise RehearsalError(
-                f"of {self.n_steps} steps no two did the same work: {self._observed.why[-1]}.\n{ONE_FORM}"
+                f"no two of {self.n_steps} steps did the same work: {self._observed.why[-1]}.\n{ONE_FORM}"
             )
         elif self._observed.n_steps >= PATIENCE:
-            raise RehearsalError(f"of {self.n_steps} steps no two were on batches of one form.\n{ONE_FORM}")
+            raise RehearsalError(f"no two of {self.n_steps} steps had batches of the same form.\n{ONE_FORM}")
 
     def gives_up(self, model: nn.Module) -> None:
         """Forget `model`, which is not the trained one, and its recordings."""
@@ -135,18 +135,18 @@ class Rehearsing(StepListener):
         return self._observed.peak_with(calls)
 
     def replays_blocks(self, model: nn.Module) -> bool:
-        """Return True if compiled blocks are rehearsed anew, to be replayed; False if more than blocks is compiled."""
+        """Return True if compiled blocks are rehearsed again, to be replayed; False if more than blocks is compiled."""
         if not self.inside_blocks or self.compiled is not None or is_compiled(model):
             return False
         self.gives_up(model)
         self.inside_blocks = False
         return True
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Rehearse larger batches than before, reusing earlier results; one step usually suffices."""
         assert self._observed is not None
         self.done, self.profile = False, None
-        self._observed.begin_anew()
+        self._observed.restart()
 
     def lets_go(self) -> None:
         """End the script unless `stop` is False."""
@@ -175,7 +175,7 @@ class Rehearsing(StepListener):
         try:
             self._on.check()
         except LeverNotApplicable as why:
-            raise RehearsalError(f"a lever that was asked for is of no use here: {why}. Leave it out.") from why
+            raise RehearsalError(f"a requested lever is of no use here: {why}. Leave it out.") from why
         profile = with_checkpoint_note(observed.profile, observed.checkpointed, None)
         self.profile, self.done = replace(profile, levers=self._levers), True
 
@@ -189,4 +189,4 @@ def _put_on(model: nn.Module, levers: tuple[AppliedLever, ...]) -> LeverStack:
     try:
         return enable(model, levers, None)
     except LeverNotApplicable as why:
-        raise RehearsalError(f"a lever that was asked for can't be applied: {why}. Leave it out.") from why
+        raise RehearsalError(f"a requested lever can't be applied: {why}. Leave it out.") from why

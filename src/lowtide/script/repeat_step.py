@@ -9,7 +9,7 @@ model, or the backward pass.
   gradients as the failed one. Gradients that had already reached `.grad` stay; only the missing ones are added.
 
 A step is not repeated if that might give other bits than a run with enough memory; the error says why. Debts: a loss
-outside of the model, the update and data loading run in the script's own lines and are not repeated.
+outside the model, the update and data loading run in the script's own lines and are not repeated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lowtide.errors import LowtideError
 from lowtide.levers.backward_entry import output_tensors, replace_tensors
 from lowtide.runtime import module_hooks as hooks
 from lowtide.runtime.call_arguments import tensors_in_call
-from lowtide.runtime.call_context import CallContext, MutableState
+from lowtide.runtime.call_context import Again, CallContext, MutableState
 from lowtide.runtime.call_interceptor import OuterInterceptor
 from lowtide.script.composite_model import CompositeModel, name_of
 from lowtide.state.process_group import several_processes
@@ -86,7 +86,7 @@ class StepRepeater(Removable):
         self.is_repeating = False
         self._is_calling = False
         self._explaining = explain_oom(model)
-        """Made beforehand: it reserves what an explanation needs where nothing is left."""
+        """Created beforehand: it reserves the memory that an explanation needs when none is left."""
         self._front = OuterInterceptor(model, self._call)
         self._undo = replace_function(torch.autograd, ENGINE, partial(partial, partial(_guarded, weakref.ref(self))))
         weakref.finalize(self, self._undo).atexit = False
@@ -122,8 +122,8 @@ class StepRepeater(Removable):
             if why := (self._why_not if own is None else _changes(own)) or call.why_changed():
                 self._explain(error, why)
                 raise
-            failed = _let_go(error)
-        # Outside of `except`, which would keep the failed call's frames and tensors alive.
+            failed = _clear_frames(error)
+        # Outside `except`, which would keep the failed call's frames and tensors alive.
         own = None
         call.context.restore()
         self._begin("the model's forward", failed, args, kwargs)
@@ -165,8 +165,8 @@ class StepRepeater(Removable):
             if why := self._why_not_again(tensors, before, is_plain_pass=is_plain_pass):
                 self._explain(error, why)
                 raise
-            failed = _let_go(error)
-        # Outside of `except`, which would keep the frames and tensors of the failed pass alive.
+            failed = _clear_frames(error)
+        # Outside `except`, which would keep the frames and tensors of the failed pass alive.
         missing = [gradient.parameter for gradient in before if not gradient.has_arrived()]
         calls = sorted(self.entered, key=lambda call: call.number)
         _release_all((*tensors, *(output for call in calls for output in call.outputs())))
@@ -199,7 +199,7 @@ class StepRepeater(Removable):
         entrances = [(call, node.place) for node in outside if (call := _call_of(node)) is not None]
         calls = [call for call, _ in entrances]
         if not all(call.is_entered(place) for call, place in entrances):
-            return "backward had not reached the model yet: the loss outside of it takes the memory"
+            return "backward had not reached the model yet: the loss outside it takes the memory"
         if any(call.gradients is None for call in calls):
             return (
                 "the gradients of the model's outputs are too large to be held through backward. Compute the loss in "
@@ -317,7 +317,7 @@ class _Call:
         return [tensor for reference in self._outputs if (tensor := reference()) is not None]
 
     def entered(self, place: int, gradient: Tensor | None) -> None:
-        """Note that backward has entered the call by the output at `place`, with this gradient."""
+        """Record that backward has entered the call by the output at `place`, with this gradient."""
         repeater = self._repeater()
         if repeater is None or repeater.is_repeating:
             return
@@ -338,7 +338,7 @@ class _Call:
         now = tensors_in_call(self.args, self.kwargs)
         if [*map(id, now)] != [*map(id, self._tensors)] or [*map(_version, now)] != self._versions:
             return "the arguments of the model's call were changed since"
-        if any(tensor._version != version for _, _, tensor, version in self.context.held):
+        if self.context.has_changed:
             return "parameters or buffers were changed since"
         return None
 
@@ -353,8 +353,7 @@ class _Call:
     def again(self) -> list[tuple[Tensor, Tensor]]:
         """Run the call again from the state before it; return its outputs with the gradients received."""
         assert self._listening is not None
-        acting, modules = self._listening.acting, self.context.reach.modules
-        with without_overrides(), self.context.again(), hooks.only(acting, modules):
+        with without_overrides(), Again(self.context, self._listening.acting):
             outputs = [*_with_graph(self.inner(*self.args, **self.kwargs)).values()]
         assert self.gradients is not None
         assert len(outputs) == len(self._outputs)
@@ -449,7 +448,7 @@ def _release_all(tensors: Iterable[Tensor]) -> None:
             continue
 
 
-def _let_go(error: BaseException | None) -> str:
+def _clear_frames(error: BaseException | None) -> str:
     """Clear the local variables in a caught error's traceback; return the first line of its message."""
     said = str(error).partition("\n")[0]
     while error is not None:

@@ -46,9 +46,9 @@ def watched(
         end()
     if not _alone.acquire(blocking=False):
         raise LowtideError(
-            "the training steps of this process are watched already: by lowtide.within around this block or in another "
-            "thread, or by `lowtide run`. A budget is for all memory of the process, so there is one at a time: leave "
-            "one of the two out, or let the first block end before."
+            "the training steps of this process are watched already: by lowtide.within around this block or in "
+            "another thread, or by `lowtide run`. A budget is for all memory of the process, so there is one at a "
+            "time: leave one of the two out, or end the first block before."
         )
     try:
         with interrupts_delayed(), Steps(listener, model, when_failed=when_failed) as steps:
@@ -105,7 +105,7 @@ def why_not(program: str, steps: Steps, listener: StepListener) -> str:
         )
     if steps.model is None and steps.in_backward_only:
         return (
-            f"{ended}; the whole model is inside of a reentrant checkpoint, which runs it without gradients first.\n"
+            f"{ended}; the whole model is inside a reentrant checkpoint, which runs it without gradients first.\n"
             "  Say use_reentrant=False there, or do without: plans keep what pays."
         )
     if steps.model is None and n_compiled() > steps.n_compiled_before:

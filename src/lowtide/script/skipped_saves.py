@@ -1,4 +1,4 @@
-"""Leave out what a script saves once its tensors have no contents: checkpoints of a real run stay as they are."""
+"""Skip a script's saving once its tensors have no contents, so that checkpoints of a real run are not overwritten."""
 
 from __future__ import annotations
 

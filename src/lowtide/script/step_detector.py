@@ -35,7 +35,7 @@ from lowtide.errors import LowtideError, RehearsalError
 from lowtide.profiler.preconditions import check_not_in_zero, check_updates_outside
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.class_calls import class_of_call, classes_of_calls
-from lowtide.script.alternating_models import PATIENCE, AlternatingModels, held_by, ids, others_at_hand
+from lowtide.script.alternating_models import PATIENCE, AlternatingModels, caller_has_other_optimizers, held_by, ids
 from lowtide.script.candidate_models import CandidateModels
 from lowtide.script.compiled_functions import trained_modules, watch_compiled_functions
 from lowtide.script.composite_model import CompositeModel, whole
@@ -73,7 +73,7 @@ class Steps:
         self.n_compiled_before = n_compiled()
         """Number of graphs that torch.compile had compiled when the block began."""
         self.model: nn.Module | None = model
-        """The model, as far as it is known."""
+        """The model, if it is known."""
         self.failed: LowtideError | Enough | None = None
         """The listener's error. A script that catches it gets it again at its next step."""
         self._own_calls: set[type] = set()
@@ -83,7 +83,7 @@ class Steps:
         self._stepped: dict[int, Optimizer] = {}
         self._updating: dict[int, Search] = {}
         """Updates in progress, by optimizer id: they may call the model."""
-        self._aside, self._prompted, self._turns, self.by_hand = (
+        self._candidates, self._prompted, self._turns, self.by_hand = (
             CandidateModels(),
             PromptTuning(),
             AlternatingModels(),
@@ -311,11 +311,11 @@ class Steps:
         if not self.n_updates and not self._updating and module is self.model:
             self._look_for_updates_by_hand(module)
         if not self._is_open and not self._is_ours(module):
-            self._called_aside(module)
+            self._note_other_call(module)
         if self._is_open:
-            self.listener.goes_on(batch)
+            self.listener.continues(batch)
         elif self._is_ours(module):
-            self._aside.forget()
+            self._candidates.forget()
             before = None if self._before is None else self._before()
             if before is not None and not self._is_ours(before) and any(True for _ in before.parameters()):
                 self.listener.precedes(before)
@@ -330,13 +330,13 @@ class Steps:
         if self._is_open:
             self._called[id(module)] = module
 
-    def _called_aside(self, module: nn.Module) -> None:
-        """Note a call of another module, which replaces the model once it was trained for two steps."""
-        self._aside.called(module)
-        trained, optimizers = self._aside.trained()
+    def _note_other_call(self, module: nn.Module) -> None:
+        """Record a call of another module, which replaces the model once it was trained for two steps."""
+        self._candidates.called(module)
+        trained, optimizers = self._candidates.trained()
         if trained:
             assert self.model is not None
-            self._aside.leave(self.model)
+            self._candidates.leave(self.model)
             # the state of the other models may be freed
             self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
             self._give_up(whole(trained))
@@ -390,7 +390,7 @@ class Steps:
         if self.listener.done:
             return
         if not self._is_open:
-            self._aside.updated(optimizer)
+            self._candidates.updated(optimizer)
         if not self._is_open or self.failed is not None:
             return
         self._stepped[id(optimizer)] = optimizer
@@ -407,6 +407,8 @@ class Steps:
                 return
             monitor.updated(optimizer)
         self.n_updates += 1
+        if monitor.is_timing:
+            monitor.count_time(optimizer)
         if self.listener.wants_more() and (model := monitor.model()) is not None:
             self._resume(model, monitor.optimizers())
 
@@ -454,7 +456,7 @@ class Steps:
         else:
             self.listener.ends(self.model)
             if self.listener.done:
-                if not self._is_given and others_at_hand(self.model):
+                if not self._is_given and caller_has_other_optimizers(self.model):
                     self._waits_until = self.n_updates + PATIENCE
                 else:
                     self.listener.lets_go()

@@ -40,9 +40,9 @@ class StepListener:
         raise NotImplementedError
 
     def precedes(self, module: nn.Module) -> None:
-        """Note that `module` was called, but not trained, since the last step; the step may have begun with it."""
+        """Record that `module` was called, but not trained, since the last step; the step may have begun with it."""
 
-    def goes_on(self, batch: Any) -> None:
+    def continues(self, batch: Any) -> None:
         """Continue a step: the program is about to call a module with `batch`."""
 
     def ends(self, model: nn.Module) -> None:
@@ -78,10 +78,13 @@ class StepListener:
         raise why
 
     def starts_processes(self) -> None:
-        """Note that `torch.multiprocessing.spawn` starts processes before anything is trained in this one."""
+        """Record that `torch.multiprocessing.spawn` starts processes before anything is trained in this one."""
+
+    def takes(self, step_ms: float) -> None:
+        """Record the mean time of a step after all work is done. Called from an optimizer's hook, once."""
 
     def passes_over(self) -> None:
-        """Note that another model is trained after all work is done. Called from an optimizer's hook, once."""
+        """Record that another model is trained after all work is done. Called from an optimizer's hook, once."""
 
     def lets_go(self) -> None:
         """Release the model: all work is done, and no other model takes turns with it. Hooks must not be changed, as in

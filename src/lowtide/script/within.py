@@ -13,7 +13,7 @@ from lowtide.levers import parse_script_lever
 from lowtide.memory.device_budget import check_on_device
 from lowtide.report.text_table import decisions, extra_time, lever_lines
 from lowtide.runtime.fingerprint import place_of
-from lowtide.script.calling_code import as_far_as
+from lowtide.script.calling_code import end_search_here
 from lowtide.script.fit_steps import Fitting, OnInfeasible, RunVerdict, check_on_infeasible
 from lowtide.script.repeat_step import count_in_words
 from lowtide.script.run_listened import watched, why_not
@@ -42,7 +42,7 @@ class Run(Displayed):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan for the largest batches so far; None before it is made, and if training goes on without a plan."""
+        """The plan for the largest batches so far; None before it is made, and if training continues without a plan."""
         return self._fitting.plan
 
     @property
@@ -93,9 +93,9 @@ class Run(Displayed):
             check_has_no_plan(model)
         with contextlib.ExitStack() as stack:
             stack.enter_context(resend_dropped_interrupts())
-            stack.enter_context(as_far_as())
+            stack.enter_context(end_search_here())
             self._steps = stack.enter_context(watched(self._fitting, model, when_failed=self.leave))
-            stack.callback(self._fitting.take_off)
+            stack.callback(self._fitting.remove_plan)
             self._stack = stack.pop_all()
         return self
 
@@ -171,8 +171,8 @@ def within(
             also "90% of gpu", or "auto": the memory that is free there, less a margin for fragmentation.
         budget_for: The bytes that the budget bounds: the "requested" ones, or on a GPU "reserved" ones, as for `fit`.
         model: The model to plan for, which the loop may call through a wrapper. By default the one that is trained.
-        on_infeasible: If no plan fits, "raise" ends training with the error, "smallest" goes on under the plan
-            with the smallest peak, and "plain" goes on without a plan. The updates so far stand, and are those of the
+        on_infeasible: If no plan fits, "raise" ends training with the error, "smallest" continues under the plan
+            with the smallest peak, and "plain" continues without a plan. The updates so far stand, and are those of the
             plain loop.
         levers: Changes to the step, as `lowtide run --lever` takes them: "outputs", "loss head", "micro-batches=4".
         in_place: If False, no gradient is written over the one that it is computed from.
@@ -232,6 +232,6 @@ def _check_trained(model: Any) -> None:
         raise LowtideError(f"model takes a torch.nn.Module, found {type(model).__name__}.")
     if not any(p.requires_grad for p in model.parameters()):
         raise LowtideError(
-            f"no parameter of this {type(model).__name__} requires a gradient: there are no steps of it. Give the "
+            f"no parameter of this {type(model).__name__} requires a gradient: it has no training steps. Give the "
             "model that is trained, or leave model out."
         )

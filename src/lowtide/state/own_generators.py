@@ -31,7 +31,7 @@ class OwnGenerators:
         """Return for each generator the function that sets its state, and the present state."""
         return list(map(state_of, self._generators))
 
-    def put_back(self, before: list[tuple[Callable[[Any], object], Any]]) -> bool:
+    def restore(self, before: list[tuple[Callable[[Any], object], Any]]) -> bool:
         """Set the states to `before`; return True if any had changed."""
         drawn = [
             (set_state, state)

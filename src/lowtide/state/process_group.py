@@ -70,11 +70,11 @@ def check_at_rest(groups: Iterable[ShardGroup]) -> None:
                 "(set_requires_gradient_sync), and a rehearsal would lose them. Fit before the first of them, or after "
                 "the update."
             )
-        if group.is_whole:
+        if group.is_gathered:
             names = " and ".join(type(module).__name__ for module in group.modules)
             raise RehearsalError(
-                f"the parameters of {names} are whole now, as after a forward without backward. Call its reshard() in "
-                "all processes first."
+                f"the parameters of {names} are gathered now, as after a forward without backward. Call its "
+                "reshard() in all processes first."
             )
 
 
@@ -83,9 +83,9 @@ def check_waits_for_no_process(sent_before: int) -> None:
     if n := n_sent() - sent_before:
         raise RehearsalError(
             f"the step waits for other processes ({n} collective operations), not counting what "
-            "DistributedDataParallel and fully_shard send. Each process decides by itself how many steps a rehearsal "
-            "takes, and would wait for the others without end.\n"
-            "  Fit a step that leaves them out, if they are sums of losses for a log, say. With SyncBatchNorm, run the "
+            "DistributedDataParallel and fully_shard send. Each process decides on its own how many steps a "
+            "rehearsal takes, and would wait for the others forever.\n  "
+            "Fit a step that leaves them out, if they are sums of losses for a log, say. With SyncBatchNorm, run the "
             "script with `lowtide run`: it rehearses in steps that all processes take."
         )
 

@@ -63,7 +63,7 @@ _TABLES: Final = frozenset(name for name, table in vars(nn.Module()).items() if 
 _WALKED: Final = ("torch.nn.", "torch.optim.", "torch.amp.", "torch.cuda.amp.", "torch.distributions.")
 """Packages of torch whose objects have state."""
 _WRAPPERS: Final = ("torch.nn.parallel.", "torch.distributed.", "torch._")
-"""Packages of wrapper modules that have counters outside of Python objects, too."""
+"""Packages of wrapper modules that have counters outside Python objects, too."""
 _CACHE: Final = type(functools.lru_cache(int))
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lowtide._torch.optim import scaler_stages, set_scaler_stages
 from lowtide._torch.tensors import is_leaf_tensor
-from lowtide.memory.entry_storages import set_aside
+from lowtide.memory.entry_storages import exclude_from_entry
 from lowtide.state.bindings import kind_of
 from lowtide.state.introspection import NamedAttributes, is_opaque, is_user_code, variables
 from lowtide.utils.object_slots import in_slots
@@ -217,7 +217,7 @@ def states(owners: Iterable[Any]) -> list[State]:
 
 def _copy(state: Any) -> Any:
     if isinstance(state, Tensor):
-        return set_aside(state.detach().to("cpu", copy=True))
+        return exclude_from_entry(state.detach().to("cpu", copy=True))
     if isinstance(state, dict):
         return {key: _copy(value) for key, value in state.items()}
     if type(state) in (list, tuple):

@@ -28,7 +28,7 @@ from lowtide.utils.object_slots import in_slots
 if TYPE_CHECKING:
     from lowtide.runtime.call_context import CallContext
 
-CHANGES = "it changes something outside of its modules, which a replay would change once more"
+CHANGES = "it changes something outside its modules, which a replay would change once more"
 ITERATES = "its code has an iterator, and what that has given can't be given back"
 
 LARGEST_BYTES = 2**22
@@ -40,9 +40,9 @@ class CodeState(ReachableState):
 
     def __init__(self, module: nn.Module, context: CallContext) -> None:
         parts = tuple(module.modules())
-        self._put_back = {id(vars(part).get(name)) for part in parts for name in _MODULE_ATTRIBUTES}
-        self._put_back |= context.attributes.put_back_ids
-        self._put_back |= {id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())}
+        self._restored = {id(vars(part).get(name)) for part in parts for name in _MODULE_ATTRIBUTES}
+        self._restored |= context.attributes.restored_ids
+        self._restored |= {id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())}
         hooks = [hook for part in parts for table in _HOOKS for hook in getattr(part, table).values()]
         self._bound: list[Cell | Variables] = []
         """Variables that functions refer to."""
@@ -54,7 +54,7 @@ class CodeState(ReachableState):
         self._before = list(map(_comparable, self._watched))
 
     def _is_of_interest(self, obj: Any) -> bool:
-        return id(obj) not in self._put_back and type(obj).__module__.partition(".")[0] != "lowtide"
+        return id(obj) not in self._restored and type(obj).__module__.partition(".")[0] != "lowtide"
 
     def _visit(self, obj: Any) -> Iterable[Any]:
         if (written := uncompiled(obj)) is not obj:

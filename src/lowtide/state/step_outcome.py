@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch.patching import this_thread_only
 from lowtide._torch.tensors import parts_of
-from lowtide.memory.entry_storages import set_aside
+from lowtide.memory.entry_storages import exclude_from_entry
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.state.step_snapshot import RandomState
 
@@ -48,7 +48,7 @@ def unless_out_of_memory(run: Callable[[], T], refuse: Callable[[str], LowtideEr
         if not is_out_of_memory(error):
             raise
         message = str(error).partition("\n")[0]
-    raise refuse(message)  # outside of `except`, where the frames of the failed step and their tensors are freed
+    raise refuse(message)  # outside `except`, where the frames of the failed step and their tensors are freed
 
 
 _PIECE = 1 << 22
@@ -75,8 +75,8 @@ class Outcome:
     ) -> Outcome:
         """Run the step and digest its results.
 
-        Gradients are those that the optimizer was about to use; without an optimizer, those at the end. If none are
-        left by then, they are those that backward produced. `counts` is called afterwards.
+        Gradients are those that the optimizer was about to use; without an optimizer, those at the end. If no gradients
+        are left at the end, they are those that backward produced. `counts` is called afterwards.
         """
         gradients: dict[str, str] = {}
         arrived: dict[str, str] = {}
@@ -85,7 +85,7 @@ class Outcome:
 
         def copy(kind: str, name: str, tensor: Tensor) -> None:
             for number, part in enumerate(_parts(tensor)) if copies else ():
-                copied[kind][f"{name}, {number}"] = set_aside(part.detach().to("cpu", copy=True))
+                copied[kind][f"{name}, {number}"] = exclude_from_entry(part.detach().to("cpu", copy=True))
 
         def digest_gradients(number: int) -> None:
             for name, parameter in model.named_parameters():
@@ -178,7 +178,7 @@ def digest(tensor: Tensor) -> str:
             dense = dense.cpu()  # `flatten` would copy it on its device, which may have no room
         content.update(f"{dense.dtype}{tuple(dense.shape)}".encode())
         for piece in torch.split(dense.flatten(), _PIECE):
-            # A copy: a storage that NumPy has seen can't be told from a borrowed one.
+            # A copy: a storage that NumPy has seen can't be distinguished from a borrowed one.
             content.update(piece.contiguous().view(torch.uint8).cpu().clone().numpy().data)
     return content.hexdigest()
 

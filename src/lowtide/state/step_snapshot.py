@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lowtide._torch.device_timing import accelerator_in_use
 from lowtide._torch.patching import this_thread_only
 from lowtide._torch.tensors import is_leaf_tensor, is_plain, parts_of
-from lowtide.memory.entry_storages import set_aside
+from lowtide.memory.entry_storages import exclude_from_entry
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.host_rng import numpy_state, python_state, set_numpy_state
@@ -94,7 +94,7 @@ class StepSnapshot:
         self._known = {id(tensor) for tensor in (*content, *buffers)}
         self._tensors = [*map(_TensorContents, _unique([*content, *buffers])), *self._copy_unowned(parameters)]
         leaves = [t for t in _unique([*content, *kept.tensors]) if is_leaf_tensor(t) and not t.is_inference()]
-        self._gradients = [_TensorContents(set_aside(leaf.grad)) for leaf in leaves if leaf.grad is not None]
+        self._gradients = [_TensorContents(exclude_from_entry(leaf.grad)) for leaf in leaves if leaf.grad is not None]
         self._states = states(kept.stateful)
         self._random = self._own_random = RandomState.now(kept.generators)
         for optimizer in listed(self._named):
@@ -154,15 +154,15 @@ class StepSnapshot:
 
     @whole
     def restore(self) -> None:
-        """Put everything back for the next step."""
-        self._put_back()
+        """Restore everything for the next step."""
+        self._restore_all()
         self._set_scales_to_one()
 
     def _set_scales_to_one(self) -> None:
         for state in self._states:
             state.set_scale_to_one()
 
-    def _put_back(self) -> None:
+    def _restore_all(self) -> None:
         self._no_sync.forget_step()
         self._reachable.restore()
         self._restore_containers()
@@ -181,15 +181,15 @@ class StepSnapshot:
         return self._reachable.counts()
 
     def restore_for_rerun(self) -> None:
-        """Put only the random numbers back: the next step draws the same numbers as the first one."""
+        """Restore only the random number generators: the next step draws the same numbers as the first one."""
         self._random.restore()
 
     def seed(self, seed: int | None) -> None:
-        """Make later steps begin with generators of this seed; with None, with their state at `with`."""
+        """Make later steps begin with generators of this seed; with None, in their state when the block began."""
         self._random = self._own_random if seed is None else self._own_random.seeded(seed, self._reachable.generators)
 
-    def put_back(self, tensors: set[int]) -> None:
-        """Put back only the contents of these tensors, given by id."""
+    def restore_contents(self, tensors: set[int]) -> None:
+        """Restore only the contents of these tensors, given by id."""
         with torch.no_grad():
             for content in (*self._tensors, *(c for contents in self._optimizers.values() for c in contents)):
                 if id(content.tensor) in tensors:
@@ -210,7 +210,7 @@ class StepSnapshot:
         self._hook.remove()
         self._random = self._own_random
         try:
-            self._put_back()
+            self._restore_all()
             self.changes = self._reachable.changes()
         finally:
             self._reachable.close()
@@ -245,7 +245,7 @@ class _TensorContents:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.saved = set_aside(_each_byte_once(tensor).to("cpu", copy=True))
+        self.saved = exclude_from_entry(_each_byte_once(tensor).to("cpu", copy=True))
 
     def restore(self) -> None:
         current = _each_byte_once(self.tensor)
@@ -280,7 +280,7 @@ class _Storage:
 
     def __init__(self, tensor: Tensor, *, is_first: bool) -> None:
         self.tensor, self._alias = tensor, tensor.detach()
-        self._saved = set_aside(_bytes_of(tensor).to("cpu", copy=True)) if is_first else None
+        self._saved = exclude_from_entry(_bytes_of(tensor).to("cpu", copy=True)) if is_first else None
 
     def restore(self) -> None:
         now, then = self.tensor, self._alias
@@ -310,8 +310,8 @@ class RandomState:
         """Return the current state; `others` are generators of torch, NumPy or Python."""
         gpus = range(torch.accelerator.device_count()) if accelerator_in_use() else ()
         return cls(
-            torch_cpu=set_aside(torch.get_rng_state()),
-            torch_gpus={gpu: set_aside(torch.get_device_module().get_rng_state(gpu)) for gpu in gpus},
+            torch_cpu=exclude_from_entry(torch.get_rng_state()),
+            torch_gpus={gpu: exclude_from_entry(torch.get_device_module().get_rng_state(gpu)) for gpu in gpus},
             python=python_state(),
             numpy=numpy_state(),
             others=tuple(map(state_of, others)),

@@ -49,7 +49,7 @@ def parse_budget(budget: str | SupportsIndex, of: int | None = None) -> int:
 
 
 AUTO = "auto"
-"""Budget that stands for all free GPU memory."""
+"""Budget that means all free GPU memory."""
 
 _OF_GPU = re.compile(r"\s*([0-9]{1,3}(?:\.[0-9]{1,20})?)\s*%\s*of\s+gpu\s*", re.IGNORECASE | re.ASCII)
 

@@ -34,7 +34,7 @@ def newer_than_tested(torch_version: str) -> str | None:
     newest = ".".join(map(str, TESTED_TORCH[-1]))
     return (
         f"torch {torch_version} is newer than any that Lowtide was tested with, up to {newest}. Rehearsals still "
-        "compare every recipe and replay with the true tensors."
+        "compare every recipe and replay with the original tensors."
     )
 
 

@@ -2,13 +2,13 @@
 
 Python raises KeyboardInterrupt between any two instructions: also between the start of a profiler and the line that
 would remember to stop it, or in the middle of restoring RNG state and buffers. So while a claim is held
-(`delay_interrupts`), Lowtide's handler for SIGINT stands before the process's own and checks where the interrupt has
+(`delay_interrupts`), Lowtide's handler for SIGINT precedes the process's own and checks where the interrupt has
 arrived. In the user's code, in a module's forward or in pure computation the interrupt is passed on at once; anything
 open above is closed by its `finally`, during which a further interrupt waits. Elsewhere the interrupt is resent every
 few milliseconds, until it arrives at such a place or the last claim is released.
 
 If another handler has been set since, as in the next cell of a notebook, Lowtide's is not installed: `install_handler`
-puts it back. Only the main thread gets signals; other threads change nothing.
+installs it again. Only the main thread gets signals; other threads change nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _lock: Final = threading.RLock()
 """Lock held while an interrupt is resent, and while resending is called off."""
 _claims: set[object] = set()
 _whole = 0
-"""Number of calls in progress, in the main thread, that must not be interrupted, nor any code that they call."""
+"""Number of calls in progress in the main thread during which no code may be interrupted."""
 _waits = False
 """True while an interrupt waits."""
 _is_resent = False
@@ -58,7 +58,7 @@ _is_resent = False
 
 
 class _Handler:
-    """SIGINT handler that stands before another one."""
+    """SIGINT handler in front of another one."""
 
     def __init__(self, before: Callable[[int, FrameType | None], Any]) -> None:
         self.before = before

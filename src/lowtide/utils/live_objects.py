@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def live_objects(*classes: type[T]) -> list[T]:
-    """Return the live objects of `classes` and of their subclasses, but for those that `gc.freeze` has hidden.
+    """Return the live objects of `classes` and of their subclasses, except for those that `gc.freeze` has hidden.
 
     A process that has imported torch and transformers holds a million objects of a few thousand classes, so each class
     is looked at once. No code of an object is run: `isinstance` would run a proxy's.
@@ -24,42 +24,50 @@ class LiveObjectFinder:
     """Search for the live objects of some classes that is repeated often, and mostly looks at the youngest objects
     only.
 
-    Objects that survive a collection of the middle generation are moved to the oldest. As long as none was collected,
-    the oldest generation has nothing but what the last full search has seen. Objects are remembered by weak references.
+    Objects that survive a collection of the middle generation are moved to the oldest. Until the garbage collector has
+    run, the oldest generation holds only objects that the last full search has seen. `gc.freeze` takes the youngest
+    objects away, a marker with them; what `gc.unfreeze` gives back is found once a generation was collected. Objects
+    are remembered by weak references.
     """
 
     def __init__(self, *classes: type) -> None:
-        self._classes = classes
+        self._classes = (*classes, _Marker)
         self._known: dict[int, weakref.ref[object]] = {}
-        self._state: tuple[int, ...] = ()
+        self._collections: tuple[int, ...] = ()
+        self._marker = _Marker()
 
     def find(self) -> list[object]:
-        """Return the live objects, but for those that `gc.freeze` has hidden."""
-        before = _moves_to_oldest()
-        if _HAS_GENERATIONS and before == self._state:
+        """Return the live objects, except for those that `gc.freeze` has hidden."""
+        before = _collections()
+        if _HAS_GENERATIONS and before == self._collections:
             young: list[object] = []
             for number in (0, 1):
                 young += _of_classes(gc.get_objects(generation=number), self._classes)
-            if _moves_to_oldest() == before:
+            if _collections() == before and any(obj is self._marker for obj in young):
                 old = [obj for ref in self._known.values() if (obj := ref()) is not None]
                 return self._remember({id(obj): obj for obj in (*old, *young)}.values())
         objects = self._remember(live_objects(*self._classes))
-        self._state = before  # a collection in the meantime makes the next search a full one
+        self._collections = before  # a collection in the meantime makes the next search a full one
         return objects
 
     def _remember(self, objects: Iterable[object]) -> list[object]:
-        survivors = list(objects)
+        survivors = [obj for obj in objects if type(obj) is not _Marker]
         self._known = {id(obj): weakref.ref(obj) for obj in survivors}
+        self._marker = _Marker()
         return survivors
+
+
+class _Marker:
+    """An object among the youngest: `gc.get_freeze_count` would tell of a freeze too, but counts what is frozen."""
 
 
 _HAS_GENERATIONS = sys.version_info < (3, 14)
 """True if the garbage collector has the three generations that `LiveObjectFinder` counts on."""
 
 
-def _moves_to_oldest() -> tuple[int, ...]:
-    """Return numbers that change whenever objects may have been moved to the oldest generation."""
-    return *(generation["collections"] for generation in gc.get_stats()[1:]), gc.get_freeze_count()
+def _collections() -> tuple[int, ...]:
+    """Return numbers that change whenever a collection may have moved objects to the oldest generation."""
+    return tuple(generation["collections"] for generation in gc.get_stats()[1:])
 
 
 def _of_classes(everything: Iterable[object], classes: tuple[type[T], ...]) -> list[T]:

@@ -24,7 +24,7 @@ def library(torch_version: str) -> Path:
 
 
 def state(torch_version: str | None) -> str:
-    """Return in words which saved-tensor hooks a process will use that starts now."""
+    """Describe the saved-tensor hooks that a process started now will use."""
     setting = os.environ.get(SETTING)
     if setting == "0":
         return f"Python ({SETTING}=0)"

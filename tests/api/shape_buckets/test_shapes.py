@@ -119,7 +119,7 @@ REPLAYS = (
     ("transformer.h.0#0", "transformer.h.1#0", "transformer.h.1.mlp#0"),
     ("transformer.h.0.mlp#0", "transformer.h.1#0", "transformer.h.2#0", "transformer.h.2.attn#0"),
 )
-"""A plan's for each bucket: what one replays, another replays inside of something else."""
+"""A plan's for each bucket: what one replays, another replays inside something else."""
 
 
 def test_each_forward_is_replayed_by_its_own_plan_whatever_came_after_it(fitted):
@@ -153,7 +153,7 @@ def test_a_batch_beyond_the_largest_gets_the_plan_with_the_smallest_peak_and_one
             other.model(**larger).loss.backward()
         peaks.append(memory.peak_bytes)
     with (
-        pytest.warns(UserWarning, match=r"more than for the largest batch that was rehearsed \(\[4, 64\]\)"),
+        pytest.warns(UserWarning, match=r"larger than in the largest rehearsed batch \(\[4, 64\]\)"),
         lowtide.measure() as memory,
     ):
         case.model(**larger).loss.backward()

@@ -142,13 +142,13 @@ def test_each_budget_has_a_plan_at_the_usual_size(model: str) -> None:
 
 @pytest.mark.slow
 def test_the_count_of_steps_comes_out() -> None:
-    told: list[tuple[str, int, int]] = []
+    reports: list[tuple[str, int, int]] = []
     work, plain = (workloads.workload("resnet", batch_size=16, length=32, layers=1) for _ in range(2))
-    found = contest.compare(work, plain, ["100%", "1%"], steps=1, watch=lambda *progress: told.append(progress))
-    done = [n for _, n, _ in told]
+    found = contest.compare(work, plain, ["100%", "1%"], steps=1, watch=lambda *progress: reports.append(progress))
+    done = [n for _, n, _ in reports]
     assert done == sorted(done)
-    assert all(n <= total for _, n, total in told)
-    assert told[-1][1] == told[-1][2]
+    assert all(n <= total for _, n, total in reports)
+    assert reports[-1][1] == reports[-1][2]
     everything_fits = found.runs[1]
     assert everything_fits.plan is not None
     assert not everything_fits.plan.recompute

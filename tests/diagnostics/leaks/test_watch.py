@@ -145,10 +145,10 @@ def test_torch_is_left_as_it_was_by_a_loop_that_raises(model: nn.Module) -> None
 
 def test_one_watch_at_a_time(model: nn.Module) -> None:
     with lowtide.watch(model) as watched:
-        with pytest.raises(LowtideError, match="a watch is running already"):
+        with pytest.raises(LowtideError, match="a watch is already running"):
             lowtide.watch(model).__enter__()
         train(model, batches())
-    with pytest.raises(LowtideError, match="a watch watches once"):
+    with pytest.raises(LowtideError, match="this watch was used before"):
         watched.__enter__()
     with pytest.raises(LowtideError, match="give the batches"):
         next(iter(lowtide.watch(model)))
@@ -174,7 +174,7 @@ def test_a_loop_without_an_optimizer_is_counted_in_calls(model: nn.Module) -> No
         for batch in batches():
             model(batch).sum().backward()
             model.zero_grad()
-    said = f"nothing found in {BATCHES} calls of the model; no optimizer has stepped, so steps are not told apart"
+    said = f"nothing found in {BATCHES} calls of the model; no optimizer has stepped, so steps cannot be distinguished"
     assert str(watched) == said
 
 
@@ -184,7 +184,7 @@ def test_that_there_is_no_optimizer_is_said_beside_findings(model: nn.Module) ->
         for batch in batches():
             kept.append(model(batch).sum())
     assert [finding.code for finding in watched.findings] == ["LT008"]
-    assert str(watched).endswith("\n\nno optimizer has stepped, so steps are not told apart")
+    assert str(watched).endswith("\n\nno optimizer has stepped, so steps cannot be distinguished")
 
 
 SCRIPT = """

@@ -232,7 +232,7 @@ Traceback (most recent call last):
   File "/opt/conda/lib/python3.6/site-packages/torch/optim/adam.py", line 92, in step
     denom = exp_avg_sq.sqrt().add_(group['eps'])
 RuntimeError: cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/generic/THCStorage.cu:58""",
-        never="outside PyTorch|outside of PyTorch",
+        never="outside PyTorch|outside PyTorch",
     ),
     Reported(
         "a traceback before the error's own",

@@ -97,7 +97,7 @@ REPORTED = [
         never=r"fit\(|accumulate|lowtide watch",
     ),
     Reported(
-        "a generation inside of a training step",
+        "a generation inside a training step",
         "true-need",
         "lowtide.fit(",
         traceback(

@@ -52,7 +52,7 @@ def step(batch):
 
 step(batch[:8])
 model.zero_grad()
-lowtide.explain_oom  # imported before memory is short, as it is where a training loop stands inside of it
+lowtide.explain_oom  # imported before memory is short, as it is where a training loop stands inside it
 """
 )
 

@@ -158,7 +158,7 @@ def test_nothing_is_kept_alive() -> None:
 
 
 def test_a_step_needs_its_model() -> None:
-    with pytest.raises(LowtideError, match="name the model"):
+    with pytest.raises(LowtideError, match="pass the model"):
         lowtide.explain_oom(step=lambda batch: None)
 
 

@@ -63,7 +63,7 @@ def test_unknown_amounts_are_reported_as_unknown(text: str) -> None:
     assert explain(text) is None
     done = CliRunner().invoke(command, ["-"], input=text, standalone_mode=False)
     assert type(done.exception).__name__ == "LowtideError"
-    assert "there is no known out-of-memory message in it" in str(done.exception)
+    assert "no known out-of-memory message was found" in str(done.exception)
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------

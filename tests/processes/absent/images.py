@@ -50,9 +50,9 @@ for epoch in range(2):
             optimizer.zero_grad()
             everywhere = [torch.zeros_like(right) for _ in range(world)]
             distributed.all_gather(everywhere, right)
-            told = [None] * world
-            distributed.all_gather_object(told, {"rank": rank, "loss": losses})
+            gathered = [None] * world
+            distributed.all_gather_object(gathered, {"rank": rank, "loss": losses})
             if rank == 0:
-                print(torch.cat(everywhere).tolist(), len(told))  # noqa: T201
+                print(torch.cat(everywhere).tolist(), len(gathered))  # noqa: T201
                 torch.save(model.module.state_dict(), os.devnull)
 distributed.destroy_process_group()

@@ -40,34 +40,34 @@ class Switching(Engine):
         """Return True if the plans change anything for batches within the buckets."""
         return any(self.tables[: len(self._shapes)]) or any(self.in_place[: len(self._shapes)])
 
-    def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def choose(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the number of the plan for the shapes of the outermost call's arguments."""
         chosen = len(self._shapes) - 1
-        if seam.path in self._size_paths:
+        if interceptor.path in self._size_paths:
             given, last = shapes_of(args, kwargs), self._shapes[-1]
             for number, shapes in enumerate(self._shapes):
-                if seam.path in shapes and within(given, shapes[seam.path]):
+                if interceptor.path in shapes and within(given, shapes[interceptor.path]):
                     chosen = number
                     break
             else:
-                most = last.get(seam.path)
+                most = last.get(interceptor.path)
                 chosen += int(most is None or elements(given) > elements(most))
                 if most is None or not no_larger(given, most):
-                    self.larger(seam, given)
+                    self.larger(interceptor, given)
         return chosen
 
     def keeps_all(self, plan: int) -> bool:
         return not self.tables[plan]
 
-    def larger(self, seam: CallInterceptor, given: Shapes) -> None:
+    def larger(self, interceptor: CallInterceptor, given: Shapes) -> None:
         """Say, once, that a batch is larger than any bucket."""
         if not self._was_larger:
             self._was_larger = True
             shapes = [list(shape) for shape in given]
             self.say(
-                f"{seam} is given {shapes}, more than for the largest batch that was rehearsed ({self._largest}): "
-                "larger batches run under the plan with the smallest peak and may need more than the budget. Fit with "
-                "the largest."
+                f"{interceptor} is given {shapes}, which is larger than in the largest rehearsed batch "
+                f"({self._largest}): larger batches run under the plan with the smallest peak and may need more than "
+                "the budget. Fit with the largest batch."
             )
 
 

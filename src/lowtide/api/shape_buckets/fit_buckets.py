@@ -114,8 +114,8 @@ def _small(
             raise
         raise RehearsalError(
             f"the step fails on a smaller batch, of {sizes.say(0.0)} instead of {sizes.say(1.0)}: "
-            f"{type(error).__name__}: {str(error).partition(chr(10))[0]}\n"
-            "  Give a smaller batch that the step takes, as shapes=batch."
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0]}\n  "
+            "Give a smaller batch on which the step runs: shapes=batch."
         ) from error
 
 

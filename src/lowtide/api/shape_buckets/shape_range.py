@@ -107,7 +107,7 @@ def _between(large: Any, small: Any) -> Iterator[Varying]:
 def _by_itself(given: list[Tensor]) -> Iterator[Varying]:
     """Yield the second dimension of tokens and of equally long tensors; without tokens the first dimension of all.
 
-    Integer tables are tokens unless another tensor beside them, such as images, has another length.
+    Integer tables are tokens unless another tensor of the batch, such as images, has another length.
     """
     tensors = {n: tensor for n, tensor in enumerate(given) if tensor.dim()}
     tokens = max((t.shape[1] for t in tensors.values() if t.dim() == 2 and not t.is_floating_point()), default=0)
@@ -139,9 +139,9 @@ class Calls(Engine):
         self.shapes: dict[str, Shapes] = {}
         """Shapes of the largest call, by the module's path."""
 
-    def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def choose(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         shapes = shapes_of(args, kwargs)
-        known = self.shapes.get(seam.path)
+        known = self.shapes.get(interceptor.path)
         if known is None or within(known, shapes):
-            self.shapes[seam.path] = shapes
+            self.shapes[interceptor.path] = shapes
         return 0

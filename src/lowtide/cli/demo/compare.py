@@ -47,15 +47,16 @@ def compare(
     steps: int = STEPS,
     watch: Watch = lambda doing, done, total: None,
 ) -> Comparison:
-    """Train `work` within each of `budgets` (as `fit` takes them) and with every block checkpointed, beside `plain`.
+    """Train `work` within each of `budgets` (as `fit` takes them) and with every block checkpointed, in turns with
+    `plain`.
 
     Both are the same workload, built twice. One rehearsal serves all budgets. `steps` are those of each run. A budget
     that is not reached becomes a run with a `refusal`, and then the smallest reachable budget is run too. Raises
     BudgetError for a budget that is not an amount of memory, and RehearsalError if the step can't be rehearsed or
     differs between two runs.
     """
-    work.set_aside()  # exclude each of the two from the memory of the other
-    plain.set_aside()
+    work.exclude_from_entry()  # exclude each of the two from the memory of the other
+    plain.exclude_from_entry()
     pace = _Pace(work, watch, runs=len(budgets) + 1, steps=steps)
     with pace.stage("rehearsing", _REHEARSING):
         profile = rehearse(work.model, pace.step, work.batches[0])
@@ -92,7 +93,7 @@ def compare(
 
 def _within(budget: str, name: str, duel: "_Duel", profile: Profile) -> Run:
     pace, batch = duel.pace, duel.work.batches[0]
-    duel.set_aside()
+    duel.exclude_from_entry()
     try:
         with pace.stage(f"planning and verifying {name}", _FITTING):
             fitted = fit(duel.work.model, pace.step, batch, budget=budget, profile=profile)
@@ -144,7 +145,7 @@ class _Duel:
                 loop.step()
                 self.pace.through()
             trained = loop.result()
-            self.set_aside()
+            self.exclude_from_entry()
             peak_bytes = _peak_of_next(loop)
         return Run(
             kind="plain",
@@ -163,7 +164,7 @@ class _Duel:
                     one.step()
                     self.pace.through()
             expected, trained = plain.result(), loop.result()
-            self.set_aside()
+            self.exclude_from_entry()
             peak_bytes = _peak_of_next(loop)
         return replace(
             run,
@@ -180,10 +181,10 @@ class _Duel:
             differences=trained.differences(expected),
         )
 
-    def set_aside(self) -> None:
+    def exclude_from_entry(self) -> None:
         """Exclude each copy, which now has gradients and optimizer state, from measurements of the other."""
-        self.work.set_aside()
-        self._plain.set_aside()
+        self.work.exclude_from_entry()
+        self._plain.exclude_from_entry()
 
     def skip(self) -> None:
         """Count the steps of a run that is left out as done."""
@@ -211,7 +212,7 @@ class _Pace:
         self.steps = steps
         """Steps of each run."""
         self.runs = runs
-        """Number of runs beside the plain one."""
+        """Number of runs other than the plain one."""
         self._skipped = 0
         self._doing = ""
         self._done, self._stop = 0, 0

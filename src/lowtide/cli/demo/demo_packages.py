@@ -1,4 +1,4 @@
-"""The packages that the demo needs beside Lowtide's own."""
+"""The packages that the demo needs in addition to Lowtide's own."""
 
 import os
 import sys

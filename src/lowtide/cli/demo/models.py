@@ -120,7 +120,7 @@ class MaskedLanguageModel(nn.Module):
 
 
 def bert(size: Size) -> Parts:
-    """Build BERT from the weights of all-MiniLM-L6-v2 (6 layers x 384), to guess masked tokens of Python's reference.
+    """Build BERT from the weights of all-MiniLM-L6-v2 (6 layers x 384), to predict masked tokens of Python's reference.
 
     15 % of the tokens are masked.
 

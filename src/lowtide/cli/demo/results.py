@@ -1,4 +1,4 @@
-"""The demo's findings: one record for each way to train, beside the plain loop."""
+"""Results of the demo: a record for the plain loop and for each other way to train."""
 
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lowtide.cli.demo.models import BUILDERS, Size
 from lowtide.cli.demo.text_batches import Batch
-from lowtide.memory.entry_storages import set_aside
+from lowtide.memory.entry_storages import exclude_from_entry
 
 MODELS = tuple(BUILDERS)
 """The names of workloads."""
@@ -38,7 +38,7 @@ class Workload:
     _first_optimizer: dict[str, Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        first = {name: set_aside(tensor.detach().cpu().clone()) for name, tensor in self.tensors().items()}
+        first = {name: exclude_from_entry(tensor.detach().cpu().clone()) for name, tensor in self.tensors().items()}
         object.__setattr__(self, "_first", first)
         object.__setattr__(self, "_first_optimizer", copy.deepcopy(self.optimizer.state_dict()))
 
@@ -65,14 +65,14 @@ class Workload:
         self.model.train()
         torch.manual_seed(self.seed)
 
-    def set_aside(self) -> None:
+    def exclude_from_entry(self) -> None:
         """Leave this workload's memory out of recordings of another workload."""
         parameters = [*self.model.parameters()]
         state = (value for entry in self.optimizer.state.values() for value in entry.values())
         gradients = (parameter.grad for parameter in parameters)
         for tensor in (*parameters, *self.model.buffers(), *gradients, *state):
             if isinstance(tensor, Tensor):
-                set_aside(tensor)
+                exclude_from_entry(tensor)
 
     @property
     def checkpoint_refused(self) -> str | None:

@@ -134,6 +134,6 @@ def unique_bytes(kept: Iterable[Kept]) -> int:
 
 
 def describe(value: Value) -> str:
-    """Return text such as `[8, 512] float32`, as far as known."""
+    """Return text such as `[8, 512] float32`, if known."""
     shape = "" if value.shape is None else f"[{', '.join(map(str, value.shape))}]"
     return f"{shape} {value.dtype}".strip()

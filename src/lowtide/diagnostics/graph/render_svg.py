@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FONT, _LETTER, _LINE = 12, 7.8, 16
 _MARGIN = 24
 _FAR = 3
-"""Number of layers between two uses of a leaf from which on the leaf is drawn twice."""
+"""Smallest number of layers between two uses of a leaf that is drawn twice."""
 
 
 class _Drawing:

@@ -87,7 +87,7 @@ def _order(boxes: list[Box], rows: list[list[int]]) -> None:
 
 
 def _place(boxes: list[Box], rows: list[list[int]]) -> float:
-    """Give each box its x, towards its neighbours and clear of those beside it; return the total width."""
+    """Set the x of each box, close to its neighbours and without overlap; return the total width."""
     for row in rows:
         x = 0.0
         for index in row:

@@ -93,7 +93,7 @@ class SiteStats:
     graph was reached.
     """
     module_ids: set[int] = field(default_factory=set)
-    """Ids of the modules that were called; one line may call several of a class."""
+    """Ids of the modules that were called; one line may call several modules of the same class."""
     unreached_bytes: int = 0
     first_unreached_step: int = 0
     graph_bytes: int = 0
@@ -240,7 +240,7 @@ class CallLog:
             self._recent.append(call)
 
     def forget_old(self) -> None:
-        """Retire calls of which neither graph nor outputs are left."""
+        """Retire calls whose graph and outputs no longer exist."""
         for call in list(self.alive.values()):
             if not call.is_alive and not any(storage() is not None for storage in call.memory):
                 self._retire(call)

@@ -52,7 +52,7 @@ class CheckpointChecks:
         return running
 
     def module_called(self, module: nn.Module) -> None:
-        """Note the call of a module inside the running region."""
+        """Record the call of a module inside the running region."""
         self._running[-1].add(module)
 
     @contextmanager

@@ -36,7 +36,7 @@ class EventSources:
         """Subscribe to the events of torch. Raises LowtideError while another watch runs."""
         global _watching
         if _watching is not None:
-            raise LowtideError("a watch is running already: there is room for one. End it first.")
+            raise LowtideError("a watch is already running, and only one can run at a time. End it first.")
         _watching = self._watch
         step = register_optimizer_step_post_hook(self._stepped)
         self._undo = [step.remove, wrap_module_calls(self._watch.forward_begins, self._watch.forward_ends)]

@@ -190,7 +190,7 @@ class FindingLog:
         self._note_calls(entry, rule, group)
 
     def _history(self, entry: Entry, group: list[RetainedObject], largest_graph_bytes: int) -> History:
-        """Note in `entry` the bytes, entries and storages of this inspection; return them with the earlier ones."""
+        """Record in `entry` the bytes, entries and storages of this inspection; return them with the earlier ones."""
         storages = _storages(group)
         entry.sizes = [*entry.sizes[-_HISTORY:], _unique_bytes(group)]
         entry.entries = [*entry.entries[-_HISTORY:], _most_entries(group)]

@@ -50,7 +50,7 @@ class RetainedObject:
     """True if the tensors are views of less than half of the memory that they keep alive."""
     shown_bytes: int = 0
     born: int = 0
-    """Step in which the object was made, as far as known."""
+    """Step in which the object was made, if known."""
     storages: dict[int, int] = field(default_factory=dict)
     """Storage number -> bytes."""
     n_tensors: int = 1

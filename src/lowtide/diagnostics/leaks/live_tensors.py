@@ -67,17 +67,17 @@ class LiveObjects:
         """Ids of tensors that are buffers of a module -> their names."""
         parameters = (p for m in self.modules for p in m.__dict__.get("_parameters", {}).values())
         leaves = [t for t in self.tensors if isinstance(t, nn.Parameter)]
-        self._record_standing(t for group in (parameters, leaves) for t in group)
+        self._record_permanent(t for group in (parameters, leaves) for t in group)
         for module in self.modules:
             buffers = {name: b for name, b in module.__dict__.get("_buffers", {}).items() if b is not None}
-            self._record_standing(buffers.values())
+            self._record_permanent(buffers.values())
             self.buffers |= {id(buffer): f"{type(module).__name__}.{name}" for name, buffer in buffers.items()}
         for optimizer in self.optimizers:
             states = list(getattr(optimizer, "state", {}).values())
-            self._record_standing(t for state in states if isinstance(state, dict) for t in state.values())
-            self._record_standing(p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
+            self._record_permanent(t for state in states if isinstance(state, dict) for t in state.values())
+            self._record_permanent(p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
 
-    def _record_standing(self, tensors: Iterable[object]) -> None:
+    def _record_permanent(self, tensors: Iterable[object]) -> None:
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self.standing.add(storage_id(tensor))
@@ -94,7 +94,7 @@ class KnownStorages:
         self._seen: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
 
     def note(self, tensors: Iterable[Tensor], when: int) -> None:
-        """Note that the storages of these tensors exist at time `when`."""
+        """Record that the storages of these tensors exist at time `when`."""
         self._seen = {number: entry for number, entry in self._seen.items() if entry[0]() is not None}
         for tensor in tensors:
             number = storage_id(tensor)

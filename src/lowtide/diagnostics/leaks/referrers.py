@@ -45,7 +45,7 @@ MOST_TENSORS = 2_000
 """Largest number of objects whose referrers are searched for at once."""
 
 _MANY = 256
-"""Number of objects from which one pass over all objects is faster than `gc.get_referrers`, which compares each with
+"""Number of objects above which one pass over all objects is faster than `gc.get_referrers`, which compares each with
 each.
 """
 

@@ -50,7 +50,7 @@ from lowtide.report.run_record import RunRecord, versions
 from lowtide.utils.rendering import Displayed, short_repr
 
 LEAST_BYTES = 16 * 1024
-"""Smallest bytes from which on a finding is reported, whatever its share."""
+"""Smallest number of bytes of a finding that is reported whatever its share."""
 
 LEAST_SHARE = 0.01
 """Share of the largest forward's graph below which findings are not reported."""
@@ -103,7 +103,7 @@ class Watch(Displayed):
 
     def __enter__(self) -> Self:
         if self._findings is not None:
-            raise LowtideError("a watch watches once. Make a new lowtide.watch().")
+            raise LowtideError("this watch was used before. Create a new one with lowtide.watch().")
         self._events.install()
         return self
 
@@ -130,7 +130,7 @@ class Watch(Displayed):
 
     def __iter__(self) -> Iterator[Any]:
         if self._batches is None:
-            raise LowtideError("there is nothing to loop over: give the batches, as in lowtide.watch(model, loader).")
+            raise LowtideError("there are no batches to loop over: pass them, as in lowtide.watch(model, loader).")
         with self:
             batches = iter(self._batches)
             with suppress(StopIteration):
@@ -154,12 +154,12 @@ class Watch(Displayed):
     def __str__(self) -> str:
         findings = self.findings
         if self._failure is not None:
-            return f"the watch ended early, by a fault of its own: {self._failure!r}"
+            return f"the watch ended early because of an internal error: {self._failure!r}"
         caveat = ""
         where = f"{self.n_steps} step{'s' * (self.n_steps != 1)}"
         if self._has_begun and not self._boundaries.has_optimizer:
             where = f"{self._calls.n_calls} call{'s' * (self._calls.n_calls != 1)} of the model"
-            caveat = "no optimizer has stepped, so steps are not told apart"
+            caveat = "no optimizer has stepped, so steps cannot be distinguished"
         if not findings:
             return "; ".join(filter(None, (f"nothing found in {where}", caveat)))
         return "\n\n".join(filter(None, (*map(str, findings), caveat)))
@@ -368,7 +368,7 @@ class Watch(Displayed):
             handler()
         except Exception as error:
             self._failure = error.with_traceback(None)
-            _log.exception("the watch has failed and ends here; training goes on")
+            _log.exception("the watch has failed and ends here; training continues")
 
 
 def watch(model: nn.Module | None = None, batches: Iterable[Any] | None = None) -> Watch:

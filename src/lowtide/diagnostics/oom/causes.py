@@ -26,15 +26,15 @@ _ONE_TENSOR_SHARE = 0.25
 _GAPS_SHARE = 0.05
 _POOLS_SHARE = 0.25
 _HOST_TENSOR_BYTES = 16 * _GIB
-"""Request from which on, where the capacity is unknown, a single huge tensor is the cause."""
+"""Smallest request that is blamed on a single huge tensor where the capacity is unknown."""
 _IMPOSSIBLE_BYTES = 1 << 50
-"""Request from which on a size must be wrong: a PiB."""
+"""Smallest request that must be a wrong size: a PiB."""
 TINY_BYTES = 64 * _KIB
 """Host request below which a limit is the cause, not the size."""
 _ONE_ALLOCATION_BYTES = 4 * _GIB
 """Largest single allocation of Intel GPUs without relaxed limits."""
 _ROWS_OF_A_SET = 1000
-"""Number of rows, and of columns, from which on a failed array is taken for the logits of a whole evaluation set."""
+"""Smallest number of rows, and of columns, of an array that is taken for the logits of a whole evaluation set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +305,7 @@ def _tiny_request(m: Message, _: Facts) -> Cause | None:
     return Cause(
         code="cap",
         claim=f"a limit on mappings (vm.max_map_count) or of the process: only {format_bytes(tried)} requested",
-        evidence=("so small a request does not fail for its size: each shared tensor is a mapping of its own",),
+        evidence=("so small a request does not fail for its size: each shared tensor is a separate mapping",),
     )
 
 
@@ -371,7 +371,7 @@ def has_overflowed(m: Message) -> bool:
 
 
 def is_of_windows(m: Message) -> bool:
-    """Return True if torch's allocator failed on Windows, where its message has other words."""
+    """Return True if torch's allocator failed on Windows, where its message is worded differently."""
     return m.kind == "cpu" and "not enough memory" in m.text
 
 

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 Step = Callable[[Any], Any]
 
 _RESERVED_BYTES = 16 << 20
-"""Address space for the explanation, where a limit of the process is what ran out. Untouched, it takes no memory."""
+"""Address space reserved for the explanation, in case the process reached its own limit. Untouched, it takes no memory.
+"""
 
 
 class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator):
@@ -69,7 +70,7 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
         batch: Any = None,
     ) -> None:
         if step is not None and model is None:
-            raise LowtideError("explain_oom was given a step and no model: name the model that the step trains, too.")
+            raise LowtideError("explain_oom was given a step but no model: pass the model that the step trains, too.")
         self._model, self._optimizer, self._step, self._batch = model, optimizer, step, batch
         self._reserve = _address_space()
 

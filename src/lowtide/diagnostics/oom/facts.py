@@ -358,7 +358,7 @@ class _Traceback:
             self.places = _informative(self.places)
 
     def complete(self, line: int, code: str) -> None:
-        """Note the statement that a rich or notebook traceback marks below its last place."""
+        """Record the statement that a rich or notebook traceback marks below its last place."""
         if self.places and not self._is_over and self.places[-1].line in (0, line):
             self.places[-1] = replace(self.places[-1], code=code)
 

@@ -197,7 +197,7 @@ SOURCES: dict[str, Source] = {
     ),
     "vLLM's start": Source(
         code="other-process",
-        claim="less of the GPU is free than vLLM was told to take: other processes hold the rest",
+        claim="less of the GPU is free than vLLM is set to take: other processes hold the rest",
         evidence="vLLM takes gpu_memory_utilization of the whole GPU, not of its free part",
         actions=(
             "look with nvidia-smi which processes hold the GPU: another server, a notebook, an earlier engine",
@@ -261,7 +261,7 @@ SOURCES: dict[str, Source] = {
     "CTranslate2": Source(
         code="true-need",
         claim="CTranslate2 (faster-whisper) has no room on the GPU for the model or a batch",
-        evidence="it asks the driver through a cache of its own, beside PyTorch's",
+        evidence="it asks the driver through its own cache, beside PyTorch's",
         actions=(
             'compute_type="int8_float16" or "int8", a smaller model, batch_size and beam_size',
             "see which other processes hold the GPU; del the model and gc.collect() before another is loaded",
@@ -270,7 +270,7 @@ SOURCES: dict[str, Source] = {
     "OpenCV on a GPU": Source(
         code="not-pytorch",
         claim="memory was requested from the driver by OpenCV, and the GPU had none left",
-        evidence="GpuMat takes its memory outside of every framework's cache",
+        evidence="GpuMat takes its memory outside every framework's cache",
         actions=(
             "reuse GpuMat objects, and release() those that are over; smaller images",
             "see with nvidia-smi which other processes hold the GPU; leave room beside PyTorch's cache",
@@ -336,7 +336,7 @@ SOURCES: dict[str, Source] = {
         evidence="an engine needs its weights and workspace in one piece, beside PyTorch's cache",
         actions=(
             "a smaller workspace (memory pool limit) or a smaller maximum shape in the profile",
-            "torch.cuda.empty_cache() before the engine is built, or build it in a process of its own",
+            "torch.cuda.empty_cache() before the engine is built, or build it in its own process",
         ),
     ),
     "bitsandbytes": Source(
@@ -447,7 +447,7 @@ SOURCES: dict[str, Source] = {
     "Vulkan": Source(
         code="not-pytorch",
         claim="memory was requested from the driver by Vulkan, and the GPU had none left",
-        evidence="it is outside of every framework's cache",
+        evidence="it is outside every framework's cache",
         actions=(
             "fewer layers or smaller images on the GPU",
             "see which other processes hold the GPU: a display, a game, another process",
@@ -456,7 +456,7 @@ SOURCES: dict[str, Source] = {
     "YARN": Source(
         code="host-memory",
         claim="YARN ended a container of Spark: it used more host memory than its limit",
-        evidence="memory outside of Java's heap counts: Python workers and their tensors are there",
+        evidence="memory outside Java's heap counts: Python workers and their tensors are there",
         actions=(
             "a larger spark.executor.memoryOverhead, or spark.executor.pyspark.memory",
             "fewer cores an executor, smaller partitions",
@@ -492,7 +492,7 @@ SOURCES: dict[str, Source] = {
     "gunicorn": Source(
         code="host-memory",
         claim="a worker of the server was ended, most likely for host memory",
-        evidence="each worker loads a model of its own; gunicorn sends SIGKILL after a timeout, too",
+        evidence="each worker loads its own model; gunicorn sends SIGKILL after a timeout, too",
         actions=(
             "one worker with threads, or preload_app with the model loaded before the fork",
             "a larger limit of the container, and a longer --timeout if no memory was missing (dmesg | grep -i oom)",
@@ -559,7 +559,7 @@ SOURCES: dict[str, Source] = {
     "a full disk": Source(
         code="cap",
         claim="a disk is full: the file named in the message; memory is not what ran out",
-        evidence="Errno 28 outside of /dev/shm",
+        evidence="Errno 28 outside /dev/shm",
         actions=(
             "look: df -h (and df -i) of that folder; make room, or move caches (HF_HOME, TMPDIR, TORCH_HOME)",
             "keep fewer checkpoints: save_total_limit in transformers",

@@ -73,7 +73,7 @@ class Message(Record):
 
     @property
     def others_bytes(self) -> int:
-        """Memory of other processes, as far as the message names them."""
+        """Memory of other processes that the message names."""
         return sum(other.bytes for other in self.others)
 
     @property
@@ -103,7 +103,7 @@ class Message(Record):
     def hidden_bytes(self) -> int | None:
         """Memory on the device of processes that the message does not list.
 
-        Where it does not state this process's total, a usual context of it is subtracted.
+        If it does not state this process's total, the size of a usual CUDA context is subtracted.
         """
         unnamed = self.unnamed_bytes
         if unnamed is None or self.process_bytes is not None:
@@ -112,7 +112,7 @@ class Message(Record):
 
     @property
     def held_bytes(self) -> int | None:
-        """Memory of this process as far as stated: reserved or allocated, and MPS's other allocations."""
+        """Memory of this process that the message states: reserved or allocated, and MPS's other allocations."""
         held = self.allocated_bytes if self.reserved_bytes is None else self.reserved_bytes
         return None if held is None else held + (self.elsewhere_bytes or 0)
 

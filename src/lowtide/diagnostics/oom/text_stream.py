@@ -37,7 +37,7 @@ def process_named(prefix: re.Match[str]) -> str:
 _ANSI = re.compile(r"\x1b\[[0-9;]{0,60}[A-Za-z]")
 _LONGEST_ANSI = 64
 _LONGEST_LINE = 1 << 16
-"""Length of a line from which on it is read before its end has come."""
+"""Largest length of a line that is read only once its end has arrived."""
 
 
 class PatternFinder:
@@ -72,7 +72,7 @@ class LineJoiner:
 
     def __init__(self) -> None:
         self.processes: list[tuple[int, str]] = []
-        """Positions in the joined text from which on another process writes, each with the process."""
+        """Positions in the joined text at which another process begins to write, each with the process."""
         self._n_joined = 0
         self._rest = ""
         self._in_line = False

@@ -16,7 +16,7 @@ class Vendor:
     fraction: str
     """Setting that limits the memory of a process."""
     libraries: str
-    """Libraries that allocate beside PyTorch."""
+    """Libraries that allocate outside PyTorch."""
     has_graphs: bool = False
     """True if captured graphs keep private pools."""
 

@@ -79,9 +79,8 @@ def _copied(*places: int) -> Callable[[Any, Any, list[Tensor]], list[int]]:
 
 
 def _promoted(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Return the bytes of the copies that TensorIterator casts: of tensors not of the common dtype, except those
-    without
-    dimensions.
+    """Return the bytes of TensorIterator's casts: copies of tensors with dimensions whose dtype is not the common
+    dtype.
     """
     one, other = args[:2]
     dtype = torch.result_type(one, other)

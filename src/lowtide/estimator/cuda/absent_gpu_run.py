@@ -1,4 +1,4 @@
-"""Two steps on an absent GPU, which stands in for the model's own device: the patches, and the estimate."""
+"""Two steps on an absent GPU, which replaces the model's own device: the patches, and the estimate."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class AbsentGpuRun(TwoStepRun):
 
     `alone`: the process runs only this rehearsal, and the batch is on the GPU only while the script holds it.
     `engine` takes part in both steps. `is_there` returns True if a real tensor is on CUDA already. `processes` train
-    together, each on a GPU of its own.
+    together, each on its own GPU.
     """
 
     _ledger: GpuAllocationTracker
@@ -105,14 +105,14 @@ class AbsentGpuRun(TwoStepRun):
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 raise RehearsalError(
-                    f"{type(module).__name__} is TorchScript, whose code runs past a GPU that is not there. Estimate "
-                    "the model before it is scripted or traced, or without a device."
+                    f"{type(module).__name__} is TorchScript, whose code can't run on a GPU that this machine does "
+                    "not have. Estimate the model before it is scripted or traced, or without a device."
                 )
         fakes = fake_mode(run_on_zeros=False, nested=RehearsalError(NESTED))
         self._begin(model, batch, fakes, planned(model, batch, None) if engine is None else engine)
         self._ledger = GpuAllocationTracker(fakes, self.answers, OpWorkspaces(gpu))
         self._state = Everything(model, *reached, *([] if alone else [batch]))
-        self._placed = GpuPlacement(FakeTensors(self._fakes, NAME), self.answers, is_there, let_go=alone)
+        self._placed = GpuPlacement(FakeTensors(self._fakes, NAME), self.answers, is_there, releases=alone)
 
     def __enter__(self) -> Self:
         take_place(alone=self._alone)
@@ -128,7 +128,7 @@ class AbsentGpuRun(TwoStepRun):
                 stack.enter_context(_rare_collections())
             stack.enter_context(self._placed)
             device = torch.device(NAME, 0)
-            stack.enter_context(units_on(device, self._state.reached, self._placed.twin_of))
+            stack.enter_context(units_on(device, self._state.reached, self._placed.fake_of))
             self._placed.put(at_entry)
             means, usage = CudaRedirect(NAME, self._ledger), Usage(self._ledger, self._config)
             stack.enter_context(cuda_is_there(self._gpu, means, usage, self._ledger, self.answers))

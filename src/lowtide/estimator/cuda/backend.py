@@ -30,7 +30,7 @@ from lowtide.memory.gpu_specs import GpuSpec
 
 
 class Stream(NullStream):
-    """Stream that FSDP2 computes on. By its number the simulated allocator tells blocks of different streams apart."""
+    """Stream that FSDP2 computes on. The simulated allocator keeps the blocks of streams apart by their number."""
 
     _numbers = count(1)
 
@@ -90,7 +90,7 @@ class _Hook(DeviceHook):
 def gpu_in_use(gpu: GpuSpec) -> Iterator[None]:
     """Make `NAME` a device like `gpu` in this block, which one thread enters at a time, after `take_place`."""
     if in_use:
-        raise RehearsalError("one estimate for a GPU runs inside another. Let the first one end.")
+        raise RehearsalError("an estimate for a GPU was started inside another one. Let the first one end.")
     in_use.append(gpu)
     unbounded.clear()
     measured.clear()
@@ -121,8 +121,9 @@ def take_place(*, alone: bool = False) -> None:
         return
     if taken is not None:
         raise RehearsalError(
-            f"the device {taken!r} has torch's one place for devices of other makers, which an estimate for a GPU "
-            "needs.\n  Estimate in a process that does not import it."
+            f"the device {taken!r} occupies torch's only slot for third-party devices (PrivateUse1), which an "
+            "estimate for a GPU needs.\n  "
+            "Estimate in a process that does not import it."
         )
     take_device_place(NAME, _Module(), _Hook())
     register()

@@ -77,18 +77,18 @@ lasting: dict[str, Tensor] = {}
 streams = [0]
 """Stack of the numbers of the streams in use; 0 is the default stream."""
 
-standing_in: list[str] = []
+emulated: list[str] = []
 """Stack of operators that are replaced by others while they run; allocations are attributed to the last one."""
 
 
 @contextlib.contextmanager
-def stands_in_for(op: str) -> Iterator[None]:
+def emulates(op: str) -> Iterator[None]:
     """Attribute allocations in this block to the operator of this name."""
-    standing_in.append(op)
+    emulated.append(op)
     try:
         yield
     finally:
-        standing_in.pop()
+        emulated.pop()
 
 
 def capability() -> tuple[int, int]:

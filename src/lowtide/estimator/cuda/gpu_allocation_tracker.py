@@ -24,7 +24,7 @@ from lowtide.estimator.allocation_tracker import AllocationTracker, tensors_of
 from lowtide.estimator.compiled_collectives import refuse_in_compiled_code
 from lowtide.estimator.cpu.scratch import Scratch
 from lowtide.estimator.cpu.scratch_trials import Trials
-from lowtide.estimator.cuda.current_gpu import NAME, standing_in, streams
+from lowtide.estimator.cuda.current_gpu import NAME, emulated, streams
 from lowtide.estimator.cuda.ops.op_table import CUDA_OPS, CudaOp
 from lowtide.estimator.fake_tensors import FakeTensors, swap
 from lowtide.memory.events import Allocate, Event, Free
@@ -47,7 +47,7 @@ _AS_ON_CPU = CudaOp()
 
 
 class _AtHome(FakeTensors):
-    """Fake twins on their tensor's device, except that tensors on a real GPU have twins on the rehearsed one."""
+    """Fake counterparts on the tensor's device; those of tensors on a real GPU are on the rehearsed GPU."""
 
     def _place(self, tensor: Tensor) -> torch.device | str:
         return NAME if tensor.device.type == "cuda" else tensor.device
@@ -62,7 +62,7 @@ class GpuAllocationTracker(AllocationTracker):
 
     def __init__(self, fakes: FakeTensorMode, answers: ValueOracle, takes: OpWorkspaces) -> None:
         super().__init__(NAME, fakes, answers, Scratch(NAME, Trials()))
-        self._takes, self._twins = takes, _AtHome(fakes)
+        self._takes, self._fake_tensors = takes, _AtHome(fakes)
         self._moved = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
         self.bounds: dict[int, ScratchBlock] = {}
         """Blocks known only within bounds, by number."""
@@ -86,7 +86,7 @@ class GpuAllocationTracker(AllocationTracker):
         return streams[-1]
 
     def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
-        super()._follow(tensor, standing_in[-1] if op and standing_in else op, entry=entry, n_bytes=n_bytes)
+        super()._follow(tensor, emulated[-1] if op and emulated else op, entry=entry, n_bytes=n_bytes)
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
         op = f"aten::{func.__name__.partition('.')[0]}"

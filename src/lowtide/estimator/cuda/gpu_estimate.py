@@ -53,7 +53,7 @@ class GpuMemoryEstimate(MemoryEstimate):
     is_bounded: bool = True
     """False if memory that some operator takes inside has no known bound."""
     nccl: tuple[int, int] = (0, 0)
-    """Bytes that NCCL takes beside the allocator, at least and at most, by public reports."""
+    """Bytes that NCCL allocates outside torch's allocator, at least and at most, from public reports."""
 
     def to_snapshot(self, path: str | Path) -> None:
         """Write a memory snapshot, as `Timeline.to_snapshot`, of all that the allocator sees."""
@@ -205,12 +205,12 @@ class Outcome:
             self._streams[end] = _resized(whole, {block: getattr(bound, end) for block, bound in bounds.items()})
         self._orders = _EXPANDABLE if config.expandable_segments else _ORDERS
         self._endless: dict[tuple[int, int], Reserved] = {}
-        """Peaks with unlimited memory, by the stream's id and the number of the order."""
+        """Peaks with unlimited memory, by the stream's id and the number of the address order."""
         self._by_workspace: dict[tuple[str, int], EventStream] = {}
         self._sure: dict[GpuSpec, bool] = {}
         """Results of `_surely_fits`."""
         self._verdicts: dict[GpuSpec, Verdict] = {}
-        """Results of `on`."""
+        """Cached results of `on`."""
 
     def needs(self) -> tuple[Reserved, tuple[int, int]]:
         """Return the expected peaks, and the bounds of the reserved one, on a GPU of unlimited memory."""

@@ -39,7 +39,7 @@ class OpWorkspaces:
     def lasting(self, func: Any, args: Any, made: list[Tensor]) -> Iterator[tuple[str, int]]:
         """Return the workspaces allocated by a thread's first matrix products, by library.
 
-        Backward runs in a thread of its own on CUDA.
+        Backward runs in its own thread on CUDA.
         """
         if func in PRODUCTS and _on_gpu(made):
             for library in (WORKSPACE, LT_WORKSPACE) if is_with_bias(func, args) else (WORKSPACE,):

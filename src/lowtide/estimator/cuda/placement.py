@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
 
 class GpuPlacement:
-    """Context that makes the tensors given to `put` fake ones on the device of `twins`.
+    """Context that makes the tensors given to `put` fake ones on the device of `fakes`.
 
     `is_there` returns True if a real tensor is on a GPU already. A slice of larger memory on another device is moved on
-    its own. With `let_go`, a tensor leaves the GPU when its last other reference is gone.
+    its own. With `releases`, a tensor leaves the GPU when its last other reference is dropped.
     """
 
     def __init__(
-        self, twins: FakeTensors, answers: ValueOracle, is_there: Callable[[Tensor], bool], *, let_go: bool = False
+        self, fakes: FakeTensors, answers: ValueOracle, is_there: Callable[[Tensor], bool], *, releases: bool = False
     ) -> None:
-        self._twins, self._answers, self._is_there, self._let_go = twins, answers, is_there, let_go
+        self._fake_tensors, self._answers, self._is_there, self._releases = fakes, answers, is_there, releases
         self._done: list[tuple[Callable[[], Tensor | None], Tensor]] = []
 
     @property
-    def twin_of(self) -> Callable[[Tensor], Tensor]:
-        """Function that returns the fake twin of a plain tensor."""
-        return self._twins.of
+    def fake_of(self) -> Callable[[Tensor], Tensor]:
+        """Function that returns the fake counterpart of a plain tensor."""
+        return self._fake_tensors.of
 
     def has(self, tensor: Tensor) -> bool:
         """Return True if `put` has moved this tensor."""
@@ -60,8 +60,9 @@ class GpuPlacement:
                 continue
             if sparse.is_compressed(tensor):
                 raise RehearsalError(
-                    f"a tensor of layout {tensor.layout} can't be on a GPU that is not there: fake ones have no "
-                    "elements.\n  Give it as COO (`tensor.to_sparse_coo()`)."
+                    f"a tensor of layout {tensor.layout} can't be estimated on a GPU: its fake tensors have no "
+                    "elements.\n  "
+                    "Convert it to COO (`tensor.to_sparse_coo()`)."
                 )
             shown = resized(tensor)
             fake = self._fake(shown)
@@ -77,21 +78,21 @@ class GpuPlacement:
             self._done.append((self._reference(tensor, real), fake))
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        """Return the fake twin of a tensor; a distributed tensor gets one like it around the twin of its local part."""
+        """Return the fake counterpart of a tensor; that of a distributed tensor is one around its fake local part."""
         if is_wrapping(type(tensor)):
             with torch.no_grad():
-                fake: Tensor = distributed_like(tensor, self._twins.of(next(parts_of(tensor))))
+                fake: Tensor = distributed_like(tensor, self._fake_tensors.of(next(parts_of(tensor))))
             return fake
-        fake = self._twins.apart(tensor) if self._comes_alone(tensor) else self._twins.of(tensor)
+        fake = self._fake_tensors.separate(tensor) if self._is_slice(tensor) else self._fake_tensors.of(tensor)
         self._answers.introduce(fake, tensor)
         return fake
 
     def _reference(self, tensor: Tensor, real: Tensor) -> Callable[[], Tensor | None]:
-        if not self._let_go:
+        if not self._releases:
             return lambda: tensor
-        return weakref.ref(tensor, lambda _: self._twins.let_go(real))
+        return weakref.ref(tensor, lambda _: self._fake_tensors.release(real))
 
-    def _comes_alone(self, tensor: Tensor) -> bool:
+    def _is_slice(self, tensor: Tensor) -> bool:
         is_piece = is_strided(tensor) and tensor.nbytes < tensor.untyped_storage().nbytes()
         return is_piece and not isinstance(tensor, nn.Parameter) and not self._is_there(tensor)
 
@@ -136,7 +137,7 @@ def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Ten
 def is_given(tensor: Tensor) -> bool:
     """Return True if a step may use a tensor as given: a leaf, or computed only from leaves other than parameters.
 
-    Points in space at which derivatives are taken are an example of the latter.
+    An example of the latter are points in space at which derivatives are taken.
     """
     return tensor.is_leaf or not any(
         isinstance(getattr(node, "variable", None), nn.Parameter) for node in nodes_behind([tensor])

@@ -13,7 +13,7 @@ from lowtide._torch.distributed import own_gradients, symmetric_memory
 from lowtide._torch.fake_modes import on_real_tensors
 from lowtide.errors import RehearsalError
 from lowtide.estimator.absent_processes import AbsentProcesses
-from lowtide.estimator.collectives import stand_ins as collectives
+from lowtide.estimator.collectives import replacements as collectives
 from lowtide.estimator.sharded_units import FSDP1, SYMMETRIC
 
 _OWNERS = (torch.distributed, torch.distributed.distributed_c10d) if torch.distributed.is_available() else ()
@@ -22,7 +22,7 @@ _OF_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "s
 _BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 
 
-def stand_ins(processes: AbsentProcesses | None = None) -> Iterator[tuple[Any, str, Any]]:
+def replacements(processes: AbsentProcesses | None = None) -> Iterator[tuple[Any, str, Any]]:
     """Return the stand-ins for functions on process groups, as (owner, name, function)."""
     yield DistributedDataParallel, "__init__", _anywhere(DistributedDataParallel.__init__)
     yield DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda self, module: None

@@ -139,7 +139,7 @@ def cuda_is_there(
     """Make `torch.cuda` describe the GPU in this block; with `answers`, replace `torch.autocast` too."""
     importlib.import_module("torch._dynamo")  # dynamo, imported by optimizers, builds tables of these functions
     with contextlib.ExitStack() as stack:
-        for owner, name, thing in (*about.answers(gpu, usage), *refused.stand_ins(), *tensor_types.stand_ins()):
+        for owner, name, thing in (*about.answers(gpu, usage), *refused.replacements(), *tensor_types.replacements()):
             stack.enter_context(patch.object(owner, name, thing))
         if answers is not None and ledger is not None:
             shown = fake_devices_shown(torch.device(NAME, 0), CUDA, lambda: ledger.is_inside)

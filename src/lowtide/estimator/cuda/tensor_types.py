@@ -1,4 +1,4 @@
-"""Tensor types such as `torch.cuda.FloatTensor`: one name that stands for the GPU and a dtype.
+"""Tensor types such as `torch.cuda.FloatTensor`: one name for the GPU and a dtype.
 
 C++ code refuses torch's own types where torch is built without CUDA.
 """
@@ -85,7 +85,7 @@ def type_name(name: str) -> str:
     return name.replace("torch.", "torch.cuda.", 1).replace(f"cuda.{NAME}.", "cuda.", 1)
 
 
-def stand_ins() -> Iterator[tuple[Any, str, Any]]:
+def replacements() -> Iterator[tuple[Any, str, Any]]:
     """Return the stand-ins for tensor types, as (owner, name, object)."""
     for owner, kinds in ((torch.cuda, DENSE), (torch.cuda.sparse, SPARSE)):
         yield from ((owner, name, kind) for name, kind in kinds.items() if hasattr(owner, name))

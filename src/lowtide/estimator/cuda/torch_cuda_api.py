@@ -154,8 +154,9 @@ def _on_stream(stream: NullStream | None) -> NullStream:
     if isinstance(stream, _UsersStream) and len(gpus_per_node) > 1:
         raise RehearsalError(
             "the script allocates on a CUDA stream of its own (torch.cuda.stream), which is not estimated; only "
-            "FSDP2's streams are.\n  Estimate without it: blocks of one stream are not reused by another, so more is "
-            "reserved with it."
+            "FSDP2's streams are.\n  "
+            "Estimate without it: the real step reserves more, because a stream does not reuse another stream's "
+            "blocks."
         )
     return stream or NullStream()
 

@@ -39,7 +39,7 @@ _REFUSED: tuple[tuple[tuple[Any, ...], tuple[str, ...], str], ...] = (
 """Modules, names in them, and the reason for the refusal."""
 
 
-def stand_ins() -> Iterator[tuple[Any, str, Any]]:
+def replacements() -> Iterator[tuple[Any, str, Any]]:
     """Return the stand-ins for unsupported functions of torch, as (owner, name, function or class)."""
     for owners, names, why in _REFUSED:
         for owner in owners:

@@ -3,8 +3,8 @@
 A model branches on contents: whether a mask is all ones, which positions are padding, how many steps the optimizer
 took. Contents that come from the batch, from buffers and from constants alone are **known**: small operators on known
 tensors also run on real ones. Two kinds of answers are **assumed**, and noted with the line that asked: nothing is NaN
-or infinite, a gradient scaler finds no overflow, checks pass and training goes on (`branch_rules.py`), as in every step
-worth rehearsing; and a router sends equally many tokens to each expert. Any other query is refused with its line.
+or infinite, a gradient scaler finds no overflow, checks pass and training continues (`branch_rules.py`), as in every
+step worth rehearsing; and a router sends equally many tokens to each expert. Any other query is refused with its line.
 """
 
 from __future__ import annotations
@@ -446,7 +446,7 @@ class ValueOracle:
             self.note(assumed)
 
     def note(self, what: str) -> None:
-        """Note an assumption, with the line that asked."""
+        """Record an assumption, with the line that asked."""
         self.notes[f"{where()}: {what}"] = None
 
     def refusal(self, why: str) -> DataDependentStepError:
@@ -508,7 +508,7 @@ def _nested(shape: tuple[int, ...], number: Any) -> Any:
 
 
 def left_real(tensor: Tensor) -> Tensor:
-    """Mark a tensor, and tensors detached from it, to stay real instead of being replaced by a twin."""
+    """Mark a tensor, and tensors detached from it, to stay real instead of being replaced by a fake one."""
     setattr(tensor, _LEFT_REAL, True)
     return tensor
 

@@ -4,9 +4,9 @@
 2. One branch leaves the loop, the function or this iteration: training is assumed to go on, as with
    `if loss != loss: break`, `if loss > 1e4: continue`, `if accuracy > 0.9: break`. Not inside a module's forward,
    where the skipped code has memory of its own.
-3. Both branches only report, count, note numbers, and save or copy a state, such as the best model so far: the branch
-   that keeps more is taken. A noted number must not be a size: `n = 64` that is read outside comparisons and texts
-   may decide about memory.
+3. Both branches only report, count, record numbers, and save or copy a state, such as the best model so far: the branch
+   that keeps more is taken. A noted number must not be a size: `n = 64` that is read outside comparisons and texts may
+   decide about memory.
 4. A conditional expression within reported text, neither branch of which calls a function: either branch is only
    reported.
 

@@ -112,7 +112,7 @@ def learn(fake: Tensor, contents: Tensor, assumed: str = "") -> None:
 
 
 def learn_alike(fake: Tensor, number: Tensor, assumed: str) -> None:
-    """Set every element of a fake tensor, which has a storage of its own, to this number."""
+    """Set every element of a fake tensor, which has its own storage, to this number."""
     if is_strided(fake):
         _put(fake, _Contents(None, assumed, alike=number))
 

@@ -30,7 +30,7 @@ class PythonQueries(TorchFunctionMode):
 
     def __init__(self, answers: ValueOracle, ledger: AllocationTracker) -> None:
         super().__init__()
-        self._answers, self._ledger, self._twin = answers, ledger, ledger.adopt
+        self._answers, self._ledger, self._fake_of = answers, ledger, ledger.adopt
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is PAD_PACKED:
@@ -45,9 +45,9 @@ class PythonQueries(TorchFunctionMode):
             if any(map(is_unknown, args)) or (kwargs and any(map(is_unknown, kwargs.values()))):
                 self._answers.forget(args[0] if out is None else out)
             return out
-        tensor = args[0] if is_fake(args[0]) else self._twin(args[0])
+        tensor = args[0] if is_fake(args[0]) else self._fake_of(args[0])
         if is_wrapping(type(tensor)):
-            tensor = self._twin(next(parts_of(tensor)))
+            tensor = self._fake_of(next(parts_of(tensor)))
         if asked == "array":  # an array of a fake tensor would have no memory
             return self._answers.array(tensor, func, args[1:], kwargs or {})
         if asked == "list":
@@ -96,13 +96,13 @@ class PythonQueries(TorchFunctionMode):
         return 1.0 if tensor.dtype.is_floating_point else 1
 
     def _exchange(self, tensor: Tensor, data: Tensor) -> None:
-        """Apply `tensor.data = data` to the twin of a real tensor, which itself stays unchanged."""
-        twin = self._twin(tensor)
-        self._ledger.let_go(tensor)
-        twin.data = data if is_fake(data) else self._twin(data)
+        """Apply `tensor.data = data` to the fake of a real tensor, which itself stays unchanged."""
+        fake = self._fake_of(tensor)
+        self._ledger.release(tensor)
+        fake.data = data if is_fake(data) else self._fake_of(data)
 
     def _padded(self, data: Tensor, batch_sizes: Tensor, *settings: Any) -> Any:
-        known = self._answers.value(batch_sizes if is_fake(batch_sizes) else self._twin(batch_sizes))
+        known = self._answers.value(batch_sizes if is_fake(batch_sizes) else self._fake_of(batch_sizes))
         if known is None:
             raise self._answers.refusal("the lengths of packed sequences depend on contents")
         with on_real_tensors():

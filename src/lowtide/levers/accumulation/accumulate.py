@@ -55,13 +55,13 @@ def accumulate(
 ) -> Tensor:
     """Add the gradients of the loss over all of `batch` to `.grad`, by `n` micro-batches; return that loss, detached.
 
-    The gradients are equal to the whole batch's but for rounding, as long as rows do not depend on each other and the
-    model draws no random numbers: with dropout, other masks are drawn.
+    The gradients are equal to the whole batch's except for rounding, as long as rows do not depend on each other and
+    the model draws no random numbers: with dropout, other masks are drawn.
 
-    Each `loss_of` is checked once: the loss of the first two pieces together is compared with the losses of both,
-    without dropout. A loss whose rows depend on each other, such as one with in-batch negatives or batch statistics, is
-    rejected, for its pieces have other gradients; so is a `weight` that is not how the loss averages. With
-    `representations` pieces have the whole batch's gradients (GradCache):
+    Each `loss_of` is checked once: the loss of the first two pieces together is compared with the sum of their separate
+    losses, without dropout. A loss whose rows depend on each other, such as one with in-batch negatives or batch
+    statistics, is rejected, because its pieces have other gradients; so is a `weight` that does not match the loss's
+    average. With `representations` pieces have the whole batch's gradients (GradCache):
 
         def loss_of(pairs):  # all representations of the batch
             images, texts = pairs
@@ -104,11 +104,13 @@ def accumulate(
         torch.Size([1, 3])
     """
     if not (weight is None or weight in ("rows", "sum") or callable(weight)):
-        raise LowtideError(f'weight is "rows", "sum" or a function that counts what is in a piece; found {weight!r}.')
+        raise LowtideError(
+            f'weight takes "rows", "sum" or a function that returns the weight of a piece; found {weight!r}.'
+        )
     if representations is not None:
         if weight is not None or batch_norm:
             raise LowtideError(
-                "with representations=, the loss is of the whole batch: leave weight and batch_norm out."
+                "with representations=, one loss is computed for the whole batch: leave weight and batch_norm out."
             )
         return accumulated_by_representations(
             loss_of, representations, batch, n, shared, _check, _refuse_batch_norm, backward
@@ -178,6 +180,6 @@ def _refuse_batch_norm(results: Sequence[Tensor]) -> None:
         if "BatchNorm" in node.name() and getattr(node, SAVED + "training", True):
             raise LowtideError(
                 f"the model normalizes over the batch ({node.name()} in training mode): in micro-batches its "
-                "statistics, and with them the gradients, are others than those of the whole batch. Use layer or group "
+                "statistics, and with them the gradients, differ from those of the whole batch. Use layer or group "
                 "norm, put the batch norm in eval mode, or accept it with batch_norm=True."
             )

@@ -131,9 +131,9 @@ def _check_alike(number: int, leaves: Sequence[Tensor], cached: Sequence[Tensor]
         now = leaf.detach()
         if now.shape != before.shape or (now - before).double().norm() > tolerance * before.double().norm():
             raise LowtideError(
-                f"piece {number} has other representations when it is encoded again, so its gradients would be of "
-                "another batch. The gradients hold only the pieces before it: zero them. Draw random numbers from "
-                "torch, NumPy or Python's own generators, and change no state while encoding."
+                f"piece {number} gave other representations when it was encoded again, so its gradients would be "
+                "wrong. The gradients hold only the pieces before it: zero them. Draw random numbers from torch, "
+                "NumPy or Python's own generators, and change no state while encoding."
             )
 
 

@@ -76,13 +76,13 @@ _AVERAGE_KEY = "lowtide.average"  # key in the metadata of nodes that do not rev
 
 
 def note_average(loss: Tensor, average: Callable[[], Average]) -> None:
-    """Note `average` on the node of `loss`, which does not reveal it. `average` is called when it is first needed."""
+    """Record `average` on the node of `loss`, which does not have it; `average` is called when it is first needed."""
     if loss.grad_fn is not None:
         node_metadata(loss.grad_fn)[_AVERAGE_KEY] = average
 
 
 def average_of(loss: Tensor, weight: Weight = None) -> Average | None:
-    """Return the average that `loss` takes; None if its node does not reveal it."""
+    """Return the average that `loss` takes; None if it can't be read from the node."""
     node, divided = _find_reduction(loss, weight)
     average = None if node is None else _average_by(node)
     return None if divided and average is not None and average.kind != "sum" else average
@@ -270,7 +270,7 @@ class Shares:
             and abs(average.terms - estimated) <= 1e-6 * estimated
         ):
             return
-        reduction = "in a way that can't be told" if average is None else f"as a {average.kind} over {average.terms:g}"
+        reduction = "in an unknown way" if average is None else f"as a {average.kind} over {average.terms:g}"
         if average is not None and average.smoothing != self._smoothing:
             reduction += f", with label_smoothing={average.smoothing:g} and not {self._smoothing:g}"
         raise LowtideError(
@@ -316,7 +316,7 @@ def shares_for(
 def _normalized(counts: Sequence[float]) -> list[float]:
     total = sum(counts)
     if total <= 0:
-        raise LowtideError("no label of this batch counts, so its mean is not defined: all of them are ignored.")
+        raise LowtideError("all labels of this batch are ignored, so the mean over them is not defined.")
     return [count / total for count in counts]
 
 
@@ -368,7 +368,7 @@ def _count(average: Average, labels: Tensor) -> float:
 
 def _unknown_average(why: str) -> LowtideError:
     return LowtideError(
-        f"it can't be told how this loss averages: {why}. Micro-batches that are weighted wrongly give other "
-        'gradients, so say it to lowtide.accumulate: weight="rows" for a mean over rows, weight="sum" for a sum, or '
-        'weight=lambda part: ... for what the mean over a piece is divided by, such as (part["labels"] != -100).sum().'
+        f"cannot determine how this loss averages: {why}. Wrongly weighted micro-batches give wrong gradients, so "
+        'tell lowtide.accumulate: weight="rows" for a mean over rows, weight="sum" for a sum, or weight=lambda part: '
+        '... for what the mean over a piece is divided by, such as (part["labels"] != -100).sum().'
     )

@@ -46,7 +46,8 @@ def check_rows_are_independent(
     shared: Collection[str],
     check_graph: Callable[[Sequence[Tensor]], None],
 ) -> None:
-    """Compare the loss of the first two of `parts` together with the losses of both, once for each function.
+    """Compare the loss of the first two of `parts` together with the sum of their separate losses, once for each
+    function.
 
     Raises LowtideError if they differ, and whatever `check_graph` raises for the loss of the first piece. The state of
     the random number generators is restored.
@@ -138,11 +139,11 @@ def _is_of_parameter(node: Any) -> bool:
 
 def _refusal(reason: str) -> LowtideError:
     return LowtideError(
-        f"the loss is not a sum over rows: {reason}. Rows that see each other, such as in-batch negatives, give other "
-        "gradients in pieces, and so does a mean over something else than stated as weight. Encode each piece by "
-        "itself, and give the loss the representations of all of them: "
-        "lowtide.accumulate(loss_of_representations, batch, n, representations=encode) has the whole batch's gradients "
-        "(GradCache). Or give the whole batch to one backward; lowtide.fit makes room for it."
+        f"the loss is not a sum over rows: {reason}. Rows that depend on each other, such as in-batch negatives, "
+        "give other gradients in pieces, and so does a mean over something other than the stated weight. Encode each "
+        "piece by itself, and give the loss the representations of all of them: "
+        "lowtide.accumulate(loss_of_representations, batch, n, representations=encode) has the whole batch's "
+        "gradients (GradCache). Or give the whole batch to one backward; lowtide.fit makes room for it."
     )
 
 

@@ -27,7 +27,7 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables that torch reads; the first one set wins."""
 
 MIN_LARGE_ALLOC = 10 * MIB
-"""Least size of a request that gets a segment of its own (kMinLargeAlloc)."""
+"""Least size of a request that gets its own segment (kMinLargeAlloc)."""
 
 _NO_EFFECT = (
     "release_lock_on_cudamalloc",

@@ -32,8 +32,8 @@ class History:
 
     The first `n_entry` events of the stream are the allocations of blocks that existed when the recording began, so
     levels are all that the device holds, in bytes requested. `places` gives the line of the user's program that
-    requested a block, as far as stacks were recorded. `reserved` has the bytes held from the device after each event
-    of the stream.
+    requested a block, if its stack was recorded. `reserved` has the bytes held from the device after each event of the
+    stream.
     """
 
     device: int

@@ -20,7 +20,7 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
 
     def persistent_load(self, pid: Any) -> NoReturn:
-        raise pickle.UnpicklingError("it points to data outside of it")
+        raise pickle.UnpicklingError("it points to data outside it")
 
 
 def load_plain(path: str | Path) -> Any:

@@ -74,13 +74,13 @@ class Assignment(NamedTuple):
     offloaded_storages: list[int]
     """Storages of offloaded values, in the order in which their copies to the host start."""
     offloaded_at: list[int]
-    """Position by which each of `offloaded_storages` has started."""
+    """Position at which the offload of each of `offloaded_storages` has begun."""
 
 
 def assign(index: Index, choice: DecisionVector) -> Assignment:
     """Return the state of each node under `choice`."""
     is_replayed = index.replayable & choice.replay[index.call_id]
-    owner = np.full(len(index.parent) + 1, -1, np.int64)  # the last entry stands for code outside the model
+    owner = np.full(len(index.parent) + 1, -1, np.int64)  # the last entry is code outside the model
     for calls in index.by_depth:
         owner[calls] = np.where(is_replayed[calls], calls, owner[index.parent[calls]])
     advanced = [

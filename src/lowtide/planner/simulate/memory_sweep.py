@@ -180,7 +180,7 @@ class Sweeper:
         return np.array((when, when + 1, np.maximum(need + waiting[when] - self._rise[when], 0), node))
 
     def _offload_copies(self, assignment: Assignment, returns: Ints) -> tuple[Ints, Ints]:
-        """Return the position at which each offloaded storage leaves, and copies for the time after its return."""
+        """Return the position at which each offloaded storage is freed, and the copies that exist after its return."""
         index, copies = self.index, []
         back: dict[int, tuple[int, int, int]] = {}
         for storage, when, until, value in returns.T.tolist():

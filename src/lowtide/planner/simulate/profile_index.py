@@ -22,7 +22,7 @@ class Index:
     """Facts of a profile that are independent of any decision.
 
     `slot_*` arrays have a row for each slot that holds memory of its own (`storage` is not None), in the order in which
-    they are saved. Positions are cut off at the end of the step, `end`, which also stands for "never". Values and calls
+    they are saved. Positions are cut off at the end of the step, `end`, which also means "never". Values and calls
     are the nodes of one graph: value v is node v, call c is node `n_values + c`. Raises LowtideError when the profile
     contradicts itself.
     """
@@ -60,7 +60,9 @@ class Index:
 
         self._index_calls(profile)
         self.slot_within = np.where(self.slot_is_input, self.parent[self.slot_call], self.slot_call)
-        """For each slot the call whose replay would restore it: for an input the call around its own, or -1."""
+        """For each slot the call whose replay would restore it, or -1; an argument of a call is restored by the call
+        around it.
+        """
         self.slot_filled = np.where(self.slot_is_input, self.enter[self.slot_call] + 1, self.exit[self.slot_call])
         """For each slot a position by which it is filled."""
         self.n_saved = np.bincount(
@@ -236,7 +238,9 @@ class Index:
         try:
             return recompute_cost_of(value, self.profile.values, self.operands, on_the_way)
         except RecursionError as error:
-            raise contradiction(f"value {value} is made through more others than can be followed") from error
+            raise contradiction(
+                f"value {value} is computed through a longer chain of values than can be followed"
+            ) from error
 
     def possible_operands(self, node: int) -> set[int]:
         """Return the nodes that the cost of producing `node` can depend on."""
@@ -275,4 +279,4 @@ class Index:
         try:
             return np.array(list(graphlib.TopologicalSorter(dependents).static_order()), np.int64)
         except graphlib.CycleError as error:
-            raise contradiction(f"a replay needs what it makes (nodes {error.args[1]})") from error
+            raise contradiction(f"a replay needs its own results (nodes {error.args[1]})") from error

@@ -76,7 +76,7 @@ class Demands:
 
 
 class Segment:
-    """A run of nodes that are consecutive in the order."""
+    """A run of nodes that are consecutive in topological order."""
 
     def __init__(self, index: Index, forwards: ForwardMemory, nodes: list[int]) -> None:
         self.index, self.forwards, self.nodes = index, forwards, nodes
@@ -122,10 +122,10 @@ class Segments:
         ]
 
     def visit_all(self, assignment: Assignment) -> list[SegmentResult]:
-        """Return one visit to each segment under `assignment` in which something is recomputed.
+        """Return one visit for each segment in which `assignment` recomputes something.
 
-        A replay that saves a value held elsewhere is held as long as that value, and may itself hold values that decide
-        how long that is: segments are visited until nothing is held longer than before.
+        If a replay saves a value that is also held elsewhere, the replay's values are held as long as that value. They
+        may themselves extend that time, so the visits are repeated until nothing is held longer than before.
         """
         by_node, n_values = self._by_backward.copy(), self.index.n_values
         elsewhere = [(value, n_values + call) for value, call in assignment.foreign_values]

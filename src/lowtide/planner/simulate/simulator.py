@@ -75,7 +75,7 @@ class Simulator:
             if address not in index.address_index:
                 raise ValueError(f"no slot of this profile has the address {address!r}")
             if not index.can_offload:
-                raise ValueError(f"{address} may not be offloaded: the profile says nothing of a way to the host")
+                raise ValueError(f"{address} can't be offloaded: the profile has no bandwidth to the host")
             choice.offload[index.address_index[address]] = True
         is_recomputed = choice.recompute[index.slot_address]
         impossible = set(index.slot_address[is_recomputed]) - set(
@@ -85,9 +85,11 @@ class Simulator:
             raise ValueError(f"{index.addresses[row]} has no recipe that can recompute it")
         for call in self.profile.calls:
             if call.id in decisions.replay and not index.calls_of_id[index.id_index[call.id]]:
-                raise ValueError(f"{call.id} may not be replayed: {call.refused}")
+                raise ValueError(f"{call.id} can't be replayed: {call.refused}")
             if call.id in decisions.advance and not index.advances_of_id[index.id_index[call.id]]:
-                raise ValueError(f"{call.id} may not be advanced: nothing says that its result can be made so")
+                raise ValueError(
+                    f"{call.id} can't be advanced: the profile does not say that running it again gives its result"
+                )
         return choice
 
     def keep_everything(self) -> DecisionVector:

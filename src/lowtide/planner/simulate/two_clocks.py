@@ -40,7 +40,9 @@ def step_ns(host: Ints, device: Ints) -> int:
 
 
 def hand_overs(host: Ints, device: Ints) -> Ints:
-    """Return for each position the nanoseconds of the way that goes over from the host to the device there."""
+    """Return, for each position, the nanoseconds of the path that follows the host up to there, and the device from
+    there on.
+    """
     ways: Ints = host.cumsum() + device[::-1].cumsum()[::-1]
     return ways
 
@@ -62,6 +64,6 @@ class TwoClocks:
         return (step_ns(self.host + host, self.device + device) - self.plain_ns) / NS_PER_MS
 
     def critical_position(self) -> int:
-        """Return the last position at which the plain step's longest way goes over to the device."""
+        """Return the last position at which the plain step's longest path moves from the host to the device."""
         ways = hand_overs(self.host, self.device)
         return int(np.flatnonzero(ways == ways.max())[-1])

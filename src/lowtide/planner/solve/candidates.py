@@ -1,6 +1,6 @@
 """The decisions from which solvers choose: groups of recomputes, replays and advances, each with its savings and cost.
 
-A storage is freed only when every value in it is dropped, and an address stands for the slots of every call of the
+A storage is freed only when every value in it is dropped, and an address covers the slots of every call of the
 model in the step. So recomputes come in groups: storages that share an address go together. A replay or an advance is
 one call id; recomputes inside a replay overlap with it, because values that it restores need no recompute.
 """

@@ -27,7 +27,7 @@ from lowtide.planner.solve.moves import Move, Moves
 from lowtide.planner.solve.pareto_pool import ParetoPool
 
 GOOD_ENOUGH = 0.9
-"""Share of the best possible worth from which on a move is taken without simulating others."""
+"""Share of the best possible worth at which a move is taken without simulating others."""
 MOST_TRIED = 6
 """Largest number of moves that are simulated for one choice, unless none of them helps."""
 MANY = 600
@@ -118,7 +118,7 @@ class GreedySearch:
     def _best_detour(self, choice: DecisionVector, sweep: Sweep, limit: int, moves: list[Move]) -> Move | None:
         """Return one of the best of `moves`; if they are many, the best of a sample, refined around it repeatedly.
 
-        In a long chain, keeping a value again lowers the peak the more the closer the value is to the middle.
+        In a long chain, the closer a value is to the middle, the more the peak falls if the value is kept again.
         """
 
         def best(numbers: Iterable[int]) -> Move | None:
@@ -134,8 +134,8 @@ class GreedySearch:
         return best_move
 
     def prune(self, choice: DecisionVector, limit: int) -> DecisionVector:
-        """Return `choice` without decisions that are not needed to fit. Costly ones are undone first, of equal ones the
-        later.
+        """Return `choice` without decisions that are not needed to fit. The costliest are undone first, and the later
+        ones first among equals.
 
         Several decisions are removed at once as long as the choice still fits, which takes fewer simulations.
         """

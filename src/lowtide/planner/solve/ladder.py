@@ -55,7 +55,7 @@ POOR = 1.2
 NEAR_PLAIN = 0.5
 """Share of the plain peak above which greedy searches also start from an empty choice, a few moves away."""
 NOTHING_NEW = 1e-3
-"""Relative difference of costs up to which a rung tells nothing new beside the one below."""
+"""Relative difference of costs below which a rung adds nothing to the one below it."""
 STUCK = 0.05
 """Relative difference of costs up to which no further rungs are solved above a rung that tells nothing new."""
 
@@ -206,7 +206,7 @@ class BudgetLadder:
         return min((each for each in candidates if each.peak <= limit), key=lambda each: each.cost, default=self.bottom)
 
     def _solve_step(self, limit: int, span: CostRange, path: list[BudgetStep], until: float | None) -> BudgetStep:
-        """Return the rung `limit`, with a cost in `span`; the rungs in `path` lead to it. Ends early at `until`."""
+        """Solve the rung at `limit`, whose cost is in `span`, from the rungs in `path`. Ends early at `until`."""
         search, pools = GreedySearch(self.moves), [rung.pool for rung in path]
         # Where the rows leave out too much for this limit, they may still be good enough for a larger one.
         guides = (rung for rung in reversed(path) if rung.limit > limit or not is_rough(rung.omitted_bytes, rung.limit))

@@ -20,7 +20,7 @@ minimum over these rows. Omitted effects only make that minimum smaller.
 Omitted: scratch memory, inputs of advances, operands kept longer than backward needs them, values that share a storage
 once they are recomputed; and of the values recomputed early all but the `NEAREST` ones that backward reads next and
 that are large enough to matter.
-The rows of one position have variables of their own, so that a program (`milp.py`) can be assembled from any
+The rows of one position have their own variables, so that a program (`milp.py`) can be assembled from any
 positions.
 """
 

@@ -1,4 +1,4 @@
-"""Moves of a solver: decisions to take or to undo, and an upper bound of each move's worth."""
+"""Moves of a solver: decisions to take or to undo, and an upper bound on the benefit of each move."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ class Moves:
         self._advanced = _pairs((m.advance for m in self.moves), lambda advance: (advance.id,))
         around = [m.replay[0].within if m.replay and not m.unreplay else frozenset[int]() for m in self.moves]
         self._is_around = np.array([bool(within) for within in around], np.bool_)
-        """Flags of moves that are tried only around replays of inner calls; elsewhere each has the effect of another
-        move.
+        """True for moves that are tried only around replays of inner calls, because elsewhere another move has the same
+        effect.
         """
         self._within = _pairs(([within] if within else [] for within in around), lambda within: within)
         costs = [
@@ -183,7 +183,9 @@ class Moves:
         return detours
 
     def undo_moves(self, choice: DecisionVector) -> list[Move]:
-        """Return moves that undo each group and call of `choice`: costly ones first, of equal ones the later."""
+        """Return moves that undo each group and call of `choice`: the costliest first, and the later ones first among
+        equals.
+        """
         index = self.simulator.index
         parts: list[tuple[float, int, Move]] = [
             (-group.cost, -min(int(index.allocated_at[s]) for s in group.storages), Move(keep=(group,)))
@@ -240,7 +242,7 @@ class Moves:
 
 
 def _strides(n: int) -> list[int]:
-    """Return the distances between kept results, for `n` advanceable calls; the last keeps none."""
+    """Return the distances between kept results to try for `n` advanceable calls; with the last one none is kept."""
     strides, stride = [], 2
     while stride <= n:
         strides.append(stride)

@@ -44,9 +44,7 @@ class CostRange(NamedTuple):
 
 
 class ParetoPool:
-    """Simulated choices of which none is at least as good as another in both peak and cost. Of equal ones the first
-    stays.
-    """
+    """Simulated choices, none as good as another in both peak and cost. The first of equal ones stays."""
 
     def __init__(self) -> None:
         self.candidates: list[Candidate] = []

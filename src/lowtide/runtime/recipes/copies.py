@@ -24,5 +24,5 @@ def clone(self: Tensor, *, out_stride: tuple[int, ...]) -> Tensor:
 def copy_(
     src: Tensor, *, out_shape: torch.Size, out_stride: tuple[int, ...], out_dtype: torch.dtype, out_device: torch.device
 ) -> Tensor:
-    """Copy over all elements of another tensor."""
+    """Recompute a copy that overwrites all elements of another tensor."""
     return torch.empty_strided(out_shape, out_stride, dtype=out_dtype, device=out_device).copy_(src)

@@ -82,7 +82,7 @@ def rsub(self: Tensor, other: Tensor, *, alpha: float) -> Tensor:
 
 @recipe("RsubBackward1", edges={"self": 0})
 def rsub_scalar(self: Tensor, other: Tensor, *, alpha: float) -> Tensor:
-    """Recompute a number less a tensor."""
+    """Recompute a number minus a tensor."""
     return torch.rsub(self, other, alpha=alpha)
 
 
@@ -94,7 +94,7 @@ def mul(self: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 @recipe("MulBackward1", edges={"self": 0})
 def mul_scalar(self: Tensor, *, other: float, out: Tensor | None = None) -> Tensor:
-    """Recompute a product with a number, as torch's own code takes it."""
+    """Recompute a product with a number, as called by torch's own code."""
     return torch.mul(self, other, out=out)
 
 
@@ -106,7 +106,7 @@ def div(self: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 @recipe("DivBackward1", edges={"self": 0})
 def div_scalar(self: Tensor, *, other: float, out: Tensor | None = None) -> Tensor:
-    """Recompute a quotient by a number, as torch's own code takes it."""
+    """Recompute a quotient by a number, as called by torch's own code."""
     return torch.div(self, other, out=out)
 
 

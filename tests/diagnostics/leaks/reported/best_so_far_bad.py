@@ -1,4 +1,4 @@
-"""The best loss so far is kept with its graph, which a backward pass was told to retain."""
+"""The best loss so far is kept with its graph, which a backward pass retains."""
 
 import torch
 from torch import nn

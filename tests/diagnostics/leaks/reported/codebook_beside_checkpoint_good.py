@@ -1,4 +1,4 @@
-"""A codebook outside of the checkpointed blocks, which have buffers that forward only reads or fills once."""
+"""A codebook outside the checkpointed blocks, which have buffers that forward only reads or fills once."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""A second try inside of `except`."""
+"""A second try inside `except`."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""A second try outside of it."""
+"""A second try outside it."""
 
 import torch
 from torch import nn

@@ -27,8 +27,10 @@ class OtherBlock(Rule):
     "momentum, so evaluation differs from a model trained without checkpointing.",
     bad="x = checkpoint(nn.Sequential(conv, batch_norm, relu), x, use_reentrant=False)",
     good="x = batch_norm(checkpoint(conv, x, use_reentrant=False))",
-    fix="leave `{name}` outside the checkpointed part; for BatchNorm, a momentum of 1 - sqrt(1 - momentum) does, too. "
-    "Recomputation by `lowtide.fit` restores the statistics",
+    fix=(
+        "leave `{name}` outside the checkpointed part; for BatchNorm, a momentum of 1 - sqrt(1 - momentum) also "
+        "works. Recomputation by `lowtide.fit` restores the statistics"
+    ),
 )
 class CountedTwice(Rule):
     """Rule for buffers that forward has updated, recorded when backward updates them again."""
@@ -37,8 +39,10 @@ class CountedTwice(Rule):
 @rule(
     "LT028",
     name="reentrant checkpoint whose inputs need no gradient",
-    what="`checkpoint(..., use_reentrant=True)` is given no tensor that needs a gradient, and its block has trained "
-    "parameters: mostly the first block behind a frozen embedding.",
+    what=(
+        "`checkpoint(..., use_reentrant=True)` is given no tensor that needs a gradient, and its block has trained "
+        "parameters: usually the first block after a frozen embedding."
+    ),
     why="The reentrant checkpoint records nothing then: parameters inside it get no gradient and are not trained.",
     bad="x = checkpoint(block, embedded, use_reentrant=True)",
     good="x = checkpoint(block, embedded, use_reentrant=False)",

@@ -29,10 +29,10 @@ def _grows(sizes: Sequence[int]) -> bool:
     why="Each entry holds the whole graph of its step.",
     bad="losses.append(criterion(model(x), y))",
     good="losses.append(criterion(model(x), y).item())",
-    fix="put numbers in `{name}`: `.item()` (`.detach()` drops the graph, and keeps all memory that the value is in)",
+    fix="put numbers in `{name}`: `.item()` (`.detach()` drops the graph, but keeps the memory of the value)",
 )
 class ListOfGraphs(Rule):
-    """Rule for a list that grows. A list that each step makes anew, which never has two graphs of one call, does not
+    """Rule for a list that grows. A list that each step creates, which never has two graphs of one call, does not
     match.
     """
 
@@ -106,8 +106,10 @@ LEAST_HOST_BYTES = 100 * 1024
     "LT023",
     priority=155,
     name="empty graphs kept by a running total",
-    what="Losses are added to a total, or kept in a list, after their backward pass. Backward has freed the tensors, "
-    "but the nodes of all these graphs stay, each step's hanging on the one before.",
+    what=(
+        "Losses are added to a total, or kept in a list, after their backward pass. Backward has freed the tensors, "
+        "but the nodes of all these graphs stay, each step's graph linked to the previous one's."
+    ),
     why="A node takes 0.6 to 0.9 kB of host memory whatever the tensors: half a MiB a step for a BERT of 12 layers, "
     "gigabytes over a training run. GPU memory does not show it.",
     bad="loss.backward()\ntotal += loss",
@@ -162,7 +164,7 @@ class GatheredOutputs(Rule):
     "activations of the whole data set are in memory.",
     bad="for item, row in zip(items, hidden):\n    item.embedding = row",
     good="for item, row in zip(items, hidden):\n    item.embedding = row.detach().cpu()",
-    fix="store a copy of its own in `{name}` (`.detach().clone()`, or `.cpu()`), or set it to None after the step",
+    fix="store a separate copy in `{name}` (`.detach().clone()`, or `.cpu()`), or set it to None after the step",
 )
 class KeptOnObjects(Rule):
     """Rule for objects that hold outputs of several steps, more at each inspection, without more entries."""

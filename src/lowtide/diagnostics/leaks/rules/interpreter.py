@@ -28,7 +28,10 @@ class KeptException(Rule):
     priority=20,
     name="notebook history",
     what="A cell or line ended in a tensor, and the interpreter remembers it as `_`, `Out[n]` and so on.",
-    why="The tensor stays with its graph until three more results came (`_`, `__`, `___`), or for ever (`Out`).",
+    why=(
+        "The tensor stays with its graph until three more results have been shown (`_`, `__`, `___`), or forever "
+        "(`Out`)."
+    ),
     bad="model(x)",
     good="output = model(x)",
     fix="end the cell with `;` or an assignment, and clear the history with `%reset -f out`",

@@ -6,7 +6,7 @@ from lowtide.diagnostics.leaks.referrers import Holder
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 SHARE = 0.05
-"""Smallest share of the graph's bytes from which on an output is reported."""
+"""Smallest share of the graph's bytes that a reported output has."""
 
 
 @rule(
@@ -55,5 +55,5 @@ class AliveAtNextForward(Rule):
         if holder is not None and holder.is_part and history.n_steps > 1:
             return False  # kept over the steps on purpose
         if holder is not None and holder.gathers and len(history.held_bytes) == 1:
-            return False  # may be a buffer; a list that each step makes anew holds outputs of one step only
+            return False  # may be a buffer; a list that each step creates holds outputs of one step only
         return item.is_output and not item.is_input and is_large

@@ -19,7 +19,7 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     fix="`del {names}` after the last backward pass; if that is the one at {backward}, remove `retain_graph=True`",
 )
 class RetainGraph(Rule):
-    """Rule for a graph that a backward pass was told to retain."""
+    """Rule for a graph that a backward pass retains on request."""
 
     fix_of_part = (
         "`.detach()` what is kept in `{name}`, and remove `retain_graph=True` at {backward} if no backward pass follows"
@@ -38,7 +38,7 @@ class RetainGraph(Rule):
 
     def names_part(self, holder: Holder, history: History) -> bool:
         """Return True if the advice should name the entry, because the container stays for several steps."""
-        # A container that each step makes anew can be deleted.
+        # A container that each step creates can be deleted.
         is_the_same = len(history.held_bytes) > 1 and not history.has_changed
         has_grown = holder.gathers and bool(holder.entries) and history.entries[-1] > history.entries[0]
         return (is_the_same or has_grown) and super().names_part(holder, history)
@@ -73,7 +73,7 @@ class GraphInGradients(Rule):
     fix="`del {names}` after the backward pass at {backward}, or run what needs no gradients under `torch.no_grad()`",
 )
 class PartialBackward(Rule):
-    """Rule for a graph of which a backward pass left a part."""
+    """Rule for a graph that a backward pass freed only in part."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return item.has_graph and bool(item.backwards)

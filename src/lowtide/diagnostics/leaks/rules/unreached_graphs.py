@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     "LT001",
     priority=140,
     name="backward skipped",
-    what="A training forward whose graph no backward pass reached, and that was still there at the next forward.",
+    what="A training forward whose graph no backward pass reached, and which was still alive at the next forward.",
     why="The whole graph of the skipped step lives through the next forward, so two graphs are in memory at once: "
     "40 % of the peak for an MLP (bench/retention.py).",
     bad="loss = criterion(model(x), y)\nif not loss.isfinite():\n    continue",
     good="loss = criterion(model(x), y)\nif not loss.isfinite():\n    del loss\n    continue",
-    fix="drop what holds the graph before going on: `del {names}`",
+    fix="drop what holds the graph before the loop continues: `del {names}`",
 )
 class BackwardSkipped(Rule):
     """Rule for a graph that no backward pass has reached."""
@@ -56,8 +56,8 @@ class OneBackwardForSeveralLosses(Rule):
     name="forward with gradients that are never needed",
     what="A model is called with gradients on, and no backward pass ever reaches a graph made at that line: "
     "evaluation, metrics, a teacher or a reference model.",
-    why="Without gradients each activation is freed as soon as the next layer has read it; with them all stay until "
-    "the output is dropped. `model.eval()` does not change that.",
+    why="Without gradients each activation is freed as soon as the next layer has read it; with gradients all stay "
+    "until the output is dropped. `model.eval()` does not change that.",
     bad="model.eval()\ncorrect += (model(x).argmax(1) == y).sum()",
     good="model.eval()\nwith torch.no_grad():\n    correct += (model(x).argmax(1) == y).sum()",
     fix="put the forward at {made} under `torch.no_grad()`",

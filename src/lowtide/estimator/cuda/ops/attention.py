@@ -39,7 +39,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of attention, as far as the choice of a kernel depends on it."""
+    """Properties of a call of attention on which the choice of a kernel depends."""
 
     query: Tensor
     key: Tensor

@@ -1,7 +1,7 @@
 """Scratch memory of flash attention and of cuDNN's attention.
 
-If products are few, they are split over the keys, so that all multiprocessors have work. The table of GPUs does
-not have the number of multiprocessors: the number of splits is known within bounds, and counted as the most.
+If products are few, they are split over the keys, so that all multiprocessors have work. The table of GPUs does not
+have the number of multiprocessors: the number of splits is known only within bounds, and the upper bound is counted.
 """
 
 from __future__ import annotations

@@ -73,7 +73,9 @@ def _embedding(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]
 
 
 def _sums(gradient: Tensor, partial: int, segments: int, table: int, each: int) -> ScratchBlock:
-    """Return the block of partial sums, one row each; for few rows per multiprocessor, that of the one-pass kernel."""
+    """Return the scratch of the partial sums: that of the one-pass kernel for few rows per multiprocessor, else of two
+    passes.
+    """
     width = gradient.shape[-1]
     accumulated = 8 if gradient.dtype is torch.float64 else 4
     two_passes = partial * width * accumulated

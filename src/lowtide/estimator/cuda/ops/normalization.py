@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.estimator.cuda.current_gpu import stands_in_for, there, unbounded
+from lowtide.estimator.cuda.current_gpu import emulates, there, unbounded
 from lowtide.estimator.cuda.ops.op_registry import (
     Behaviour,
     ScratchBlock,
@@ -81,7 +81,7 @@ class _RmsNorm(torch.autograd.Function):
     """Stand-in for aten::_fused_rms_norm."""
 
     @staticmethod
-    @stands_in_for("aten::_fused_rms_norm")
+    @emulates("aten::_fused_rms_norm")
     def forward(
         ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None
     ) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ class _RmsNorm(torch.autograd.Function):
         return out, rstd
 
     @staticmethod
-    @stands_in_for("aten::_fused_rms_norm_backward")
+    @emulates("aten::_fused_rms_norm_backward")
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight, _ = ctx.saved_tensors
         for_input = torch.empty_like(x) if ctx.needs_input_grad[0] else None

@@ -1,6 +1,6 @@
 """The registry of what CUDA does and a CPU does not: behaviours with their sources, and the code that rests on each.
 
-A file registers its functions with the decorators below, so that each number stands beside the source it comes from.
+A file registers its functions with the decorators below, so that each number is next to the source it comes from.
 `op_table.py` imports all files.
 """
 

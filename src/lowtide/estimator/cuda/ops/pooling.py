@@ -1,4 +1,4 @@
-"""Pooling and upsampling: kernels for either layout, with copies of tensors in neither or in the other one."""
+"""Pooling and upsampling: each kernel is for one memory layout, and tensors in another layout are copied."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _own(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
 
 @cuda_op(aten.max_pool2d_with_indices_backward.default, aten.avg_pool2d_backward.default, of=_POOLING)
 def _pooled(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Return the blocks for copies of the input and its gradient, where these are not in the layout of the kernel."""
+    """Return the blocks for copies of the input and its gradient, if these are not in the kernel's layout."""
     gradient, x = args[:2]
     return copies(x, gradient, layout=_layout(x))
 

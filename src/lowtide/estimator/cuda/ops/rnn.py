@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.estimator.cuda.current_gpu import lasting, measured, stands_in_for, there
+from lowtide.estimator.cuda.current_gpu import emulates, lasting, measured, there
 from lowtide.estimator.cuda.ops.op_registry import Behaviour, cuda_kernel, cuda_op
 
 Behaviour(
@@ -28,7 +28,7 @@ Behaviour(
 )
 _GRU_CELL = Behaviour(
     name="a step of a GRU by itself",
-    does="keeps five numbers for each hidden unit, where a CPU keeps each gate as a tensor of its own",
+    does="keeps five numbers for each hidden unit, where a CPU keeps each gate as its own tensor",
     source="aten/src/ATen/native/cuda/RNN.cu: GRU_WORKSPACE_MULTIPLIER, _thnn_fused_gru_cell_backward_cuda; torch 2.13",
 )
 
@@ -86,7 +86,7 @@ class _Recurrent(torch.autograd.Function):
     """Stand-in for aten::_cudnn_rnn: y, hy, cy."""
 
     @staticmethod
-    @stands_in_for("aten::_cudnn_rnn")
+    @emulates("aten::_cudnn_rnn")
     def forward(ctx: Any, kind: str, settings: dict[str, Any], x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         measured.setdefault("aten::_cudnn_rnn", f"aten::_cudnn_rnn: {_MEASURED}")
         states, weights = others[: settings["states"]], others[settings["states"] :]
@@ -106,7 +106,7 @@ class _Recurrent(torch.autograd.Function):
         return (out, *last)
 
     @staticmethod
-    @stands_in_for("aten::_cudnn_rnn_backward")
+    @emulates("aten::_cudnn_rnn_backward")
     def backward(ctx: Any, *grads: Any) -> Any:
         saved = ctx.saved_tensors[: ctx.n_inputs]
         x, states, weights = saved[0], saved[1 : 1 + ctx.n_states], saved[1 + ctx.n_states :]

@@ -1,0 +1,133 @@
+"""The modules of a replayed call as an earlier call found them: state that has not changed is not captured again.
+
+A block has a dozen modules with some twenty attributes each, and hardly any of them ever changes. One comparison of all
+bindings, by identity, takes the place of separate captures of attributes, flags, parameters and hooks. Modules with
+hooks, or with attributes whose contents may change unseen, are captured in each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from operator import is_
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor, nn
+
+from lowtide._torch.modules import CALL, GLOBAL_FORWARD_HOOKS
+from lowtide.runtime.module_attributes import TORCHS
+
+if TYPE_CHECKING:
+    from lowtide.runtime.module_attributes import Attributes
+
+_VALUES: Final = dict.values
+_TORCHS: Final = TORCHS - {CALL}
+"""Names of torch's own tables and flags, which may be held; not the interceptor, which leads here."""
+
+Bindings = list[tuple[dict[str, Any], dict[str, Any]]]
+"""Tables of attributes, buffers and parameters, each with a copy of its contents."""
+
+
+class KnownModules:
+    """Bindings of `modules`, and their attributes as a call that begins now has captured them."""
+
+    __slots__ = (
+        "_hooks",
+        "_kinds",
+        "_modules",
+        "_names",
+        "_opaque",
+        "_sizes",
+        "_tables",
+        "_values",
+        "attributes",
+    )
+
+    def __init__(self, modules: tuple[nn.Module, ...], attributes: Attributes) -> None:
+        self._modules, self.attributes = modules, attributes
+        self._kinds = [*map(type, modules)]
+        self._tables = [*_tables(modules)]
+        self._hooks = [*GLOBAL_FORWARD_HOOKS, *_hooks(modules)]
+        self._names, self._sizes = [*chain.from_iterable(self._tables)], [*map(len, self._tables)]
+        self._values: list[Any] = []
+        """Contents of all tables, with None in the places of objects that must not be held."""
+        self._opaque: list[tuple[int, dict[str, Any], str, int, type]] = []
+        """Place, table, name, id and type of each of these objects. A later object with the same id is no change if its
+        type is the same.
+        """
+        held = {*map(id, (None, *attributes.plain, *_tensors(modules), *modules))}
+        for table in self._tables:
+            for name, value in table.items():
+                is_held = id(value) in held or name in _TORCHS
+                if not is_held:
+                    self._opaque.append((len(self._values), table, name, id(value), type(value)))
+                self._values.append(value if is_held else None)
+
+    def current(self) -> list[Any] | None:
+        """Return the present content of all tables, if it is the known one; None if anything differs."""
+        values = self._values
+        if self._opaque:
+            values = values.copy()
+            for place, table, name, key, kind in self._opaque:
+                value = table.get(name)
+                if id(value) != key or type(value) is not kind:
+                    return None
+                values[place] = value
+        is_known = (
+            self._binds(values)
+            and not any(self._hooks)
+            and [*map(type, self._modules)] == self._kinds
+            and (not self.attributes.mutable or self.attributes.is_unchanged)
+        )
+        return values if is_known else None
+
+    def rebind(self, values: list[Any]) -> None:
+        """Undo every binding that was made, changed or removed since `current` returned these values."""
+        if not self._binds(values):
+            pairs = zip(self._names, values, strict=True)
+            rebind([(table, dict(islice(pairs, n))) for table, n in zip(self._tables, self._sizes, strict=True)])
+
+    def _binds(self, values: list[Any]) -> bool:
+        """Return True if the tables contain these objects under the known names."""
+        now = chain.from_iterable(map(_VALUES, self._tables))
+        return all(map(is_, now, values)) and [*chain.from_iterable(self._tables)] == self._names
+
+
+def can_be_known(modules: tuple[nn.Module, ...], attributes: Attributes) -> bool:
+    """Return True if a comparison by identity shows every change, and holds nothing that leads to a graph."""
+    return (
+        attributes.can_be_shared
+        and all(isinstance(table, dict) for table in _tables(modules))
+        and all(type(tensor) in (nn.Parameter, Tensor) and tensor.is_leaf for tensor in _tensors(modules))
+    )
+
+
+def bindings(modules: Iterable[nn.Module]) -> Bindings:
+    """Return the bindings of the modules' attributes, buffers and parameters."""
+    tables = (table for module in modules for table in (vars(module), module._buffers, module._parameters))
+    # a scripted module's tables are no dicts and can't be rebound
+    return [(table, dict(table)) for table in tables if table and isinstance(table, dict)]
+
+
+def rebind(bindings: Bindings) -> None:
+    """Undo all changes of the tables' bindings since `bindings` copied them."""
+    for table, was in bindings:
+        if len(table) != len(was):
+            for name in table.keys() - was.keys():
+                del table[name]
+        table.update(was)
+
+
+def _tables(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
+    for module in modules:
+        yield from (vars(module), module._parameters, module._buffers, module._modules)
+
+
+def _hooks(modules: Iterable[nn.Module]) -> Iterator[dict[int, Any]]:
+    for module in modules:
+        yield from (module._forward_pre_hooks, module._forward_hooks)
+
+
+def _tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
+    tables = (table for module in modules for table in (module._parameters, module._buffers))
+    return [tensor for table in tables for tensor in table.values() if tensor is not None]
