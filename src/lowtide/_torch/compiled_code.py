@@ -91,7 +91,7 @@ def scripted_as(function: Callable[..., Any], own: Callable[..., Any]) -> Callab
     """Let TorchScript call torch's `own` function in place of `function`, until the returned function is called. Torch
     2.13, since 1.2.
     """
-    table = torch.jit._builtins._get_builtin_table()
+    table = torch.jit._builtins._get_builtin_table()  # type: ignore[no-untyped-call]
     if (operator_name := table.get(id(own))) is None:
         return lambda: None
     table[id(function)] = operator_name

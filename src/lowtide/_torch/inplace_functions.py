@@ -48,7 +48,7 @@ def intercept_set_data(report: Callable[[Tensor], object]) -> Callable[[], None]
 
     data = _Data(_GET_DATA, set_data)
     vars(data).update(__get__=_GET_DATA, __set__=_SET_DATA)
-    Tensor.data = data  # type: ignore[assignment, method-assign]
+    Tensor.data = data  # type: ignore[assignment]
 
     def restore() -> None:
         if vars(Tensor).get("data") is data:

@@ -162,7 +162,9 @@ class ReliedOn:
         own = Value(value.tensor, output=NO_NODE)
         own.version, own.leaf = value.version, value.leaf
         if isinstance(view, torch.Tensor):
-            view = None if value.leaf and view.requires_grad else (view.size(), view.stride(), view.storage_offset())
+            view = (
+                None if value.leaf and view.requires_grad else (view.size(), view.stride(), int(view.storage_offset()))
+            )
         return Handle(self.of(own, value.tensor), view)
 
     def watch(self) -> None:
