@@ -158,7 +158,6 @@ class ReliedOn:
         value, view = saved.value, saved.view
         if value.output != NO_NODE or value.tensor is None or not self.takes_values:
             return Handle(value, view)
-        value.need()
         own = Value(value.tensor, output=NO_NODE)
         own.version, own.leaf = value.version, value.leaf
         if isinstance(view, torch.Tensor):
