@@ -1,12 +1,16 @@
 """Mutation tests: small faults put into engine, planner and allocator, and which of them the nearest tests let through.
 
-    python bench/mutants.py [--count 200] [--seed N] [--jobs N] [--json FILE] [--again FILE] [--list]
+    python bench/mutants.py [--count 200] [--seed N] [--jobs N] [--results FILE] [--again] [--seconds N] [--list]
 
 Mutants are drawn by a seed, which is printed: first a place in the code, then one of the operators of cosmic-ray that
 change something there. `mutants.toml` names the tests nearest to each file. They run once without a mutant, and the
-functions that each test enters are noted. Each mutant is then tried in a copy of the checkout, against the tests that
-enter its function, the quickest first, until one fails or a minute of them has passed. Survivors are listed. Those that
-`mutants.toml` shows to be equivalent are not tried. The exit code is 1 if less than 90 % of all others are killed.
+functions that each quick one enters are noted. Each mutant is then tried in a copy of the checkout, against the tests
+that enter its function, the quickest first, until one fails or twenty seconds of them have passed. Survivors are
+listed. Those that `mutants.toml` shows to be equivalent are not tried. The exit code is 1 if less than 90 % of all
+others are killed.
+
+Results are kept in a file after each mutant, and the same command goes on where the last one ended: `--seconds 180`
+tries for three minutes, `--again` tries the survivors again. Tests that have not changed are not noted twice.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import hashlib
 import importlib
 import itertools
 import json
@@ -43,13 +48,19 @@ TABLE = tomllib.loads((ROOT / "bench" / "mutants.toml").read_text())
 ENOUGH = 0.9
 """Of the mutants that are not equivalent, the share that has to be killed."""
 
-TEST_SECONDS, RUN_SECONDS, RUN_BYTES = 120, 1200, 8 << 30
+TEST_SECONDS, RUN_SECONDS, RUN_BYTES = 60, 600, 8 << 30
 """The most that one test and one mutant may take: what loops or grows without end is killed by that."""
 
-TRIED_SECONDS = 60
-"""Tests of one mutant: as many as took this long without it."""
+QUICK_SECONDS = 5
+"""The most that a test may take, without a mutant, to be one of those that are run with mutants."""
 
-BESIDE_PYTEST = ("numpy", "scipy.optimize", "torch", "hypothesis")
+TRIED_SECONDS = 20
+"""The tests of one mutant are as many as took this long without it."""
+
+BESIDE_PYTEST = (
+    *("numpy", "scipy.optimize", "hypothesis", "torch", "torch._dynamo"),
+    *("transformers.models.gpt2.modeling_gpt2", "transformers.models.bert.modeling_bert"),
+)
 """Imported once, before a mutant's process is forked: nothing of Lowtide, nor what imports it."""
 
 
@@ -67,6 +78,24 @@ class Mutant:
 
     def __str__(self) -> str:
         return f"{self.source}:{self.line}\n  - {self.before}\n  + {self.after}"
+
+    @property
+    def path(self) -> Path:
+        return ROOT / TABLE["package"] / self.source
+
+    def at_present(self) -> Mutant | None:
+        """The same change in the source as it is now, on whichever line; None if there is no such line any more."""
+        code = self.path.read_text()
+        lines = code.splitlines()
+        occurrences = (
+            (abs(line - self.line), occurrence)
+            for (line, _), choices in places(code).items()
+            if lines[line - 1].strip() == self.before
+            for operator, occurrence in choices
+            if operator == self.operator
+        )
+        changed = (mutated(self.source, code, self.operator, occurrence) for _, occurrence in sorted(occurrences))
+        return next((one for one in changed if one is not None and one.after == self.after), None)
 
     @property
     def reason(self) -> str | None:
@@ -144,7 +173,7 @@ def mutated(source: str, code: str, operator: str, occurrence: int) -> Mutant | 
     return Mutant(source, operator, occurrence, line, before, after)
 
 
-class _WithoutAnnotations(ast.NodeTransformer):
+class _Meaning(ast.NodeTransformer):
     def visit_arg(self, node: ast.arg) -> ast.arg:
         node.annotation = None
         return node
@@ -163,22 +192,28 @@ class _WithoutAnnotations(ast.NodeTransformer):
                 each.keywords = [one for one in each.keywords if one.arg not in ("frozen", "slots", "kw_only")]
         return self.generic_visit(node)
 
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        node.keywords = [one for one in node.keywords if one.arg != "strict"]  # an assertion that lengths are equal
+        return self.generic_visit(node)
+
     def visit_If(self, node: ast.If) -> ast.AST:
         return ast.Pass() if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
 
 
 def meaning(code: str) -> str:
-    """The code without what only type checkers read, and without limits to what one may do with a record."""
-    return ast.dump(_WithoutAnnotations().visit(ast.parse(code)))
+    """The code without what only type checkers read, and without limits to what one may do with a record or `zip`."""
+    return ast.dump(_Meaning().visit(ast.parse(code)))
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
 
 ENTERED = "entered.json"
+Entered = dict[str, tuple[float, list[str]]]
+"""Of each test: its seconds, and the functions that it enters."""
 
 
 class NotedFunctions:
-    """A plugin of pytest that notes how long each test takes, and the functions of the package that it enters."""
+    """A plugin of pytest that notes how long each test that passes takes, and the functions that it enters."""
 
     def __init__(self, package: Path) -> None:
         self._prefix = f"{package}{os.sep}"
@@ -193,23 +228,22 @@ class NotedFunctions:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        began = time.monotonic()
-        with self._noted(self._by_test.setdefault(item.nodeid, set())):
-            try:
-                return (yield)
-            finally:
-                self._seconds[item.nodeid] = time.monotonic() - began
+        began, entered = time.monotonic(), set[CodeType]()
+        with self._noted(entered):
+            yield
+        self._seconds[item.nodeid], self._by_test[item.nodeid] = time.monotonic() - began, entered
 
     def pytest_sessionfinish(self) -> None:
         """Write all of it: fixtures may serve several tests, so what they enter counts for each of them."""
         found = {
-            test: (self._seconds[test], sorted({self._name(code) for code in entered | self._in_setup}))
+            test: (self._seconds[test], sorted(self._names(entered | self._in_setup)))
             for test, entered in self._by_test.items()
         }
         Path(ENTERED).write_text(json.dumps(found))
 
-    def _name(self, code: CodeType) -> str:
-        return f"{code.co_filename.removeprefix(self._prefix)}:{code.co_firstlineno}"
+    def _names(self, codes: set[CodeType]) -> set[str]:
+        named = ((code.co_filename.removeprefix(self._prefix), code.co_qualname) for code in codes)
+        return {f"{source}:{name}" for source, name in named if nearest(source)}
 
     @contextlib.contextmanager
     def _noted(self, entered: set[CodeType]) -> Iterator[None]:
@@ -267,7 +301,7 @@ class Run:
         elif self.seconds > RUN_SECONDS:
             self.code = -1
         if self.code is not None:
-            self._clear()
+            self.end()
         return self.code is not None
 
     @property
@@ -279,35 +313,39 @@ class Run:
         self.out.seek(0)
         return self.out.read().decode(errors="replace")
 
-    def _clear(self) -> None:
+    def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # what its tests have started, and itself where it goes on
-        if self.code == -1:
+        if self.code in (None, -1):
             os.waitpid(self.pid, 0)
         self._put(mutated=False)
 
     def _put(self, *, mutated: bool) -> None:
         if self.mutant is not None:
-            code = (ROOT / TABLE["package"] / self.mutant.source).read_text()
+            code = self.mutant.path.read_text()
             changed = mutate_code(code, operators()[self.mutant.operator], self.mutant.occurrence) if mutated else code
             (self.copy / TABLE["package"] / self.mutant.source).write_text(changed or "")
 
 
-def runs(copies: Sequence[Path], asked: Sequence[tuple[Sequence[str], Mutant | None]]) -> Iterator[Run]:
+def runs(copies: Sequence[Path], asked: Sequence[tuple[Sequence[str], Mutant | None]], until: float) -> Iterator[Run]:
     """Run all that is asked for, one at a time in each of the copies; gives each run as it ends."""
     free, left, under_way = list(copies), list(asked)[::-1], list[Run]()
-    while left or under_way:
-        while free and left:
-            under_way.append(Run(free.pop(), *left.pop()))
-            under_way[-1].start()
-        for one in [each for each in under_way if each.has_ended()]:
-            under_way.remove(one)
-            yield one
-            free.append(one.copy)
-        time.sleep(0.02)
+    try:
+        while (left and time.monotonic() < until) or under_way:
+            while free and left and time.monotonic() < until:
+                under_way.append(Run(free.pop(), *left.pop()))
+                under_way[-1].start()
+            for one in [each for each in under_way if each.has_ended()]:
+                under_way.remove(one)
+                yield one
+                free.append(one.copy)
+            time.sleep(0.02)
+    finally:
+        for one in under_way:  # an interrupt
+            one.end()
 
 
-def _run_pytest(copy: Path, files: Sequence[str], plugin: object, out: IO[bytes]) -> None:
+def _run_pytest(copy: Path, files: Sequence[str], plugin: NotedFunctions | ChosenTests, out: IO[bytes]) -> None:
     """In a process of its own, which ends here."""
     code = 3
     try:
@@ -318,9 +356,11 @@ def _run_pytest(copy: Path, files: Sequence[str], plugin: object, out: IO[bytes]
         folder = TABLE["package"].rpartition("/")[0]
         os.environ |= {"PYTHONPATH": str(copy / folder), "PYTHONDONTWRITEBYTECODE": "1"}
         sys.path.insert(0, str(copy / folder))
-        options = ["-x", "-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        options = (
+            ["-x", f"--timeout={TEST_SECONDS}"] if isinstance(plugin, ChosenTests) else [f"--timeout={QUICK_SECONDS}"]
+        )
+        options += ["-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:xdist"]
         settings = [
-            f"--timeout={TEST_SECONDS}",
             "--hypothesis-profile=brief",
             "-m",
             "not slow and not gpu",
@@ -333,73 +373,123 @@ def _run_pytest(copy: Path, files: Sequence[str], plugin: object, out: IO[bytes]
 
 
 @dataclass(slots=True)
-class Baseline:
-    """What the tests do without any mutant."""
+class Results:
+    """All that is known of the mutants of one draw; it may be kept in a file."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Of each test, by its name."""
-    by_function: dict[str, set[str]] = field(default_factory=dict)
-    """The tests that enter a function, by the function's file and first line."""
+    seed: int
+    mutants: list[Mutant]
+    failed: dict[Mutant, str] = field(default_factory=dict)
+    """Of each mutant that was tried: the test that failed, "" if none did."""
+    entered: dict[str, Entered] = field(default_factory=dict)
+    """Without any mutant: for each file of tests, and what is in it, how long each test takes and what it enters."""
 
-    def add(self, path: Path) -> None:
-        for test, (seconds, functions) in json.loads(path.read_text()).items():
-            self.seconds[test] = seconds
-            for function in functions:
-                self.by_function.setdefault(function, set()).add(test)
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        """Read a file that `write` wrote; mutants that the source does not have any more are left out."""
+        found = json.loads(path.read_text())
+        results = cls(found["seed"], [], entered=found["entered"])
+        for fields, digest, failed in found["mutants"]:
+            known = Mutant(**fields)
+            mutant = known if digest == with_digest(known.path) else known.at_present()
+            if mutant is None:
+                print(f"left out, its source has changed: {known}")
+                continue
+            results.mutants.append(mutant)
+            if failed is not None:
+                results.failed[mutant] = failed
+        return results
+
+    def write(self, path: Path) -> None:
+        mutants = [(asdict(one), with_digest(one.path), self.failed.get(one)) for one in self.mutants]
+        path.write_text(json.dumps({"seed": self.seed, "mutants": mutants, "entered": self.entered}))
+
+    @property
+    def survivors(self) -> list[Mutant]:
+        return [one for one, failed in self.failed.items() if not failed and one.reason is None]
+
+    @property
+    def left(self) -> list[Mutant]:
+        return [one for one in self.mutants if one not in self.failed and one.reason is None]
 
     def chosen(self, mutant: Mutant) -> list[str]:
-        """The tests that enter the mutant's function, else all nearest ones; the quickest first, a minute in all."""
-        files = nearest(mutant.source)
-        near = [test for test in self.seconds if test.partition("::")[0] in files]
-        entering = self.by_function.get(f"{mutant.source}:{function_at(mutant.source, mutant.line)}", set())
-        quickest = sorted([test for test in near if test in entering] or near, key=self.seconds.__getitem__)
-        sums = itertools.accumulate(self.seconds[test] for test in quickest)
-        return [
-            test for test, total in zip(quickest, sums, strict=True) if total <= TRIED_SECONDS or test == quickest[0]
-        ]
+        """The tests that enter the mutant's function, else all nearest ones; the quickest first, and not all."""
+        near = [test for file in nearest(mutant.source) for test in self.entered[with_digest(ROOT / file)].items()]
+        function = f"{mutant.source}:{function_at(mutant.path, mutant.line)}"
+        entering = [(test, seconds) for test, (seconds, functions) in near if function in functions]
+        quickest = sorted(entering or [(test, seconds) for test, (seconds, _) in near], key=lambda each: each[1])
+        sums = itertools.accumulate(seconds for _, seconds in quickest)
+        within = [test for (test, _), total in zip(quickest, sums, strict=True) if total <= TRIED_SECONDS]
+        return within or [test for test, _ in quickest[:1]]
 
 
-def function_at(source: str, line: int) -> int:
-    """The first line of the innermost function around a line, 0 outside all."""
-    tree = ast.parse((ROOT / TABLE["package"] / source).read_text())
-    found = 0
-    for node in ast.walk(tree):  # outer ones come first
-        if isinstance(node, ast.FunctionDef) and node.body[0].lineno <= line <= (node.end_lineno or 0):
-            found = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-    return found
+def with_digest(path: Path) -> str:
+    """The name of a file with a digest of its text."""
+    return f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
 
 
-def run_baseline(copies: Sequence[Path], mutants: Sequence[Mutant]) -> Baseline:
-    """Run the nearest tests of all mutants; exit if one fails without any mutant."""
-    files = sorted({test for mutant in mutants for test in nearest(mutant.source)})
-    baseline = Baseline()
-    for one in runs(copies, [([test], None) for test in files]):
+def function_at(path: Path, line: int) -> str:
+    """The qualified name of the innermost function around a line, "" outside all."""
+    return _function_at(ast.parse(path.read_text()), line, "")
+
+
+def _function_at(scope: ast.AST, line: int, prefix: str) -> str:
+    for node in ast.iter_child_nodes(scope):
+        if not (getattr(node, "lineno", line) <= line <= (getattr(node, "end_lineno", None) or line)):
+            continue
+        if isinstance(node, ast.ClassDef):
+            return _function_at(node, line, f"{prefix}{node.name}.")
+        if isinstance(node, ast.FunctionDef):
+            name = f"{prefix}{node.name}"
+            inner = _function_at(node, line, f"{name}.<locals>.")
+            return inner or (name if node.body[0].lineno <= line else "")
+        if (inner := _function_at(node, line, prefix)) != "":
+            return inner
+    return ""
+
+
+def note_entered(results: Results, copies: Sequence[Path], until: float, path: Path | None) -> bool:
+    """Run the nearest tests of all mutants that are left.
+
+    Returns True if all of them ran before it was too late.
+    """
+    files = sorted({test for mutant in results.left for test in nearest(mutant.source)})
+    new = [file for file in files if with_digest(ROOT / file) not in results.entered]
+    for one in runs(copies, [([test], None) for test in new], until):
         print(f"{one.seconds:6.1f} s  {one.tests[0]}", flush=True)
-        if one.code:
-            sys.exit(f"{one.said}\n{one.tests[0]} fails without any mutant, so nothing can be said of mutants")
-        baseline.add(one.copy / ENTERED)
-    return baseline
+        if one.code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):  # all may be slow
+            failed = (line for line in one.said.splitlines() if line.startswith(("FAILED", "ERROR")))
+            print("not used, too slow or failing without any mutant:", *failed, sep="\n  ")
+        results.entered[with_digest(ROOT / one.tests[0])] = json.loads((one.copy / ENTERED).read_text())
+        if path:
+            results.write(path)
+    return all(with_digest(ROOT / file) in results.entered for file in files)
 
 
-def try_all(mutants: Sequence[Mutant], jobs: int) -> list[Mutant]:
-    """The survivors."""
-    survivors: list[Mutant] = []
+def try_left(results: Results, jobs: int, until: float, path: Path | None) -> None:
+    """Try the mutants that are left, and keep the results in a file."""
     ignored = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis")
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copies = [Path(shutil.copytree(ROOT, Path(folder) / str(n), ignore=ignored)) for n in range(jobs)]
-        baseline = run_baseline(copies, mutants)
-        for n, one in enumerate(runs(copies, [(baseline.chosen(mutant), mutant) for mutant in mutants]), 1):
+        asked = []
+        if note_entered(results, copies, until, path):
+            chosen = {mutant: results.chosen(mutant) for mutant in results.left}
+            results.failed |= {mutant: "" for mutant, tests in chosen.items() if not tests}
+            asked = [(tests, mutant) for mutant, tests in chosen.items() if tests]
+        for one in runs(copies, asked, until):
             assert one.mutant is not None
             assert one.code != pytest.ExitCode.NO_TESTS_COLLECTED, one.said
-            by = next((line for line in one.said.splitlines() if line.startswith("FAILED")), "")
-            end = "killed" if one.code else "SURVIVED"
+            by = next(
+                (line for line in one.said.splitlines() if line.startswith(("FAILED", "ERROR"))), "without a test"
+            )
+            results.failed[one.mutant] = by if one.code else ""
             print(
-                f"[{n}/{len(mutants)}] {end}, {one.seconds:.0f} s of {len(one.tests)} tests  {by}\n{one.mutant}",
+                f"[{len(results.mutants) - len(results.left)}/{len(results.mutants)}] "
+                f"{'killed' if one.code else 'SURVIVED'}, {one.seconds:.0f} s of {len(one.tests)} tests  "
+                f"{results.failed[one.mutant]}\n{one.mutant}",
                 flush=True,
             )
-            if not one.code:
-                survivors.append(one.mutant)
-    return survivors
+            if path:
+                results.write(path)
 
 
 def main() -> int:
@@ -408,32 +498,40 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="by which they are drawn")
     parser.add_argument("--only", default="", help="of files with this in their name")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants that are tried at once")
-    parser.add_argument("--json", type=Path, help="where the survivors are written")
-    parser.add_argument("--again", type=Path, help="such a file: only its survivors are tried")
+    parser.add_argument(
+        "--results", type=Path, help="where results are kept; if the file exists, its draw is gone on with"
+    )
+    parser.add_argument("--again", action="store_true", help="try the survivors of that file again")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant after that time")
     parser.add_argument("--list", action="store_true", help="draw, and try none")
     asked = parser.parse_args()
-    if asked.again:
-        mutants = [Mutant(**each) for each in json.loads(asked.again.read_text())]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and copies go
+    until = time.monotonic() + asked.seconds
+    if asked.results and asked.results.exists():
+        results = Results.read(asked.results)
     else:
         seed = random.SystemRandom().randrange(10**6) if asked.seed is None else asked.seed
-        mutants = draw(asked.count, seed, asked.only)
-        mutants.sort(key=lambda mutant: mutant.source)
-        print(f"{len(mutants)} mutants by --seed {seed}", flush=True)
+        results = Results(seed, draw(asked.count, seed, asked.only))
+    print(f"{len(results.mutants)} mutants by --seed {results.seed}", flush=True)
     if asked.list:
-        print(*mutants, sep="\n")
+        print(*results.mutants, sep="\n")
         return 0
+    if asked.again:
+        results.failed = {one: failed for one, failed in results.failed.items() if failed}
     for name in BESIDE_PYTEST:
         importlib.import_module(name)
-    known = [mutant for mutant in mutants if mutant.reason is not None]
-    survivors = try_all([mutant for mutant in mutants if mutant.reason is None], asked.jobs)
-    if asked.json:
-        asked.json.write_text(json.dumps([asdict(each) for each in survivors], indent=1))
-    n, n_killed = len(mutants) - len(known), len(mutants) - len(known) - len(survivors)
+    try_left(results, asked.jobs, until, asked.results)
+    known = [mutant for mutant in results.mutants if mutant.reason is not None]
     for mutant in known:
         print(f"equivalent: {mutant}\n  {mutant.reason}")
-    for mutant in survivors:
+    for mutant in results.survivors:
         print(f"survived: {mutant}")
-    print(f"{n_killed} of {n} killed, {n_killed / max(n, 1):.1%}; {len(known)} equivalent ones were not tried")
+    n = len(results.mutants) - len(known) - len(results.left)
+    n_killed = n - len(results.survivors)
+    print(
+        f"{n_killed} of {n} killed, {n_killed / max(n, 1):.1%}; {len(known)} equivalent ones were not tried, "
+        f"{len(results.left)} are left"
+    )
     return int(n_killed < ENOUGH * n)
 
 

@@ -1,6 +1,6 @@
 """Random networks under plans: do they keep their bits and their budgets, as counted from outside torch?
 
-    python bench/random_networks.py [--seeds 0:300] [--parts 70%,50%,35%,smallest] [--one]
+    python bench/random_networks.py [--seeds 0:300,310] [--parts 70%,50%,35%,smallest] [--one]
 
 Each network is drawn from its number (`networks/drawing.py`) and fitted into each part of its plain step's peak and its
 smallest budget, or with `--one` into one of them; then three later batches, one of them smaller, run with the plan and
@@ -11,12 +11,15 @@ under a counter of torch's allocations (`networks/meter.c`), for which a C compi
 from __future__ import annotations
 
 import argparse
+import gc
 import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
+import torch._dynamo  # noqa: F401  which optimizers import late
 from networks.drawing import draw
 from networks.judging import PARTS, is_preloaded, judge, preloaded
 
@@ -24,15 +27,15 @@ from networks.judging import PARTS, is_preloaded, judge, preloaded
 def main() -> int:
     """Judge the networks of some numbers, each line as soon as it is known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0:300", help="first:stop, or one number")
+    parser.add_argument("--seeds", default="0:300", help="first:stop, or one number; several with commas between them")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--one", action="store_true", help="one of the parts for each network, in turn")
     arguments = parser.parse_args()
     if not is_preloaded():
         return _again_with_meter()
-    first, _, stop = arguments.seeds.partition(":")
+    gc.freeze()  # recordings begin with a look at all that is not frozen
     n_budgets = n_wrong = 0
-    for seed in range(int(first), int(stop or int(first) + 1)):
+    for seed in _numbers(arguments.seeds):
         drawn, parts = draw(seed), arguments.parts.split(",")
         try:
             for part, wrong in judge(drawn, (parts[seed % len(parts)],) if arguments.one else tuple(parts)):
@@ -45,6 +48,11 @@ def main() -> int:
             print(f"{seed}: {traceback.format_exc()}\n    {drawn}", flush=True)
     print(f"{n_budgets} budgets, {n_wrong} not kept", flush=True)
     return int(n_wrong > 0)
+
+
+def _numbers(ranges: str) -> Iterator[int]:
+    for first, _, stop in (each.partition(":") for each in ranges.split(",")):
+        yield from range(int(first), int(stop or int(first) + 1))
 
 
 def _again_with_meter() -> int:

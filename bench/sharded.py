@@ -2,6 +2,7 @@
 
     python bench/sharded.py                   # some 10 minutes on two cores; writes docs/sharded.md
     python bench/sharded.py --models llama    # prints the rows of this model alone
+    python bench/sharded.py --processes       # writes only the section on four processes again; two minutes
     python bench/sharded.py --published       # writes only the last two sections again; two minutes of one core
 
 Each repeated block, and then the whole model, is sharded with `fully_shard` over two processes, which communicate by
@@ -23,7 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "processes"))
 
+import compared
 import torch
 from contest import allocator, tables
 from contest.flops import Flops
@@ -172,7 +175,24 @@ PUBLISHED = (
     Published("Llama 3.1 8B, 2 x 8192 tokens, selective checkpointing", "8 x h100-80", "", "82.4 GiB", TORCHTITAN),
     Published("the same", "128 x h100-80", "", "67.0 GiB", TORCHTITAN),
 )
-NCCL_HEADING, PUBLISHED_HEADING = "## Memory of NCCL", "## Estimates compared with published measurements"
+PROCESSES_HEADING, NCCL_HEADING = "## Estimates compared with four processes", "## Memory of NCCL"
+PUBLISHED_HEADING = "## Estimates compared with published measurements"
+
+
+def four_processes() -> Iterator[str]:
+    """Yield the table of small models that four processes share."""
+    yield from ("", PROCESSES_HEADING, "")
+    yield (
+        "A small model of three blocks, with AdamW, on a CPU. *Estimated* is made in one process; the other processes "
+        "do not exist. *Measured* is the smallest of four steps of four processes that communicate by gloo, because "
+        "gloo's threads keep what they have sent for a moment. Both count all memory of a process: parameters, "
+        "optimizer, batch and the step itself. Checkpoints keep states of the CPU's random number generator, 5,056 "
+        "bytes each, which estimates do not count."
+    )
+    yield from ("", "| way | rank | estimated | measured | difference |", "|---|---:|---:|---:|---:|")
+    for case, ranks in compared.compare([*compared.CASES]):
+        for rank, (estimate, measured) in ranks.items():
+            yield f"| {case} | {rank} | {estimate:,} B | {measured:,} B | {estimate / measured - 1:+.3%} |"
 
 
 def nccl() -> Iterator[str]:
@@ -221,11 +241,12 @@ def estimated(row: Published) -> GpuMemoryEstimate:
     return estimate
 
 
-def renew_published() -> None:
-    """Replace the last sections of the page."""
-    page = tables.DOCS / "sharded.md"
-    before = page.read_text(encoding="utf-8").partition(NCCL_HEADING)[0].rstrip().splitlines()
-    tables.write("sharded", before, [nccl(), published()])
+def renew(heading: str, sections: Iterable[Iterable[str]], until: str | None = None) -> None:
+    """Replace the sections of the page from `heading` on, up to another one."""
+    page = (tables.DOCS / "sharded.md").read_text(encoding="utf-8")
+    before, _, after = page.partition(heading)
+    rest = [] if until is None else ["", *(until + after.partition(until)[2]).rstrip().splitlines()]
+    tables.write("sharded", before.rstrip().splitlines(), [*sections, rest])
 
 
 def work(rank: int, meeting: str, models: list[str] | None) -> None:
@@ -235,7 +256,6 @@ def work(rank: int, meeting: str, models: list[str] | None) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     found: Iterable[Iterable[str]] = map(section, models or MODELS)
     if rank == 0:
-        found = found if models else (*found, nccl(), published())
         head = tables.head("sharded", "Sharded models", __doc__, "two processes of one thread each")
         tables.write(None if models else "sharded", head, found)
     else:
@@ -246,12 +266,17 @@ def work(rank: int, meeting: str, models: list[str] | None) -> None:
 
 def main() -> None:
     assert __doc__ is not None
+    if sys.argv[1:] == ["--processes"]:
+        renew(PROCESSES_HEADING, [four_processes()], until=NCCL_HEADING)
+        return
     if sys.argv[1:] == ["--published"]:
-        renew_published()
+        renew(NCCL_HEADING, [nccl(), published()])
         return
     models = tables.models_asked(__doc__, MODELS)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(work, args=(f"{folder}/meeting", models), nprocs=2)  # type: ignore[no-untyped-call]
+    if models is None:
+        renew(PROCESSES_HEADING, [four_processes(), nccl(), published()])
 
 
 if __name__ == "__main__":

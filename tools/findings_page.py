@@ -20,6 +20,10 @@ print(watched)
 
 `lowtide watch train.py` does the same for an unmodified script; its exit code is 1 if it found something.
 Nothing below 16 KiB or 1 % of a forward's graph is reported, and no output below 5 %.
+
+Watching costs little: steps of the demo's GPT-2 take as long as without it (within 3 %, `python bench/watch.py`), after
+five steps that are looked at closely, 0.35 s in all. A loop of tiny steps (0.7 ms) takes 2.2 times as long,
+and 7.4 times under `lowtide.measure` (`--tiny`).
 """
 
 _REMEDIES = {"LT024": "run the forward at train.py:42 under `torch.no_grad()`"}

@@ -21,7 +21,8 @@ from compiled_by_hand import plan_for
 from joint_graphs import masked
 from lowtide._torch.joint_graph import always_partitioned, kernels_left_out
 from lowtide.api.fit import as_measured
-from lowtide.planner.planning import smallest_plan
+from lowtide.api.verify import compare_with_plain, scheduled_peak
+from lowtide.planner.planning import plain_peak_bytes, smallest_peak, smallest_plan
 from lowtide.planner.records import Plan
 from lowtide.runtime.joint_slots import JointSlots
 from parts import Convolves
@@ -170,6 +171,34 @@ def test_sums_over_rows_add_up_in_the_same_order_beside_recomputed_values_under_
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("inductor")
+@pytest.mark.parametrize("made", [transformer, convnet])
+def test_the_smaller_of_twenty_budgets_cost_more_and_measured_peaks_are_the_predicted_ones(
+    made: Callable[[], tuple[nn.Module, Tensor]],
+) -> None:
+    model, batch = made()
+    compiled: Any = torch.compile(model)
+
+    def step(x: Tensor) -> None:
+        compiled(x).square().mean().backward()
+
+    with kernels_left_out():
+        profile = lowtide.rehearse(compiled, step, batch)
+        most, least = plain_peak_bytes(profile), smallest_peak(profile)[1].peak_bytes
+        plans = [lowtide.plan(profile, least + (most - least) * n // 20) for n in range(20)]
+        predicted = [plan.predicted for plan in plans]
+        assert [p.peak_bytes for p in predicted] == sorted(p.peak_bytes for p in predicted)
+        for cost in ("extra_ms", "extra_flops"):
+            costs = [getattr(p, cost) for p in predicted]
+            assert costs == sorted(costs, reverse=True)
+        of_decisions = {plan.decisions: plan for plan in plans}
+        for plan in of_decisions.values():
+            measured = scheduled_peak(model, step, batch, plan, None)
+            assert measured == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
+    assert len(of_decisions) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
 def test_a_convolutional_model_compiled_in_its_place_fits() -> None:
     model, batch = convnet()
     model.compile()
@@ -189,6 +218,37 @@ def test_the_graphs_of_a_compiled_function_with_a_break_are_planned_together() -
     profile = lowtide.rehearse(model, lambda x: loss(x).backward(), batch)
     assert len(profile.graphs) >= 2
     check_fits(model, lambda x: loss(x).backward(), batch, "80%")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+@pytest.mark.parametrize("only", [True, False])
+def test_a_value_whose_recomputation_changes_bits_is_kept_or_the_budget_refused(
+    only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verdicts are real but for the bits: kernels are left out, and one value, or any, is said to change gradients."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(widens(), widens()), torch.randn(1024, 64)
+    compiled: Any = torch.compile(model)
+    culprits = list[str]()
+
+    def other_bits(model: Any, step: Any, batch: Any, plan: Plan, optimizer: Any, **settings: Any) -> Any:
+        culprits[:] = culprits or sorted(plan.recompute)[:1]
+        verdict = compare_with_plain(model, step, batch, plan, optimizer, **settings)
+        is_other = culprits[0] in plan.recompute if only else bool(plan.recompute)
+        return replace(verdict, differences={"gradients": ("0.0.weight",)} if is_other else verdict.differences)
+
+    monkeypatch.setattr("lowtide.api.fit.compare_with_plain", other_bits)
+    with kernels_left_out():
+        if not only:
+            with pytest.raises(lowtide.RehearsalError, match=r"differ in bits: gradients \(1, first 0\.0\.weight\)"):
+                lowtide.fit(compiled, lambda x: compiled(x).square().mean().backward(), batch, budget="85%")
+            return
+        fitted = lowtide.fit(compiled, lambda x: compiled(x).square().mean().backward(), batch, budget="85%")
+    assert culprits[0] not in fitted.plan.recompute
+    assert fitted.verdict.within_budget
+    assert any(note.startswith(f"kept: {culprits[0]} (") for note in fitted.plan.notes)
+    fitted.remove()
 
 
 def test_a_plan_is_in_the_keys_of_all_caches() -> None:

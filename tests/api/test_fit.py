@@ -103,7 +103,7 @@ def test_the_summary_says_what_was_reached_and_proven(fitted):
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_fitted_object_can_not_be_copied_and_the_error_says_what_can(fitted, copied):
-    with pytest.raises(lowtide.LowtideError, match=r"lowtide\.apply\(model, fitted\.plan\)"):
+    with pytest.raises(lowtide.LowtideError, match=r"lowtide\.apply\(copy, fitted\.plan\)"):
         copied(fitted[1])
 
 

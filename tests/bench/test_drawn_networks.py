@@ -23,11 +23,10 @@ def judged(folder: Path, *arguments: str) -> str:
     return made.stdout
 
 
-@pytest.mark.parametrize("seeds", [pytest.param("100:110", marks=pytest.mark.slow), "110:116", "20:24"])
+@pytest.mark.parametrize("seeds", [pytest.param("100:110", marks=pytest.mark.slow), "20:24,110:116"])
 def test_bits_and_budgets(tmp_path: Path, seeds: str) -> None:
     """Networks, each in one of the parts of its peak or its smallest budget: ten, and ten more that are slow."""
-    first, stop = map(int, seeds.split(":"))
-    assert judged(tmp_path, "--seeds", seeds, "--one") == f"{stop - first} budgets, 0 not kept\n"
+    assert judged(tmp_path, "--seeds", seeds, "--one") == "10 budgets, 0 not kept\n"
 
 
 def test_the_same_number_is_the_same_network() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -87,6 +87,7 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
     [
         pytest.param(0, {}, 1, id="first"),
         pytest.param(3, {"mp_policy": HALF}, 2, id="last, half precision, micro-batches"),
+        pytest.param(0, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, 1, id="on the host"),
         pytest.param(3, {}, 1, id="last", marks=pytest.mark.slow),
         pytest.param(0, {"reshard_after_forward": False}, 1, id="stays whole", marks=pytest.mark.slow),
         pytest.param(0, {"reshard_after_forward": 2}, 1, id="half whole", marks=pytest.mark.slow),

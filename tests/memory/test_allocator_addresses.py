@@ -22,10 +22,27 @@ def test_the_addresses_are_those_that_a_driver_gave() -> None:
 def test_rests_of_chunks_are_filled_from_the_lowest() -> None:
     address = DriverAddresses()
     first, second = address(20 * MIB), address(44 * MIB)
+    assert CHUNK == 32 * MIB
     assert first - second == 2 * CHUNK  # downwards, in whole chunks
     assert address(20 * MIB) == second + 44 * MIB
     assert address(3 * MIB) == first + 20 * MIB
     assert address(10 * MIB) == second - CHUNK
+
+
+def test_segments_begin_at_whole_pages_and_a_rest_that_is_used_up_is_gone() -> None:
+    address = DriverAddresses()
+    first = address(MIB)
+    assert first % (2 * MIB) == 0
+    assert address(MIB) == first + 2 * MIB
+    assert address(28 * MIB) == first + 4 * MIB
+    assert address(MIB) == first - CHUNK
+
+
+def test_other_orders_leave_room_between_segments() -> None:
+    for order in OTHERS[:2]:
+        addresses = order()
+        first, second = (next(addresses) if not callable(addresses) else addresses(MIB) for _ in range(2))
+        assert abs(first - second) == 16 * 2**30
 
 
 def test_other_orders_begin_anew_and_fit_into_addresses() -> None:

@@ -160,3 +160,10 @@ def test_text_and_back(config: AllocatorConfig) -> None:
 def test_more_than_an_address_can_count_is_as_much_as_it_can() -> None:
     assert UNLIMITED == 2**64 - 1
     assert AllocatorConfig.parse(f"max_split_size_mb:{2**50}").max_split_size == 2**64 - MIB
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "expected"), [(1, 1), (MIB - 1, 1), (MIB, 1), (2 * MIB, 2), (4 * MIB - 1, 2), (4 * MIB, 4), (2**40, 8)]
+)
+def test_a_request_is_rounded_as_set_for_its_power_of_two(n_bytes: int, expected: int) -> None:
+    assert AllocatorConfig.parse("roundup_power2_divisions:[1:1,2:2,4:4,>:8]").divisions_for(n_bytes) == expected

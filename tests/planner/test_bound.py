@@ -27,8 +27,9 @@ def test_it_is_exact_where_one_drop_takes_what_one_block_holds(dropped: int) -> 
     assert lower_bound(Simulator(profile), 311 - 40 * dropped) == pytest.approx(dropped, abs=1e-3)
 
 
-def test_a_budget_that_nothing_reaches_has_no_bound() -> None:
-    assert lower_bound(Simulator(chain(6, inner=1)), 60) == math.inf
+@pytest.mark.parametrize("budget", [60, 0, -5])
+def test_a_budget_that_nothing_reaches_has_no_bound(budget: int) -> None:
+    assert lower_bound(Simulator(chain(6, inner=1)), budget) == math.inf
 
 
 @settings(max_examples=100)

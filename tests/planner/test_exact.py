@@ -17,7 +17,7 @@ from lowtide.planner.solve.lower_bound import lower_bound
 from lowtide.planner.solve.moves import Moves
 from lowtide.planner.solve.pareto_pool import Candidate, CostRange, ParetoPool, pareto_front
 from planner import bruteforce
-from planner.profiles import chain, profiles, random_profile, transformer
+from planner.profiles import Tape, chain, profiles, random_profile, transformer
 
 
 def searched(profile: Profile, limit: int) -> tuple[float, Candidate | None]:
@@ -39,6 +39,23 @@ def test_one_search_finds_what_trying_everything_finds(inner: int) -> None:
         _, found = searched(profile, limit)
         assert found is not None
         assert found.extra_ms == min(outcome.extra_ms for outcome in outcomes if outcome.peak_bytes <= limit)
+
+
+def test_what_two_calls_of_the_model_save_at_one_address_is_recomputed_in_both() -> None:
+    tape = Tape()
+    for _ in range(2):
+        with tape.call("model#0", refused="the model itself"):
+            x = tape.op(10)
+            y = tape.op(40, x, saves=[x], recipe="gelu", ms=2.0)
+            tape.op(1, y, saves=[y])
+    profile = tape.profile()
+    plain = predict(profile, Decisions())
+    smallest = min(outcome.peak_bytes for outcome in bruteforce.predictions(profile))
+    assert smallest < plain.peak_bytes
+    bound, found = searched(profile, smallest)
+    assert found is not None
+    assert found.extra_ms == 4.0
+    assert bound <= 4.0
 
 
 def test_infeasible_problems_have_an_infinite_bound() -> None:

@@ -82,8 +82,8 @@ def test_ranges_name_their_numbers(numbers: set[int]):
         ({"h.0": {"recompute": ["act#0:0"]}}, "'h.0' must have an object of nodes by address as recompute"),
         ({"h.0": {"replay": {"act#0": ""}}}, "a list of calls as replay"),
         ({"h.{}": {"replay": [3]}}, "Expected `str`, got `int`"),
-        ({"h.{-}": {"replay": ["a#0"]}}, "'h.{-}' is no block"),
-        ({"h.{0,5-2}": {"replay": ["a#0"]}}, "'h.{0,5-2}' is no block"),
+        ({"h.{-}": {"replay": ["a#0"]}}, "'h.{-}' is not a block path"),
+        ({"h.{0,5-2}": {"replay": ["a#0"]}}, "'h.{0,5-2}' is not a block path"),
     ],
 )
 def test_nonsense_is_refused(decisions: object, says: str):
@@ -91,3 +91,8 @@ def test_nonsense_is_refused(decisions: object, says: str):
     with pytest.raises(LowtideError, match="not a Plan of format 3") as caught:
         Plan.from_json(text)
     assert says in str(caught.value)
+
+
+def test_a_key_that_is_no_block_is_quoted_up_to_100_characters():
+    with pytest.raises(ValueError, match=r"^'{3-1}a{95}' is not a block path"):
+        unfold({"{3-1}" + "a" * 200: {"replay": ["#0"]}})

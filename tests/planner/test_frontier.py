@@ -69,3 +69,5 @@ def test_points_that_were_measured_elsewhere_are_read(tmp_path: Path) -> None:
     path.write_text('[{"peak": 7}]')
     with pytest.raises(LowtideError, match="is not a list of points"):
         read_points(path)
+    with pytest.raises(LowtideError, match=r"missing\.json is not a list of points: "):
+        read_points(tmp_path / "missing.json")

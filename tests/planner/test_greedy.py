@@ -3,7 +3,7 @@
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.solve.greedy import GreedySearch
 from lowtide.planner.solve.moves import Moves
-from planner.profiles import chain
+from planner.profiles import Tape, chain
 
 
 class Counting(GreedySearch):
@@ -27,3 +27,21 @@ def test_values_to_keep_in_a_long_chain_are_found_without_trying_all() -> None:
     assert len(kept) == 1
     assert abs(int(kept[0].split(":")[1]) - 200) <= 2
     assert search.swept < 100
+
+
+def test_decisions_that_change_nothing_are_dropped_and_the_others_stay() -> None:
+    """A value that two slots hold is kept as long as one of them keeps it."""
+    tape = Tape()
+    with tape.call("model#0", refused="the model itself"):
+        x = tape.op(10)
+        shared = tape.op(40, x, saves=[x], recipe="gelu")
+        first = tape.op(10, shared, saves=[shared])
+        second = tape.op(10, first, shared, saves=[shared])
+        alone = tape.op(40, second, saves=[second], recipe="gelu")
+        tape.op(1, alone, saves=[alone])
+    simulator = Simulator(tape.profile())
+    choice = simulator.keep_everything()
+    saved = {address: n for n, address in enumerate(simulator.index.addresses)}
+    choice.recompute[[saved["model#0:1"], saved["model#0:4"]]] = True
+    tidied = GreedySearch(Moves(simulator)).drop_ineffective(choice)
+    assert [simulator.index.addresses[n] for n in tidied.recompute.nonzero()[0]] == ["model#0:4"]

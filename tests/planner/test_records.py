@@ -1,6 +1,8 @@
 """Records are the same after a trip through JSON, and nonsense is refused with an error of ours."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,20 @@ def test_fingerprints_say_where_they_differ() -> None:
         "torch: made for 2.13.0, found 2.14.0",
         "device: made for cpu, found cuda",
     )
+
+
+def test_a_function_that_takes_a_record_names_it_and_how_to_read_one(tmp_path: Path) -> None:
+    hint = "Plan.from_json(path) reads one"
+    for path in ("plan.json", tmp_path / "plan.json"):
+        with pytest.raises(LowtideError, match=re.escape(f"apply takes a Plan, found {type(path).__name__}; {hint}.")):
+            Plan.expect(path, "apply")
+    with pytest.raises(LowtideError, match=r"^apply takes a Plan, found int\.$"):
+        Plan.expect(3, "apply")
+
+
+def test_fingerprints_differ_in_either_direction() -> None:
+    one = Fingerprint(torch="2.13", model="a", batch="x", device="cpu")
+    other = replace(one, torch="2.12", model="b")
+    assert one.differences(other) == ("torch: made for 2.13, found 2.12", "model: made for a, found b")
+    assert other.differences(one) == ("torch: made for 2.12, found 2.13", "model: made for b, found a")
+    assert one.differences(one) == ()

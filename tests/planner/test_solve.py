@@ -335,3 +335,12 @@ def test_greedy_is_never_better_than_trying_everything(seed: int) -> None:
     made = plan(profile, smallest.peak_bytes, offload=True)
     least = min(outcome.extra_ms for outcome in outcomes if outcome.peak_bytes <= smallest.peak_bytes)
     assert made.predicted.extra_ms >= least - 1e-9
+
+
+def test_larger_batches_get_the_smallest_peak_unless_the_plan_is_of_compiled_code() -> None:
+    profile = chain(3)
+    smallest, _ = smallest_peak(profile)
+    made = plan(profile, "80%")
+    assert made.fallback is not None
+    assert made.fallback.decisions == smallest
+    assert plan(replace(profile, graphs=("hash",)), "80%").fallback is None

@@ -70,7 +70,7 @@ def test_synchronized_batch_norm_keeps_no_more_than_batch_norm(estimate, tmp_pat
     ("library", "way"),
     [
         ("accelerate", "fsdp"),
-        ("trainer", "fsdp"),
+        pytest.param("trainer", "fsdp", marks=pytest.mark.slow),
         pytest.param("accelerate", "ddp", marks=pytest.mark.slow),
         pytest.param("trainer", "ddp", marks=pytest.mark.slow),
     ],
@@ -85,6 +85,23 @@ def test_loops_of_libraries_are_estimated_and_save_nothing(library: str, way: st
     assert f"{skipped[library]} is left out" in out
     assert not any(path.is_file() for path in saved.rglob("*"))
     assert ("gathered parameters" in out) == (way == "fsdp")
+
+
+def test_meshes_and_collectives_in_the_loop(estimate) -> None:
+    code, out, err = estimate("by_hand.py")
+    assert code == 0, err
+    assert "it fits" in out
+    assert "optimizer" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["offload", "scaler"])
+def test_recipes_are_estimated(recipe: str, estimate) -> None:
+    code, out, err = estimate("recipes.py", recipe)
+    assert code == 0, err
+    assert "it fits" in out
+    assert "communication buffers" in out
+    assert ("torch.save is left out" in out) == (recipe == "offload")
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,30 @@ def test_a_kernel_writes_over_the_input_that_nothing_else_reads() -> None:
     assert half.levels == (MANY, MANY, MANY, MANY + FEW, FEW)
 
 
-def test_a_kernel_with_two_outputs_has_both_in_memory_with_its_input() -> None:
+def test_a_kernel_with_two_outputs_writes_one_over_the_input_that_nothing_else_reads() -> None:
     half = forward_half(scaled(), Recomputed(frozenset({2}), frozenset()))
-    assert max(half.levels) == 3 * MANY
+    assert half.levels[:3] == (MANY, 2 * MANY, 2 * MANY)
     assert half.levels[-1] == MANY + FEW  # saved, and the output
+
+
+def test_kernels_that_no_extern_kernel_separates_have_their_values_in_memory_together() -> None:
+    """A CPU calls them as one: the first kernel's input is there until the second one is done."""
+    graph = JointGraph(
+        [
+            node("input", root=0),
+            node("extern", (0,), root=1, target="aten.mm"),
+            node("reduction", (1,), FEW, root=2),
+            node("extern", (0,), root=3, target="aten.mm"),
+            node("pointwise", (1, 2), root=4),
+            node("pointwise", (3,), 2 * MANY, root=5),
+            node("extern", (4, 5), FEW, root=6),
+        ],
+        [6],
+        [],
+        "key",
+    )
+    half = forward_half(graph, Recomputed(frozenset(), frozenset()))
+    assert max(half.levels) == 4 * MANY + FEW  # both products, the first of them overwritten, and a larger result
 
 
 def activated() -> JointGraph:
@@ -53,12 +73,52 @@ def activated() -> JointGraph:
     )
 
 
-def test_a_recomputed_activation_is_in_the_kernel_of_its_gradient_and_read_after_it() -> None:
+def test_a_recomputed_activation_is_freed_before_its_gradient_is_computed() -> None:
     half = backward_half(activated(), Recomputed(frozenset({1}), frozenset({2})))
-    assert half.born[2] == half.born[7] - 1  # the gradient goes over one of the inputs
-    assert half.born[5] > half.born[7] > half.born[6]
-    assert max(half.levels) == 2 * MANY  # the activation, and a gradient over the other
+    assert half.born[2] < half.born[5] < half.born[7]
     assert half.levels[-1] == 2 * FEW - 2 * MANY  # both inputs are gone
+    assert max(half.levels) == MANY + FEW
+
+
+def test_fused_arithmetic_waits_for_the_call_that_needs_its_result() -> None:
+    """Its input, the gradient, waits with it, beside the result of the call before."""
+    graph = JointGraph(
+        [
+            node("input", root=0),
+            node("input", root=1, tangent=True),
+            node("pointwise", (1,), root=2, backward=True),
+            node("extern", (0,), root=3, backward=True),
+            node("extern", (2, 3), FEW, root=4, backward=True),
+        ],
+        [],
+        [4],
+        "key",
+    )
+    half = backward_half(graph, Recomputed(frozenset(), frozenset()))
+    assert half.levels == (MANY, 2 * MANY, MANY + FEW, FEW - MANY)
+    assert half.born[3] < half.born[2]
+
+
+def convolved() -> JointGraph:
+    """Backward of y = conv(x): one call that returns the gradients of input and weight, of the input's size each."""
+    return JointGraph(
+        [
+            node("input", root=0),
+            node("input", root=1, tangent=True),
+            node("pointwise", (1,), root=2, backward=True),
+            node("extern", (2, 0), 0, root=3, target="aten.convolution_backward", backward=True),
+            node("extern", (3,), root=4, target="getitem", backward=True),
+            node("extern", (3,), root=5, target="getitem", backward=True),
+        ],
+        [],
+        [4, 5],
+        "key",
+    )
+
+
+def test_all_results_of_a_call_are_in_memory_together_with_its_arguments() -> None:
+    half = backward_half(convolved(), Recomputed(frozenset(), frozenset()))
+    assert half.levels == (MANY, 2 * MANY, MANY, MANY, MANY)  # the gradient of the output is gone
 
 
 def test_products_of_16_bit_values_have_the_scratch_memory_that_they_were_measured_with() -> None:

@@ -404,7 +404,7 @@ class _Plain:
 
 
 @pytest.mark.parametrize("kind", [lambda p: transformers.BatchEncoding({"pixels": p}), _Named, _Plain])
-def test_a_batch_of_any_kind_is_counted_recognized_and_put_back(kind):
+def test_a_batch_of_any_kind_is_counted_recognized_and_restored(kind):
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
     batch = kind(torch.ones(512, 64))
 
@@ -622,7 +622,7 @@ def test_torchscript_is_rehearsed_as_it_is_from_its_second_run_on():
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_sparse_batches_buffers_and_gradients_are_counted_and_put_back(layout):
+def test_sparse_batches_buffers_and_gradients_are_counted_and_restored(layout):
     torch.manual_seed(0)
     adjacency = (torch.rand(128, 128) > 0.95).float().to_sparse(layout=layout).clone()
     model = nn.Sequential(nn.Embedding(128, 64, sparse=True), nn.Linear(64, 64), nn.Tanh())

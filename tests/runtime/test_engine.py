@@ -244,7 +244,7 @@ def test_two_models_with_parts_in_common_can_each_have_a_plan(first_out):
     assert [attributes(model) for model in models] == own
 
 
-def test_module_compile_is_asked_inside_and_put_back():
+def test_module_compile_is_asked_inside_and_restored():
     model = Language(layers=2)
     calls = []
 

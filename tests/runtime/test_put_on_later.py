@@ -11,7 +11,9 @@ from torch.nn.utils import parametrizations, prune, weight_norm
 import lowtide
 from lowtide.planner import smallest_peak
 from lowtide.planner.records import Plan
+from lowtide.runtime.engine import Engine
 from lowtide.runtime.module_changes import AsPlanned
+from lowtide.runtime.plan_table import actions_for
 
 WIDTH = 32
 
@@ -154,3 +156,15 @@ def test_removals_from_modules_are_no_change() -> None:
         assert before.change() == f"every module has the hook {__name__}.written_over"
     del block.wide
     assert before.change() == "1 has no module at wide any longer"
+
+
+def test_a_pruned_weight_that_moves_a_planned_tensor_is_reported() -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), torch.randn(64, WIDTH)
+    engine = Engine(model, actions_for({"2#0:0": "TanhBackward0"}, ()))
+    engine.install()
+    try:
+        prune.l1_unstructured(model[2], "weight", 0.3)  # its mask is now the first tensor that the call saves
+        with pytest.warns(UserWarning, match=r"saves different tensors than the rehearsed step \(first at 2#0:0\)"):
+            model(x).sum().backward()
+    finally:
+        engine.remove()

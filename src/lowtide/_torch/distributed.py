@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from lowtide._torch.fake_modes import is_own, without_function_modes, without_modes
+from lowtide._torch.fake_modes import is_fake, is_own, without_function_modes, without_modes
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -171,21 +171,38 @@ def n_groups() -> int:
 
 
 @contextlib.contextmanager
-def sharding_without_modes() -> Iterator[None]:
+def sharding_without_modes(contents: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
     """Let DTensor compute shapes, and device meshes their ranks, without dispatch modes inside this `with` block. Torch
     2.13.
 
-    DTensor runs operators on fake tensors of the global shape, which take no memory. A mesh reads its tensor of ranks.
+    DTensor runs operators on fake tensors of the global shape, which take no memory. A mesh reads its tensor of ranks;
+    `contents` returns that of a fake one, if known.
     """
-    if "torch.distributed.tensor" not in sys.modules:
+    if not torch.distributed.is_available():
         yield
         return
+    from torch.distributed._mesh_layout import _MeshLayout
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+    make = DeviceMesh.__init__
+
+    def real(value: Any) -> Any:
+        return contents(value) if is_fake(value) else value
+
+    @_without_modes
+    def made(*args: Any, **kwargs: Any) -> None:
+        make(*map(real, args), **{name: real(value) for name, value in kwargs.items()})
+
+    ranks = _without_modes(_MeshLayout.remap_to_tensor)
     with contextlib.ExitStack() as stack:
-        for owner, name in ((ShardingPropagator, "_propagate_tensor_meta_non_cached"), (DeviceMesh, "__init__")):
-            stack.enter_context(patch.object(owner, name, _without_modes(getattr(owner, name))))
+        stack.enter_context(patch.object(DeviceMesh, "__init__", made))
+        stack.enter_context(patch.object(_MeshLayout, "remap_to_tensor", ranks))
+        if "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+            name = "_propagate_tensor_meta_non_cached"
+            shapes = _without_modes(getattr(ShardingPropagator, name))
+            stack.enter_context(patch.object(ShardingPropagator, name, shapes))
         yield
 
 

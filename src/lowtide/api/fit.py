@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from lowtide.api.apply import Applied, apply
+from lowtide.api.differing_bits import REFUSED, differing_addresses, with_kept
 from lowtide.api.fitted import check_has_no_plan
 from lowtide.api.shape_buckets.dispatch import Switched, Switching
 from lowtide.api.shape_buckets.fit_buckets import Bucket, buckets_for
@@ -344,35 +346,65 @@ def _is_cheaper_replayed(whole: Profile, inside: Plan) -> bool:
 def _compiled(site: StepContext, choice: Choice, made: Plan, budget_for: BudgetFor) -> tuple[Plan, Verdict]:
     """Return the cheapest of a few plans that is measured within the budget, with its proof; `made` is the first.
 
-    On a CPU, plans are first measured without kernels, which is soon done; the best one of these is compiled. Raises
-    Infeasible with the smallest measured peak, and RehearsalError for other bits.
+    On a CPU, plans are first measured without kernels, which is soon done; the best one of these is compiled. If its
+    bits are not those of the plain step, the recomputed values that change them are searched for, and the next plans
+    keep them. Raises Infeasible with the smallest measured peak, and RehearsalError for other bits.
     """
-    verdicts: dict[Decisions, Verdict] = {}
-
-    def proven(tried: Plan) -> int | None:
-        verdict = verdicts[tried.decisions] = _proof(site, tried)
-        if verdict.identical:
-            return verdict.measured_peak_bytes
-        if len(verdicts) == 1:
-            raise RehearsalError(_compiled_differs(verdict))
-        return None
-
-    def scheduled(tried: Plan) -> int | None:
-        return scheduled_peak(site.model, site.step, site.batch, tried, site.optimizer)
-
-    made = replace(made, budget_for=budget_for)
-    if made.decisions != Decisions() and budget_for == "requested" and place_of(site.model).type == "cpu":
-        n_scheduled, best = cheapest_within(choice, made, scheduled, SCHEDULED)
-        if best is not None and best.predicted.peak_bytes > made.budget_bytes:
-            raise compiled_over(choice, best, f"plans that were scheduled by inductor and measured: {n_scheduled}")
-        made = best or made
-    n_compiled, best = cheapest_within(choice, made, proven, COMPILED_REPAIRS)
-    assert best is not None  # the first one is proven
+    made, kept = _scheduled(site, choice, replace(made, budget_for=budget_for)), tuple[str, ...]()
+    while True:
+        best, proofs = _proven(site, choice, made)
+        last, verdict = proofs[-1]
+        if verdict.identical or (best is not None and best.predicted.peak_bytes <= made.budget_bytes):
+            break
+        if kept or not last.recompute:
+            raise RehearsalError(_compiled_differs(site, last))
+        kept = differing_addresses(tuple(last.recompute), partial(_is_identical, site, last))
+        choice = replace(choice, profile=with_kept(choice.profile, kept))
+        try:
+            made = replace(_planned(choice, made.budget_bytes, made.budget_bytes, offload=False), budget_for=budget_for)
+            made = _scheduled(site, choice, made)
+        except Infeasible as why:
+            raise RehearsalError(_compiled_differs(site, last, why.smallest_peak_bytes)) from why
+    assert best is not None  # bits were those of the plain step
     if best.predicted.peak_bytes > made.budget_bytes:
-        raise compiled_over(choice, best, f"plans that were compiled and measured: {n_compiled}")
-    if n_compiled > 1:
-        best = replace(best, notes=(*best.notes, f"{n_compiled} plans were compiled and measured"))
-    return best, verdicts[best.decisions]
+        raise compiled_over(choice, best, f"plans that were compiled and measured: {len(proofs)}")
+    if len(proofs) > 1:
+        best = replace(best, notes=(*best.notes, f"{len(proofs)} plans were compiled and measured"))
+    if kept:
+        best = replace(best, notes=(*best.notes, f"kept: {listed(kept)} ({REFUSED})"))
+    return best, next(proof for tried, proof in proofs if tried.decisions == best.decisions)
+
+
+def _proven(site: StepContext, choice: Choice, made: Plan) -> tuple[Plan | None, list[tuple[Plan, Verdict]]]:
+    """Return the best of a few compiled plans whose bits are those of the plain step, and all that were compiled."""
+    proofs: list[tuple[Plan, Verdict]] = []
+
+    def peak_of(tried: Plan) -> int | None:
+        verdict = _proof(site, tried)
+        proofs.append((tried, verdict))
+        return verdict.measured_peak_bytes if verdict.identical else None
+
+    _, best = cheapest_within(choice, made, peak_of, COMPILED_REPAIRS)
+    return best, proofs
+
+
+def _scheduled(site: StepContext, choice: Choice, made: Plan) -> Plan:
+    """Return the best of a few plans that are measured without kernels: on a CPU, for a budget of requested bytes.
+
+    Raises Infeasible if none is within the budget.
+    """
+    if made.decisions == Decisions() or made.budget_for != "requested" or place_of(site.model).type != "cpu":
+        return made
+    peak_of = partial(scheduled_peak, site.model, site.step, site.batch, optimizer=site.optimizer)
+    n_scheduled, best = cheapest_within(choice, made, peak_of, SCHEDULED)
+    if best is not None and best.predicted.peak_bytes > made.budget_bytes:
+        raise compiled_over(choice, best, f"plans that were scheduled by inductor and measured: {n_scheduled}")
+    return best or made
+
+
+def _is_identical(site: StepContext, made: Plan, addresses: Collection[str]) -> bool:
+    """Return True if the step has the plain step's bits when it recomputes just the values at `addresses`."""
+    return _proof(site, replace(made, recompute={at: made.recompute[at] for at in addresses})).identical
 
 
 def cheapest_within(
@@ -588,12 +620,18 @@ def _differing(verdict: Verdict) -> str:
     return ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in differing.items())
 
 
-def _compiled_differs(verdict: Verdict) -> str:
+def _compiled_differs(site: StepContext, made: Plan, smallest_bytes: int | None = None) -> str:
+    """Explain that no plan is put in force, as the bits of `made` are others, or else take `smallest_bytes`."""
+    verdict = compare_with_plain(site.model, site.step, site.batch, made, site.optimizer, copies=True)
+    relative = (verdict.relative_differences or {}).items()
+    apart = ", ".join(f"{kind} {distance:.1e}" for kind, distance in relative if distance)
+    apart = f"; relative differences: {apart}" if apart else ""
+    least = "" if smallest_bytes is None else f" Plans that keep the bits need {format_bytes(smallest_bytes)}."
     return (
-        f"under the plan the results of compiled code differ in bits: {_differing(verdict)}. Where saved tensors are "
-        "recomputed, inductor fuses other kernels, which may round or add in another order, as with "
-        "autocast: no plan is put in force.\n  Give a larger budget, or compile the repeated blocks instead, each in "
-        "its place: `for block in model.layers: block.compile()`."
+        f"under the plan the results of compiled code differ in bits: {_differing(verdict)}{apart}. Where saved "
+        "tensors are recomputed, inductor fuses other kernels, which may round or add in another order, as with "
+        f"autocast: no plan is put in force.{least}\n  Give a larger budget, or compile the repeated blocks instead, "
+        "each in its place: `for block in model.layers: block.compile()`."
     )
 
 

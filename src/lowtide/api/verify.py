@@ -240,13 +240,19 @@ def compare_with_plain(
     batch: Any,
     plan: Plan,
     optimizer: Optimizers,
+    *,
+    copies: bool = False,
 ) -> Verdict:
-    """Return the verdict of `verify`, as a stage of the work in progress."""
+    """Return the verdict of `verify`, as a stage of the work in progress.
+
+    With `copies` it has relative differences, for which results are copied. They always are with inexact levers.
+    """
     check_on_device(plan.budget_bytes, place_of(model), plan.budget_for)
     step = accept_batch(step, batch)
     check(model, step, batch)
     check_made_for(plan.fingerprint, model, batch)
     inexact = tuple(lever for lever in plan.levers if not lever.exact)
+    copies = copies or bool(inexact)
     name = type(model).__name__
     with (
         Stage(f"verifying the plan for {name}", total=_RUNS + plan.draws) as stage,
@@ -257,7 +263,7 @@ def compare_with_plain(
         outcome = partial(Outcome.of, model, counts=unchanged.counts)
         untouched = outcome(lambda _: None, batch)
         with apply(model, plan, optimizer=optimizer) as applied:
-            planned = outcome(step, batch, copies=bool(inexact))
+            planned = outcome(step, batch, copies=copies)
             advance()
             updates.follow()
             updates.undo()
@@ -272,7 +278,7 @@ def compare_with_plain(
             planned_ms = _timed(model, step, batch)  # not recorded, like the plain step: recording takes time
         unchanged.restore()
         advance()
-        plain, plain_ms = _plain(model, step, batch, unchanged, copies=bool(inexact))
+        plain, plain_ms = _plain(model, step, batch, unchanged, copies=copies)
         compare_with = plain
         if inexact:
             unchanged.restore()
@@ -304,7 +310,7 @@ def compare_with_plain(
         predicted_extra=plan.predicted.extra_ms / plan.step_ms if plan.step_ms else None,
         differences=differences,
         levers=tuple(lever.name for lever in inexact),
-        relative_differences=plain.relative_differences(planned) if inexact and plain is not None else None,
+        relative_differences=plain.relative_differences(planned) if copies and plain is not None else None,
         nondeterministic=nondeterministic,
         drifted=tuple(sorted(applied.drifted)),
         changes=unchanged.changes,

@@ -92,7 +92,7 @@ def estimate(
     memory for recurrent layers is counted as it was measured on one GPU, which --strict does not accept as known.
 
     With several GPUs, the script runs once as the first and once as the last process that torchrun would start. The
-    other processes do not exist, and nothing is sent. This is new: it has been compared with two processes on a CPU.
+    other processes do not exist, and nothing is sent. This is new: it has been compared with four processes on a CPU.
     NCCL's memory is a range from public reports, so with --strict the exit code is always 1. --batch and --report need
     --rank.
     """

@@ -18,7 +18,7 @@ from lowtide.errors import LowtideError
 @click.option(
     "--alloc-conf",
     metavar="TEXT",
-    help="PYTORCH_CUDA_ALLOC_CONF of the failed run, if the log does not show it.",
+    help="PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF) of the failed run, if the log does not show it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the explanation as JSON.")
 def explain(file: TextIO, alloc_conf: str | None, as_json: bool) -> int:
@@ -28,7 +28,7 @@ def explain(file: TextIO, alloc_conf: str | None, as_json: bool) -> int:
     that are used with torch. The command needs neither torch nor a device. Exit code 2: FILE has no known message.
     """
     log = _Log(file)
-    settings = [] if alloc_conf is None else [f"PYTORCH_CUDA_ALLOC_CONF={alloc_conf}\n"]
+    settings = [] if alloc_conf is None else [f"PYTORCH_ALLOC_CONF={alloc_conf}\n"]
     explanation = explain_text(chain(settings, log.pieces()))
     if explanation is None:
         what = "nothing: it is empty" if log.is_empty else f"other text, lines: {log.n_lines}"

@@ -86,7 +86,7 @@ def run(
 
     Options of this command come before SCRIPT; everything after it is passed to the script. The exit code is the
     script's; 1 also if no plan fits the budget or the measured peak is above it, and 2 also if no plan can be made for
-    the script, or it ends too early.
+    the script, or it ends before a plan was in force, as one does that trains nothing.
 
     New and little tested: a model, or its blocks, compiled by torch.compile, tried on small models on a CPU; several
     processes (torchrun), tried with two on a CPU.
@@ -158,7 +158,7 @@ def _train(script: Script, monitor: PlanMonitor) -> int:
     from lowtide.script.repeat_step import count_in_words
     from lowtide.script.run_listened import run_watched
 
-    code = run_watched(script, monitor, untrained=say)
+    code = run_watched(script, monitor)
     if monitor.n_repeated:
         say(count_in_words(monitor.n_repeated))
     return code

@@ -8,9 +8,10 @@ some.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +19,9 @@ from lowtide._torch.fake_modes import is_fake, on_real_tensors
 from lowtide._torch.modules import SyncBatchNorm
 from lowtide.estimator.values.known_values import learn_alike, receive, senders
 from lowtide.runtime.batch_tensors import tensors_in
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SENDING = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),
@@ -42,13 +46,26 @@ IN_ALL = "every process has rows for SyncBatchNorm"
 
 
 class Done:
-    """Handle of a finished collective operation."""
+    """Handle of a finished collective operation on these tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        self._tensors = [*tensors]
 
     def wait(self, *args: Any) -> bool:
         """Return True at once: nothing was sent."""
         return True
 
-    is_completed = is_success = wait
+    is_completed = is_success = synchronize = wait
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors."""
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Return a finished future of the tensors."""
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
@@ -60,19 +77,24 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
 
 def unsent(send: Callable[..., Any]) -> Callable[..., Any]:
     """Return a version of `send` that does nothing for fake tensors."""
+    names = [*inspect.signature(send).parameters]
+    place_of_async = names.index("async_op") if "async_op" in names else len(names)
 
     @functools.wraps(send)
     def sent(*args: Any, **kwargs: Any) -> Any:
         if not any(map(is_fake, tensors_in((args, kwargs)))):
             return send(*args, **kwargs)
+        received: Sequence[Tensor] = ()
         if (argument := RECEIVED.get(send.__name__)) is not None:
             place, name = argument
+            received = tensors_in(args[place] if len(args) > place else kwargs.get(name))
             with on_real_tensors():
-                for tensor in tensors_in(args[place] if len(args) > place else kwargs.get(name)):
+                for tensor in received:
                     if sys._getframe(1).f_globals.get("__name__") == SyncBatchNorm.__module__:
                         learn_alike(tensor, torch.ones((), dtype=tensor.dtype), IN_ALL)
                     else:
                         receive(tensor, f"torch.distributed.{send.__name__}")
-        return Done() if kwargs.get("async_op") else None
+        is_async = kwargs.get("async_op") or any(args[place_of_async : place_of_async + 1])
+        return Done(received or tensors_in((args, kwargs))) if is_async else None
 
     return sent

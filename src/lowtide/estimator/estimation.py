@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
 from lowtide.estimator.memory_estimate import MemoryEstimate
+from lowtide.estimator.sharded_units import check_estimated
 from lowtide.estimator.two_step_run import TwoStepRun
 from lowtide.levers import enable_plan_levers
 from lowtide.memory.gpu_specs import GpuSpec, parse_gpus
 from lowtide.planner.records import Plan
-from lowtide.profiler.preconditions import check
+from lowtide.profiler.preconditions import check_step
 from lowtide.state.containers import container_restorer
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ def estimate(
     """
     if plan is not None:
         Plan.expect(plan, "estimate")
-    check(model, step, batch)
+    check_step(model, step, batch)
+    check_estimated(model.modules())
     if device is not None:
         from lowtide.estimator.cuda.absent_gpu_run import estimate_on  # imported only for estimates on a GPU
 

@@ -24,6 +24,7 @@ from lowtide._torch.fsdp import (
 )
 from lowtide.errors import RehearsalError
 from lowtide.estimator.collectives import replacements
+from lowtide.estimator.values.known_values import value
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.state.process_group import check_at_rest, several_processes
 
@@ -62,7 +63,7 @@ def sharding(modules: Iterable[Any], ledger: AllocationTracker) -> Iterator[None
         if several_processes():
             for owner, name, function in replacements():
                 stack.enter_context(patch.object(owner, name, function))
-        stack.enter_context(sharding_without_modes())
+        stack.enter_context(sharding_without_modes(value))
         if (ring := ring_attention()) is not None:
             for name in ring[1]:
                 stack.enter_context(patch.object(ring[0], name, _refuse_rings))

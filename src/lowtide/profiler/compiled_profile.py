@@ -318,7 +318,7 @@ class _Records:
                     storage=self._values[index[node]].storage,
                     call=number,
                     label=joint.nodes[node].module,
-                    need=backward + reads.first[node] if is_read else None,
+                    need=backward + reads.demanded[node] if is_read else None,
                     release=backward + max(reads.first[node], reads.last[node]) + 1 if is_read else 0,
                 )
             )

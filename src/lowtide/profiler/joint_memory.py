@@ -1,10 +1,11 @@
 """Computation of the bytes in memory at each call of a compiled graph, from its joint graph.
 
 A value takes memory where inductor has to write it: results of extern kernels and reductions, arguments of extern
-kernels, and outputs. All other values exist within fused kernels only. The order is that of the joint graph; recomputed
-values come right before the first call that needs them, or in the kernel of a later gradient that reads the same
-values. A fused kernel has its inputs in memory together with all its outputs; one with a single output writes over an
-input of its size that nothing else reads. Not modelled is inductor's reordering. Scratch memory of extern kernels is
+kernels, and outputs. All other values exist within fused kernels only. The order is that of the joint graph, except for
+fused arithmetic, which is lowered right before the extern kernel or reduction that needs it; recomputed values come
+right before the first call that needs them. Kernels that no extern kernel separates have their inputs in memory
+together with all their outputs; each output may go over an input of its size that nothing reads later. Not modelled are
+inductor's own reordering, and values that it writes because many calls read them. Scratch memory of extern kernels is
 measured (`compiled_profile.py`).
 """
 
@@ -32,6 +33,10 @@ class Half:
     """First position that reads each value."""
     last: dict[int, int]
     """Last position that reads each value."""
+    demanded: dict[int, int]
+    """Position from which each value is in memory if it is computed again: the beginning of the fused arithmetic at its
+    first read, since inductor lowers that later than the calls that compute the value.
+    """
 
 
 def forward_half(joint: JointGraph, recomputed: Recomputed, scratch: Mapping[int, int] = NONE) -> Half:
@@ -52,8 +57,7 @@ def backward_half(joint: JointGraph, recomputed: Recomputed, scratch: Mapping[in
     nodes = joint.nodes
     given = {nodes[i].root for i in recomputed.given} | {i for i, node in enumerate(nodes) if node.is_tangent}
     given = {root for root in given if nodes[root].kind != "input" or nodes[root].is_tangent}
-    order = _fused_order(joint, _backward_order(joint, recomputed.again))
-    return _half(joint, order, given, joint.backward_outputs, scratch)
+    return _half(joint, _backward_order(joint, recomputed.again), given, joint.backward_outputs, scratch)
 
 
 def scratch_of(
@@ -102,45 +106,6 @@ def _backward_order(joint: JointGraph, again: Collection[int]) -> list[int]:
                 needed.append(arg)
                 pending += nodes[arg].args
         order += [*sorted(needed), at]
-    return order
-
-
-def _fused_order(joint: JointGraph, order: list[int]) -> list[int]:
-    """Return `order` with values in the kernels of later gradients that read the same memory.
-
-    Inductor fuses such kernels across extern kernels on which neither depends: the recomputed output of an activation
-    and its gradient, for example. The readers of both come after them.
-    """
-    is_written, inside = written(joint, order, joint.backward_outputs), set(order)
-    kernels = {at: _fused_reads(joint, at, inside, is_written) for at in order if at in is_written}
-    for value in reversed(kernels):
-        order = _moved_to_gradient(joint, order, value, kernels)
-    return order
-
-
-def _moved_to_gradient(joint: JointGraph, order: list[int], value: int, kernels: Mapping[int, set[int]]) -> list[int]:
-    nodes, at = joint.nodes, order.index(value)
-    if nodes[value].kind != "pointwise":
-        return order
-    following, inside = order[at + 1 :], set(order)
-    later, pending = {value}, [value]
-    while pending:
-        users = [user for user in nodes[pending.pop()].users if user in inside and user not in later]
-        later.update(users)
-        pending += users
-    reads = {root for root in kernels[value] if 2 * nodes[root].bytes >= nodes[value].bytes}
-    is_apart = False
-    for place, other in enumerate(following):
-        is_apart |= nodes[other].kind == "extern"
-        if other in later or not nodes[other].is_backward or reads.isdisjoint(kernels.get(other, ())):
-            continue
-        if not is_apart:
-            return order
-        end = next((n for n in range(place, len(following)) if nodes[following[n]].kind == "extern"), len(following))
-        stay = [node for node in following[:end] if node not in later]
-        after = [node for node in following[:end] if node in later]
-        kernel = stay.index(other)
-        return [*order[:at], *stay[:kernel], value, *stay[kernel:], *after, *following[end:]]
     return order
 
 
@@ -202,6 +167,25 @@ def _into_sums(joint: JointGraph, inside: Collection[int], outputs: Collection[i
     return sums
 
 
+def _lowered(joint: JointGraph, order: Sequence[int]) -> list[int]:
+    """Return `order` with fused arithmetic right before the first extern kernel or reduction that needs it.
+
+    Inductor lowers a call of that kind only when it is needed, so calls that follow it come before it.
+    """
+    nodes, inside = joint.nodes, set(order)
+    place = {node: at for at, node in enumerate(order)}
+    lowered: dict[int, None] = {}
+    for at in [*(node for node in order if nodes[node].kind in ("extern", "reduction")), *order]:
+        needed, pending = set[int](), [at]
+        while pending:
+            node = pending.pop()
+            if node in inside and node not in lowered and node not in needed:
+                needed.add(node)
+                pending += nodes[node].args
+        lowered |= dict.fromkeys(sorted(needed, key=place.__getitem__))
+    return list(lowered)
+
+
 def _half(
     joint: JointGraph,
     order: Sequence[int],
@@ -209,34 +193,28 @@ def _half(
     outputs: Collection[int],
     scratch: Mapping[int, int],
 ) -> Half:
+    order = _lowered(joint, order)
     nodes, place = joint.nodes, {value: at for at, value in enumerate(order)}
     is_written = written(joint, order, outputs)
     begins, ends = _kernels(joint, order, is_written)
     first, last = _reads(joint, order, is_written, begins, ends)
-    only, only_last = _reads(joint, order, is_written, {}, {})
+    _, latest = _reads(joint, order, is_written, {}, {})
     for value in outputs:
         last[nodes[value].root] = len(order)
     forward_outputs = {nodes[value].root for value in joint.forward_outputs}  # their memory is not backward's
     own = {*is_written, *(root for root in given if not nodes[root].is_tangent)} - forward_outputs
-    over = set[int]()
-    for root in sorted(own & only.keys()):
-        if only[root] != only_last[root] or last[root] == len(order):
-            continue
-        writer = order[only[root]]  # writes over the input that nothing else reads
-        is_fused = nodes[writer].kind == "pointwise" and writer in is_written and writer not in {*over, *begins}
-        if is_fused and nodes[writer].bytes == nodes[root].bytes:
-            over.add(writer)
-            last[root] = place[writer] - 1
-    for writer in [value for value, end in ends.items() if place[value] == end and nodes[value].kind == "pointwise"]:
-        reads = _fused_reads(joint, writer, place, is_written) & own  # the last output may go over an input as well
-        for root in sorted(reads):
-            if last.get(root) == place[writer] and nodes[root].bytes == nodes[writer].bytes:
+    for writer in [value for value in order if value in is_written and nodes[value].kind == "pointwise"]:
+        reads = _fused_reads(joint, writer, place, is_written) & own
+        for root in sorted(reads):  # the writer goes over an input that nothing reads later
+            is_free = latest.get(root) == place[writer] and last[root] < len(order)
+            if is_free and nodes[root].bytes == nodes[writer].bytes:
                 last[root], begins[writer] = place[writer] - 1, place[writer]
+                own.discard(root)
                 break
     changes = [0] * (len(order) + 2)
     for root in given:
         changes[min(last.get(root, -1), len(order)) + 1] -= nodes[root].bytes
-    born = {value: begins.get(value, place[value]) for value in is_written}
+    born = {value: begins.get(value, place[_allocating(joint, value, place)]) for value in is_written}
     for value, at in born.items():
         changes[at] += nodes[value].bytes
         end = last.get(value, ends.get(value, at))
@@ -246,7 +224,19 @@ def _half(
     for value, change in zip((*order, -1), changes, strict=False):
         level += change
         levels.append(level + scratch.get(value, 0))
-    return Half(tuple(levels), born, first, last)
+    begin, beginnings = 0, list[int]()
+    for at, value in enumerate(order):
+        beginnings.append(begin)
+        if nodes[value].kind in ("extern", "reduction"):
+            begin = at + 1
+    return Half(tuple(levels), born, first, last, {value: beginnings[at] for value, at in first.items()})
+
+
+def _allocating(joint: JointGraph, value: int, inside: Collection[int]) -> int:
+    """Return the call that allocates a written value: one of several results is there as soon as the others are."""
+    nodes = joint.nodes
+    source = nodes[value].args[0] if nodes[value].target == "getitem" else value
+    return source if source in inside and nodes[source].kind == "extern" else value
 
 
 def _reads(
@@ -284,30 +274,21 @@ def _reads(
 def _kernels(
     joint: JointGraph, order: Sequence[int], is_written: Collection[int]
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the first and last position of the fused kernel that writes each value, if it writes several.
+    """Return the first and last position of the fused kernels that write each value, if they write several.
 
-    Inductor fuses calls that follow each other where one reads what the other computes. A kernel's inputs are in memory
-    together with all its outputs.
+    On a CPU, inductor calls all kernels as one that no extern kernel separates (torch 2.13, `KernelGroup` in
+    `torch/_inductor/codegen/cpp.py`). Inputs of a call are in memory together with all its outputs.
     """
     nodes = joint.nodes
     begins, ends = dict[int, int](), dict[int, int]()
-    kernel: dict[int, list[int]] = {}
-    """Positions of the values that are written by the kernel in which a value is computed."""
+    group: list[int] = []
+    """Positions of the values that are written by one call."""
     for at, value in enumerate(order):
         if nodes[value].kind == "extern":
-            kernel = {}
-        if nodes[value].kind not in ("pointwise", "reduction"):
-            continue
-        inside = [kernel[nodes[arg].root] for arg in nodes[value].args if nodes[arg].root in kernel]
-        mine = inside[0] if inside else []
-        for other in inside[1:]:
-            if other is not mine:
-                mine.extend(other)
-                kernel.update({known: mine for known, its in kernel.items() if its is other})
-        kernel[value] = mine
-        if value in is_written:
-            mine.append(at)
-        if len(mine) > 1:
-            begins |= {order[each]: min(mine) for each in mine}
-            ends |= {order[each]: max(mine) for each in mine}
+            group = []
+        elif value in is_written and nodes[value].kind != "view":
+            group.append(at)
+            if len(group) > 1:
+                begins |= {order[each]: group[0] for each in group}
+                ends |= {order[each]: at for each in group}
     return begins, ends

@@ -41,6 +41,12 @@ NESTED = (
 
 def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
     """Refuse models, steps and optimizers that can't be rehearsed. Raises RehearsalError."""
+    check_step(model, step, batch, optimizer)
+    check_sharding(model.modules())
+
+
+def check_step(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
+    """Refuse what can't be rehearsed in a single process either. Raises RehearsalError."""
     if not isinstance(model, torch.nn.Module):
         raise RehearsalError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
     if not callable(step):
@@ -70,7 +76,6 @@ def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
     named = (content for function in user_functions(step) for _, _, content in variables(function))
     check_not_in_zero(*(content for content in (model, *named) if isinstance(content, torch.nn.Module)))
     check_one_device(model)
-    check_sharding(model.modules())
 
 
 def check_not_in_zero(*modules: Any) -> None:

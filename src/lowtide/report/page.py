@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 
@@ -27,6 +28,11 @@ _DEEPEST_OPEN = 2
 def asset(name: str) -> str:
     """Return the text of a packaged asset file of pages."""
     return files("lowtide.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def prose(text: str) -> str:
+    """Return text as HTML, with what stands between backticks as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def run_page(run: RunRecord) -> str:
@@ -298,7 +304,7 @@ def decided(run: RunRecord) -> str:
         if run.before is None:
             return ""
         if run.refusal:
-            return f'<pre tabindex="0" class="lt-command">{escape(run.refusal)}</pre>'
+            return f'<pre class="lt-command">{escape(run.refusal)}</pre>'
         return "<p>Nothing: this run had no plan, and every saved tensor is kept.</p>"
     plan = run.plan
     said = "".join(f"<li>{escape(_sentence(line))}</li>" for line in [decisions(plan), *lever_lines(plan)])
@@ -339,7 +345,7 @@ def _branch(branch: Branch, whole: int, depth: int, step_ms: float) -> Iterator[
         parts.append(f"+{format_time(branch.ms)}{share}")
     row = (
         f'<span class="lt-name">{name}</span><span class="lt-decisions" aria-hidden="true">{bar}</span>'
-        f'<span class="lt-detail">{" · ".join(parts)}</span>'
+        f'<span class="lt-detail">{" · ".join(f"<span>{part}</span>" for part in parts)}</span>'
     )
     children = [b for b in branch.branches.values() if b.total or b.ms >= 0.0005]
     if not children:
@@ -437,7 +443,7 @@ def _finding(finding: Finding) -> str:
     size = f"{format_bytes(finding.held_bytes)} {finding.unit}".strip() if finding.held_bytes else ""
     held = "held by" if finding.held_bytes else "where"
     rows = [(held, finding.holder), ("made at", finding.made_at), ("fix", finding.fix)]
-    body = "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in rows if value)
+    body = "".join(f"<dt>{name}</dt><dd>{prose(value)}</dd>" for name, value in rows if value)
     return (
         f'<article class="lt-finding" data-bytes="{finding.held_bytes}"><h3><code>{escape(finding.code)}</code> '
         f"{escape(finding.name)}</h3><p><b>{escape(size)}</b> since step {finding.since_step}</p>"
@@ -463,11 +469,11 @@ def obtained(run: RunRecord) -> str:
     ]
     body = "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in facts if value)
     body += "".join(
-        f"<dt>{name}</dt><dd><ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul></dd>"
+        f"<dt>{name}</dt><dd><ul>{''.join(f'<li>{prose(line)}</li>' for line in lines)}</ul></dd>"
         for name, lines in lists
         if lines
     )
     return (
-        f'<p>This command repeats it:</p><pre class="lt-command" tabindex="0" aria-label="command"><code>'
+        f'<p>This command repeats it:</p><pre class="lt-command"><code>'
         f'{escape(run.command)}</code></pre><dl class="lt-facts">{body}</dl>'
     )

@@ -236,7 +236,7 @@ def frontier_plot(frontier: Frontier, plan: Plan | None = None) -> str:
         if plan.bound_ms:
             marks.append(_dot("lt-bound", x(chosen[0]), y(plan.bound_ms / unit), ""))
         text = f"<b>{format_bytes(chosen[0])}, {extra_time(plan.predicted.extra_ms, frontier.step_ms)}</b>"
-        side = " is-left" if x(chosen[0]) > 0.3 * WIDTH else ""
+        side = " is-left" if x(chosen[0]) > 0.45 * WIDTH else ""
         side += " is-low" if y(chosen[1]) < 0.8 * HEIGHT else ""  # below the line, where nothing is drawn
         marks.append(_dot(f"lt-chosen{side}", x(chosen[0]), y(chosen[1]), text))
     marks += [

@@ -117,7 +117,7 @@ class RunComparison:
         html += Table(headings=("", *self.names, "change"), rows=rows).html("What changed")
         plans = ""
         if self.first.plan is not None and self.second.plan is not None:
-            plans = f'<pre tabindex="0">{escape(show_diff(self.first.plan, self.second.plan))}</pre>'
+            plans = f'<pre class="lt-command">{escape(show_diff(self.first.plan, self.second.plan))}</pre>'
         findings = "".join(
             f"<li>{word}: <code>{escape(each.code)}</code> {escape(each.name)}, {escape(_size(each.held_bytes))}, "
             f"held by {escape(each.holder)}</li>"

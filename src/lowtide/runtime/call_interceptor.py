@@ -195,7 +195,7 @@ class InterceptorsInside:
         with self._lock:
             self.n_runs -= 1
             if not self.n_runs:
-                self._put_back()
+                self._reinstall()
 
     @contextlib.contextmanager
     def staying(self) -> Iterator[None]:
@@ -203,14 +203,14 @@ class InterceptorsInside:
         with self._lock:
             self.n_planned += 1
             if self.n_runs:
-                self._put_back()
+                self._reinstall()
         try:
             yield
         finally:
             with self._lock:
                 self.n_planned -= 1
 
-    def _put_back(self) -> None:
+    def _reinstall(self) -> None:
         if not self._interceptors or not self._interceptors[0].installed:  # the plan was removed meanwhile
             return
         fronts = [*map(dict.setdefault, self._tables, repeat(CALL), self._interceptors)]

@@ -193,6 +193,8 @@ class Engine:
         if decision is not None and decision.node == OFFLOAD:
             leaves, decision = decision if frame is None else None, None
         if node is None:
+            if decision is not None:
+                self.drift(decision)
             value = without_history(tensor, base, frame)
             if value.leaf and view is None and leaves is None:
                 return Handle(value, tensor)

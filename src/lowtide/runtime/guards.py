@@ -156,8 +156,9 @@ def more_state(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> Remo
             is_said = True
             say(
                 f"{type(optimizer).__name__} updates {type(model).__name__}, whose optimizers have "
-                f"{format_bytes(more_bytes)} more state than is in the plan: the peak may be above the budget. Make "
-                "them before lowtide.fit, or pass optimizer=; of a script, run what comes before by itself"
+                f"{format_bytes(more_bytes)} more state than is in the plan, for parameters that rehearsed steps did "
+                "not update: the peak may be above the budget by as much. Give a budget that is smaller by that much; "
+                "for lowtide.fit, create optimizers before it, or pass optimizer="
             )
 
     return _while_alive(model, register_optimizer_step_post_hook(updated))

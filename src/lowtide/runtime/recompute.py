@@ -228,7 +228,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 if values.native is not None:
-    values.native.try_free(
+    values.native.lend(
         Recompute=Recompute,
         make_in_python=Recompute.make,
         lay_out=lay_out,

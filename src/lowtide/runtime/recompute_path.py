@@ -246,4 +246,4 @@ def turn_to(
 
 
 if native is not None:
-    native.try_free(signed_constant=signed, in_slot=in_slot)
+    native.lend(signed_constant=signed, in_slot=in_slot)

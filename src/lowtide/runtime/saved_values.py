@@ -184,7 +184,7 @@ def unpack_in_python(handle: Handle | KeptTensor) -> Tensor:
 unpack: Callable[[Handle | KeptTensor], Tensor] = unpack_in_python if native is None else native.unpack
 """Return a saved tensor, as the unpack hook."""
 if native is not None:
-    native.try_free(
+    native.lend(
         Value=Value,
         Handle=Handle,
         observed=globals(),

@@ -296,7 +296,7 @@ def _writes(memory: Sequence[Tensor | torch.UntypedStorage], writer: str) -> boo
     plans = _plans_in_force()
     if plans:
         with without_function_modes():
-            storages = {memory_id(each) for each in memory} - {0}
+            storages = {memory_id(each) for each in memory}
             for relied_on in plans:
                 if relied_on.may_read(storages):
                     relied_on.before_write(storages, writer)

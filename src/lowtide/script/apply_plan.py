@@ -59,7 +59,7 @@ class Applying(PlanMonitor):
             try:
                 self._open = Measured(model, batch, optimizers, self._applied, self._plan.budget_for)
             except RehearsalError as why:
-                self.loses_track(why)
+                self._loses_track(why)
         elif self._n_others >= PATIENCE:
             self._finish()
 
@@ -85,7 +85,7 @@ class Applying(PlanMonitor):
             if len(self._peaks) == 2 or self._n_others >= PATIENCE or self._most > self._plan.budget_bytes:
                 self._finish()
 
-    def loses_track(self, why: RehearsalError) -> None:
+    def _loses_track(self, why: RehearsalError) -> None:
         """Leave the plan in force without measuring it."""
         self._say(f"the peak under the plan is not measured: {why}")
         self._leave_in_force()

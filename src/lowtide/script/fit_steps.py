@@ -20,6 +20,7 @@ import torch
 from lowtide._torch.compiled_code import n_compiled
 from lowtide._torch.joint_graph import always_partitioned, kernels_left_out
 from lowtide.api.apply import Applied, apply
+from lowtide.api.differing_bits import REFUSED, differing_addresses, with_kept
 from lowtide.api.fit import (
     COMPILED_REPAIRS,
     REPAIRS,
@@ -41,7 +42,7 @@ from lowtide.planner.records import Plan
 from lowtide.profiler.compiled_bits import compiled_bits, scheduled_calls
 from lowtide.profiler.online import NOT_RUN, PATIENCE
 from lowtide.report.run_record import Proof
-from lowtide.report.text_table import added_time, decisions, lever_lines
+from lowtide.report.text_table import added_time, decisions, lever_lines, listed
 from lowtide.runtime.batch_tensors import in_words, tensors_in
 from lowtide.runtime.call_shapes import elements, no_larger, shapes_in
 from lowtide.runtime.fingerprint import check_made_for, fingerprint, place_of
@@ -184,6 +185,8 @@ class Fitting(PlanMonitor):
         """Number of steps in which another batch of the outgrown size was waited for; None if none is awaited."""
         self._is_rehearsed = False
         """True if this step's batch is larger than all planned ones."""
+        self._has_optimizers = False
+        """False if the program updates the model without an optimizer of torch."""
         self._n_growths = 0
         self._proof = AUDITED
         self._compared: Plan | None = None
@@ -216,6 +219,7 @@ class Fitting(PlanMonitor):
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Rehearse this step, or run it under the plan and measure it."""
         super().begins(model, batch, optimizers)
+        self._has_optimizers = bool(optimizers)
         if self.unplanned is not None:
             self._rehearsing.leaves()
             self.done = True
@@ -402,15 +406,24 @@ class Fitting(PlanMonitor):
         self._rehearsing.leaves()
         if is_compared and not self._schedule(self.plan, model, batch):
             return None
-        check_made_for(self.plan.fingerprint, model)
+        self._force(self.plan, model)
+        if is_compared:
+            kinds = self._compare(self.plan, model, batch, plain)
+            if kinds and plain is not None and (following := self._with_kept(self.plan, model, batch, plain)):
+                self._force(following, model)
+                kinds = self._compare(following, model, batch, plain)
+            if kinds:
+                self._refuse(kinds, model)
+        return self.plan
+
+    def _force(self, made: Plan, model: nn.Module) -> None:
+        """Put plans in force, the last of which is `made`."""
+        self.plan = made
+        check_made_for(made.fingerprint, model)
         if self._budget_for == "reserved":
             torch.cuda.empty_cache()  # returns segments of rehearsed steps to the device
         self._applied = _InForce(model, self.plans, self._say, self._outgrown, self._rehearsing)
         self._guard(model, self._applied)
-        if is_compared:
-            self._compared = self.plan
-            self._compare(model, batch, plain)
-        return self.plan
 
     def _schedule(self, made: Plan, model: nn.Module, batch: Any) -> bool:
         """Replace a plan for compiled code by the cheapest of a few that inductor schedules within the budget.
@@ -447,16 +460,44 @@ class Fitting(PlanMonitor):
         self.plan = best
         return True
 
-    def _compare(self, model: nn.Module, batch: Any, plain: Outcome | None) -> None:
-        """Compare compiled code under the plan with `plain`. Raises RehearsalError for other bits."""
+    def _compare(self, made: Plan, model: nn.Module, batch: Any, plain: Outcome | None) -> dict[str, tuple[str, ...]]:
+        """Compare compiled code under the plan with `plain`, and return the names of other bits by kind."""
+        self._compared = made
         planned = None if plain is None else compiled_bits(model, self.compiled or model, batch)
         if plain is None or planned is None:
             self._proof = NOT_COMPARED
-            return
+            return {}
         self._proof = COMPARED
-        kinds = {kind: names for kind, names in plain.differences(planned).items() if names}
-        if not kinds:
-            return
+        return {kind: names for kind, names in plain.differences(planned).items() if names}
+
+    def _with_kept(self, made: Plan, model: nn.Module, batch: Any, plain: Outcome) -> Plan | None:
+        """Return a plan that keeps the values by which the bits under `made` differ from `plain`; None if none fits."""
+        profile = self._rehearsing.profile
+        if self._applied is None or profile is None:
+            return None
+
+        def is_identical(addresses: tuple[str, ...]) -> bool:
+            recompute = {address: made.recompute[address] for address in addresses}
+            with apply(model, replace(made, recompute=recompute), say=lambda what: None):
+                planned = compiled_bits(model, self.compiled or model, batch)
+            return planned is not None and not any(plain.differences(planned).values())
+
+        self._applied.remove()
+        kept = differing_addresses(tuple(made.recompute), is_identical)
+        self._rehearsing.profile = with_kept(profile, kept)
+        try:
+            following = forecast_plan(self._rehearsing.profile, made.budget_bytes)
+            self.plan = replace(following, budget_for=made.budget_for)
+            if not self._schedule(self.plan, model, batch):
+                return None
+        except Infeasible as why:
+            self._say(_first_line(why))
+            return None
+        self._say(f"kept: {listed(kept)} ({REFUSED})")
+        return self.plan
+
+    def _refuse(self, kinds: dict[str, tuple[str, ...]], model: nn.Module) -> None:
+        """Take the plan off. Raises RehearsalError, or goes on without a plan as `on_infeasible` says."""
         kind, names = next(iter(kinds.items()))
         why = RehearsalError(
             f"under the plan the results of compiled code differ in bits: {kind} ({len(names)}, first {names[0]}). "
@@ -575,7 +616,7 @@ class Fitting(PlanMonitor):
         assert self.plan is not None
         # otherwise a part of a large step would get the plan for a small one
         is_one_size = len(self.plan.input_shapes) == 1
-        if not is_one_size or several_processes() or self._n_growths >= GROWTHS:
+        if not is_one_size or not self._has_optimizers or several_processes() or self._n_growths >= GROWTHS:
             return False
         self._say(
             f"{self.model_name} {what}: the peak may be above the budget, though larger batches run under the plan "

@@ -1,16 +1,21 @@
-"""Models updated without an optimizer of torch, whose steps have no visible end."""
+"""Updates of a model without an optimizer of torch, such as `p.data.add_(p.grad, alpha=-lr)`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import nn
 
 from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.tensors import parts_of
 from lowtide.errors import RehearsalError
+from lowtide.script.alternating_models import held_by
+from lowtide.script.calling_code import caller_optimizers
 from lowtide.script.composite_model import name_of
 
 MOST = 6
-"""Number of parameter changes without an optimizer of torch after which an error is raised."""
+"""Number of parameter changes, while no optimizer of these parameters stepped, after which an error is raised."""
 
 
 def has_others(model: nn.Module) -> bool:
@@ -19,29 +24,59 @@ def has_others(model: nn.Module) -> bool:
 
 
 class ManualUpdates:
-    """Counts of parameter changes from one call of the model to the next, while no optimizer stepped."""
+    """Changes of parameters from one call of a model to the next, while no optimizer stepped.
+
+    An update by hand is visible at the next call only, so a step lasts until then.
+    """
 
     def __init__(self) -> None:
         self.n_updates = 0
-        self._ends: list[str] = []
-        """Last element of each parameter, as text, at the model's last call."""
+        self.moved: frozenset[int] = frozenset()
+        """Ids of the parameters that the last update changed."""
+        self._ends: dict[int, str] = {}
+        """Last element of each parameter, as text, at the first call since the last update, by id."""
 
     def called(self, model: nn.Module) -> None:
-        """Compare parameters at a call of the model while no optimizer has stepped.
+        """Remember the parameters of a model that is about to be called."""
+        if not has_others(model):
+            self._ends = _last_elements(model) | self._ends
 
-        Raises RehearsalError after MOST changes.
+    def has_updated(self, models: Iterable[nn.Module]) -> bool:
+        """Return True if parameters changed since the last update, and the program holds no optimizer of them.
+
+        Raises RehearsalError after MOST changes of parameters that an optimizer does hold.
         """
-        if has_others(model):
-            return
-        trained = [p.detach() for p in model.parameters() if p.requires_grad and not is_fake(p)]
-        parts = (part for whole in trained for part in parts_of(whole) if part.numel() and not part.is_meta)
-        ends = [str(part[(-1,) * part.dim()].item()) for part in parts]
-        self.n_updates += bool(self._ends and ends) and ends != self._ends
+        called = list(models)
+        if any(map(has_others, called)):
+            return False
+        ends = {key: end for model in called for key, end in _last_elements(model).items()}
+        moved = frozenset(key for key, end in ends.items() if self._ends.get(key, end) != end)
+        if not moved:
+            return False
+        self._ends.clear()
+        self.n_updates += 1
+        if not any(held_by(optimizer) & moved for optimizer in caller_optimizers()):
+            self.moved = moved
+            return True
         self._ends = ends
-        if self.n_updates == MOST:
+        if self.n_updates >= MOST:
             raise RehearsalError(
-                f"the parameters of {name_of(model)} changed {MOST} times, and no torch.optim.Optimizer "
-                "stepped: something else updates them, so where a step ends is not known.\n"
-                "  Derive what updates them from torch.optim.Optimizer, or call lowtide.fit(model, step, batch) in the "
-                "script."
+                f"the parameters of {name_of(called[0])} changed {MOST} times, and their torch.optim.Optimizer did not "
+                "step: something else updates them, so where a step ends is not known.\n"
+                "  Update them by that optimizer's step(), or call lowtide.fit(model, step, batch) in the script."
             )
+        return False
+
+
+def _last_elements(model: nn.Module) -> dict[int, str]:
+    """Return the last element of each trained parameter, as text, by the parameter's id."""
+    trained = [p for p in model.parameters() if p.requires_grad and not is_fake(p)]
+    return {id(p): " ".join(str(_last(part)) for part in parts_of(p.detach()) if _is_readable(part)) for p in trained}
+
+
+def _is_readable(part: torch.Tensor) -> bool:
+    return bool(part.numel()) and not part.is_meta
+
+
+def _last(part: torch.Tensor) -> float:
+    return part[(-1,) * part.dim()].item()

@@ -58,11 +58,10 @@ def watched(
 
 
 @interrupts_delayed()
-def run_watched(script: Script, listener: StepListener, *, untrained: Callable[[str], None] | None = None) -> int:
+def run_watched(script: Script, listener: StepListener) -> int:
     """Run `script` with `listener` on its steps; return its exit code.
 
     Raises the listener's error, and RehearsalError if the script ended without an error before the listener was done.
-    If it trained nothing, for example with `--help`, `untrained` is called with a message instead, if given.
     """
     code = 0
     with watched(listener) as steps, contextlib.suppress(Enough):
@@ -73,16 +72,8 @@ def run_watched(script: Script, listener: StepListener, *, untrained: Callable[[
     if isinstance(steps.failed, LowtideError):
         raise steps.failed
     if code == 0 and not listener.done:
-        if untrained is None or not is_untrained(steps):
-            raise RehearsalError(why_not(script.target, steps, listener))
-        untrained(f"{script.target} ended, and {_UNTRAINED}.")
+        raise RehearsalError(why_not(script.target, steps, listener))
     return code
-
-
-def is_untrained(steps: Steps) -> bool:
-    """Return True if no training was observed, in this thread or elsewhere."""
-    elsewhere = steps.in_other_thread or steps.started_processes or steps.in_transform
-    return steps.model is None and not steps.n_updates and not elsewhere
 
 
 _UNTRAINED = "no model was trained: no module with trainable parameters was called in training mode with gradients on"
@@ -119,16 +110,11 @@ def why_not(program: str, steps: Steps, listener: StepListener) -> str:
             "  Call model.train() before the training loop, and let Lowtide run what trains."
         )
     name = name_of(steps.model)
-    if not steps.n_updates and steps.by_hand.n_updates:
+    n_steps = steps.n_updates or steps.by_hand.n_updates
+    if not n_steps:
         return (
-            f"{ended}, and no torch.optim.Optimizer stepped: something else updates {name}, so where a step ends is "
-            "not known.\n  Derive what updates it from torch.optim.Optimizer, or call lowtide.fit(model, step, batch) "
-            "in the script."
+            f"{ended}, and no optimizer stepped: {name} was called in training mode, but neither a "
+            "torch.optim.Optimizer nor the script's own code updated it.\n  Run at least one step of the training loop "
+            "to its end."
         )
-    if not steps.n_updates:
-        return (
-            f"{ended}, and no optimizer stepped: {name} was called in training mode, but no torch.optim.Optimizer "
-            "updated it.\n  Run at least one step of the training loop to its end."
-        )
-    n_steps = steps.n_updates
-    return f"{ended} after {n_steps} optimizer steps, before {name} {listener.awaits}.\n  Train that model for longer."
+    return f"{ended} after {n_steps} updates, before {name} {listener.awaits}.\n  Train that model for longer."

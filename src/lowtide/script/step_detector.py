@@ -3,11 +3,12 @@
 A step begins when the program itself calls a module with trainable parameters, in training mode and with gradients
 enabled; it is over when every parameter that got a gradient has been updated, by all of its optimizers. Optimizers that
 step inside backward (`register_post_accumulate_grad_hook`) update in the middle of a step, which is over at the next
-call of a module. L-BFGS calls the model many times in an update: each call is a step, which is over once the parameters
-have moved and the model is called again. The model is the module whose parameters are updated; several, such as an
-encoder and a decoder, form one `CompositeModel`. From the first update on, so do a frozen model and parameters outside
-of modules that are trained through it, such as a prompt. If another model is updated twice without a call of the first,
-it replaces the first. A `StepListener` does the work on the steps.
+call of a module; so is a step whose update is the program's own code, without an optimizer of torch. L-BFGS calls the
+model many times in an update: each call is a step, which is over once the parameters have moved and the model is called
+again. The model is the module whose parameters are updated; several, such as an encoder and a decoder, form one
+`CompositeModel`. From the first update on, so do a frozen model and parameters outside of modules that are trained
+through it, such as a prompt. If another model is updated twice without a call of the first, it replaces the first. A
+`StepListener` does the work on the steps.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lowtide._torch.backward import in_backward, in_transform, is_tracing
 from lowtide._torch.compiled_code import is_compiled, n_compiled, never_compiled, not_compiled_alone
 from lowtide._torch.distributed import is_spawned
 from lowtide._torch.patching import Make, replace_function
-from lowtide.errors import LowtideError, RehearsalError
+from lowtide.errors import LowtideError
 from lowtide.profiler.preconditions import check_not_in_zero, check_updates_outside
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.class_calls import class_of_call, classes_of_calls
@@ -165,9 +166,10 @@ class Steps:
         """Close a step that waited for the next call when the script has ended."""
         if self._is_late and self.failed is None:
             self._close_late()
-        elif self._is_open and self.failed is None and self._is_updated_by_hand():
+        elif self._is_open and self.failed is None:
             with self._noting():
-                self._close()
+                if self._is_updated_by_hand():
+                    self._close()
 
     def _starts_process(self, plain: Callable[..., Any], process: BaseProcess) -> None:
         if not self.started_processes and self.model is None and is_spawned(process):
@@ -308,8 +310,6 @@ class Steps:
             self._replace(module)
         elif not self._is_given and self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
             self._replace(module)  # the first call may have been a trial on a small input
-        if not self.n_updates and not self._updating and module is self.model:
-            self._look_for_updates_by_hand(module)
         if not self._is_open and not self._is_ours(module):
             self._note_other_call(module)
         if self._is_open:
@@ -329,6 +329,8 @@ class Steps:
             self._is_open = True
         if self._is_open:
             self._called[id(module)] = module
+            if not self.n_updates:
+                self.by_hand.called(module)
 
     def _note_other_call(self, module: nn.Module) -> None:
         """Record a call of another module, which replaces the model once it was trained for two steps."""
@@ -343,14 +345,9 @@ class Steps:
 
     def _is_updated_by_hand(self) -> bool:
         """Return True if the model's parameters were updated without an optimizer of torch."""
-        return not self.n_updates and self.model is not None and self.listener.is_updated(self.model)
-
-    def _look_for_updates_by_hand(self, model: nn.Module) -> None:
-        """Reject a model that updates itself: its first step would never end, and be recorded all the time."""
-        try:
-            self.by_hand.called(model)
-        except RehearsalError as why:
-            self.listener.loses_track(why)
+        if self.n_updates or self._updating or self.model is None:
+            return False
+        return self.listener.is_updated(self.model) or self.by_hand.has_updated(self._called.values())
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
         """Return True if the optimizer steps in a thread that is not observed, and updates no parameter of the
@@ -498,7 +495,7 @@ class Steps:
         return {id(p) for module in self._called.values() for p in module.parameters() if p.grad is not None}
 
     def _updated(self) -> set[int]:
-        return {p for optimizer in self._stepped.values() for p in held_by(optimizer)}
+        return {p for optimizer in self._stepped.values() for p in held_by(optimizer)} | self.by_hand.moved
 
     def _all_stepped(self) -> bool:
         """Return True if each optimizer known to update the model has updated in this step."""

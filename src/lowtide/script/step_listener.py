@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from lowtide.errors import RehearsalError
-
 
 class Enough(BaseException):
     """Signal that ends a script when no more steps have to be observed. Not an Exception, because scripts catch
@@ -69,13 +67,10 @@ class StepListener:
     def is_updated(self, model: nn.Module) -> bool:
         """Return True if parameters of `model` changed since the last call, which may be the end of a step.
 
-        Called if no optimizer has stepped so far. Without an override, such a step has no end.
+        Called if no optimizer has stepped so far. Listeners with fake tensors override it; changes of real parameters
+        are detected without.
         """
         return False
-
-    def loses_track(self, why: RehearsalError) -> None:
-        """Raise `why`, or continue although the end of a step can't be detected."""
-        raise why
 
     def starts_processes(self) -> None:
         """Record that `torch.multiprocessing.spawn` starts processes before anything is trained in this one."""

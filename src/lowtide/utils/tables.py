@@ -7,6 +7,9 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+_WIDE = 6
+"""Number of columns from which on a page shows a table row by row on a phone."""
+
 
 class Styled(NamedTuple):
     """A cell whose HTML has a CSS class."""
@@ -31,12 +34,16 @@ class Table:
         """Return a table that scrolls on its own, with a caption for screen readers."""
         caption = html.escape(caption)
         head = "".join(f'<th scope="col">{html.escape(heading)}</th>' for heading in self.headings)
+        is_wide = len(self.headings) >= _WIDE  # on a phone each cell is a line of its own, with its heading
+        named = [f' data-heading="{html.escape(heading)}"' if is_wide else "" for heading in self.headings]
         body = "".join(
-            f'<tr><th scope="row">{_html(row[0])}</th>{"".join(f"<td>{_html(cell)}</td>" for cell in row[1:])}</tr>'
+            f'<tr><th scope="row"{named[0]}>{_html(row[0])}</th>'
+            f"{''.join(f'<td{name}>{_html(cell)}</td>' for name, cell in zip(named[1:], row[1:], strict=True))}</tr>"
             for row in self.rows
         )
+        wide = " lt-wide" if is_wide else ""
         return (
-            f'<div class="lt-scroll" tabindex="0" role="region" aria-label="{caption}"><table class="lt-table">'
+            f'<div class="lt-scroll" tabindex="0" role="region" aria-label="{caption}"><table class="lt-table{wide}">'
             f'<caption class="lt-hidden">{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody>'
             "</table></div>"
         )

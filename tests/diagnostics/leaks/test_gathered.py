@@ -62,7 +62,7 @@ def test_a_model_that_is_called_twice_in_one_step(compare: Callable[[nn.Module, 
     assert codes(watched) == ["LT003"]
 
 
-def test_a_sum_of_losses_that_are_not_differentiated() -> None:
+def test_a_sum_of_losses_that_need_no_graph_is_one_finding() -> None:
     model, criterion, total = mlp(), nn.CrossEntropyLoss(), 0.0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with lowtide.watch(model) as watched:
@@ -72,7 +72,8 @@ def test_a_sum_of_losses_that_are_not_differentiated() -> None:
             optimizer.step()
         for x, y in batches():
             total = total + criterion(model(x), y)
-    assert codes(watched) == ["LT009"]
+    (finding,) = watched.findings
+    assert (finding.code, "'total'" in finding.holder, "no_grad" in finding.fix) == ("LT002", True, True)
 
 
 def test_a_line_that_calls_a_model_twice_for_nothing_is_said_once() -> None:

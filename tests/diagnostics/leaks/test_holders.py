@@ -86,7 +86,7 @@ def keep_arrays() -> Keep:
         (keep_in_dict, "its variable 'cache' -> [6 entries]", "cache"),
         (keep_in_dict_with_names, "] and 5 more like it", "cache"),
         (keep_arrays, "its variable 'arrays' -> [6 entries]", "arrays"),
-        (keep_in_cache, "local variable 'keep' -> [6 entries]", "keep"),
+        (keep_in_cache, "local variable 'keep' -> cache [6 entries]", "keep"),
         (lambda: Trainer().keep_in_list, "-> .history[6 entries]", "keep.history"),
         (lambda: Trainer().keep_in_logs, "-> .logs['output'][6 entries]", "keep.logs['output']"),
         (keep_in_class, "Outputs.kept[6 entries]", "keep_in_class.<locals>.Outputs.kept"),

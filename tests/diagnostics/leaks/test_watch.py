@@ -150,7 +150,7 @@ def test_one_watch_at_a_time(model: nn.Module) -> None:
         train(model, batches())
     with pytest.raises(LowtideError, match="this watch was used before"):
         watched.__enter__()
-    with pytest.raises(LowtideError, match="give the batches"):
+    with pytest.raises(LowtideError, match="there are no batches to loop over"):
         next(iter(lowtide.watch(model)))
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from diagnostics.oom import (  # type: ignore[import-not-found]
     reported,
+    reported_beside_torch,
     reported_elsewhere,
     reported_frameworks,
     reported_programs,
@@ -15,6 +16,7 @@ from lowtide.diagnostics.oom import Explanation, explain
 
 REPORTED = [
     *reported.REPORTED,
+    *reported_beside_torch.REPORTED,
     *reported_elsewhere.REPORTED,
     *reported_frameworks.REPORTED,
     *reported_programs.REPORTED,

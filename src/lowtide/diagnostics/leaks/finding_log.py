@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
+from lowtide._torch.tensors import storage_number
 from lowtide.diagnostics.leaks.call_log import Backward, Call, SiteStats
 from lowtide.diagnostics.leaks.call_site import Place
 from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.inspection import RetainedObject
 from lowtide.diagnostics.leaks.rules import RULES, Rule
 from lowtide.report.finding import Finding
+
+if TYPE_CHECKING:
+    from torch import UntypedStorage
 
 _HISTORY = 8
 """Number of earlier inspections of a holder that rules can look back on."""
@@ -47,11 +53,14 @@ class Entry:
     sizes: list[int] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
     storages: frozenset[int] = frozenset()
+    outputs: list[weakref.ref[UntypedStorage]] = field(default_factory=list)
+    """Memory that has to outlive the next forward for the finding to count."""
+    has_lasted: bool = False
 
     def finding(self) -> Finding | None:
         """Return the finding to report, or None if it turned out to be void."""
         rule = self.rule
-        if rule is None or any(call.backwards for call in self.pending):
+        if rule is None or any(call.backwards for call in self.pending) or (rule.must_last and not self.has_lasted):
             return None
         if self.stats is not None and (refined := rule.refined(self.stats)) is not rule:
             rule, self.fix = refined, refined.fix
@@ -104,6 +113,12 @@ class FindingLog:
         key = "" if item.holder is None else item.holder.key
         return key in self.entries or f"{item.subject} {key}" in self.entries
 
+    def backward_begins(self) -> None:
+        """Confirm findings about outputs that have outlived the forward."""
+        for entry in self.entries.values():
+            entry.has_lasted |= any(output() is not None for output in entry.outputs)
+            entry.outputs.clear()
+
     def retract(self, retained: Iterable[RetainedObject]) -> None:
         """Withdraw findings of growth for containers that have no more entries a step later."""
         growing = [entry for entry in self.entries.values() if entry.rule and entry.rule.ends_without_growth]
@@ -155,6 +170,7 @@ class FindingLog:
             if id(s) not in explained and s.is_never_reached and s.unreached_bytes >= least_bytes:
                 lines.setdefault((s.site.place, s.model), []).append(s)
         findings += map(_never_reached, lines.values())
+        findings = _one_of_line(findings)
         return sorted(_joined(findings), key=lambda finding: (-finding.held_bytes, finding.code))
 
     def _claimant(self, group: list[RetainedObject]) -> str | None:
@@ -223,10 +239,24 @@ class FindingLog:
             entry.made_at, entry.stats = calls[0].place, calls[0].stats
         passes = [b for s in group for b in s.backwards]
         entry.backward = next((b for b in passes if b.retain_graph or b.is_partial), passes[0] if passes else None)
+        if rule.must_last:
+            memory = (reference for call in calls for reference in call.memory)
+            entry.outputs = [r for r in memory if (held := r()) is not None and storage_number(held) in entry.storages]
         unreached = [call for call in calls if call.has_graph and not call.backwards]
         for call in unreached:  # this finding explains the calls without backward, so those are not reported as well
             call.is_explained = True
         entry.pending = unreached if rule.is_refuted_by_backward and not passes else []
+
+
+def _one_of_line(findings: list[Finding]) -> list[Finding]:
+    """Return the findings, with one for each line whose forward needs no graph, whatever gathers what it makes."""
+    largest: dict[str | None, Finding] = {}
+    for finding in findings:
+        if finding.code == "LT002":
+            known = largest.setdefault(finding.made_at, finding)
+            largest[finding.made_at] = max(known, finding, key=lambda f: f.held_bytes)
+    gathered = {"LT002", "LT008"}
+    return [f for f in findings if f.code not in gathered or largest.get(f.made_at, f) is f]
 
 
 def _joined(findings: list[Finding]) -> list[Finding]:

@@ -307,6 +307,7 @@ class Watch(Displayed):
         for node in nodes:
             mark_root(node, backward)
         self._unread.backward_begins(nodes, self._calls.stats.values())
+        self._finding_log.backward_begins()
         if self._n_backwards < _FIRST_BACKWARDS:
             self._n_backwards += 1
             record_outputs_alive(self._view(0), nodes, backward, self._finding_log)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lowtide.diagnostics.oom.causes import TINY_BYTES, Cause, has_overflowed, is_of_a_set, is_of_windows, runs_only
 from lowtide.diagnostics.oom.facts import Facts
-from lowtide.diagnostics.oom.known_sources import INFERENCE, SOURCES
+from lowtide.diagnostics.oom.known_sources import INFERENCE, LARGE_TENSORS, SOURCES
 from lowtide.diagnostics.oom.message import Message
 from lowtide.diagnostics.oom.vendor_words import vendor_of
 from lowtide.planner.serialization import Record
@@ -80,6 +80,10 @@ def _huge_tensor(m: Message, f: Facts) -> Actions:
             text="compute it in blocks of rows, in a smaller dtype, or sparse; numpy.memmap for what must stay"
         )
         return
+    if f.large_tensor:
+        yield Action(text=LARGE_TENSORS[f.large_tensor], bytes=m.tried_bytes)
+        yield from _fit(m, f)
+        return
     yield Action(
         text=f"find what makes it{where}: logits over a large vocabulary, attention scores T x T, a cat of a long "
         "list, or a shape that broadcasts ([N] with [N, 1])",
@@ -136,11 +140,11 @@ def _fragmentation(m: Message, f: Facts) -> Actions:
     if setting:
         yield Action(text=setting, bytes=m.unallocated_bytes)
     elif m.kind in ("cuda", "hip") and m.form.startswith("torch 1.4"):
-        name = "PYTORCH_HIP_ALLOC_CONF" if m.kind == "hip" else "PYTORCH_CUDA_ALLOC_CONF"
-        yield Action(
-            text=f"max_split_size_mb:512 in {name}, or torch 2.1 or later with expandable_segments",
-            bytes=m.unallocated_bytes,
-        )
+        newer = "" if m.kind == "hip" else ", or torch 2.1 or later with expandable_segments"
+        yield Action(text=f"max_split_size_mb:512 in {_setting_of(m)}{newer}", bytes=m.unallocated_bytes)
+    elif m.kind == "hip":
+        setting = f"{_setting_of(m)}=garbage_collection_threshold:0.8,max_split_size_mb:512"
+        yield Action(text=f"{setting} before the process starts", bytes=m.unallocated_bytes)
     yield Action(text="run a step with the largest batch first, so that pieces are cut from large ones")
     yield Action(text="pad rows to a few lengths: changing shapes are what breaks memory up")
     yield from _fit(m, f)
@@ -152,7 +156,12 @@ def _expandable(m: Message, f: Facts) -> str:
     if f.expandable or f.windows or not has_it:
         return ""
     unsure = "" if f.expandable is False else ", if it is not set yet"
-    return f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the process starts{unsure}"
+    return f"{_setting_of(m)}=expandable_segments:True before the process starts{unsure}"
+
+
+def _setting_of(m: Message) -> str:
+    """Return the environment variable of the allocator's settings: the message's own, else the oldest of its kind."""
+    return m.setting or ("PYTORCH_HIP_ALLOC_CONF" if m.kind == "hip" else "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def _driver(m: Message, _: Facts) -> Actions:
@@ -214,6 +223,12 @@ def _model_copy(_: Message, f: Facts) -> Actions:
 
 
 def _engine_buffers(_: Message, f: Facts) -> Actions:
+    if any("megatron" in place.file for place in f.places):
+        yield Action(
+            text="shard them: --use-distributed-optimizer; a larger --tensor- or --pipeline-model-parallel-size"
+        )
+        yield Action(text="gradients in 16 bits: without --accumulate-allreduce-grads-in-fp32; offload the optimizer")
+        return
     yield Action(
         text="DistributedDataParallel(..., gradient_as_bucket_view=True): gradients live in the buckets from then on"
     )
@@ -279,6 +294,8 @@ def _true_need(m: Message, f: Facts) -> Actions:
         )
         yield Action(text="if training ran before: lowtide watch train.py tells what it has left in memory")
         return
+    if f.large_tensor:
+        yield Action(text=LARGE_TENSORS[f.large_tensor], bytes=m.tried_bytes)
     yield from _fit(m, f)
     if f.in_optimizer:
         yield Action(text="fused=True for the optimizer: no temporaries in its step")

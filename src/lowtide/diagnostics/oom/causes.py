@@ -168,7 +168,8 @@ def _engine_buffers(m: Message, f: Facts) -> Cause | None:
         code="engine-buffers",
         claim="the parallel engine's own buffers have no room on the device: it failed at its start, before any step",
         evidence=(
-            "DistributedDataParallel makes buckets as large as all gradients, DeepSpeed float32 copies of parameters",
+            "DistributedDataParallel and Megatron make buffers as large as all gradients, DeepSpeed float32 copies of "
+            "parameters",
             *_evidence_of_held(m),
         ),
     )

@@ -139,8 +139,13 @@ class Facts(Record):
 
     @property
     def starts_engine(self) -> bool:
-        """True if DistributedDataParallel or DeepSpeed was allocating its own buffers, before the first step."""
+        """True if a parallel engine was allocating its own buffers, before the first step."""
         return any(_starts_engine(place) for place in self.places)
+
+    @property
+    def large_tensor(self) -> str:
+        """A key of LARGE_TENSORS, if a tensor was being made that is known to be large; else empty."""
+        return next((name for name, makes in _LARGE_TENSORS.items() if any(map(makes, self.places))), "")
 
     @property
     def starts_device(self) -> bool:
@@ -203,6 +208,7 @@ _STATE_GATHERING = re.compile(
 )
 _ENGINE_START = re.compile(r"_ddp_init_helper|_create_fp32_partitions")
 _ENGINE_CODE = re.compile(r"single_partition_of_fp32_groups\.append|fp32_partitioned_groups_flat\.append")
+_MEGATRON_START = re.compile(r"param_and_grad_buffer\.py|distrib_optimizer\.py")
 _TRAINING = re.compile(r"training_step|train_step|train_one_epoch|_inner_training_loop|backward|_run_backward")
 _SHARING = re.compile(r"multiprocessing[/\\](?:heap|shared_memory|reductions|reduction)\.py")
 
@@ -263,7 +269,8 @@ def _gathers_state(place: Place) -> bool:
 
 
 def _starts_engine(place: Place) -> bool:
-    return bool(_ENGINE_START.fullmatch(place.function) or _ENGINE_CODE.search(place.code))
+    in_megatron = _MEGATRON_START.search(place.file) and place.function in ("__init__", "_build_model_param_groups")
+    return bool(in_megatron or _ENGINE_START.fullmatch(place.function) or _ENGINE_CODE.search(place.code))
 
 
 def _starts_device(place: Place) -> bool:
@@ -287,6 +294,11 @@ _INFERENCE: dict[str, Callable[[Place], object]] = {
     "generation": _in(r"[/\\]transformers[/\\](?:generation[/\\]|pipelines[/\\])"),
 }
 """Programs that run models, by the files of their tracebacks."""
+_LARGE_TENSORS: dict[str, Callable[[Place], object]] = {
+    "boxes": lambda place: re.search(r"bbox_overlaps|pairwise_(?:iou|intersection)|\bbox_iou", place.function),
+    "transducer": lambda place: re.search(r"rnnt|transducer", place.file) and "joint" in place.function,
+}
+"""Functions whose tensors are known to be large: keys of LARGE_TENSORS."""
 
 
 _INFORMATIVE: tuple[Callable[[Place], object], ...] = (
@@ -306,13 +318,14 @@ _INFORMATIVE: tuple[Callable[[Place], object], ...] = (
     _starts_engine,
     _starts_device,
     _trains,
+    *_LARGE_TENSORS.values(),
     *_INFERENCE.values(),
     lambda place: _WINDOWS.match(place.file),
 )
 
 _NAME = r"([\w.]{1,500}|<\w{1,100}>)"
 _INDENT = r"(?:\r?\n|\\n)[^\n]{0,200}? {4,200}(?!\s|File |\^|~)"
-"""Start of the line of code below a place of a traceback, whatever a logger puts before it."""
+"""Pattern of the indent of a code line in a traceback, behind any prefix of a logger."""
 _PLACE = re.compile(
     rf'File \\?"([^"\n]{{1,3000}}?)\\?", line (\d{{1,9}}), in {_NAME}(?:{_INDENT}((?:(?!\\n)[^\n]){{1,300}}))?'
 )

@@ -139,8 +139,8 @@ SOURCES: dict[str, Source] = {
     ),
     "Kubernetes, the node": Source(
         code="host-memory",
-        claim="the node ran low on host memory, and Kubernetes evicted the pod that used most beyond its request",
-        evidence="eviction goes by usage above resources.requests.memory; the GPU's memory is not concerned",
+        claim="the node ran low on host memory: Kubernetes evicted a pod, or the kernel ended one of its processes",
+        evidence="both take the pod that uses most beyond its resources.requests.memory; the GPU is not concerned",
         actions=(
             "set resources.requests.memory to what the pod needs, and the limit to the same: such nodes are chosen",
             "give emptyDir volumes of medium Memory a sizeLimit: their pages count",
@@ -318,7 +318,35 @@ SOURCES: dict[str, Source] = {
         evidence="it asks the driver directly; models are split by whole layers",
         actions=(
             "fewer layers on the GPU (-ngl), a shorter context (-c), or --cache-type-k q8_0 and --cache-type-v q8_0",
+            "a compute buffer that failed: a smaller --ubatch-size, and flash attention (-fa)",
             "see which other processes hold the GPU, and split by free memory: --tensor-split",
+        ),
+    ),
+    "Ollama's runner": Source(
+        code="true-need",
+        claim="the GPU has no room for the layers, the KV cache or the scratch memory of Ollama's runner",
+        evidence="Ollama reckons beforehand what fits; a long context or several requests at a time need more",
+        actions=(
+            "a smaller num_ctx, OLLAMA_NUM_PARALLEL=1, OLLAMA_FLASH_ATTENTION=1 with OLLAMA_KV_CACHE_TYPE=q8_0",
+            "fewer layers on the GPU: num_gpu; `ollama ps` and nvidia-smi show which models and processes hold it",
+        ),
+    ),
+    "OpenCL": Source(
+        code="true-need",
+        claim="OpenCL has no room on the device for a buffer or for a kernel's resources",
+        evidence="buffers get their memory at first use, so a kernel's launch may be what fails",
+        actions=(
+            "smaller batches or buffers: one may have at most CL_DEVICE_MAX_MEM_ALLOC_SIZE, often a quarter of the GPU",
+            "OUT_OF_RESOURCES alone may be a kernel that reads out of bounds, or runs longer than the driver allows",
+        ),
+    ),
+    "ORT": Source(
+        code="cap",
+        claim="the limit of ONNX Runtime's arena (gpu_mem_limit of the session) is used up, not the GPU",
+        evidence="the message compares the request with what the limit leaves",
+        actions=(
+            "a larger gpu_mem_limit in the CUDA provider's options, or none",
+            "smaller inputs, and arena_extend_strategy=kSameAsRequested: by default the arena doubles",
         ),
     ),
     "ONNX Runtime": Source(
@@ -364,6 +392,88 @@ SOURCES: dict[str, Source] = {
         actions=(
             "a smaller --max-tokens, with --update-freq larger in proportion",
             "a cap on the length of sentences: --max-source-positions, --max-target-positions",
+        ),
+    ),
+    "fairseq's optimizer": Source(
+        code="optimizer-first-step",
+        claim="fairseq's optimizer has no room for its state or temporaries, and such a step can't be skipped",
+        evidence="the optimizer creates its state in the first step: for Adam two copies of the parameters",
+        actions=(
+            "a smaller --max-tokens; the state stays, so the rest of the step must shrink",
+            "a smaller state: --memory-efficient-fp16, --optimizer adafactor; or shards (--ddp-backend fully_sharded)",
+        ),
+    ),
+    "RAPIDS": Source(
+        code="not-pytorch",
+        claim="RAPIDS' memory resource (RMM) has no room on the GPU, or its pool has reached its maximum",
+        evidence="cuDF and cuML keep whole tables on the GPU, and need two to four times a table to sort or join it",
+        actions=(
+            "look with nvidia-smi which processes hold the GPU: a second notebook, a framework's cache or pool",
+            'room on the host: cudf.set_option("spill", True), or rmm.reinitialize(managed_memory=True)',
+            "less at once: usecols and smaller dtypes, or dask_cudf with partitions of some hundred MB",
+        ),
+    ),
+    "Numba": Source(
+        code="not-pytorch",
+        claim="Numba asked the driver for memory on the GPU, and none was left",
+        evidence="it frees arrays in groups, and other frameworks keep what they have freed",
+        actions=(
+            "look with nvidia-smi which processes hold the GPU; leave room beside PyTorch's or CuPy's cache",
+            "reuse device arrays (cuda.to_device(..., to=...)), and numba.cuda.current_context().deallocations.clear()",
+        ),
+    ),
+    "TensorRT-LLM": Source(
+        code="true-need",
+        claim="TensorRT-LLM has no room on the GPU for the engine's weights, workspace or KV cache",
+        evidence="the KV cache takes a share of what is free after the engine is loaded",
+        actions=(
+            "a smaller free_gpu_memory_fraction of the KV cache (0.9 by default), max_num_tokens or max_batch_size",
+            "tensor parallel (--tp_size) or a quantized model for the weights",
+        ),
+    ),
+    "LMDeploy": Source(
+        code="true-need",
+        claim="LMDeploy's engine has no room on the GPU for weights, KV cache or scratch memory",
+        evidence="the KV cache takes cache_max_entry_count of the free memory (0.8 by default)",
+        actions=(
+            "a smaller cache_max_entry_count (--cache-max-entry-count 0.4), session_len or max_prefill_token_num",
+            "--quant-policy 8 for the cache; --tp over more GPUs, or AWQ weights",
+        ),
+    ),
+    "warnings of TensorFlow": Source(
+        code="true-need",
+        claim="TensorFlow had no room for a faster algorithm's workspace and goes on with less: a warning, no failure",
+        evidence="the message says so itself; if the program ended, another message tells the cause",
+        actions=(
+            "nothing, if the program goes on; smaller batches bring the faster algorithms back",
+            "if it ended: give the rest of the log, from this line on",
+        ),
+    ),
+    "libraries of XLA": Source(
+        code="other-process",
+        claim="cuDNN could not start for JAX, most likely because the GPU's memory was taken",
+        evidence="JAX preallocates 75 % of the GPU at its start; cuDNN's handle must fit beside it and other processes",
+        actions=(
+            "look with nvidia-smi which processes hold the GPU: another JAX, a notebook that still runs",
+            "XLA_PYTHON_CLIENT_MEM_FRACTION=0.6 or XLA_PYTHON_CLIENT_PREALLOCATE=false; a cuDNN that fits jaxlib",
+        ),
+    ),
+    "GitHub Actions": Source(
+        code="host-memory",
+        claim="the runner stopped answering, most likely because the job took all its memory or all its cores",
+        evidence="GitHub cannot tell which: a hosted Linux runner has 7 to 16 GB of memory and no limit for a job",
+        actions=(
+            "print the memory while the job runs (free -h in a loop), or run it in a container with --memory",
+            "fewer processes at a time (pytest -n, MAX_JOBS), a smaller model or data set, or a larger runner",
+        ),
+    ),
+    "Julia": Source(
+        code="host-memory",
+        claim="Julia was refused host memory for an array",
+        evidence="its OutOfMemoryError is about main memory; for the GPU there is another message",
+        actions=(
+            "print the array's size: one dimension may be wrong; then blocks, views, or a smaller element type",
+            "a limit: --heap-size-hint lets Julia collect garbage earlier; free -h shows the machine's memory",
         ),
     ),
     "Ultralytics": Source(
@@ -549,7 +659,7 @@ SOURCES: dict[str, Source] = {
     ),
     "arrays of MPS": Source(
         code="cap",
-        claim="a single array has more than 4 GiB, which MPS cannot address (2**32 bytes)",
+        claim="a single array is larger than MPS can address: 2**32 bytes (4 GiB), or 2**31 elements in a dimension",
         evidence="the limit is for one array, whatever memory is free",
         actions=(
             "make it in pieces: smaller batches, attention in slices, VAE in tiles",
@@ -638,6 +748,14 @@ SOURCES: dict[str, Source] = {
         ),
     ),
 }
+
+LARGE_TENSORS: dict[str, str] = {
+    "boxes": "fewer boxes at once: every box of an image is compared with every anchor. gpu_assign_thr=100 of mmdet's "
+    "assigner does it on the CPU for full images; crop large images into tiles",
+    "transducer": "the transducer's joint has B x T x U x vocabulary values: fused_batch_size=1 and fuse_loss_wer=True "
+    "(NeMo), a pruned loss (k2), shorter audio, a smaller vocabulary",
+}
+"""Advice for tensors that are known to be large, by the place that makes them (`Facts.large_tensor`)."""
 
 INFERENCE: dict[str, tuple[str, ...]] = {
     "vLLM": (

@@ -63,6 +63,8 @@ class Message(Record):
     """A limit below the capacity: `set_per_process_memory_fraction`, MPS's watermark."""
     elsewhere_bytes: int | None = None
     """MPS: memory of this process outside PyTorch."""
+    setting: str | None = None
+    """Environment variable with the allocator's settings, where the message names it: `PYTORCH_ALLOC_CONF`."""
 
     @property
     def reserved_bytes(self) -> int | None:

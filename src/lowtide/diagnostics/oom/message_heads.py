@@ -59,7 +59,12 @@ HEADS = (
     _head("$ Torch", r"\$ Torch: not enough memory", "cpu", "torch 0.4"),
     _head("C10 Out", r"C10 Out of Memory", "cpu", "torch, mobile"),
     _head("out of device memory", r"Allocation is out of device memory on current platform", "xpu", "IPEX"),
-    _head("total bytes of NDArray", r"total bytes of NDArray > 2\*\*32", "mps", "arrays of MPS"),
+    _head(
+        "total bytes of NDArray|NDArray dimension",
+        r"total bytes of NDArray > 2\*\*32|NDArray dimension length > INT_MAX",
+        "mps",
+        "arrays of MPS",
+    ),
     # other devices and frameworks, with their own allocators
     _head("Allocation failed for size", r"PT_DEVMEM.{0,40}Allocation failed for size", "hpu", "Gaudi"),
     _head(
@@ -68,6 +73,17 @@ HEADS = (
     _head("Failed to alloc", r"Failed to alloc(?:ate)? (?:DEVICE|HOST) memory", "neuron", "Neuron runtime"),
     _head(
         "Allocation Failure|NRT_RESOURCE", r"status(?:=| |: )?4 \(?Allocation Failure|NRT_RESOURCE", "neuron", "Neuron"
+    ),
+    _head(
+        "runner process has", r"llama runner process has terminated: .{0,80}out of memory", "cuda", "Ollama's runner"
+    ),
+    _head(
+        "CL_|clE|MEM_OBJECT",
+        r"(?:pyopencl\.\w{1,20}\.\w{0,20}Error: )?(?:(?<!\()\bCL_(?:OUT_OF_(?:RESOURCES|HOST_MEMORY)"
+        r"|MEM_OBJECT_ALLOCATION_FAILURE)|cl[EC]\w{1,40}: -[456]\b"
+        r"|\w{1,40} failed: (?:OUT_OF_RESOURCES|OUT_OF_HOST_MEMORY|MEM_OBJECT_ALLOCATION_FAILURE))",
+        "opencl",
+        "OpenCL",
     ),
     _head("metal::malloc", r"\[metal::malloc\] (?:Attempting|Unable) to allocate", "mps", "MLX"),
     _head("[malloc", r"\[malloc(?:_or_wait)?\] Unable to allocate \d{1,20} bytes", "mps", "Metal beside PyTorch"),
@@ -78,17 +94,33 @@ HEADS = (
         "XLA for TPU",
     ),
     _head(
-        "RESOURCE_EXHAUSTED|Resource exhausted",
+        "RESOURCE_EXHAUSTED|Resource exhausted|for new constant",
         r"RESOURCE_EXHAUSTED: .{0,80}(?:[Oo]ut of memory|OOM|Failed to allocate)"
+        r"|INTERNAL: Failed to allocate \d{1,20} bytes for new constant"
         r"|Resource exhausted: (?:[Oo]ut of memory|OOM)",
         "jax",
         "XLA",
+    ),
+    _head(
+        "library initialization failed",
+        r"FAILED_PRECONDITION: DNN library initialization failed",
+        "jax",
+        "libraries of XLA",
+        certain=False,
     ),
     _head(
         "from device: ",
         r"[Ff]ailed to allocate \S{1,20} \(\d{1,20} bytes\) from device: .{0,40}CUDA_ERROR_OUT_OF_MEMORY",
         "jax",
         "pools of TensorFlow and JAX",
+    ),
+    _head(
+        "ran out of memory trying",
+        r"Allocator \(\w{1,40}\) ran out of memory trying to allocate \d[\d.]{0,20}[KMG]iB with freed_by_count=\d{1,9}"
+        r"\. The caller indicates that this is not a failure",
+        "jax",
+        "warnings of TensorFlow",
+        certain=False,
     ),
     _head("ran out of memory trying", r"Allocator \(\w{1,40}\) ran out of memory trying to allocate", "jax", "XLA"),
     _head(
@@ -119,6 +151,9 @@ HEADS = (
         "XLA",
     ),
     _head("Out of memory allocating", r"Out of memory allocating \d[\d,]{0,40} bytes", "cuda", "CuPy"),
+    _head(
+        "smaller than requested", r"Available memory of \d{1,20} is smaller than requested bytes of \d", "cuda", "ORT"
+    ),
     _head(
         "requested buffer of size", r"Failed to allocate memory for requested buffer of size", "cuda", "ONNX Runtime"
     ),
@@ -155,8 +190,9 @@ HEADS = (
         "pools of llama.cpp",
     ),
     _head(
-        "current device: ",
-        r"(?:CUDA|ROCm|HIP) error: out of memory current device: \d{1,4}, in function \w{1,80} at \S{0,300}ggml",
+        "current device: |ggml-cuda.cu:",
+        r"(?:CUDA|ROCm|HIP) error: out of memory current device: \d{1,4}, in function \w{1,80} at \S{0,300}ggml"
+        r"|CUDA error 2 at \S{0,300}ggml-cuda\.cu:\d{1,6}: out of memory",
         "cuda",
         "llama.cpp",
     ),
@@ -196,6 +232,12 @@ HEADS = (
         "SGLang",
     ),
     _head("skipping batch", r"ran out of memory(?: on GPU #\d{1,4})?, skipping batch", "cuda", "fairseq"),
+    _head(
+        "OOM during optimization",
+        r"OOM during optimization, irrecoverable",
+        "cuda",
+        "fairseq's optimizer",
+    ),
     _head("OutOfMemoryError in Task", r"CUDA OutOfMemoryError in TaskAlignedAssigner", "cuda", "Ultralytics"),
     _head(
         "retrying with tiled",
@@ -257,13 +299,29 @@ HEADS = (
     # the driver, called by torch or by a library outside torch's allocator
     _head("Error out of memory at line", r"Error out of memory at line \d{1,6} in file", "cuda driver", "bitsandbytes"),
     _head(
-        "Cuda Runtime (out|OutOfMemory (no|amount of GPU memory",
+        "Cuda Runtime (out|OutOfMemory (no|amount of GPU memory|User allocator error",
         r"Error Code \d{1,3}: (?:Cuda Runtime \(out of memory\)|OutOfMemory \(no further)"
+        r"|User allocator error allocating \d{1,20}-byte buffer"
         r"|Requested amount of GPU memory \(\d{1,20} bytes\) could not be allocated",
         "cuda driver",
         "TensorRT",
     ),
-    _head("bad_alloc: ", r"std::bad_alloc: (?:out_of_memory: )?(?:CUDA|RMM)\b", "cuda driver", "RAPIDS"),
+    _head(
+        "bad_alloc: |RMM_ERROR_OUT",
+        r"std::bad_alloc: (?:out_of_memory: )?(?:CUDA|RMM)\b|RMM_ERROR_OUT_OF_MEMORY",
+        "cuda driver",
+        "RAPIDS",
+    ),
+    _head(
+        "[TensorRT-LLM]",
+        r"\[TensorRT-LLM\].{0,200}CUDA runtime error in \S{1,60}Malloc\w{0,10}\([^\n]{0,100}\): out of memory",
+        "cuda driver",
+        "TensorRT-LLM",
+    ),
+    _head("[TM]", r"\[TM\]\[ERROR\] .{0,40}CUDA runtime error: out of memory", "cuda driver", "LMDeploy"),
+    _head(
+        "numba.cuda", r"numba\.cuda\.cudadrv\.\S{1,60}: \[2\] Call to cuMem\w{1,30} results in", "cuda driver", "Numba"
+    ),
     _head(
         "alloc(|alloc failed",
         r"cu(?:da)?\w{0,20}[Aa]lloc\w{0,20}(?:\([^)\n]{0,200}\))? failed: out of memory",
@@ -280,7 +338,12 @@ HEADS = (
     _head("cuda runtime error", r"cuda runtime error \(2\) ?: out of memory", "cuda driver", "torch 0.4"),
     _head("out of memory", r"Triton Error \[(CUDA|HIP)\]:.{0,40} out of memory", "", "Triton"),
     _head("out of resource: ", r"out of resource: [\w ]{1,80}, Required: \d", "triton", "Triton's shared memory"),
-    _head("out of memory", r"CUDA (?:driver |runtime )?error: out of memory", "cuda driver", "torch 1.0 and later"),
+    _head(
+        "out of memory",
+        r"CUDA (?:driver |runtime )?error: out of memory|CUDA Error 2,? out of memory",
+        "cuda driver",
+        "torch 1.0 and later",
+    ),
     _head("out of memory", r"HIP (?:driver |runtime )?error: out of memory", "hip driver", "torch for ROCm"),
     _head(
         "CUDA_ERROR_OUT|cudaErrorMemory",
@@ -420,10 +483,25 @@ HEADS = (
         "Windows",
     ),
     # programs that end a process for its memory, or report its end
+    _head("System OOM", r"System OOM encountered, victim process: \S", "system", "Kubernetes, the node"),
     _head("low on resource", r"node was low on resource: memory", "system", "Kubernetes, the node"),
+    _head(
+        "lost communication",
+        r"(?:hosted|self-hosted) runner(?:: .{1,100}?)? lost communication with the server",
+        "system",
+        "GitHub Actions",
+        certain=False,
+    ),
+    _head("OutOfMemoryError()", r"\bOutOfMemoryError\(\)", "system", "Julia"),
     _head("instance type with more memory", r"use an instance type with more memory", "system", "SageMaker"),
     _head("% memory budget", r"[Ww]orker .{0,80}exceeded \d{1,3}% memory budget", "system", "Dask"),
-    _head("terminated program", r"Killed signal terminated program \w{1,40}", "system", "a compiler"),
+    _head(
+        "terminated program|died due to signal 9",
+        r"Killed signal terminated program \w{1,40}|'\w{1,40}' died due to signal 9\b",
+        "system",
+        "a compiler",
+    ),
+    _head("ninja: build", r"\bKilled ninja: build stopped", "system", "a compiler", certain=False),
     _head("OOMKilled", r"\bOOMKilled\b(?!\W{1,6}(?:[Ff]alse|0|null|None))", "system", "Kubernetes"),
     _head("all available RAM", r"crashed after using all available RAM", "system", "Colab"),
     _head(
@@ -463,7 +541,9 @@ HEADS = (
     ),
     _head("due to CUDA OOM", r"to CPU due to CUDA OOM", "cuda", "detectron2"),
     _head("ut of memory", r"[Oo]ut of memory: Killed? process \d|Memory cgroup out of memory", "system", "Linux"),
-    _head("oom-kill|oom_kill|OOM Killed", r"oom-kill|oom_kill event|OOM Killed", "system", "Linux"),
+    _head(
+        "oom-kill|oom_kill|OOM Killed|OOM-killed", r"oom-kill|oom_kill event|OOM Killed|OOM-killed", "system", "Linux"
+    ),
     _head("systemd-oomd", r"systemd-oomd.{0,40}: Killed .{1,300}? due to memory", "system", "a memory daemon"),
     _head("by the OOM killer", r"killed by the OOM killer", "system", "Linux"),
     _head("sending SIG", r"earlyoom.{0,40}: sending SIG(?:TERM|KILL) to process", "system", "a memory daemon"),
@@ -472,7 +552,7 @@ HEADS = (
         r"[Ee]xit(?:ed with)?(?: status| ?_?[Cc]ode)?\"?[:=]* *137\b|[Ee]rror 137\b"
         r"|\b[Ee]xit ?_?[Cc]ode\"? *[:=]? *-9\b|Signal 9 \(SIGKILL\)|Signals\.SIGKILL|(?:return|status) code:? 137\b"
         r"|(?:return|status|exit) ?code *[:=]? *-9\b|non-zero exit \(137\)|\bExited \(137\)|\bSIGKILL\b"
-        r"|(?:terminated|killed) by signal 9\b|signal: killed\b|Received \"killed\" signal"
+        r"|(?:terminated|killed) by signal 9\b|exited on signal 9\b|signal: killed\b|Received \"killed\" signal"
         r"|(?:^| )Killed$|\b\d{1,40} Killed\b|zsh: killed\b",
         "system",
         _SHELLS,

@@ -50,6 +50,7 @@ _CLAUSES = {
 }
 _DEVICE = re.compile(r"\((?:[A-Z]+) +(\d+);|\b(?:GPU|GCU|Device) (\d+) has a total")
 _SHAPE = re.compile(r"for an array with shape \(([\d, ]{1,200})\)")
+_SETTING = re.compile(r"\bPYTORCH_(?:[A-Z]{2,10}_)?ALLOC_CONF\b")
 _PROCESS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 
 _LONGEST = 2000
@@ -142,7 +143,7 @@ def messages(text: str) -> list[Message]:
 
 
 def most_informative(known: list[Message]) -> Message:
-    """Return the message to explain: the first with numbers of a device, else with any, else the first certain one."""
+    """Return the message to explain: the first with numbers of a device, else a certain one with any, else any."""
     return next(message for tells in _INFORMATIVE for message in known if tells(message))
 
 
@@ -154,7 +155,7 @@ def candidates(known: list[Message]) -> list[Message]:
 
 _INFORMATIVE: tuple[Callable[[Message], bool], ...] = (
     lambda m: m.tried_bytes is not None and m.total_bytes is not None,
-    lambda m: m.tried_bytes is not None,
+    lambda m: m.tried_bytes is not None and m.certain,
     lambda m: m.certain,
     lambda m: True,
 )
@@ -168,7 +169,7 @@ def _read(number: int, kind: str, text: str) -> Message:
     head = HEADS[number]
     amounts = {name: _amount(pattern, text) for name, pattern in _CLAUSES.items()}
     form = head.form or next((name for clause, name in _FORMS if re.search(clause, text)), "torch")
-    device, shape = _DEVICE.search(text), _SHAPE.search(text)
+    device, shape, setting = _DEVICE.search(text), _SHAPE.search(text), _SETTING.search(text)
     message = Message(
         kind=head.kind or kind.lower(),
         form=form,
@@ -185,6 +186,7 @@ def _read(number: int, kind: str, text: str) -> Message:
         process_bytes=amounts["process"],
         allowed_bytes=amounts["allowed"],
         elsewhere_bytes=amounts["elsewhere"],
+        setting=None if setting is None else setting[0],
         others=tuple(Holder(name=f"process {m[1]}", bytes=_bytes(m[2], m[3])) for m in _PROCESS.finditer(text)),
     )
     return _find_own_process(_drop_impossible(message))

@@ -46,8 +46,11 @@ def replacements(processes: AbsentProcesses | None = None) -> Iterator[tuple[Any
 
 def simulated_group(processes: AbsentProcesses) -> Iterator[tuple[Any, str, Any]]:
     """Return the stand-ins that make a script one of `processes`, as (owner, name, function)."""
+    from torch.distributed import device_mesh  # a mesh starts the group of a script that has not
+
+    started = _started(torch.distributed.init_process_group, processes)
+    yield from ((owner, "init_process_group", started) for owner in (*_OWNERS, device_mesh))
     for owner in _OWNERS:
-        yield owner, "init_process_group", _started(owner.init_process_group, processes)
         yield owner, "new_group", _of_any_backend(owner.new_group)
         yield owner, "gather_object", _gathered
         yield from ((owner, name, _refused(name)) for name in _BETWEEN_TWO)

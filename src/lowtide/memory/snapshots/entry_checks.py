@@ -16,7 +16,9 @@ MOST_BYTES = 2**48
 MOST_NUMBER = 2**64
 """Largest address, stream or time in a snapshot."""
 ENTRY_BYTES = 16
-"""Least bytes of a segment, block or action in a file. A file with more entries than that repeats some by reference."""
+"""Least bytes of a segment, block or action in a file. A file that lists more entries than its size has room for
+repeats some by reference.
+"""
 LONGEST_SETTINGS = 10_000
 
 _NUMBERS = {

@@ -14,10 +14,10 @@ STATE = {}
 def train_step(x, y):
     hidden = model[:4](x)
     loss = criterion(model[4](hidden), y)
-    STATE["hidden"] = hidden
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    STATE["hidden"] = hidden
 
 
 for step in range(8):

@@ -1,4 +1,4 @@
-"""The output, which backward needs, is held across the next forward."""
+"""The output, which backward needs, is held through the next step."""
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ for x, y in data:
     predicted = model(x)  # made
     F.mse_loss(predicted, y.expand(-1, WIDTH)).backward()
     optimizer.step()
+    last = predicted.detach()
 
-print("holder", "global variable 'predicted'")
+print("holder", "global variable 'last'")
 print("bytes", ACTIVATION)

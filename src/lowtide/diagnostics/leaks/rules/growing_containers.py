@@ -1,11 +1,17 @@
 """Containers and sums that accumulate graphs or outputs from step to step."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.inspection import RetainedObject
-from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
+from lowtide.diagnostics.leaks.rules.rule_registry import RULES, Rule, rule
+
+if TYPE_CHECKING:
+    from lowtide.diagnostics.leaks.call_log import SiteStats
 
 GROWTHS = 3
 """Number of consecutive inspections at which a container must have grown."""
@@ -37,14 +43,18 @@ class ListOfGraphs(Rule):
     """
 
     is_refuted_by_backward = True
+    explains_missing_backward = True
     fix_of_values = (
         "put less in `{name}`: a number, or `.detach().cpu()` of what is needed (`.detach()` drops the graph and keeps "
         "all memory that the value is in)"
     )
 
+    fix_of_terms = "; if the loss is computed from the entries: drop them after its backward pass"
+
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice: `.item()` is for scalars alone."""
-        return super().fix_for(item, history) if item.is_scalar else self.fix_of_values
+        """Return the advice: `.item()` is for scalars alone, and not for terms of a loss."""
+        fix = super().fix_for(item, history) if item.is_scalar else self.fix_of_values
+        return fix + self.fix_of_terms if item.backwards else fix
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         entries = history.entries
@@ -67,10 +77,15 @@ class RunningSumOfGraphs(Rule):
 
     fix_of_part = "give `{owner}` numbers to add up: `.detach()` or `.item()`"
     is_refuted_by_backward = True
+    explains_missing_backward = True
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_over_steps = len(item.steps) > 1 or not item.backwards
         return _accumulates(item) and item.is_scalar and is_over_steps and item.goes_through_calls
+
+    def refined(self, stats: SiteStats) -> Rule:
+        """Return the rule of the forward where it needs no graph at all: without one, the sum has none either."""
+        return self if stats.n_reached else RULES["LT002"]
 
 
 @rule(

@@ -49,6 +49,8 @@ class Rule:
     """Fix where an entry or attribute of the variable holds the tensors."""
     unit = ""
     """Words printed after the bytes, such as "of host memory a step"."""
+    must_last = False
+    """True if the finding is void unless the outputs are still alive when a backward pass of the next step begins."""
     superseded_by = ""
     """Code of a rule whose finding on the same holder replaces this one."""
     follows_from = ""

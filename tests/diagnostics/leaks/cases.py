@@ -1,0 +1,255 @@
+"""Ten most reported mistakes as scripts: each once with the mistake, and once with it mended.
+
+`{...}` in a script stands for the lines of `broken` or of `mended`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FLOAT = 4
+
+BEGIN = """import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+torch.manual_seed(0)
+def mlp(n=6, width=256): return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(n)])
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    script: str
+    broken: tuple[str, ...]
+    mended: tuple[str, ...]
+    code: str = ""
+    """Code of the only finding; none if empty."""
+    holder: str = ""
+    made: str = ""
+    """Beginning of the statement whose line the finding names."""
+    held_bytes: int | None = None
+    fix: str = ""
+
+    def text(self, lines: tuple[str, ...]) -> str:
+        """Return the script with these lines."""
+        return BEGIN + self.script.format(*lines)
+
+    @property
+    def made_at(self) -> int:
+        """Number of the line that the finding names, in the script with the mistake."""
+        lines = enumerate(self.text(self.broken).splitlines(), 1)
+        return next(number for number, line in lines if line.strip().startswith(self.made))
+
+
+CASES = [
+    Case(
+        name="running_total",
+        script="""
+layers = [nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(12)]
+model = nn.Sequential(*layers, nn.Linear(32, 2))
+optimizer = torch.optim.AdamW(model.parameters())
+tr_loss = 0.0
+for _ in range(8):
+    loss = model(torch.randn(2, 16, 32)).square().mean()
+    loss.backward()
+    {}
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("tr_loss += loss",),
+        mended=("tr_loss += loss.detach()",),
+        code="LT023",
+        holder="'tr_loss'",
+        made="loss = model(",
+        fix="`loss.detach()`",
+    ),
+    Case(
+        name="batch_norm_in_a_checkpoint",
+        script="""
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.f = nn.BatchNorm2d(16), nn.Sequential(nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU())
+    def forward(self, x):
+        {}
+model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), Block(), Block(), nn.Flatten(), nn.Linear(16 * 256, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(6):
+    loss = F.cross_entropy(model(torch.randn(8, 3, 16, 16)), torch.randint(0, 10, (8,)))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("return checkpoint(lambda h: self.f(self.norm(h)), x, use_reentrant=False)",),
+        mended=("return checkpoint(self.f, self.norm(x), use_reentrant=False)",),
+        code="LT027",
+        holder="Sequential.2.norm and 1 more like it, inside the checkpoint",
+        made="return checkpoint(",
+        held_bytes=0,
+        fix="outside the checkpointed part",
+    ),
+    Case(
+        name="sum_of_losses",
+        script="""
+model = nn.Sequential(mlp(8), nn.Linear(256, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+total = 0
+for i in range(16):
+    loss = F.cross_entropy(model(torch.randn(512, 256)), torch.randint(0, 10, (512,))) / 4
+    {}
+    if (i + 1) % 4 == 0:
+        {}
+        optimizer.step()
+        optimizer.zero_grad()
+        total = 0
+""",
+        broken=("total = total + loss", "total.backward()"),
+        mended=("loss.backward(); total = total + loss.detach()", "pass"),
+        code="LT025",
+        holder="'total', with 4 graphs until backward at",
+        made="loss = F.cross",
+        # three graphs too many: nine inputs of layers, the logits' log-softmax, the targets
+        held_bytes=3 * (9 * 512 * 256 + 512 * 10) * FLOAT + 3 * 512 * 8,
+        fix="`backward()` for each batch",
+    ),
+    Case(
+        name="entries_of_a_list",
+        script="""
+model, head, kept = mlp(), nn.Linear(256, 10), []
+optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.01)
+for _ in range(8):
+    features = model(torch.randn(256, 256))
+    loss = F.cross_entropy(head(features), torch.randint(0, 10, (256,)))
+    {}
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=('kept.append({"loss": loss, "features": features})',),
+        mended=('kept.append({"loss": loss.item(), "features": features.mean().item()})',),
+        code="LT021",
+        holder="'kept' [8 entries]['features']",
+        made="features = model(",
+        held_bytes=8 * 256 * 256 * FLOAT,
+        fix="`kept[..]['features']`",
+    ),
+    Case(
+        name="items_of_a_data_set",
+        script="""
+class Item: pass
+items, model, head = [Item() for _ in range(64)], mlp(), nn.Linear(256, 10)
+optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.01)
+for i in range(8):
+    mine, hidden = items[8 * i : 8 * i + 8], model(torch.randn(8, 64, 256))
+    for item, row in zip(mine, hidden):
+        item.embedding = row
+    logits = head(torch.stack([item.embedding.mean(0) for item in mine]))
+    F.cross_entropy(logits, torch.randint(0, 10, (8,))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    {}
+    del hidden, row, logits
+""",
+        broken=("pass",),
+        mended=("for item in mine: item.embedding = None",),
+        code="LT029",
+        holder="'items' [64 entries].embedding",
+        made="mine, hidden =",
+        held_bytes=64 * 64 * 256 * FLOAT,
+        fix="set it to None after the step",
+    ),
+    Case(
+        name="reference_model",
+        script="""
+policy, reference = nn.Sequential(mlp(), nn.Linear(256, 10)), nn.Sequential(mlp(), nn.Linear(256, 10)).eval()
+optimizer = torch.optim.SGD(policy.parameters(), lr=0.01)
+for _ in range(8):
+    x = torch.randn(512, 256)
+    {}
+    ((policy(x) - target) ** 2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("target = reference(x)",),
+        mended=("with torch.no_grad(): target = reference(x)",),
+        code="LT024",
+        holder="reference: ",
+        made="target = reference(x)",
+        # its gradients, and the outputs of six ReLUs that its forward saves
+        held_bytes=(6 * (256 * 256 + 256) + 256 * 10 + 10 + 6 * 512 * 256) * FLOAT,
+        fix="`torch.no_grad()`",
+    ),
+    Case(
+        name="reentrant_checkpoint",
+        script="""
+blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1)) for _ in range(6))
+head = nn.Linear(64, 10)
+optimizer = torch.optim.SGD([*blocks.parameters(), *head.parameters()], lr=0.01)
+for _ in range(8):
+    x = torch.randn(64, 64, requires_grad=True)
+    for block in blocks:
+        x = checkpoint(block, x, {})
+    F.cross_entropy(head(x), torch.randint(0, 10, (64,))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("use_reentrant=True",),  # nothing: the ctx is torch's own
+        mended=("use_reentrant=False",),
+    ),
+    Case(
+        name="carried_state",
+        script="""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.o = nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 10)
+    def forward(self, x, state):
+        state = torch.tanh(self.a(x) + self.b(state))
+        return self.o(state), state
+model, state = Net(), torch.zeros(256, 256)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(12):
+    output, state = model(torch.randn(256, 64), state)
+    loss = output.pow(2).mean()
+    {}
+""",
+        broken=("loss.backward(retain_graph=True)",),
+        mended=("loss.backward(); state = state.detach(); optimizer.step(); optimizer.zero_grad()",),
+        code="LT011",
+        holder="'state'",
+        made="output, state = model(",
+        # twelve inputs and states, the first state, the last output
+        held_bytes=(12 * (256 * 64 + 256 * 256) + 256 * 256 + 256 * 10) * FLOAT,
+        fix="`state = state.detach()`",
+    ),
+    Case(
+        name="late_binding",
+        script="""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+        self.head = nn.Linear(64, 10)
+    def forward(self, h):
+        for block in self.blocks:
+            def run(t{}): return t + block(t)
+            h = checkpoint(run, h, use_reentrant=False)
+        return self.head(h)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(6):
+    F.cross_entropy(model(torch.randn(128, 64)), torch.randint(0, 10, (128,))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("",),
+        mended=(", block=block",),
+        code="LT026",
+        holder="forward ran Net.blocks.0.0, backward ran Net.blocks.3.0 in its place",
+        made="h = checkpoint(",
+        held_bytes=0,
+        fix="block=block",
+    ),
+]

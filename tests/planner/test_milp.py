@@ -1,0 +1,44 @@
+"""Parts of the integer program: the positions that are added to it, and what it costs to move a decision."""
+
+import numpy as np
+
+from lowtide.planner.simulate.simulator import Simulator
+from lowtide.planner.solve.linear_program import covering_of
+from lowtide.planner.solve.milp import AT_ONCE, MilpProblem, worst_positions
+from planner.profiles import chain
+
+
+def test_the_worst_positions_are_added_each_with_room_around_it() -> None:
+    usage = np.zeros(200)
+    usage[[20, 24, 25, 100, 104, 105, 160, 199]] = 30, 50, 20, 40, 40, 35, 11, 60
+    assert worst_positions(usage, 10, []) == [199, 24, 100, 105]  # 1/50 of all around each is left out
+    assert len(worst_positions(usage, 10, [])) == AT_ONCE
+    assert worst_positions(usage, 10, [199, 100]) == [24, 104, 160]
+    assert worst_positions(usage, 60, []) == []
+    assert worst_positions(usage[:25], 29, []) == [24, 20]
+
+
+def test_only_new_positions_are_added() -> None:
+    covering = covering_of(Simulator(chain(3)))
+    problem = MilpProblem(covering, 60, covering.ms)
+    usage = covering.usage(np.zeros(covering.n_storages))
+    assert problem.add(usage)
+    assert problem.positions == worst_positions(usage, 60, [])
+    while problem.add(usage):
+        pass
+    assert len(set(problem.positions)) == len(problem.positions) == int((usage > 60).sum())
+
+
+def test_a_relaxation_fits_at_every_position_and_costs_no_more_than_decisions() -> None:
+    covering = covering_of(Simulator(chain(3)))
+    problem = MilpProblem(covering, 250, covering.ms)
+    relaxed = problem.solve_relaxation()
+    decided = problem.solve_decisions()
+    assert relaxed.variables is not None
+    assert decided.variables is not None
+    assert covering.usage(relaxed.variables[: covering.n_storages]).max() <= 250 * (1 + 1e-6)
+    assert 0 < relaxed.bound <= decided.cost
+    assert max(decided.usage.values()) <= 250 * (1 + 1e-6)
+    assert set(np.unique(decided.variables[: covering.n_decisions].round(6))) <= {0.0, 1.0}
+    assert relaxed.bound <= problem.tighten_bound(decided.cost) <= decided.cost
+    assert problem.tighten_bound(1.004 * relaxed.bound) == relaxed.bound  # too close to be worth the time

@@ -1,0 +1,56 @@
+"""Bytes that exist before a step begins, each storage once, and the optimizers that they belong to."""
+
+import torch
+from torch import nn
+
+from lowtide.runtime.live_optimizers import is_of, listed, optimizers_of, state_bytes, updated_by
+from lowtide.runtime.static_memory import static_bytes
+
+
+class Model(nn.Module):
+    """24 parameters and a buffer of 5, tied and shared in part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.other.weight = self.one.weight
+        self.register_buffer("mask", torch.ones(5))
+        self.register_buffer("part", self.mask[2:])
+
+
+def test_each_storage_counts_once_in_the_first_part_that_has_it() -> None:
+    model, batch = Model(), torch.ones(3)
+    static, addresses = static_bytes(model, [batch, batch[1:], model.mask], [])
+    assert (static.parameters, static.buffers, static.inputs) == (96, 20, 12)
+    assert (static.gradients, static.optimizer) == (0, 0)
+    assert static.total == 128
+    assert addresses == {t.untyped_storage().data_ptr() for t in (*model.parameters(), model.mask, batch)}
+
+
+def test_gradients_state_and_what_else_is_updated() -> None:
+    model, beside = Model(), nn.Parameter(torch.ones(7))
+    optimizer = torch.optim.SGD([*model.parameters(), beside], lr=0.1, momentum=0.9)
+    for parameter in (*model.parameters(), beside):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    static, _ = static_bytes(model, None, [optimizer])
+    assert (static.parameters, static.gradients, static.optimizer) == (124, 124, 124)
+    assert state_bytes([optimizer], torch.device("cpu")) == 124
+    assert state_bytes([optimizer], torch.device("meta")) == 0
+
+
+def test_tensors_without_memory_on_the_device_count_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4), nn.Linear(4, 4, device="meta"))
+    static, _ = static_bytes(model, torch.ones(2, device="meta"), [])
+    assert (static.parameters, static.inputs) == (80, 0)
+
+
+def test_optimizers_are_found_by_the_parameters_that_they_update() -> None:
+    model, other = Model(), nn.Linear(2, 2)
+    mine, others = torch.optim.SGD([model.one.bias]), torch.optim.SGD(other.parameters())
+    assert is_of(model, mine)
+    assert not is_of(model, others)
+    assert optimizers_of(model) == optimizers_of(model, others) == [mine]
+    assert (listed(None), listed(mine), listed((mine, others))) == ([], [mine], [mine, others])
+    assert [id(p) for p in updated_by(mine)] == [id(model.one.bias)]
+    assert updated_by(torch.optim.Optimizer.__new__(torch.optim.Optimizer)) == []
