@@ -78,6 +78,26 @@ def never_compiled(function: F) -> F:
     return _marked(function, _FRAMES._FrameAction.SKIP)
 
 
+def compiled_as(function: F, own: Callable[..., Any]) -> F:
+    """Return `function`, marked so that compiled code calls torch's `own` function in its place. Torch 2.13, since 2.2.
+
+    Dynamo loads its tables of torch's functions, by name, when it first compiles something.
+    """
+    vars(function)["_torchdynamo_inline"] = own
+    return not_compiled_alone(function)
+
+
+def scripted_as(function: Callable[..., Any], own: Callable[..., Any]) -> Callable[[], object]:
+    """Let TorchScript call torch's `own` function in place of `function`, until the returned function is called. Torch
+    2.13, since 1.2.
+    """
+    table = torch.jit._builtins._get_builtin_table()  # type: ignore[no-untyped-call]
+    if (operator_name := table.get(id(own))) is None:
+        return lambda: None
+    table[id(function)] = operator_name
+    return functools.partial(table.pop, id(function), None)
+
+
 def _marked(function: F, calls: Any) -> F:
     strategy = _FRAMES._FrameExecStrategy(_FRAMES._FrameAction.SKIP, calls)
     _FRAMES.set_code_exec_strategy(function.__code__, strategy)

@@ -120,7 +120,7 @@ def uncompiled(obj: Any) -> Any:
 def bytes_of(tensor: torch.Tensor) -> Any:
     """Return a CPU tensor's whole storage as an array of bytes on the same memory, bypassing all modes. Torch 2.13."""
     with on_real_tensors():
-        return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+        return torch._C.TensorBase.numpy(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:

@@ -416,7 +416,7 @@ Ref follow(
     }
     Ref operand;
     if (kind == SLOT) {
-      operand = call(lent_in_slot, {as_object(), name});
+      operand = call(lent_in_slot, {builder, as_object(), name});
       if (operand.it == Py_None) return Ref();
     } else if (kind == ABSENT) {
       Ref unless = attribute(recipe.it, s_unless);
@@ -529,7 +529,8 @@ PyObject* pack_call(PyObject* callable, PyObject* const* arguments, size_t, PyOb
     const at::Tensor& saved = unwrapped(tensor);
     if (!THPVariable_CheckExact(tensor)) return call(self->in_python, {tensor}).release();
     handle = checked(PyTuple_New(2));
-    PyTuple_SET_ITEM(handle.it, 0, checked(THPVariable_Wrap(saved.detach())).release());
+    bool is_parameter = saved.requires_grad() && !saved.grad_fn();
+    PyTuple_SET_ITEM(handle.it, 0, is_parameter ? Py_NewRef(tensor) : checked(THPVariable_Wrap(saved.detach())).release());
     PyTuple_SET_ITEM(handle.it, 1, PyLong_FromLongLong(static_cast<long long>(saved._version())));
   } else {
     Ref probe = attribute(run.it, s_probe), learnt = attribute(scope.it, s_learnt), held = attribute(scope.it, s_held);

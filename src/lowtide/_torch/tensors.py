@@ -61,6 +61,11 @@ def storage_id(tensor: torch.Tensor) -> int:
         return 0
 
 
+def memory_id(memory: torch.Tensor | torch.UntypedStorage) -> int:
+    """Return what `storage_id` returns, for a tensor or for a storage itself."""
+    return storage_id(memory) if isinstance(memory, torch.Tensor) else storage_number(memory)
+
+
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors have the same shape, storage and offset."""
     if one.shape != other.shape or not storage_id(one) or storage_id(one) != storage_id(other):
@@ -126,6 +131,8 @@ def as_kind(kind: type[Any], tensor: torch.Tensor) -> Any:
 
 DEVICE = vars(torch._C.TensorBase)["device"].__get__
 """Function behind `tensor.device`. Torch 2.13."""
+AS_ARRAY = vars(torch._C.TensorBase)["numpy"]
+"""Method behind `tensor.numpy()`, without what stands before it while a plan is in force. Torch 2.13."""
 SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 """Function behind `tensor.data = other`. Torch 2.13."""
 IS_CUDA = vars(torch._C.TensorBase)["is_cuda"].__get__

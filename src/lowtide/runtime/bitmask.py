@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lowtide._torch.fake_modes import is_fake
-from lowtide._torch.tensors import base_of, is_plain
+from lowtide._torch.tensors import AS_ARRAY, base_of, is_plain
 from lowtide.planner.address_nodes import MASK
 from lowtide.runtime.recipes import CannotRecompute, Recipe, TooSmall
 
@@ -105,7 +105,7 @@ def fill(bits: Tensor, mask: Tensor) -> int:
         for elements, eighths in _parts(flat):
             _gather(flat[elements], bits[eighths])
         return 1
-    numbers, into = _read(flat.view(_INTEGERS[mask.element_size()])), bits.numpy()
+    numbers, into = _read(flat.view(_INTEGERS[mask.element_size()])), AS_ARRAY(bits)
     for elements, eighths in _parts(flat):
         part = numbers[elements]
         number = number or _first_number(part[:64]) or _first_number(part)
@@ -153,12 +153,12 @@ def mask_of(
 def _look_up(bits: Tensor, flat: Tensor, number: int | None) -> None:
     """Fill `flat` from a table, eight elements at a time for each byte of `bits`."""
     if number is None or flat.dtype is torch.bool:
-        number = int.from_bytes(torch.ones(1, dtype=flat.dtype).view(torch.uint8).numpy().tobytes(), "little")
+        number = int.from_bytes(AS_ARRAY(torch.ones(1, dtype=flat.dtype).view(torch.uint8)).tobytes(), "little")
     size, whole = flat.element_size(), flat.numel() // 8
-    table, memory = _elements(size, number), flat.view(torch.uint8).numpy()
+    table, memory = _elements(size, number), AS_ARRAY(flat.view(torch.uint8))
     rows = memory[: 8 * size * whole].reshape(whole, 8 * size)
     # Without "clip" numpy would fill a temporary array of that size first. No index is out of bounds.
-    np.take(table, bits[:whole].numpy(), axis=0, out=rows, mode="clip")
+    np.take(table, AS_ARRAY(bits[:whole]), axis=0, out=rows, mode="clip")
     if rest := len(memory) - rows.size:
         memory[-rest:] = table[int(bits[-1])][:rest]
 
@@ -182,7 +182,7 @@ def _parts(flat: Tensor) -> Iterator[tuple[slice, slice]]:
 def _gather(stays: Tensor, bits: Tensor) -> None:
     """Pack eight booleans into each byte, the first one into its lowest bit."""
     if stays.device.type == "cpu":
-        bits.numpy()[:] = np.packbits(_read(stays), bitorder="little")
+        AS_ARRAY(bits)[:] = np.packbits(_read(stays), bitorder="little")
         return
     if missing := -len(stays) % 8:
         stays = torch.cat((stays, stays.new_zeros(missing)))

@@ -230,19 +230,21 @@ class CallContext:
             else:
                 uncopied.append(place)
         if len(self.copied) == n_copied:
-            return False
+            return self.attributes.copy(storages, copy_of)
         self.sums = [sums[place] for place in uncopied if place in sums]
         self.held, self.versions = [self.held[n] for n in uncopied], [self.versions[n] for n in uncopied]
         self.summed = self._places_of_buffers()
+        self.attributes.copy(storages, copy_of)
         return True
 
     def _places_of_buffers(self) -> list[int]:
         return [n for n, (_, _, tensor) in enumerate(self.held) if not isinstance(tensor, torch.nn.Parameter)]
 
     def storages(self) -> Iterator[int]:
-        """Yield the memory of the parameters and buffers that are read again, those included that `learn` may add."""
+        """Yield the memory of the tensors that are read again, those included that `learn` may add."""
         yield from (storage_id(tensor) for _, _, tensor in self.held)
         yield from (storage_id(buffer) for buffer, _, _ in self.buffers.values())
+        yield from map(storage_id, self.attributes.held())
 
     @property
     def tensors(self) -> Iterator[Tensor]:

@@ -34,6 +34,7 @@ from lowtide.runtime.class_calls import intercept_calls
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.forward_pass import CallHandler, CallScope, ForwardPass, Passthrough, ThreadState, paused, pausing
 from lowtide.runtime.inplace_gradients import InPlace, check
+from lowtide.runtime.inplace_methods import SHARES_MEMORY
 from lowtide.runtime.partial_saves import PACKINGS, packed, saved_for_shape, saves_signs
 from lowtide.runtime.plan_table import MOST_PATHS, Actions, Decision, NeededSlots, actions_for
 from lowtide.runtime.recipes import CannotRecompute, TooSmall
@@ -195,6 +196,8 @@ class Engine:
             if decision is not None:
                 self.drift(decision)
             value = without_history(tensor, base, frame)
+            if value.leaf and view is None and leaves is None:
+                return Handle(value, tensor)
             return Handle(value if leaves is None else self.offload(value, base, leaves), view)
         held = registered(node, output)
         if held is not None and shared(held, base, frame) and (decision is None or certain(held)):
@@ -238,7 +241,9 @@ class Engine:
             value = Value(base.detach(), output=output)
             register(node, output, value)
         assert value is not None
-        return Handle(value, None if base is tensor else tensor.detach())
+        if base is tensor:  # backward reads a parameter as it is then, as after `parameter.data = other`
+            return Handle(value, tensor if value.leaf else None)
+        return Handle(value, tensor.detach())
 
     def recomputed(
         self, node: Node, output: int, base: Tensor, earlier: Value | None, decision: Decision, scope: CallScope
@@ -521,8 +526,9 @@ class Engine:
     def copied(self, tensor: Tensor, who: str) -> None:
         """Report a tensor that was copied before a write, because a recompute or replay still reads it."""
         name = self.name_of(tensor) or "a tensor"
+        writes = "gives away the memory of" if who == SHARES_MEMORY else "writes to"
         self.say(
-            f"{who} writes to {name} ({list(tensor.shape)} {tensor.dtype}) between forward and backward, and the "
+            f"{who} {writes} {name} ({list(tensor.shape)} {tensor.dtype}) between forward and backward, and the "
             "plan reads it again after that: it was copied first, so the peak may be above the budget. Fit, or "
             "rehearse and plan, in a step that does so."
         )

@@ -359,7 +359,8 @@ def make_pack_hook(now: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
         if frame is None:
             if scope.needed is not None and ordinal not in scope.needed:
                 scope.ordinal = ordinal + 1
-                return tensor.detach(), tensor._version
+                is_parameter = tensor.requires_grad and tensor.grad_fn is None
+                return tensor if is_parameter else tensor.detach(), tensor._version
         elif scope.learnt is None and now.probe is None and not scope.held and ordinal not in scope.actions.recompute:
             handle = frame.left(tensor)
             if handle is not None:

@@ -1,20 +1,22 @@
-"""In-place methods of tensors, and `torch._foreach_*_`, intercepted before they write: `bias.data.clamp_(...)`.
+"""In-place methods and functions of torch, intercepted before they write: `bias.data.clamp_(...)`, `torch.relu_(x)`.
 
-The replacements are attributes of `torch.Tensor`, which inherits these methods, and of `torch`. A write through a view,
-through `.data` or to a buffer is a call of such a method, too. Writes that Python does not call by such a name, as with
-`out=`, are not intercepted.
+The replacements are attributes of `torch.Tensor`, which inherits these methods, of `torch.UntypedStorage`, and of the
+modules that have the functions. A write through a view, through `.data` or to a buffer is such a call, too. So are
+`tensor.data = other`, and `tensor.numpy()`, whose array shares the tensor's memory. Writes that Python does not call by
+such a name, as with `out=`, are not intercepted.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from lowtide._torch.compiled_code import is_compiling_here, not_compiled_alone
+from lowtide._torch.compiled_code import compiled_as, is_compiling_here, not_compiled_alone, scripted_as
+from lowtide._torch.inplace_functions import STORAGE_METHODS, inplace_functions, intercept_set_data, list_functions
 
 watched = False
 """True if a tensor may be read again by a recompute or replay; while False, no write is reported."""
@@ -32,40 +34,56 @@ _NO_WRITERS = frozenset({
 """Methods that change what is known about a tensor, not its contents."""
 
 
+SHARES_MEMORY: Final = "Tensor.numpy"
+"""Writer that gives away the tensor's memory, to which others may write."""
+
+Writes = Callable[[Sequence[Tensor | torch.UntypedStorage], str], bool]
+"""Function that is called with the memory that is about to be written to and with the writer's name."""
+
+
 def writers() -> list[str]:
-    """Return the names of the methods of a tensor that write to it."""
+    """Return the names of the methods of a tensor that write to it, or give away its memory."""
     names = (
         name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_") and name not in _NO_WRITERS
     )
-    return [*names, *(f"__i{name}__" for name in _OPERATORS if hasattr(Tensor, f"__i{name}__")), "__setitem__"]
+    operators = (f"__i{name}__" for name in _OPERATORS if hasattr(Tensor, f"__i{name}__"))
+    return [*names, *operators, "__setitem__", SHARES_MEMORY.removeprefix("Tensor.")]
 
 
-def list_writers() -> list[str]:
-    """Return the names of torch's functions that write to each tensor of a list."""
-    return [name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
-
-
-def intercept(writes: Callable[[Sequence[Tensor], str], bool]) -> Callable[[], None]:
-    """Call `writes(tensors, method)` before each write by such a method, until the returned function is called.
+def intercept(writes: Writes) -> Callable[[], None]:
+    """Call `writes(memory, writer)` before each write by such a call, until the returned function is called.
 
     After it has returned False, nothing is reported until `watched` is set again.
     """
-    places = [
-        *((Tensor, name, _reporting) for name in writers()),
-        *((torch, n, _reporting_list) for n in list_writers()),
-    ]
     replaced: list[tuple[Any, str, Any, Any]] = []
-    for owner, name, make in places:
+    unscript: list[Callable[[], object]] = []
+
+    def replace(owner: Any, name: str, make: Callable[..., Callable[..., Any]], full_name: str) -> None:
         own = getattr(owner, name)
-        method = make(name, own, writes)
-        replaced.append((owner, name, vars(owner).get(name), method))
-        torchs_own[method] = own
-        setattr(owner, name, method)
+        function = compiled_as(make(own, full_name, writes), own)
+        replaced.append((owner, name, vars(owner).get(name), function))
+        unscript.append(scripted_as(function, own))
+        torchs_own[function] = own
+        setattr(owner, name, function)
+
+    for name in writers():
+        replace(Tensor, name, _reporting_method, f"Tensor.{name}")
+    for name in STORAGE_METHODS:
+        replace(torch.UntypedStorage, name, _reporting_method, f"UntypedStorage.{name}")
+    for name in list_functions():
+        replace(torch, name, _reporting_list, f"torch.{name}")
+    for owner, name in inplace_functions():
+        replace(owner, name, _reporting_function, f"torch.{name}")
+    replace(torch.utils, "swap_tensors", _reporting_swap, "torch.utils.swap_tensors")
+    stop_data = intercept_set_data(lambda tensor: _report([tensor], "Tensor.data = ...", writes))
 
     def restore() -> None:
-        for owner, name, before, method in replaced:
-            torchs_own.pop(method, None)
-            if vars(owner).get(name) is not method:
+        stop_data()
+        while unscript:
+            unscript.pop()()
+        for owner, name, before, function in reversed(replaced):
+            torchs_own.pop(function, None)
+            if vars(owner).get(name) is not function:
                 continue
             if before is None:
                 delattr(owner, name)
@@ -75,33 +93,51 @@ def intercept(writes: Callable[[Sequence[Tensor], str], bool]) -> Callable[[], N
     return restore
 
 
-def _reporting(
-    name: str, own: Callable[..., Any], writes: Callable[[Sequence[Tensor], str], bool]
-) -> Callable[..., Any]:
-    @not_compiled_alone
+@not_compiled_alone
+def _report(memory: Sequence[Tensor | torch.UntypedStorage], writer: str, writes: Writes) -> None:
+    global watched
+    if watched and not is_compiling_here():
+        watched = False  # first, as another thread may set it meanwhile
+        if writes(memory, writer):
+            watched = True
+
+
+def _reporting_method(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
     @functools.wraps(own)
-    def method(tensor: Tensor, /, *args: Any, **kwargs: Any) -> Any:
-        global watched
-        if watched and not is_compiling_here():
-            watched = False  # first, as another thread may set it meanwhile
-            if writes((tensor,), f"Tensor.{name}"):
-                watched = True
-        return own(tensor, *args, **kwargs)
+    def method(written: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if watched:
+            _report((written,), name, writes)
+        return own(written, *args, **kwargs)
 
     return method
 
 
-def _reporting_list(
-    name: str, own: Callable[..., Any], writes: Callable[[Sequence[Tensor], str], bool]
-) -> Callable[..., Any]:
-    @not_compiled_alone
+def _reporting_list(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
     @functools.wraps(own)
     def function(tensors: Sequence[Tensor], /, *args: Any, **kwargs: Any) -> Any:
-        global watched
-        if watched and not is_compiling_here():
-            watched = False
-            if writes(tensors, f"torch.{name}"):
-                watched = True
+        if watched:
+            _report(tensors, name, writes)
         return own(tensors, *args, **kwargs)
+
+    return function
+
+
+def _reporting_function(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if watched:
+            written = args[0] if args else kwargs.get("input", kwargs.get("self"))
+            _report((written,) if isinstance(written, Tensor) else (), name, writes)
+        return own(*args, **kwargs)
+
+    return function
+
+
+def _reporting_swap(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def function(t1: Tensor, t2: Tensor) -> None:
+        if watched:
+            _report((t1, t2), name, writes)
+        own(t1, t2)
 
     return function

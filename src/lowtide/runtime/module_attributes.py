@@ -13,7 +13,7 @@ import copy
 import itertools
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from operator import is_
 from typing import Any, Final
@@ -21,6 +21,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from lowtide._torch.modules import CALL
+from lowtide._torch.tensors import storage_id
 from lowtide.runtime.call_arguments import ATOMS
 
 LARGEST: Final = 100
@@ -113,6 +114,30 @@ class Attributes:
         """Return the tensors that `restore` binds again, with their versions at the start of the call."""
         return (known for *_, tensors in self._tensors for known in tensors)
 
+    def held(self) -> Iterator[Tensor]:
+        """Yield the tensors that `restore` binds again, those included that `learn` may add."""
+        yield from (tensor for tensor, _ in self.tensors)
+        yield from (tensor for *_, known in self._there for then, _ in known if (tensor := then()) is not None)
+
+    def copy(self, storages: set[int], copy_of: Callable[[Tensor], Tensor]) -> bool:
+        """Replace the tensors in this memory, which is about to be written to, by copies; return True if there are
+        any.
+        """
+        has_copied = False
+
+        def before_write(leaf: Any) -> Any:
+            is_written = isinstance(leaf, Tensor) and storage_id(leaf) in storages
+            return copy_of(leaf) if is_written else leaf
+
+        for n, (table, name, value, content, known) in enumerate(self._tensors):
+            if any(tensor._version == version and storage_id(tensor) in storages for tensor, version in known):
+                has_copied, tensors = True, list[Tensor]()
+                content = _copy(content, before_write)
+                _is_known(content, tensors)
+                versions = [(tensor, tensor._version) for tensor in tensors]
+                self._tensors[n] = table, name, content if isinstance(value, Tensor) else value, content, versions
+        return has_copied
+
     def restore(self) -> None:
         """Restore the attributes on the modules."""
         copies: dict[int, Any] = {}  # containers that two modules share stay shared
@@ -148,17 +173,17 @@ def _is_known(value: Any, tensors: list[Tensor], depth: int = 0) -> bool:
     return names_are_plain and all(_is_known(item, tensors, depth + 1) for item in inside)
 
 
-def _copy(value: Any) -> Any:
-    """Return a copy of the containers, with the same tensors and plain data in them."""
+def _copy(value: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """Return a copy of the containers, with `leaf(...)` of each tensor and each piece of plain data in them."""
     kind = type(value)
     if kind not in _KINDS:
-        return value
+        return leaf(value)
     if isinstance(value, dict):
         made = copy.copy(value)
         for name, item in value.items():
-            made[name] = _copy(item)
+            made[name] = _copy(item, leaf)
         return made
-    items = [_copy(item) for item in value]
+    items = [_copy(item, leaf) for item in value]
     if kind in (tuple, frozenset) and all(map(is_, items, value)):
         return value
     return deque(items, value.maxlen) if kind is deque else kind(items)

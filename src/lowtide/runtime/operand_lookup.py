@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
     from lowtide.runtime.recompute_builder import Builder
+    from lowtide.runtime.tensor_writers import ReliedOn
 
 
 class OperandLookup:
@@ -36,6 +37,10 @@ class OperandLookup:
         """Sites of the captured operands that the recompute needs."""
 
     @property
+    def relied_on(self) -> ReliedOn:
+        return self.builder.owners.relied_on
+
+    @property
     def edges(self) -> tuple[tuple[Node | None, int], ...]:
         """Return the node's input edges, which torch lists again for each access."""
         if self._edges is None:
@@ -48,16 +53,16 @@ class OperandLookup:
             data = slot.data
             if isinstance(data, Handle):
                 if not data.value.partial:
-                    return Handle(data.value, data.view)
+                    return self.relied_on.of_slot(data)
             elif data is not None and slot.unpack_hook is None:
                 # a tensor that autograd holds, as backward will read it
                 try:
                     own = getattr(self.node, SAVED + name)
                 except RuntimeError as error:
                     raise CannotRecompute(str(error)) from None
-                return Handle(Value(own.detach() if own.requires_grad else own))
+                return self.relied_on.of_slot(own)
             elif (saved := self.saved(name)) is not None:
-                return claim(saved)
+                return self.relied_on.of_slot(saved)
         edge = self.recipe.edges.get(name)
         if edge is not None:
             if self._edges is None:
@@ -72,7 +77,7 @@ class OperandLookup:
             return what if isinstance(what, NUMBERS) else Handle(what if isinstance(what, Value) else Value(what))
         owned = self.owned(name)
         if isinstance(owned, torch.Tensor):
-            return Handle(self.builder.owners.relied_on.of_leaf(owned))
+            return Handle(self.relied_on.of_leaf(owned))
         if self.absent(name):
             return None
         raise CannotRecompute(f"{self.node.name()} does not record {name}")
@@ -81,7 +86,7 @@ class OperandLookup:
         """Return the operands of a list parameter: saved tensors, or the values on every input edge."""
         saved = self.saved(name)
         if saved is not None:
-            return [None if item is None else claim(item) for item in saved]
+            return [None if item is None else self.relied_on.of_slot(item) for item in saved]
         wanted, edges = self.recipe.edges.get(name), [edge for edge in self.edges if edge[0] is not None]
         if wanted == FILLED and len(edges) < len(self.edges):
             dim = self.constant("dim")
@@ -187,13 +192,6 @@ def ours(slot: Any) -> Any:
             raise CannotRecompute(changed_in_place(tensor, version))
         return tensor
     raise CannotRecompute("its inputs were packed by other hooks, or have been freed")
-
-
-def claim(saved: Handle | Tensor) -> Handle:
-    """Return a new handle on the content of a node's slot."""
-    if isinstance(saved, Handle):
-        return Handle(saved.value, saved.view)
-    return Handle(Value(saved.detach() if saved.requires_grad else saved))  # detach would unwrap a wrapped number
 
 
 def same(one: Any, other: Any) -> bool:

@@ -141,7 +141,7 @@ class Builder:
                 continue
             data = getattr(getattr(node, attribute, None), "data", None)
             if type(data) is Handle and not data.value.partial:
-                arguments[name] = Handle(data.value, data.view)
+                arguments[name] = self.owners.relied_on.of_slot(data)
                 continue
             operand = source.operands(name) if name in recipe.lists else source.operand(name)
             if isinstance(operand, NUMBERS):

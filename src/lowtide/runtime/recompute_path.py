@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lowtide._torch.nodes import RAW_SAVED, SAVED, node_metadata, output_metadata
 from lowtide.runtime.operand_capture import NUMBERS, CaptureSite, noted
-from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, claim, leaf_behind, same, signed
+from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, leaf_behind, same, signed
 from lowtide.runtime.recompute import Recompute
-from lowtide.runtime.saved_values import KEYS, Handle, Value, native, register, unpack
+from lowtide.runtime.saved_values import KEYS, NO_NODE, Handle, Value, native, register, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -100,7 +100,7 @@ class RecomputePath:
                     return None
                 operands.append(Handle(value))
             elif kind == SLOT:
-                if (handle := in_slot(node, name)) is None:
+                if (handle := in_slot(builder, node, name)) is None:
                     return None
                 operands.append(handle)
             elif kind == LEAF:
@@ -151,21 +151,21 @@ class RecomputePath:
         return value
 
 
-def in_slot(node: Node, name: str) -> Handle | None:
+def in_slot(builder: Builder, node: Node, name: str) -> Handle | None:
     """Return a new handle on the tensor that a node has saved; None for an empty slot, or one of other hooks."""
     slot = getattr(node, RAW_SAVED + name)
     data = slot.data
     if type(data) is Handle:
-        return None if data.value.partial else Handle(data.value, data.view)
+        return None if data.value.partial else builder.owners.relied_on.of_slot(data)
     if data is None:
         return None
     if slot.unpack_hook is None:
         try:
-            return claim(getattr(node, SAVED + name))
+            return builder.owners.relied_on.of_slot(getattr(node, SAVED + name))
         except RuntimeError:  # the tensor has been written to
             return None
     if slot.unpack_hook is unpack and data[0]._version == data[1]:
-        return claim(data[0])
+        return builder.owners.relied_on.of_slot(data[0])
     return None
 
 
@@ -227,7 +227,7 @@ def turn_to(
     if isinstance(operand, list):
         return None
     if not is_empty:
-        is_other = isinstance(data, Handle) and data.value is not operand.value
+        is_other = isinstance(data, Handle) and data.value is not operand.value and data.value.output != NO_NODE
         return None if is_other else Turn(SLOT, name)
     empty = "" if slot is None else attribute
     edge = recipe.edges.get(name)

@@ -260,6 +260,9 @@ class ReplayFrame:
                 self._run(rerun, self.arguments.handles)
         except _StopReplay:
             pass
+        except Overwritten as error:
+            self.interceptor.engine.relied_on.give_up(error.storage)
+            raise
         rerun.hand_over()
         return wanted - rerun.handed_over
 

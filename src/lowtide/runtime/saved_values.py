@@ -109,9 +109,13 @@ class Value(ValueFields):
             self.tensor = tensor
 
 
+NO_NODE = -1
+"""Output number of a value that no node made."""
+
+
 def value_without_grad_fn(tensor: Tensor) -> Value:
     """Return a value that keeps a tensor that no node made."""
-    value = Value(tensor.detach())
+    value = Value(tensor.detach(), output=NO_NODE)
     if isinstance(tensor, nn.Parameter):
         value.leaf = id(tensor)
     return value

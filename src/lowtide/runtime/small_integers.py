@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from lowtide._torch.fake_modes import is_fake
+from lowtide._torch.tensors import AS_ARRAY
 from lowtide.planner.address_nodes import INDICES
 from lowtide.runtime.bitmask import LEAST_BYTES, is_whole
 from lowtide.runtime.recipes import CannotRecompute, Recipe, TooSmall
@@ -57,8 +58,8 @@ def offsets_of(tensor: Tensor) -> dict[str, Any]:
             base.copy_(lowest)
             torch.sub(tensor, lowest, out=offsets)
         else:
-            base.numpy()[:] = lowest
-            np.subtract(np.from_dlpack(tensor), lowest, out=offsets.numpy(), casting="unsafe")
+            AS_ARRAY(base)[:] = lowest
+            np.subtract(np.from_dlpack(tensor), lowest, out=AS_ARRAY(offsets), casting="unsafe")
     return {"bits": bits, "shape": tensor.shape, "stride": tensor.stride(), "dtype": dtype}
 
 

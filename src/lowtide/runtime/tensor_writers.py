@@ -23,11 +23,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lowtide._torch.backward import in_backward
 from lowtide._torch.fake_modes import without_function_modes
 from lowtide._torch.patching import replace_function
-from lowtide._torch.tensors import storage_id
+from lowtide._torch.tensors import memory_id, storage_id
 from lowtide.runtime import inplace_methods
 from lowtide.runtime.recipes import CannotRecompute
 from lowtide.runtime.saved_fields import changed_in_place
-from lowtide.runtime.saved_values import Value, value_without_grad_fn
+from lowtide.runtime.saved_values import NO_NODE, Handle, Value, value_without_grad_fn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +55,7 @@ class Overwritten(RuntimeError):
             "that tensor are kept: a loop that catches this error can take the same batch again.\n"
             "  Write to it after backward, or fit (rehearse and plan) in a step that writes to it."
         )
+        self.storage = storage_id(tensor)
         self.module_class = module_class
         """Class of the module that could not be run again, if a replay failed."""
         self.is_of_parameter = False
@@ -143,6 +144,28 @@ class ReliedOn:
             raise CannotRecompute("it is computed from a tensor that was overwritten before backward")
         return self.of(value_without_grad_fn(leaf), leaf)
 
+    def of_slot(self, saved: Handle | Tensor) -> Handle:
+        """Return a handle for a recompute on a tensor that a node has saved, as it is now.
+
+        The handle has a value of its own if no node made the tensor, because backward reads such a tensor as it is
+        then.
+        """
+        if not isinstance(saved, Handle):
+            is_number = not (saved.requires_grad or saved.dim())  # `detach` would unwrap a wrapped number
+            value = Value(saved if is_number else saved.detach())
+            is_parameter = saved.requires_grad and saved.grad_fn is None
+            return Handle(self.of(value, saved) if is_parameter and self.takes_values else value)
+        value, view = saved.value, saved.view
+        if value.output != NO_NODE or value.tensor is None or not self.takes_values:
+            return Handle(value, view)
+        own = Value(value.tensor, output=NO_NODE)
+        own.version, own.leaf = value.version, value.leaf
+        if isinstance(view, torch.Tensor):
+            view = (
+                None if value.leaf and view.requires_grad else (view.size(), view.stride(), int(view.storage_offset()))
+            )
+        return Handle(self.of(own, value.tensor), view)
+
     def watch(self) -> None:
         """Copy tensors that are still to be read before a write, until `leave`, or until the plan's model is freed.
 
@@ -200,6 +223,12 @@ class ReliedOn:
                 mark(tensor)
             self._say(tensor, writer)
 
+    def give_up(self, storage: int) -> None:
+        """Run no call again, from now on, that reads this memory, which was written to before backward."""
+        for frame in [frame for reference in self._frames if (frame := reference()) is not None]:
+            if any(storage_id(tensor) == storage for tensor, _ in frame.read(given=True)):
+                frame.interceptor.reach.is_overwritten = True
+
     def __bool__(self) -> bool:
         self._forget_freed()
         if self._values or self._frames:
@@ -232,10 +261,11 @@ def _leave(stop: Callable[[], None]) -> None:
 def check_operands(values: Iterable[Value], reader: str) -> None:
     """Raise Overwritten if a value that a recompute is about to read was written to without autograd's knowledge."""
     for value in values:
-        if value.is_changed and value.original is not None:
+        original = None if value.original is None else value.original()
+        if value.is_changed and value.original is not None and original is not value.tensor:  # else torch says it
             assert value.tensor is not None
             error = Overwritten(value.tensor, value.version, reader)
-            if (original := value.original()) is not None:
+            if original is not None:
                 mark(original)
                 error.is_of_parameter = isinstance(original, nn.Parameter)
             raise error
@@ -259,14 +289,14 @@ def _updates(optimizer: Optimizer, *_: Any) -> None:
             relied_on.before_write(updated, f"{type(optimizer).__name__}.step()")
 
 
-def _writes(tensors: Sequence[Tensor], writer: str) -> bool:
+def _writes(memory: Sequence[Tensor | torch.UntypedStorage], writer: str) -> bool:
     """Copy memory that `writer` is about to write to and a plan reads again; return False if no plan reads any."""
     if in_backward():
         return True
     plans = _plans_in_force()
     if plans:
         with without_function_modes():
-            storages = {storage_id(tensor) for tensor in tensors}
+            storages = {memory_id(each) for each in memory}
             for relied_on in plans:
                 if relied_on.may_read(storages):
                     relied_on.before_write(storages, writer)

@@ -1,0 +1,57 @@
+"""Private names of torch: functions and storages' methods that write to their first argument; `tensor.data = other`.
+
+Torch 2.13. `torch._C._nn` and `torch._VF` are what `torch.nn.functional` calls with `inplace=True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+_OWNERS: Final = (torch, torch._C._nn, torch.nn.functional)
+_OF_VF: Final = ("dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_", "threshold_")
+"""Names that `torch.nn.functional` looks up in `torch._VF`, not in torch."""
+_OTHERS: Final = frozenset({"as_strided_", "detach_", "embedding_renorm_"})
+"""Functions that do not write, and the one that `tensor_writers.py` replaces."""
+
+STORAGE_METHODS: Final = ("__setitem__", "copy_", "fill_", "resize_")
+"""Methods of `torch.UntypedStorage` that write to it, or free it."""
+
+_GET_DATA = vars(torch._C.TensorBase)["data"].__get__
+_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+
+
+def inplace_functions() -> list[tuple[Any, str]]:
+    """Return the functions that write to the tensor that is their first argument, each as its owner and name."""
+    names = [(owner, name) for owner in _OWNERS for name in dir(owner) if name.endswith("_") and name[0] != "_"]
+    return [*((owner, name) for owner, name in names if name not in _OTHERS), *((torch._VF, n) for n in _OF_VF)]
+
+
+def list_functions() -> list[str]:
+    """Return the names of torch's functions that write to each tensor of a list."""
+    return [name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
+
+
+class _Data(property):
+    """Attribute `data` of tensors. Function modes are given torch's own functions for it."""
+
+
+def intercept_set_data(report: Callable[[Tensor], object]) -> Callable[[], None]:
+    """Call `report(tensor)` before each `tensor.data = other`, until the returned function is called."""
+
+    def set_data(tensor: Tensor, other: Tensor) -> None:
+        report(tensor)
+        _SET_DATA(tensor, other)
+
+    data = _Data(_GET_DATA, set_data)
+    vars(data).update(__get__=_GET_DATA, __set__=_SET_DATA)
+    Tensor.data = data  # type: ignore[assignment]
+
+    def restore() -> None:
+        if vars(Tensor).get("data") is data:
+            del Tensor.data
+
+    return restore
