@@ -194,7 +194,7 @@ def test_parameters_and_buffers_made_inside_are_called_so() -> None:
 def test_nothing_is_known_before_the_end() -> None:
     with measure() as memory:
         for name in ("peak_bytes", "timeline", "stream"):
-            with pytest.raises(RehearsalError, match=f"{name} is known when"):
+            with pytest.raises(RehearsalError, match=f"{name} is known only when"):
                 getattr(memory, name)
         assert str(memory) == "Memory(still measuring)"
     assert (memory.peak_bytes, str(memory)) == (0, "peak 0 B over entry")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide._torch.tensors import AS_ARRAY
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -47,7 +49,7 @@ def content_hash(tensor: Tensor) -> int:
     Strides do not matter. On the CPU no torch memory is allocated: the hash serves steps that may have none left.
     """
     integers = _integers(tensor)
-    return _digest(integers.numpy()) if integers.device.type == "cpu" else _weighted_sum(integers)
+    return _digest(AS_ARRAY(integers)) if integers.device.type == "cpu" else _weighted_sum(integers)
 
 
 def _digest(array: Any) -> int:
