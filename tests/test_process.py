@@ -110,8 +110,7 @@ def test_another_model_is_trained_to_the_same_bits_by_torchs_own_kernels(words, 
         asked.clear()
         assert equal(trained(), plain)
         assert asked == []  # its steps pass by all kernels of ours
-        (hook,) = {*optimizers._global_optimizer_pre_hooks} - {*before["before updates"]}  # listed in docs/process.md
-        assert of_torch() == {**before, "before updates": [*before["before updates"], hook]}
+        assert of_torch() == before  # nothing is recomputed or replayed, so no write is watched for
         step(x)
         asked.clear()
     assert equal(trained(), plain)
