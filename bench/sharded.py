@@ -186,8 +186,7 @@ def four_processes() -> Iterator[str]:
         "A small model of three blocks, with AdamW, on a CPU. *Estimated* is made in one process; the other processes "
         "do not exist. *Measured* is the smallest of four steps of four processes that communicate by gloo, because "
         "gloo's threads keep what they have sent for a moment. Both count all memory of a process: parameters, "
-        "optimizer, batch and the step itself. Checkpoints keep states of the CPU's random number generator, 5,056 "
-        "bytes each, which estimates do not count."
+        "optimizer, batch and the step itself."
     )
     yield from ("", "| way | rank | estimated | measured | difference |", "|---|---:|---:|---:|---:|")
     for case, ranks in compared.compare([*compared.CASES]):
