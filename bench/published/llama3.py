@@ -1,11 +1,12 @@
-"""A torchrun script that trains Llama 3 with FSDP2 as torchtitan did in 2024; weights and tokens are made up.
+"""A torchrun script that trains Llama 3 or 2 with FSDP2 as torchtitan did in 2024; weights and tokens are made up.
 
     lowtide estimate --device "8 x cuda:95GiB" bench/published/llama3.py --size 8B --rows 2 --tokens 8192
 
 Its memory is that of torchtitan's own script at commit 9dec370: rotary embeddings on complex numbers, RMS norms written
 out, keys and values repeated for their groups of queries, logits cast to float32, bfloat16 parameters gathered, float32
 gradients reduced, clipping by the common norm, AdamW. Selective checkpointing keeps attention's output and every second
-matrix product; `--checkpoint full` keeps a block's input alone.
+matrix product; `--checkpoint full` keeps a block's input alone. `--size 7B --hold-logits` is Llama 2 as trained at
+commit 83c879f, which kept float32 logits until the next ones replaced them.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-SIZES = {  # width, layers, heads, groups of keys and values, width of the gated MLP
-    "8B": (4096, 32, 32, 8, 14336),
-    "70B": (8192, 80, 64, 8, 28672),
+SIZES = {  # width, layers, heads, groups of keys and values, width of the gated MLP, vocabulary; 7B is Llama 2
+    "7B": (4096, 32, 32, 32, 11008, 32000),
+    "8B": (4096, 32, 32, 8, 14336, 128256),
+    "70B": (8192, 80, 64, 8, 28672, 128256),
 }
-VOCABULARY = 128256
 
 aten = torch.ops.aten
 KEPT = {
@@ -102,10 +103,10 @@ class Block(nn.Module):
 class Llama(nn.Module):
     def __init__(self, size: str, tokens: int, n_layers: int | None) -> None:
         super().__init__()
-        width, all_layers, n_heads, n_groups, inner = SIZES[size]
-        self.embedding = nn.Embedding(VOCABULARY, width)
+        width, all_layers, n_heads, n_groups, inner, n_tokens = SIZES[size]
+        self.embedding = nn.Embedding(n_tokens, width)
         self.blocks = nn.ModuleList(Block(width, n_heads, n_groups, inner) for _ in range(n_layers or all_layers))
-        self.norm, self.head = Norm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.norm, self.head = Norm(width), nn.Linear(width, n_tokens, bias=False)
         self.register_buffer("angles", torch.empty(1, tokens, 1, width // n_heads // 2, dtype=torch.complex64))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -135,6 +136,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--checkpoint", choices=("none", "selective", "full"), default="selective")
+    parser.add_argument("--hold-logits", action="store_true", help="in float32 until the next ones, as in March 2024")
     asked = parser.parse_args()
     distributed.init_process_group("nccl")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -159,9 +161,10 @@ def main() -> None:
     ids, labels = (torch.zeros(asked.rows, asked.tokens, dtype=torch.int64, device=device) for _ in range(2))
     for _ in range(10):
         optimizer.zero_grad()
-        logits = model(ids)
+        logits = model(ids).float() if asked.hold_logits else model(ids)
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
-        del logits
+        if not asked.hold_logits:
+            del logits
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()

@@ -172,7 +172,7 @@ def test_sums_over_rows_add_up_in_the_same_order_beside_recomputed_values_under_
 @pytest.mark.slow
 @pytest.mark.usefixtures("inductor")
 @pytest.mark.parametrize("made", [transformer, convnet])
-def test_the_smaller_of_twenty_budgets_cost_more_and_measured_peaks_are_the_predicted_ones(
+def test_the_smaller_of_twenty_budgets_cost_more_and_measured_peaks_are_at_most_2_percent_lower(
     made: Callable[[], tuple[nn.Module, Tensor]],
 ) -> None:
     model, batch = made()
@@ -184,16 +184,20 @@ def test_the_smaller_of_twenty_budgets_cost_more_and_measured_peaks_are_the_pred
     with kernels_left_out():
         profile = lowtide.rehearse(compiled, step, batch)
         most, least = plain_peak_bytes(profile), smallest_peak(profile)[1].peak_bytes
-        plans = [lowtide.plan(profile, least + (most - least) * n // 20) for n in range(20)]
-        predicted = [plan.predicted for plan in plans]
-        assert [p.peak_bytes for p in predicted] == sorted(p.peak_bytes for p in predicted)
-        for cost in ("extra_ms", "extra_flops"):
-            costs = [getattr(p, cost) for p in predicted]
-            assert costs == sorted(costs, reverse=True)
+        budgets = [least + (most - least) * n // 20 for n in range(20)]
+        plans = [lowtide.plan(profile, budget) for budget in budgets]
+        with_few_flops = [lowtide.plan(profile, budget, minimize="flops") for budget in budgets]
+        peaks = [plan.predicted.peak_bytes for plan in plans]
+        extra_ms = [plan.predicted.extra_ms for plan in plans]
+        extra_flops = [plan.predicted.extra_flops for plan in with_few_flops]
+        assert peaks == sorted(peaks)
+        assert extra_ms == sorted(extra_ms, reverse=True)
+        assert extra_flops == sorted(extra_flops, reverse=True)
         of_decisions = {plan.decisions: plan for plan in plans}
         for plan in of_decisions.values():
-            measured = scheduled_peak(model, step, batch, plan, None)
-            assert measured == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
+            measured = scheduled_peak(compiled, step, batch, plan, None)
+            assert measured is not None
+            assert 0.98 * plan.predicted.peak_bytes <= measured <= plan.predicted.peak_bytes
     assert len(of_decisions) > 3
 
 

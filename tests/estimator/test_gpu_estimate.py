@@ -267,6 +267,23 @@ def test_recomputed_forwards_in_backward_have_the_same_autocast(device) -> None:
     lowtide.estimate(body, step, torch.randn(8, 64, requires_grad=True), device="L4")
 
 
+def test_states_of_the_cpus_random_number_generator_count_on_the_cpu_alone() -> None:
+    blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def peak(preserves: bool, **on: str) -> int:
+        def step(batch):
+            for block in blocks:
+                batch = checkpoint(block, batch, use_reentrant=False, preserve_rng_state=preserves)
+            batch.sum().backward()
+
+        return lowtide.estimate(blocks, step, torch.ones(64, 64, requires_grad=True), **on).peak_bytes
+
+    assert (
+        peak(True) - peak(False) == 2 * torch.get_rng_state().nbytes
+    )  # of the first block, and while it is recomputed
+    assert peak(True, device="L4") == peak(False, device="L4")
+
+
 def test_an_error_out_of_a_saved_tensor_is_the_steps_error() -> None:
     model = nn.Linear(8, 8)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from conftest import RunPython
 from lowtide.planner.records import Plan
@@ -101,8 +100,7 @@ def test_estimates_are_what_four_processes_take(run_python: RunPython) -> None:
     assert len(cases) == 18
     for case, ranks in cases.items():
         for rank, (estimated, measured) in ranks.items():
-            n_states = 2 if "checkpointed" in case else 0  # of the CPU's random number generator, in backward
-            assert measured - estimated == n_states * torch.get_rng_state().nbytes, (case, rank)
+            assert estimated == measured, (case, rank)
 
 
 def results_of(done: "subprocess.CompletedProcess[str]") -> list[list[str]]:

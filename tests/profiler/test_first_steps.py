@@ -208,3 +208,33 @@ def test_a_table_that_a_second_call_renormalises_is_copied_where_an_audit_has_le
         assert all(torch.equal(*pair) for pair in zip(found, gradients(plain), strict=True))
     observed.leave()
     assert observed.profile is not None
+
+
+class Adversaries(nn.Module):
+    """A generator and a critic, which are called one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.critic = self.narrowing(16, 64), self.narrowing(64, 1)
+
+    def narrowing(self, given, width):
+        return nn.Sequential(nn.Linear(given, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, width))
+
+
+def audited_peak(model, n_rounds):
+    """Return the peak of an audited step with several backward passes, each after a graph that none ran through."""
+    observed = OnlineProfiler(model)
+    observed.begin(torch.zeros(256, 16))
+    watch = observed._watch
+    for _ in range(n_rounds):
+        model.critic(model.generator(torch.randn(256, 16)).detach()).mean().backward()
+    observed.end()
+    observed.leave()
+    return Timeline(watch.recorder.stream).peak_bytes
+
+
+def test_an_audit_frees_the_operands_of_a_graph_that_is_dropped_without_a_backward():
+    model = Adversaries()
+    one, four = audited_peak(model, 1), audited_peak(model, 4)
+    gradients = sum(p.nbytes for p in model.critic.parameters())
+    assert four <= one + gradients

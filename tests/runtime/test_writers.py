@@ -15,6 +15,8 @@ from lowtide._torch.inplace_functions import inplace_functions, list_functions
 from lowtide.planner import smallest_peak
 from lowtide.runtime import inplace_methods
 from lowtide.runtime import tensor_writers as writers
+from lowtide.runtime.engine import Engine, actions_for
+from runtime.plans import installed
 
 WIDTH = 64
 
@@ -334,6 +336,57 @@ def test_a_hidden_write_to_a_weight_changes_what_backward_reads_and_not_what_is_
     model = Convolutions()
     with lowtide.apply(model, plan, say=lambda what: None):
         assert same(gradients(model), gradients(Convolutions()))
+
+
+class Scaled(nn.Module):
+    """A buffer that autograd saves, and that a recompute reads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.register_buffer("scale", torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, fourth = self.layers
+        x = F.gelu(first(x))
+        x = x + torch.tanh(second(x) * self.scale)
+        return fourth(F.gelu(third(x))).square().mean()
+
+
+def test_a_hidden_write_to_a_saved_buffer_changes_what_backward_reads_and_not_what_is_recomputed() -> None:
+    def gradients(model: nn.Module) -> list[Tensor]:
+        results: list[Tensor] = []
+        for n in range(4):
+            loss = model(ROWS)
+            if n > 1:
+                named("scale")(model).data.add_(0.5)
+            loss.backward()
+            results += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+            model.zero_grad()
+        return results
+
+    model, said = Scaled(), list[str]()
+    engine = Engine(model, actions_for({"#0:2": "TanhBackward0"}, ()))
+    engine.tell = said.append
+    with installed(engine):
+        assert same(gradients(model), gradients(Scaled()))
+    assert len(said) == 1
+
+
+def test_arrays_of_all_parameters_between_forward_and_backward_are_said_once_and_of_results_never() -> None:
+    model, said = Blocks(), list[str]()
+    with lowtide.apply(model, plan_of("a parameter of a block that is run again"), say=said.append):
+        for _ in range(2):
+            loss = model(ROWS)
+            loss.detach().numpy()
+            assert not said
+            loss.backward()
+        loss = model(ROWS)
+        for parameter in model.parameters():
+            parameter.data.numpy()
+        loss.backward()
+    assert [text.split()[0] for text in said] == ["Tensor.numpy"]
 
 
 class Averaging(nn.Module):

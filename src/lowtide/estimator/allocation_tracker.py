@@ -183,6 +183,10 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             self._follow(part, entry=True)
         return fake
 
+    def follow_new(self, tensor: Tensor) -> None:
+        """Track a real tensor that torch has just allocated without an operator."""
+        self._follow(tensor, "aten::empty", n_bytes=tensor.nbytes)
+
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
         """Make tensors fake in this block, and record no events for them."""

@@ -23,6 +23,7 @@ from lowtide.estimator.fake_step import (
     compiled,
     exclusive,
     planned,
+    rng_states_counted,
     static_of,
     unpatched,
     unrestored_note,
@@ -96,6 +97,7 @@ class TwoStepRun:
             stack.enter_context(self._ledger)
             stack.enter_context(PythonQueries(self.answers, self._ledger))
             stack.enter_context(unpatched())
+            stack.enter_context(rng_states_counted(self._ledger))
             stack.enter_context(self._running)
             with without_function_modes():
                 adopt(self._ledger, everything)

@@ -237,7 +237,7 @@ class Audit(RecomputeAudit, Observer):
         """Free a tensor that has just been saved, if kept tensors recompute it without a matrix product."""
         value = handle.value
         index = self._index[value]
-        maker, _ = self._late.get(index, (None, 0))
+        maker, _ = self._late.get(value, (None, 0))
         is_cheap = bool(self.values[index].recipe) and not self.values[index].flops
         if maker is not None and is_cheap and self.freed_values.may_go(value, maker, chained=self._in_freed_block()):
             self._witness.saved(self._slot_of[handle], tensor)
@@ -427,7 +427,7 @@ class Audit(RecomputeAudit, Observer):
         """Free results of earlier blocks, because all recomputes from them have been tried."""
         for value in self._results:
             index = self._index[value]
-            maker, _ = self._late.get(index, (None, 0))
+            maker, _ = self._late.get(value, (None, 0))
             if maker is not None and self.values[index].recipe and index not in self._saved | self._given:
                 self._free_value(value, maker)
         self._passed_through += self._results

@@ -91,9 +91,9 @@ class RecomputeAudit(Engine):
         """
         self._versions: list[tuple[Tensor, int]] = []
         """Versions of parameters when forward began. DistributedDataParallel writes to all buffers in each forward."""
-        self._late: dict[int, tuple[Recompute, int]] = {}
+        self._late: weakref.WeakKeyDictionary[Value, tuple[Recompute, int]] = weakref.WeakKeyDictionary()
         """For each value the recompute that is timed again when backward reads the value, and the number of its
-        output.
+        output. It goes with the value: the graph may be dropped without a backward.
         """
         self._timed: weakref.WeakKeyDictionary[Recompute, int] = weakref.WeakKeyDictionary()
         """Values of the recomputes in `_late`, and of the recomputes that they pass through."""
@@ -110,10 +110,11 @@ class RecomputeAudit(Engine):
     def free_all(self) -> None:
         """Release all tensors when backward begins or the step is over."""
         self.withdraw_overwritten()
+        for value in list(self._late) if self._handles else ():
+            if self._index[value] not in self._saved:  # nothing reads the value, so its operands are freed
+                del self._late[value]
         self._handles.clear()
         self._passed_through.clear()
-        for index in self._late.keys() - self._saved:  # nothing reads these values, so their operands are freed
-            del self._late[index]
         self._meter.forget()
 
     def copied(self, tensor: Tensor, who: str) -> None:
@@ -127,7 +128,7 @@ class RecomputeAudit(Engine):
         value, view = self.known(tensor)
         index = self._index[value]
         if not self.values[index].node and self.values[index].bytes:
-            self.try_packing(index, tensor)
+            self.try_packing(value, tensor)
         if view is None and saves_signs(tensor):
             self.try_signs(value, tensor)
         if index not in self._saved and noted_elsewhere(self._noted.get(index, set()), scope):
@@ -162,12 +163,12 @@ class RecomputeAudit(Engine):
             value = Value(base.detach(), output=output)
             index = self.add(value, base, node.name())
             self.homes.allocated_at[index] = sequence_number(node)
-            self.try_recipe(index, node, output, base)
+            self.try_recipe(value, node, output, base)
         else:  # known only as an intermediate in recomputes of other values so far
             value = there
             if not certain(value):
                 value.maker = self.builder.recompute(node, output, base).maker
-            self.compare(self._index[value], value, base)
+            self.compare(value, value, base)
             value.keep(base.detach())
             self.try_implementations(self._index[value], node, output, base)
         register(node, output, value)
@@ -215,14 +216,15 @@ class RecomputeAudit(Engine):
         """Return the memory of parameters that were written to since forward began, for example by `max_norm`."""
         return {storage_id(p) for p, version in self._versions if p._version != version} - {0}
 
-    def try_recipe(self, index: int, node: Node, output: int, base: Tensor) -> None:
+    def try_recipe(self, known: Value, node: Node, output: int, base: Tensor) -> None:
         """Try the recipe of a value and measure its cost."""
+        index = self._index[known]
         draft = self.values[index]
         if draft.bytes < MIN_BYTES:
             draft.refused = "too small to gain anything"
             return
         try:
-            self.compare(index, self.builder.recompute(node, output, base), base)
+            self.compare(known, self.builder.recompute(node, output, base), base)
         except CannotRecompute as why:
             draft.refused = str(why)
             return
@@ -261,7 +263,7 @@ class RecomputeAudit(Engine):
         """Choose an implementation for each kind of node."""
         self.implementations = self._trials.settle(self.values)
 
-    def try_packing(self, index: int, tensor: Tensor) -> None:
+    def try_packing(self, known: Value, tensor: Tensor) -> None:
         """Try to keep a tensor without a node as the bits of a mask, or as small integers."""
         kind = INDICES if tensor.dtype is torch.int64 else MASK
         watch = Stopwatch(self._place)
@@ -271,8 +273,8 @@ class RecomputeAudit(Engine):
         except CannotRecompute:
             return
         packing = watch.stop()
-        self.compare(index, value, tensor)
-        draft = self.values[index]
+        self.compare(known, value, tensor)
+        draft = self.values[self._index[known]]
         if draft.recipe is not None:
             assert isinstance(value.maker, Recompute)
             draft.node, draft.operands = kind, (self.state(value.maker.constants["bits"].nbytes),)
@@ -328,9 +330,10 @@ class RecomputeAudit(Engine):
         finally:
             register(node, output, value)
 
-    def compare(self, index: int, value: Value, base: Tensor) -> None:
-        """Recompute `value`, compare it with `base`, and record the outcome and cost in its draft."""
-        draft, maker = self.values[index], value.maker
+    def compare(self, known: Value, value: Value, base: Tensor) -> None:
+        """Recompute `value`, compare it with `base`, and record the outcome and cost in the draft of `known`."""
+        index, maker = self._index[known], value.maker
+        draft = self.values[index]
         assert isinstance(maker, Recompute)
         assert self.scope is not None
         places = self._noted[index] = self.places_of(maker)
@@ -369,7 +372,7 @@ class RecomputeAudit(Engine):
                 spent = self._meter.of(maker)
                 draft.cost_ms, draft.host_ms = spent.cost_ms, spent.host_ms
             if maker.operands:
-                self._late[index] = maker, value.output
+                self._late[known] = maker, value.output
                 self._timed[maker] = index
         else:
             draft.recipe, draft.refused = None, "recomputing it gives other bits on this device"
@@ -382,7 +385,7 @@ class RecomputeAudit(Engine):
         (`torch.backends.cudnn.benchmark`) is per thread, and backward on a GPU runs in its own thread.
         """
         n = self._slot_of.get(handle)
-        maker, output = (None, 0) if n is None else self._late.pop(self.slots[n].value, (None, 0))
+        maker, output = (None, 0) if n is None else self._late.pop(handle.value, (None, 0))
         if n is None or maker is None or needs_a_replay(maker):
             return
         if self._frugal and not self.freed_values.has_room_for(handle.value, maker):

@@ -135,6 +135,8 @@ class Engine:
         self.tell: Callable[[str], object] = warnings.warn
         """Function that gets the messages about the plan, each text once."""
         self._said: set[str] = set()
+        self._has_given_away = False
+        """True once a copy because of an array was reported."""
 
     @property
     def scope(self) -> CallScope | None:
@@ -524,7 +526,14 @@ class Engine:
             return next((name for name, own in named if is_same_memory(own, tensor)), None)
 
     def copied(self, tensor: Tensor, who: str) -> None:
-        """Report a tensor that was copied before a write, because a recompute or replay still reads it."""
+        """Report a tensor that was copied before a write, because a recompute or replay still reads it.
+
+        Of the tensors whose memory arrays share, the first one is reported: a histogram makes arrays of all weights.
+        """
+        if who == SHARES_MEMORY:
+            if self._has_given_away:
+                return
+            self._has_given_away = True
         name = self.name_of(tensor) or "a tensor"
         writes = "gives away the memory of" if who == SHARES_MEMORY else "writes to"
         self.say(

@@ -152,9 +152,10 @@ class ReliedOn:
         """
         if not isinstance(saved, Handle):
             is_number = not (saved.requires_grad or saved.dim())  # `detach` would unwrap a wrapped number
-            value = Value(saved if is_number else saved.detach())
-            is_parameter = saved.requires_grad and saved.grad_fn is None
-            return Handle(self.of(value, saved) if is_parameter and self.takes_values else value)
+            tensor = saved if is_number else saved.detach()
+            if saved.grad_fn is not None or not self.takes_values:
+                return Handle(Value(tensor))
+            return Handle(self.of(Value(tensor), saved if saved.requires_grad else tensor))
         value, view = saved.value, saved.view
         if value.output != NO_NODE or value.tensor is None or not self.takes_values:
             return Handle(value, view)
