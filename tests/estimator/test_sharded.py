@@ -12,7 +12,6 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide._torch.tensors import parts_of, storage_id
@@ -22,42 +21,20 @@ from lowtide.memory.allocator.simulation import simulate
 from lowtide.memory.events import Allocate, EventStream, Free
 from lowtide.memory.gpu_specs import parse_gpus
 from lowtide.memory.nccl_memory import REPORTS, nccl_bytes
+from processes.compared import Net
 
 WIDTH, TOKENS, INNER = 32, 101, 127
 Step = Callable[[Tensor], None]
 
 
-class Block(nn.Module):
-    def __init__(self, checkpointed: bool) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-        self.checkpointed = checkpointed
-
-    def inner(self, x: Tensor) -> Tensor:
-        down: Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return x + down
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)  # type: ignore[no-any-return]
-
-
-class Net(nn.Module):
-    def __init__(self, checkpointed: bool = False) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS)
-        self.blocks = nn.ModuleList(Block(checkpointed) for _ in range(2))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+def net(checkpointed: bool = False) -> Net:
+    return Net(checkpointed, WIDTH, INNER, TOKENS, n_blocks=2)
 
 
 def sharded(n: int, hsdp: bool = False, checkpointed: bool = False, on: str = "cpu", **settings: Any) -> Any:
     torch.manual_seed(0)
     with torch.device(on):
-        model = Net(checkpointed)
+        model = net(checkpointed)
     sizes, names = ((2, n // 2), ("replicate", "shard")) if hsdp else ((n,), None)
     mesh = distributed.init_device_mesh("cpu", sizes, mesh_dim_names=names)
     for unit in (*model.blocks, model):
@@ -162,7 +139,7 @@ def test_a_gpu_of_eight_holds_an_eighth() -> None:
             found.append(
                 lowtide.estimate(model, step_of(model, optimizer), batch, device=f"{n} x h100-80", optimizer=optimizer)
             )
-            rows = [(-(-len(p) // n), p[0].numel()) for p in Net().parameters()]
+            rows = [(-(-len(p) // n), p[0].numel()) for p in net().parameters()]
             own = 4 * sum(n_rows * n_columns for n_rows, n_columns in rows)
             assert found[-1].static.parameters == own
             assert found[-1].static.optimizer == 2 * own
@@ -186,12 +163,12 @@ def test_ddp_never_misses_its_buckets() -> None:
     peaks = {}
     for n in (1, 2):
         with lowtide.absent_processes(n):
-            model = DistributedDataParallel(Net()) if n > 1 else Net()
+            model = DistributedDataParallel(net()) if n > 1 else net()
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             device = f"{n} x h100-80" if n > 1 else "h100-80"
             estimate = lowtide.estimate(model, step_of(model, optimizer), batch, device=device, optimizer=optimizer)
             peaks[n] = estimate.peak_bytes
-    gradients = sum(p.nbytes for p in Net().parameters())
+    gradients = sum(p.nbytes for p in net().parameters())
     assert peaks[2] - peaks[1] >= gradients
 
 
@@ -211,7 +188,7 @@ def test_gpus_are_named_with_their_number() -> None:
 
 
 def test_more_gpus_than_processes_are_refused() -> None:
-    model = Net()
+    model = net()
     step = step_of(model, torch.optim.SGD(model.parameters()))
     with pytest.raises(lowtide.RehearsalError, match="absent_processes\\(8\\)"):
         lowtide.estimate(model, step, torch.zeros(8, 16, dtype=torch.int64), device="8 x h100-80")

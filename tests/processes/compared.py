@@ -54,9 +54,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Block(nn.Module):
-    def __init__(self, checkpointed: bool) -> None:
+    def __init__(self, width: int, inner: int, checkpointed: bool) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, inner), nn.Linear(inner, width)
         self.checkpointed = checkpointed
 
     def inner(self, x: Tensor) -> Tensor:
@@ -64,14 +64,24 @@ class Block(nn.Module):
         return x + down
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+        result: Tensor = checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+        return result
 
 
 class Net(nn.Module):
-    def __init__(self, checkpointed: bool) -> None:
+    """A language model whose output is its loss."""
+
+    def __init__(
+        self,
+        checkpointed: bool = False,
+        width: int = WIDTH,
+        inner: int = INNER,
+        tokens: int = TOKENS,
+        n_blocks: int = 3,
+    ) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS)
-        self.blocks = nn.ModuleList(Block(checkpointed) for _ in range(3))
+        self.embedding, self.head = nn.Embedding(tokens, width), nn.Linear(width, tokens)
+        self.blocks = nn.ModuleList(Block(width, inner, checkpointed) for _ in range(n_blocks))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)

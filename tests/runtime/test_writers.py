@@ -577,3 +577,15 @@ def test_a_large_buffer_is_copied_though_a_method_has_written_elsewhere_in_the_f
     model = make()
     with lowtide.apply(model, plan_of("a buffer of a block that is run again"), say=lambda what: None):
         assert same(gradients(model), gradients(make()))
+
+
+def test_a_replacement_that_fails_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(report: object) -> None:
+        raise RuntimeError("no such attribute")
+
+    before = vars(Tensor).get("add_"), torch.relu_, torch.UntypedStorage.fill_
+    monkeypatch.setattr(inplace_methods, "intercept_set_data", fails)
+    with pytest.raises(RuntimeError, match="no such attribute"):
+        inplace_methods.intercept(lambda memory, writer: True)
+    assert (vars(Tensor).get("add_"), torch.relu_, torch.UntypedStorage.fill_) == before
+    assert not inplace_methods.torchs_own

@@ -224,9 +224,8 @@ class Audit(RecomputeAudit, Observer):
     def known(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
         value, view = super().known(tensor)
         if value in self.freed_values and self._in_freed_block():
-            self.freed_values.give_back(
-                value, producer(tensor)[0]
-            )  # the trial of the block compares it again, in another slot
+            # the trial of the block compares it again, in another slot
+            self.freed_values.give_back(value, producer(tensor)[0])
         return value, view
 
     def _in_freed_block(self) -> bool:

@@ -8,6 +8,7 @@ such a name, as with `out=`, are not intercepted.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -33,7 +34,6 @@ _NO_WRITERS = frozenset({
 })  # fmt: skip
 """Methods that change what is known about a tensor, not its contents."""
 
-
 SHARES_MEMORY: Final = "Tensor.numpy"
 """Writer that gives away the tensor's memory, to which others may write."""
 
@@ -55,42 +55,38 @@ def intercept(writes: Writes) -> Callable[[], None]:
 
     After it has returned False, nothing is reported until `watched` is set again.
     """
-    replaced: list[tuple[Any, str, Any, Any]] = []
-    unscript: list[Callable[[], object]] = []
+    with contextlib.ExitStack() as stack:  # whatever fails in between, all earlier ones are restored
 
-    def replace(owner: Any, name: str, make: Callable[..., Callable[..., Any]], full_name: str) -> None:
-        own = getattr(owner, name)
-        function = compiled_as(make(own, full_name, writes), own)
-        replaced.append((owner, name, vars(owner).get(name), function))
-        unscript.append(scripted_as(function, own))
-        torchs_own[function] = own
-        setattr(owner, name, function)
+        def replace(owner: Any, name: str, make: Callable[..., Callable[..., Any]], full_name: str) -> None:
+            own = getattr(owner, name)
+            function = compiled_as(make(own, full_name, writes), own)
+            stack.callback(_restore, owner, name, vars(owner).get(name), function)
+            stack.callback(scripted_as(function, own))
+            torchs_own[function] = own
+            setattr(owner, name, function)
 
-    for name in writers():
-        replace(Tensor, name, _reporting_method, f"Tensor.{name}")
-    for name in STORAGE_METHODS:
-        replace(torch.UntypedStorage, name, _reporting_method, f"UntypedStorage.{name}")
-    for name in list_functions():
-        replace(torch, name, _reporting_list, f"torch.{name}")
-    for owner, name in inplace_functions():
-        replace(owner, name, _reporting_function, f"torch.{name}")
-    replace(torch.utils, "swap_tensors", _reporting_swap, "torch.utils.swap_tensors")
-    stop_data = intercept_set_data(lambda tensor: _report([tensor], "Tensor.data = ...", writes))
+        for name in writers():
+            replace(Tensor, name, _reporting_method, f"Tensor.{name}")
+        for name in STORAGE_METHODS:
+            replace(torch.UntypedStorage, name, _reporting_method, f"UntypedStorage.{name}")
+        for name in list_functions():
+            replace(torch, name, _reporting_list, f"torch.{name}")
+        for owner, name in inplace_functions():
+            replace(owner, name, _reporting_function, f"torch.{name}")
+        replace(torch.utils, "swap_tensors", _reporting_swap, "torch.utils.swap_tensors")
+        stack.callback(intercept_set_data(lambda tensor: _report([tensor], "Tensor.data = ...", writes)))
+        return stack.pop_all().close
 
-    def restore() -> None:
-        stop_data()
-        while unscript:
-            unscript.pop()()
-        for owner, name, before, function in reversed(replaced):
-            torchs_own.pop(function, None)
-            if vars(owner).get(name) is not function:
-                continue
-            if before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
 
-    return restore
+def _restore(owner: Any, name: str, before: Any, function: Any) -> None:
+    """Undo one replacement by `function`, unless other code has replaced it in the meantime."""
+    torchs_own.pop(function, None)
+    if vars(owner).get(name) is not function:
+        return
+    if before is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)
 
 
 @not_compiled_alone
