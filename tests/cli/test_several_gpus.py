@@ -199,6 +199,25 @@ def test_parallel_work_that_is_not_estimated_is_refused_in_words(text: str, reas
     assert not out
 
 
+FROZEN = (
+    """
+model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]).to(device)
+model[0].requires_grad_(False)
+for layer in model:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+"""
+    + STEPS
+)
+
+
+def test_units_without_a_backward_are_estimated(estimate: Estimate) -> None:
+    """FSDP2 gathers a frozen unit ahead of a backward that never comes, and waits for it at the end of the step."""
+    code, out, err = estimate(FROZEN, "--rank", "0")
+    assert code == 0, err
+    assert "it fits" in out
+
+
 LARGE = """
 with torch.device("meta"):
     model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(32)])

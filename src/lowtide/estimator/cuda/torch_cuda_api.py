@@ -97,6 +97,7 @@ def answers(gpu: GpuSpec, usage: Usage) -> Iterator[tuple[Any, str, Any]]:
         yield storage, "cuda", lambda self, *args, **kwargs: self
     yield torch.Tensor, "record_stream", _nothing
     yield torch.nn.DataParallel, "forward", _alone
+    yield torch.accelerator, "current_stream", NullStream  # FSDP2 asks, too
     for name, function in _of_accelerator(gpu, usage).items():
         if hasattr(torch.accelerator, name):
             yield torch.accelerator, name, _unless_torch_asks(getattr(torch.accelerator, name), function)
@@ -274,7 +275,6 @@ def _of_accelerator(gpu: GpuSpec, usage: Usage) -> dict[str, Callable[..., Any]]
         "device_count": lambda: gpus_per_node[-1],
         "current_device_index": lambda: 0,
         "current_device_idx": lambda: 0,
-        "current_stream": NullStream,
         "device_index": NullStream,
         "get_device_capability": lambda device=None: {"supported_dtypes": _DTYPES},
         **dict.fromkeys(("set_device_index", "set_device_idx", "set_stream", "synchronize"), _nothing),
