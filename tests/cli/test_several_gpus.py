@@ -240,7 +240,10 @@ def test_the_number_of_gpus_that_is_enough(estimate: Estimate, tmp_path: Path) -
     code, out, err = estimate(LARGE, "--fewest", "--json", str(tmp_path / "out.json"), gpus="2 x rtx 3070")
     assert code == 0, err
     assert err.count("written") == 1
-    one, two = json.loads((tmp_path / "out.json").read_text())[0]["by_number"]
+    by_way = json.loads((tmp_path / "out.json").read_text())[0]["by_number"]
+    assert by_way.keys() == {"plain", "recomputed", "replayed"}
+    assert "as a plan may:" in out
+    one, two = by_way["plain"]
     assert (one["n_gpus"], two["n_gpus"]) == (1, 2)
     # half of parameters, gradients, the optimizer's two states and the update's temporaries
     assert one["peak_requested_bytes"] - two["peak_requested_bytes"] == 5 * 2**30
@@ -253,7 +256,79 @@ def test_the_number_of_gpus_that_is_enough(estimate: Estimate, tmp_path: Path) -
 
 
 def needs(n_gpus: int, smallest: str | None) -> dict[str, object]:
-    return {"n_gpus": n_gpus, "peak_reserved_bytes": 2**34 // n_gpus, "smallest_gpu": smallest}
+    return {"n_gpus": n_gpus, "flops": 8, "peak_reserved_bytes": 2**34 // n_gpus, "smallest_gpu": smallest}
+
+
+NORM_LAST = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(64, 256), nn.Linear(256, 64), nn.LayerNorm(64)
+
+    def forward(self, x):
+        return self.norm(x + self.down(nn.functional.gelu(self.up(x))))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleDict({str(n): Block() for n in range(4)}), nn.Linear(64, 64)
+
+    def forward(self, x):
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(x)
+
+model = Model().to(device)
+for block in model.blocks.values():
+    fully_shard(block, mesh=mesh)
+fully_shard(model, mesh=mesh)
+"""
+
+
+def test_plans_without_a_rehearsal_recompute_where_parameters_are_gathered(estimate: Estimate, tmp_path: Path) -> None:
+    """A block ends with a norm, whose result the next block saves, and whose weight is not gathered there."""
+    peaks, flops = [], []
+    steps = STEPS.replace("(8, 64", "(512, 64")
+    for how in ("plain", "recomputed", "replayed"):
+        options = ("--how", how, "--rank", "0", "--record", str(tmp_path / how))
+        code, _, err = estimate(NORM_LAST + steps, *options)
+        assert code == 0, err
+        record = json.loads((tmp_path / how).read_text(encoding="utf-8"))[0]
+        peaks.append(record["peak_requested_bytes"])
+        flops.append(record["flops"])
+    gelu = 512 * 256 * 4
+    assert peaks[0] - peaks[1] >= 3 * gelu, "of the last block, backward holds the result of GELU"
+    assert peaks[1] > peaks[2]
+    assert flops[0] == flops[1] < flops[2]
+
+
+TENSOR_PARALLEL = (
+    MLP
+    + """
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+model = nn.Sequential(model, nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device))
+for block in model:
+    parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+"""
+    + STEPS
+)
+
+
+def test_blocks_that_send_are_not_replayed(estimate: Estimate, tmp_path: Path) -> None:
+    flops = []
+    for how in ("plain", "replayed"):
+        code, _, err = estimate(TENSOR_PARALLEL, "--how", how, "--rank", "0", "--record", str(tmp_path / how))
+        assert code == 0, err
+        flops.append(json.loads((tmp_path / how).read_text(encoding="utf-8"))[0]["flops"])
+    assert flops[0] == flops[1]
+
+
+@pytest.mark.parametrize(
+    "options", [("--how", "replayed"), ("--device", "2 x h100-80", "--fewest", "--how", "replayed")]
+)
+def test_plans_of_an_estimate_need_one_gpu_and_one_answer(others: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    assert cli.main(("estimate", "--how", "replayed", *others, str(tmp_path / "train.py"))) == 2
 
 
 def test_each_gpu_is_listed_at_the_smallest_number_that_is_enough() -> None:

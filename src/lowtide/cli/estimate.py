@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from lowtide.estimator.memory_estimate import MemoryEstimate
+    from lowtide.estimator.unrehearsed_plans import How
     from lowtide.report.run_record import RunRecord
 
 
@@ -48,7 +49,19 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
 @click.option(
     "--rank", type=click.IntRange(0), help="With several GPUs: estimate this rank instead of the first and the last."
 )
-@click.option("--fewest", is_flag=True, help="Also say how many GPUs of each kind are enough, trying 1, 2, 4 ... 64.")
+@click.option(
+    "--fewest",
+    is_flag=True,
+    help="Also say how many GPUs of each kind are enough, trying 1, 2, 4 ... 64, without a plan and with one.",
+)
+@click.option(
+    "--how",
+    type=click.Choice(("plain", "recomputed", "replayed")),
+    default="plain",
+    show_default=True,
+    help="With --device: the step as it is, with every tensor recomputed that takes no matrix product, or with each "
+    "repeated block replayed as well: the two ends of the plans that fit chooses from.",
+)
 @click.option("--strict", is_flag=True, help="Exit code 1 also if some of the memory is not known exactly.")
 @click.option("--batch", "sizes", type=click.IntRange(1), multiple=True, help="Size of the batch; may be repeated.")
 @click.option(
@@ -68,6 +81,7 @@ def estimate(
     budget: str | None,
     rank: int | None,
     fewest: bool,
+    how: How,
     strict: bool,
     sizes: tuple[int, ...],
     snapshot_to: str | None,
@@ -110,6 +124,10 @@ def estimate(
             f"--budget is a limit on this machine, and --device asks whether the step fits on {gpu.name}."
         )
     budget_bytes = None if budget is None else parse_bytes(budget)
+    if gpu is None and how != "plain":
+        raise click.UsageError("--how is for a GPU: add --device.")
+    if fewest and how != "plain":
+        raise click.UsageError("--fewest answers for each --how: leave --how out.")
     if gpu is None and (rank is not None or fewest):
         raise click.UsageError('--rank and --fewest are for several GPUs, as in --device "8 x H100-80".')
     if gpu is not None and n_gpus is None and (rank is not None or fewest):
@@ -135,14 +153,19 @@ def estimate(
             raise click.UsageError("--batch works with one GPU. For several, set the batch size in the script.")
         from lowtide.cli.several_gpus import SeveralGpus
 
-        several = SeveralGpus(gpu, script, strict=strict, snapshot_to=snapshot_to)
+        several = SeveralGpus(gpu, script, how, strict=strict, snapshot_to=snapshot_to)
         return several.estimate(n_gpus, json_to, fewest=fewest)
     processes = None if n_gpus is None else AbsentProcesses(size=n_gpus, rank=rank or 0)
     estimates: dict[int | None, MemoryEstimate] = {}
     for size in sizes or (None,):
         with contextlib.redirect_stdout(sys.stderr):
             code, estimate = estimate_script(
-                script, gpu, size, on_entered=lambda: say(_STAND_INS) if not estimates else None, processes=processes
+                script,
+                gpu,
+                size,
+                on_entered=lambda: say(_STAND_INS) if not estimates else None,
+                processes=processes,
+                how=how,
             )
         if estimate is None:
             if code != INTERRUPTED:

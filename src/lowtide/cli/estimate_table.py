@@ -74,6 +74,7 @@ def record(estimate: MemoryEstimate, size: int | None, budget_bytes: int | None 
         "least_reserved_bytes": least,
         "most_reserved_bytes": most,
         "left_bytes": estimate.left_bytes,
+        "flops": estimate.flops,
         "smallest_gpu": None if estimate.smallest_gpu is None else estimate.smallest_gpu.name,
         "allocator": str(estimate.config),
         **about,

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,19 @@ MOST_GPUS = 64
 """Largest number of GPUs that is tried; numbers double, from 1 on."""
 
 
+HEADINGS = {
+    "plain": "enough GPUs of each kind, by the number of GPUs that was tried",
+    "recomputed": "the same with every tensor recomputed that takes no matrix product, as a plan may",
+    "replayed": "the same with every block replayed as well, about the least memory of a plan",
+}
+"""Ways to take a step, with the first line of the table of each."""
+
+
 class SeveralGpus:
     """Runs of a script, each in its own process, because a process has only one default process group."""
 
-    def __init__(self, gpu: GpuSpec, script: Script, *, strict: bool, snapshot_to: str | None) -> None:
-        self._gpu, self._script = gpu, script
+    def __init__(self, gpu: GpuSpec, script: Script, how: str, *, strict: bool, snapshot_to: str | None) -> None:
+        self._gpu, self._script, self._how = gpu, script, how
         self._strict, self._snapshot_to = strict, snapshot_to
         self._n_gpus = 0
         """Number of GPUs that was requested; other numbers are tried, too."""
@@ -41,7 +50,7 @@ class SeveralGpus:
         """
         self._n_gpus = n_gpus
         with tempfile.TemporaryDirectory() as folder:
-            started = [_Run(self, Path(folder), n_gpus, rank) for rank in sorted({0, n_gpus - 1})]
+            started = [_Run(self, Path(folder), n_gpus, rank, self._how) for rank in sorted({0, n_gpus - 1})]
             runs = [run.ended() for run in started]
             for run in runs:
                 if run.code not in (0, 1):
@@ -53,24 +62,32 @@ class SeveralGpus:
                 if len(records) > 1:
                     click.echo(_compared(*records))
             if fewest:
-                rows = self._by_number(Path(folder), n_gpus, records[0])
-                records[0]["by_number"] = rows
+                with ThreadPoolExecutor() as pool:
+                    ways = pool.map(lambda how: self._by_number(Path(folder), n_gpus, records[0], how), HEADINGS)
+                    by_way = dict(zip(HEADINGS, ways, strict=True))
+                records[0]["by_number"] = by_way
                 if json_to != "-":
-                    click.echo(table(rows, (gpu.name for gpu in self._alike())))
+                    names = [gpu.name for gpu in self._alike()]
+                    click.echo("\n".join(table(rows, names, how) for how, rows in by_way.items()))
         if json_to is not None:
             write(json.dumps(records, indent=1), json_to)
         return max(run.code for run in runs)
 
-    def _by_number(self, folder: Path, n_gpus: int, requested: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _by_number(self, folder: Path, n_gpus: int, requested: Mapping[str, Any], how: str) -> list[dict[str, Any]]:
         """Return the memory that the first process needs for each number of GPUs that is tried, the smallest number
         first.
 
         Numbers go down until no GPU of the table is large enough, and up until the smallest one is, or to MOST_GPUS.
-        Numbers for which the script fails are left out.
+        Numbers for which the script fails are left out; if it fails for `n_gpus`, there are none. `requested` is the
+        record of the plain step on `n_gpus`.
         """
         smallest = next(gpu.name for gpu in self._alike())
         powers = [2**power for power in range(MOST_GPUS.bit_length())]
-        rows = {n_gpus: _row(n_gpus, requested)}
+        run = None if how == "plain" else _Run(self, folder, n_gpus, 0, how, quiet=True).ended()
+        if run is not None and run.code not in (0, 1):
+            return []
+        rows = {n_gpus: _row(n_gpus, requested if run is None else run.record())}
+        rows[n_gpus]["extra_flops"] = rows[n_gpus]["flops"] / max(1, requested["flops"]) - 1
         for numbers, enough in (
             (sorted((n for n in powers if n < n_gpus), reverse=True), lambda row: row["smallest_gpu"] is None),
             ([n for n in powers if n > n_gpus], lambda row: row["smallest_gpu"] == smallest),
@@ -79,7 +96,7 @@ class SeveralGpus:
             for n in numbers:
                 if enough(last):
                     break
-                run = _Run(self, folder, n, 0, quiet=True).ended()
+                run = _Run(self, folder, n, 0, how, quiet=True).ended()
                 if run.code in (0, 1):
                     last = rows[n] = _row(n, run.record())
         return with_gpus([rows[n] for n in sorted(rows)], [gpu.name for gpu in self._alike()])
@@ -88,11 +105,12 @@ class SeveralGpus:
         """Return the listed GPUs with kernels like those of the GPU that was asked for, the smallest first."""
         return [gpu for gpu in GPUS if not gpu.shared and _is_newer(gpu) == _is_newer(self._gpu)]
 
-    def command(self, n_gpus: int, rank: int, record_to: Path) -> list[str]:
+    def command(self, n_gpus: int, rank: int, how: str, record_to: Path) -> list[str]:
         """Return the command that estimates one process, and writes its record."""
-        options = ["--device", f"{n_gpus} x {self._gpu.name}", "--rank", str(rank), "--record", str(record_to)]
+        options = ["--device", f"{n_gpus} x {self._gpu.name}", "--rank", str(rank), "--how", how]
+        options += ["--record", str(record_to)]
         options += ["--strict"] * self._strict
-        if self._snapshot_to is not None and (n_gpus, rank) == (self._n_gpus, 0):
+        if self._snapshot_to is not None and (n_gpus, rank, how) == (self._n_gpus, 0, self._how):
             options += ["--snapshot", self._snapshot_to]
         target = ["-m", self._script.target] if self._script.is_module else [self._script.target]
         return [sys.executable, "-m", "lowtide", "estimate", *options, *target, *self._script.args]
@@ -101,11 +119,13 @@ class SeveralGpus:
 class _Run:
     """A running estimate of one process."""
 
-    def __init__(self, several: SeveralGpus, folder: Path, n_gpus: int, rank: int, *, quiet: bool = False) -> None:
+    def __init__(
+        self, several: SeveralGpus, folder: Path, n_gpus: int, rank: int, how: str, *, quiet: bool = False
+    ) -> None:
         self.rank = rank
-        self._record, self._text = (folder / f"{n_gpus}-{rank}.{kind}" for kind in ("json", "txt"))
+        self._record, self._text = (folder / f"{n_gpus}-{rank}-{how}.{kind}" for kind in ("json", "txt"))
         with self._text.open("wb") as output:
-            command = several.command(n_gpus, rank, self._record)
+            command = several.command(n_gpus, rank, how, self._record)
             self._process = subprocess.Popen(command, stdout=output, stderr=output if rank or quiet else None)
 
     def ended(self) -> _Run:
@@ -135,7 +155,7 @@ def _compared(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
 
 def _row(n_gpus: int, record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the memory that one process of `n_gpus` needs, and the smallest GPU that has enough."""
-    columns = ("peak_requested_bytes", "peak_reserved_bytes", "smallest_gpu")
+    columns = ("peak_requested_bytes", "peak_reserved_bytes", "smallest_gpu", "flops")
     return {"n_gpus": n_gpus, **{name: record[name] for name in columns}}
 
 
@@ -153,11 +173,14 @@ def with_gpus(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[d
     return completed
 
 
-def table(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> str:
+def table(rows: Sequence[Mapping[str, Any]], names: Iterable[str], how: str = "plain") -> str:
     """Format one line for each number of GPUs: reserved memory, and the GPUs for which it is the smallest number that
     is enough.
     """
-    lines = ["enough GPUs of each kind, by the number of GPUs that was tried:"]
+    if not rows:
+        return f"{HEADINGS[how]}: no answer. `lowtide estimate --how {how} --rank 0` says why"
+    extra = next((f", {row['extra_flops']:+.0%} FLOPs" for row in rows if row.get("extra_flops")), "")
+    lines = [f"{HEADINGS[how]}{extra}:"]
     for row in rows:
         reserved = f"{row['n_gpus']:>4}  {format_bytes(row['peak_reserved_bytes']):>9} reserved on each"
         lines.append(f"{reserved}: {', '.join(row['enough_of']) or '-'}")

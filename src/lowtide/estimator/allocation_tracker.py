@@ -38,6 +38,7 @@ from lowtide._torch.pytree import tree_map
 from lowtide._torch.tensors import base_of, parts_of, storage_id, storage_number
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
+from lowtide.estimator.collectives import FUNCTIONAL, n_sent
 from lowtide.estimator.cpu.scratch import Scratch
 from lowtide.estimator.fake_tensors import FakeTensors, is_real
 from lowtide.estimator.op_sets import BATCH_NORMED, CONTIGUOUS, GROUPED, IN_FORMULA, INPLACE_OTHERWISE, PACKING
@@ -223,6 +224,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             self._settle()
             if func is not aten.add.Tensor:
                 self._asked.clear()
+        n_sent[0] += func.namespace in FUNCTIONAL
         tensors, any_real = tensors_of(args, kwargs)
         if any_real:
             if (detached := detached_real(func, args)) is not None:

@@ -42,6 +42,12 @@ RECEIVED = {
 }
 """For functions of `SENDING`, the argument that other processes fill: its position and its name."""
 
+n_sent = [0]
+"""Number of collectives on fake tensors so far, except those of FSDP2; waits count, too."""
+
+FUNCTIONAL = frozenset({"_c10d_functional", "_dtensor"})
+"""Namespaces of torch's operators that are collectives."""
+
 IN_ALL = "every process has rows for SyncBatchNorm"
 
 
@@ -84,13 +90,15 @@ def unsent(send: Callable[..., Any]) -> Callable[..., Any]:
     def sent(*args: Any, **kwargs: Any) -> Any:
         if not any(map(is_fake, tensors_in((args, kwargs)))):
             return send(*args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        n_sent[0] += not caller.startswith("torch.distributed.fsdp.")
         received: Sequence[Tensor] = ()
         if (argument := RECEIVED.get(send.__name__)) is not None:
             place, name = argument
             received = tensors_in(args[place] if len(args) > place else kwargs.get(name))
             with on_real_tensors():
                 for tensor in received:
-                    if sys._getframe(1).f_globals.get("__name__") == SyncBatchNorm.__module__:
+                    if caller == SyncBatchNorm.__module__:
                         learn_alike(tensor, torch.ones((), dtype=tensor.dtype), IN_ALL)
                     else:
                         receive(tensor, f"torch.distributed.{send.__name__}")

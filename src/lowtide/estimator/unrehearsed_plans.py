@@ -3,20 +3,32 @@
 `fit` chooses for each saved tensor, by its measured time. Without a rehearsal no time is known, so all tensors of a
 kind are treated alike: recomputed where that takes no matrix product, and with it, in the second way, each repeated
 block replayed. Every recompute is taken to be exact here; a rehearsal would check that.
+
+As in a plan, nothing is recomputed where the parameters of its FSDP2 unit are not gathered (`profiler/fsdp_units.py`),
+and no block is replayed that sends anything to other processes.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lowtide._torch.backward import in_backward
+from lowtide._torch.nodes import next_sequence_number
+from lowtide.estimator.collectives import n_sent
+from lowtide.profiler.audit_recompute import ValueNumbering
+from lowtide.profiler.fsdp_units import FsdpScopes, FsdpUnits
+from lowtide.profiler.repeated_blocks import is_container
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.plan_table import Decision, actions_for
 from lowtide.runtime.recipes import RECIPES, CannotRecompute
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.view_geometry import producer
+from lowtide.state.process_group import check_sharding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,10 +53,47 @@ class Unrehearsed(Engine):
 
     def __init__(self, model: nn.Module, replayed: Iterable[str]) -> None:
         super().__init__(model, actions_for({}, replayed))
+        self.builder: ValueNumbering = ValueNumbering(self.builder.owners)
+        self._units = FsdpUnits(model)
+        self._scopes = FsdpScopes()
+        self._open: list[int] = []
+        """Calls of units in progress, by their numbers in `_scopes`."""
+        self._blocks = {model.get_submodule(path): calls for path, calls in self.tables[0].items()}
+        self._sent: list[int] = []
+        """Number of collectives before each call in progress that is to be replayed."""
 
     @property
     def does_anything(self) -> bool:
         return True
+
+    def install(self) -> None:
+        hooks = (  # before the plan, which replays no block that gets a hook later
+            register_module_forward_pre_hook(self._begins),
+            register_module_forward_hook(self._ends, always_call=True),
+        )
+        super().install()
+        self._own_calls += (hook.remove for hook in hooks)
+
+    def _begins(self, module: nn.Module, _: Any) -> None:
+        """Observe the beginning of a module's forward."""
+        if in_backward():
+            return
+        if module in self._units.resharded:
+            self._open.append(len(self._scopes.spans))
+            self._scopes.spans[self._open[-1]] = next_sequence_number(), sys.maxsize
+        if module in self._blocks:
+            self._sent.append(n_sent[0])
+
+    def _ends(self, module: nn.Module, *_: Any) -> None:
+        """Observe the end of a module's forward. A block that has sent anything is replayed in no later step."""
+        if in_backward():
+            return
+        if module in self._units.resharded:
+            call = self._open.pop()
+            self._scopes.spans[call] = self._scopes.spans[call][0], next_sequence_number()
+        if module in self._blocks and n_sent[0] != self._sent.pop():
+            for actions in self._blocks[module].values():
+                actions.replay = False
 
     def pack_saved_tensor(self, now: ForwardPass, tensor: Tensor) -> Handle:
         scope = now.scope
@@ -67,7 +116,21 @@ class Unrehearsed(Engine):
         value = super().recomputed(node, output, base, earlier, decision, scope)
         if _takes_a_product(value.maker):
             raise CannotRecompute("it takes a matrix product")
+        if self._units.resharded and not self._is_gathered_for(value):
+            raise CannotRecompute("the parameters of its sharded module are not gathered where it is read")
         return value
+
+    def _is_gathered_for(self, value: Value) -> bool:
+        """Return True if a value is there, or is computed in units that are gathered where the running call reads
+        it.
+        """
+        if value.tensor is not None:
+            return True
+        if not isinstance(value.maker, Recompute):
+            return False
+        unit = self._scopes.around(self.builder.numbers[value])
+        operands = (handle.value for handle in value.maker.operands if handle is not None)
+        return unit in (None, *self._open) and all(map(self._is_gathered_for, operands))
 
     def drift(self, decision: Decision, node: Node | None = None) -> None:
         """Report nothing: a tensor that can't be recomputed is kept."""
@@ -85,10 +148,15 @@ def _takes_a_product(maker: object) -> bool:
 
 
 def engine_for(how: How, model: nn.Module) -> Engine | None:
-    """Return the engine that runs a step in this way; None for the plain step."""
+    """Return the engine that runs a step in this way; None for the plain step. Raises RehearsalError for a model that
+    can't be planned.
+    """
     if how == "plain":
         return None
-    return Unrehearsed(model, [f"{path}#0" for path in repeated_blocks(model)] if how == "replayed" else [])
+    check_sharding(model.modules())
+    around = FsdpUnits(model).around
+    blocks = (path for path in repeated_blocks(model) if model.get_submodule(path) not in around)
+    return Unrehearsed(model, [f"{path}#0" for path in blocks] if how == "replayed" else [])
 
 
 def repeated_blocks(model: nn.Module) -> Sequence[str]:
@@ -100,9 +168,7 @@ def _blocks(module: nn.Module, path: str) -> Iterator[str]:
     prefix = f"{path}." if path else ""
     children = dict(module.named_children())
     first, *others = children.values() or (None,)
-    is_row = (
-        isinstance(module, nn.ModuleList | nn.Sequential) and others and len(set(map(type, children.values()))) == 1
-    )
+    is_row = is_container(module) and others and len(set(map(type, children.values()))) == 1
     if first is not None and is_row and _is_composed(first):
         yield from (f"{prefix}{name}" for name in children)
         return

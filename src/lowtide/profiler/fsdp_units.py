@@ -122,8 +122,10 @@ class FsdpScopes:
     def of(self, index: int) -> int | None:
         """Return the innermost call of a unit inside which a value was made, or None."""
         number = self.allocated_at.get(index)
-        if number is None:
-            return None
+        return None if number is None else self.around(number)
+
+    def around(self, number: int) -> int | None:
+        """Return the innermost call of a unit inside which the node of this number was made, or None."""
         enclosing = [(first, call) for call, (first, stop) in self.spans.items() if first <= number < stop]
         return max(enclosing)[1] if enclosing else None
 

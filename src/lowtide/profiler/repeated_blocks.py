@@ -18,12 +18,17 @@ def worth_a_replay(module: nn.Module) -> bool:
     return any(True for _ in module.children()) or not _torch_own(module) or isinstance(module, BARE_LEAVES)
 
 
+def is_container(module: nn.Module) -> bool:
+    """Return True for torch's containers of modules that are called one by one."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+
+
 def repeated_blocks(model: nn.Module) -> frozenset[nn.Module]:
     """Return the outermost modules in a list with another of their class, such as a transformer's layers."""
     blocks: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
-        in_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+        in_list = is_container(module)
         classes = Counter(type(child) for child in module.children())
         for child in module.children():
             if in_list and classes[type(child)] > 1 and worth_a_replay(child) and not is_list(child):
