@@ -323,9 +323,7 @@ def test_blocks_that_send_are_not_replayed(estimate: Estimate, tmp_path: Path) -
     assert flops[0] == flops[1]
 
 
-@pytest.mark.parametrize(
-    "options", [("--how", "replayed"), ("--device", "2 x h100-80", "--fewest", "--how", "replayed")]
-)
+@pytest.mark.parametrize("others", [(), ("--device", "2 x h100-80", "--fewest")])
 def test_plans_of_an_estimate_need_one_gpu_and_one_answer(others: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     assert cli.main(("estimate", "--how", "replayed", *others, str(tmp_path / "train.py"))) == 2

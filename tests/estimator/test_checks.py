@@ -394,3 +394,11 @@ def test_a_detector_needs_what_it_is_measured_to_need() -> None:
     batch = torch.randn(2, 3, 128, 128), objects
     measured = lowtide.timeline(detector, step, batch).peak_bytes
     assert lowtide.estimate(detector, step, batch).timeline.peak_bytes == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("device", [None, "H100-80"])
+def test_a_product_of_two_dtypes_fails_as_in_the_step(model, device) -> None:
+    """Fake kernels of torch 2.13 compute it."""
+    model[2].to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="to have the same dtype, but got"):
+        lowtide.estimate(model, lambda batch: model(batch).sum().backward(), BATCH, device=device)

@@ -108,11 +108,11 @@ def results_of(done: "subprocess.CompletedProcess[str]") -> list[list[str]]:
     return [sorted(re.findall("process .*", part)) for part in done.stdout.split("--\n")[1:]]
 
 
-def check_peaks(stderr: str) -> None:
+def check_peaks(stderr: str, ranks: str = "01") -> None:
     """Each process peaks where it was predicted, as far as the printed digits go (what gloo holds is less)."""
     predicted = dict(re.findall("rank (.): .*?([0-9.]+) MiB peak predicted", stderr))
     measured = dict(re.findall("rank (.): measured (.*?) MiB peak", stderr))
-    assert measured.keys() == predicted.keys() == {"0", "1"}, stderr
+    assert measured.keys() == predicted.keys() == {*ranks}, stderr
     assert "within the budget" in stderr
     for rank in measured:
         assert float(measured[rank]) == pytest.approx(float(predicted[rank]), rel=0.005)
@@ -129,6 +129,17 @@ def test_a_script_in_several_processes_runs_within_a_budget(name: str, run_pytho
     assert plain == under_plan
     check_peaks(re.sub(r"[0-9.]+ -> ", "", done.stderr))
     assert Plan.from_json(saved).budget_bytes
+
+
+@pytest.mark.slow  # four processes
+def test_a_copied_and_sharded_model_sends_nothing_more_under_a_plan(run_python: RunPython) -> None:
+    script = (str(HERE / "train_sharded.py"), "hsdp")
+    done = run_python(str(HERE / "forked.py"), "4", "plain", *script, ",", "run", "--budget", "70%", *script)
+    assert done.returncode == 0, done.stderr
+    plain, under_plan = results_of(done)
+    assert len(plain) == 4
+    assert plain == under_plan
+    check_peaks(re.sub(r"[0-9.]+ -> ", "", done.stderr), "0123")
 
 
 @pytest.mark.slow

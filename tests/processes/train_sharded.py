@@ -1,6 +1,6 @@
 """Run by the tests: a script for torchrun that shards its model and clips gradients; some batches are shorter.
 
-With "even" as an argument all batches are alike.
+With "even" as an argument all batches are alike; with "hsdp" the model is copied over two pairs of processes.
 """
 
 import sys
@@ -8,6 +8,8 @@ import sys
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
+
+from lowtide._torch.distributed import n_collectives
 
 
 class Block(nn.Module):
@@ -25,8 +27,9 @@ rank = distributed.get_rank()
 torch.manual_seed(0)
 torch.set_num_threads(1)
 model = nn.Sequential(*[Block() for _ in range(4)])
+mesh = distributed.init_device_mesh("cpu", (2, 2) if "hsdp" in sys.argv else (2,))
 for unit in (*model, model):
-    fully_shard(unit, mesh=distributed.init_device_mesh("cpu", (2,)))
+    fully_shard(unit, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters())
 torch.manual_seed(rank)
 for number in range(8):
@@ -35,7 +38,8 @@ for number in range(8):
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     optimizer.zero_grad()
-print(f"process {rank}: {[p.to_local().double().sum().item().hex() for p in model.parameters()]}\n", end="")  # noqa: T201
+sums = [p.to_local().double().sum().item().hex() for p in model.parameters()]
+print(f"process {rank}: {n_collectives()} collectives, {sums}\n", end="")  # noqa: T201
 del loss
 distributed.barrier()
 distributed.destroy_process_group()

@@ -26,6 +26,7 @@ from lowtide._torch.fake_modes import (
     DATA_DEPENDENT,
     NO_FAKE_KERNEL,
     OWN_OPERATORS,
+    SENDING_OPERATORS,
     WRAPPING_OPERATOR,
     is_strided,
     on_real_tensors,
@@ -38,10 +39,18 @@ from lowtide._torch.pytree import tree_map
 from lowtide._torch.tensors import base_of, parts_of, storage_id, storage_number
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
-from lowtide.estimator.collectives import FUNCTIONAL, n_sent
+from lowtide.estimator.collectives import n_sent
 from lowtide.estimator.cpu.scratch import Scratch
 from lowtide.estimator.fake_tensors import FakeTensors, is_real
-from lowtide.estimator.op_sets import BATCH_NORMED, CONTIGUOUS, GROUPED, IN_FORMULA, INPLACE_OTHERWISE, PACKING
+from lowtide.estimator.op_sets import (
+    BATCH_NORMED,
+    CONTIGUOUS,
+    GROUPED,
+    IN_FORMULA,
+    INPLACE_OTHERWISE,
+    PACKING,
+    PRODUCTS,
+)
 from lowtide.estimator.packed_sequences import copies
 from lowtide.estimator.values.assumptions import ValueOracle, detached_real
 from lowtide.estimator.values.query_site import where
@@ -224,7 +233,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             self._settle()
             if func is not aten.add.Tensor:
                 self._asked.clear()
-        n_sent[0] += func.namespace in FUNCTIONAL
+        n_sent[0] += func.namespace in SENDING_OPERATORS
         tensors, any_real = tensors_of(args, kwargs)
         if any_real:
             if (detached := detached_real(func, args)) is not None:
@@ -269,6 +278,10 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             return self._fakes.dispatch(aten.alias.default, (), args)
         if func is GROUPED:
             return self._grouped(*args, **kwargs)
+        if func in PRODUCTS and len(dtypes := dict.fromkeys(tensor.dtype for tensor in args)) > 1:
+            raise RuntimeError(
+                f"expected mat1 and mat2 to have the same dtype, but got: {' and '.join(map(str, dtypes))}"
+            )
         if (assumed := sparse.assumed(func, args)) is not None:
             self._answers.note(assumed)
         if (kernel := sparse.kernel(func, args, self._answers, by_autograd=_taken_over)) is not None:

@@ -45,9 +45,6 @@ RECEIVED = {
 n_sent = [0]
 """Number of collectives on fake tensors so far, except those of FSDP2; waits count, too."""
 
-FUNCTIONAL = frozenset({"_c10d_functional", "_dtensor"})
-"""Namespaces of torch's operators that are collectives."""
-
 IN_ALL = "every process has rows for SyncBatchNorm"
 
 

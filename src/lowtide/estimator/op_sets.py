@@ -39,6 +39,9 @@ On fake tensors the first of them keeps any strides, and the second none (torch 
 GROUPED = aten._grouped_mm.default
 """Grouped matrix product; its fake kernel accepts only bfloat16 (torch 2.13)."""
 
+PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
+"""Matrix products whose fake kernels take operands of several dtypes, as no real kernel does (torch 2.13)."""
+
 NOT_IN_HEALTH = frozenset({aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default})
 ALL_OR_ANY = frozenset({aten.all.default, aten.any.default})
 PACKING = aten._pack_padded_sequence.default
