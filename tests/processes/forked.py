@@ -62,6 +62,8 @@ def work(command: list[str]) -> None:
             code = 0
         else:
             code = cli.main(command)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

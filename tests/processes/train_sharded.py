@@ -27,7 +27,8 @@ rank = distributed.get_rank()
 torch.manual_seed(0)
 torch.set_num_threads(1)
 model = nn.Sequential(*[Block() for _ in range(4)])
-mesh = distributed.init_device_mesh("cpu", (2, 2) if "hsdp" in sys.argv else (2,))
+sizes = {"copied": 2, "sharded": 2} if "hsdp" in sys.argv else {"sharded": 2}
+mesh = distributed.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 for unit in (*model, model):
     fully_shard(unit, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters())
