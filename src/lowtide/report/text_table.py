@@ -43,7 +43,10 @@ _OPS = {
     "Addmm": "linear",
     "Bmm": "matrix product",
     "Clone": "copy",
+    "Elu": "ELU",
     "Gelu": "GELU",
+    "Glu": "GLU",
+    "LeakyRelu": "leaky ReLU",
     "MaxPool2DWithIndices": "max pool",
     "Mm": "linear",
     "Mul": "product",
@@ -51,9 +54,11 @@ _OPS = {
     "Sub": "difference",
     "Div": "quotient",
     "Pow": "power",
+    "PreluKernel": "PReLU",
     "Silu": "SiLU",
     "Relu": "ReLU",
     "Rsqrt": "reciprocal root",
+    "Rsub": "difference",
     "SafeSoftmax": "softmax",
     "ToCopy": "cast",
     "UnsafeView": "matrix product",  # torch.matmul's result: a view of the output of bmm or mm
@@ -108,7 +113,7 @@ def operator_name(node: str) -> str:
         return name.partition(".")[2].strip("_").replace("_", " ")
     if name.startswith("ScaledDotProduct"):  # flash, memory-efficient or another kernel, for any device
         return "attention"
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name.removeprefix("Native")).lower()
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=\d)(?=[A-Z][a-z])|(?<=\dD)(?=[A-Z])", " ", name.removeprefix("Native")).lower()
     return _OPS.get(name, words)
 
 

@@ -528,9 +528,10 @@ class Fitting(PlanMonitor):
         if self._smaller:
             return
         for name in [name for name, n in self._preceding.items() if n > 1]:
+            another = "another " * (name in str(self.model_name).split(" and "))
             self._say(
-                f"note: {name} is called before the model in each step, and memory that it takes until then is not "
-                "counted: lowtide.fit counts it"
+                f"note: {another}{name} is called before the model in each step, and memory that it takes until then "
+                "is not counted: lowtide.fit counts it"
             )
         for note in plan.notes:
             if note != NOT_RUN:
