@@ -65,6 +65,8 @@ _OPS = {
 }
 """Names that people use for an autograd node's output; other nodes keep their name, in words."""
 
+_WORD_STARTS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=\d)(?=[A-Z][a-z])|(?<=\dD)(?=[A-Z])")  # pool2D is one word
+
 _MOST_LISTED = 8
 
 
@@ -113,7 +115,7 @@ def operator_name(node: str) -> str:
         return name.partition(".")[2].strip("_").replace("_", " ")
     if name.startswith("ScaledDotProduct"):  # flash, memory-efficient or another kernel, for any device
         return "attention"
-    words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=\d)(?=[A-Z][a-z])|(?<=\dD)(?=[A-Z])", " ", name.removeprefix("Native")).lower()
+    words = _WORD_STARTS.sub(" ", name.removeprefix("Native")).lower()
     return _OPS.get(name, words)
 
 

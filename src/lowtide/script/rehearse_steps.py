@@ -13,7 +13,7 @@ from lowtide.memory.events import Busy
 from lowtide.profiler.checkpointed_blocks import with_checkpoint_note
 from lowtide.profiler.online import PATIENCE, OnlineProfiler
 from lowtide.profiler.preconditions import check_not_scripted, has_planned_blocks, has_torchscript
-from lowtide.script.composite_model import name_of
+from lowtide.runtime.composite_model import name_of
 from lowtide.script.step_listener import Enough, StepListener
 
 if TYPE_CHECKING:
