@@ -291,16 +291,22 @@ def test_compiled_code_in_several_processes_is_replayed_as_a_whole_and_that_is_s
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("lowtide.script.rehearse_steps.several_processes", lambda: True)
-    model = nn.Sequential(widens(), widens())
-    model[0].compile(backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with lowtide.within("85%") as run:
+
+    def train() -> None:
+        model = nn.Sequential(widens(), widens())
+        model[0].compile(backend="eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(6):
             model(torch.randn(1024, 64)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+
+    with lowtide.within("85%") as run:
+        train()
     assert run.plan is not None
     assert WHOLE_IN_PROCESSES in run.plan.notes
+    with pytest.raises(lowtide.Infeasible, match="replayed as a whole, not planned inside"), lowtide.within("10%"):
+        train()
 
 
 def test_a_compiled_update_is_an_update_like_any_other(recwarn: pytest.WarningsRecorder) -> None:

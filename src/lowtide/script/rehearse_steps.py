@@ -10,6 +10,7 @@ from lowtide.errors import RehearsalError
 from lowtide.levers import enable
 from lowtide.levers.lever import LeverNotApplicable
 from lowtide.memory.events import Busy
+from lowtide.planner.records import AS_A_WHOLE
 from lowtide.profiler.checkpointed_blocks import with_checkpoint_note
 from lowtide.profiler.online import PATIENCE, OnlineProfiler
 from lowtide.profiler.preconditions import check_not_scripted, has_planned_blocks, has_torchscript
@@ -36,10 +37,10 @@ tensors.
 MOST_UNUSABLE = 6
 """Number of unusable steps after which the rehearsal is given up."""
 
-WHOLE_TOGETHER: Final = "compiled models that are trained together are replayed as a whole, not planned inside"
+WHOLE_TOGETHER: Final = f"compiled models that are trained together are {AS_A_WHOLE}, not planned inside"
 WHOLE_IN_PROCESSES: Final = (
-    "compiled code is replayed as a whole, not planned inside, where several processes train together: what saves "
-    "memory then is to compile the repeated blocks, each in its place (`block.compile()`), not the model"
+    f"compiled code is {AS_A_WHOLE}, not planned inside, where several processes train together: what saves memory "
+    "then is to compile the repeated blocks, each in its place (`block.compile()`), not the model"
 )
 
 ONE_FORM = (
