@@ -6,7 +6,7 @@ import dis
 import sys
 from functools import lru_cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import NamedTuple
 
 from lowtide.state import introspection
@@ -83,6 +83,18 @@ def line_of_store(code: CodeType, name: str, now: int) -> int:
     lines = _stores(code).get(name, ())
     above = [line for line in lines if line <= now]
     return max(above or lines, default=now)
+
+
+def is_carried(cls: type, attribute: str) -> bool:
+    """Return True if a method of `cls` reads the attribute and assigns it afterwards: a state of a recurrent model."""
+    functions = (f for base in cls.__mro__ for name, f in vars(base).items() if name != "__init__")
+    codes = (f.__code__ for f in functions if isinstance(f, FunctionType) and origin(f.__code__.co_filename) != "ours")
+    return any(_reads_first(code, attribute) for code in codes if attribute in code.co_names)
+
+
+def _reads_first(code: CodeType, attribute: str) -> bool:
+    used = [i.opname for i in dis.get_instructions(code) if i.argval == attribute and i.opname.endswith("_ATTR")]
+    return "STORE_ATTR" in used and used[0] != "STORE_ATTR"
 
 
 @lru_cache(maxsize=256)

@@ -101,6 +101,7 @@ class RunningSumOfGraphs(Rule):
 class GrowingList(Rule):
     """Rule for a container whose bytes and entries grow over several inspections in a row."""
 
+    gathers = True
     ends_without_growth = True
     fix_of_cache = "bound the cache of `{name}` (`lru_cache(maxsize=...)`), or call `{name}.cache_clear()` each epoch"
 

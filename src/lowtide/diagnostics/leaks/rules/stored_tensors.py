@@ -64,7 +64,7 @@ class ModuleAttribute(Rule):
     def matches(self, item: RetainedObject, history: History) -> bool:
         if item.buffer is not None or not item.is_held_as("module") or is_carried_by_module(item):
             return False
-        return item.has_graph or item.is_output or history.has_changed
+        return item.has_graph or (not item.is_state and (item.is_output or history.has_changed))
 
 
 @rule(
