@@ -352,4 +352,41 @@ REPORTED = [
         + FULL,
         never="fit\\(",
     ),
+    Reported(
+        "warmup of transformers' loader",
+        "loading",
+        "weights in a smaller",
+        'Traceback (most recent call last):\n  File "/x/site-packages/transformers/modeling_utils.py", line 9, in from_pretrained\n    x\n  File "/x/site-packages/transformers/modeling_utils.py", line 9, in caching_allocator_warmup\n    _ = torch.empty(byte_count // factor, dtype=torch.float16, device=device)\n'
+        + FULL,
+        never="fit\\(",
+    ),
+    Reported(
+        "weights quantized while loaded",
+        "loading",
+        "weights in a smaller",
+        'Traceback (most recent call last):\n  File "/x/site-packages/transformers/modeling_utils.py", line 9, in from_pretrained\n    x\n  File "/x/site-packages/bitsandbytes/functional.py", line 9, in quantize_4bit\n    out = torch.zeros(\n'
+        + FULL,
+        never="fit\\(",
+    ),
+    Reported(
+        "optimizer state of Lightning",
+        "loading",
+        'torch.load(path, map_location="cpu"), then load_state_dict',
+        'Traceback (most recent call last):\n  File "/x/site-packages/lightning/pytorch/trainer/connectors/checkpoint_connector.py", line 9, in restore_optimizers\n    x\n  File "/x/site-packages/torch/optim/optimizer.py", line 9, in _process_value_according_to_param_policy\n    return value.to(dtype=param.dtype, device=param.device)\n'
+        + FULL,
+    ),
+    Reported(
+        "a file of safetensors onto the GPU",
+        "loading",
+        'load_file(path, device="cpu"), then load_state_dict',
+        'Traceback (most recent call last):\n  File "/a/main.py", line 9, in <module>\n    sd = load_file(p, device=\'cuda\')\n  File "/x/site-packages/safetensors/torch.py", line 9, in load_file\n    result[k] = f.get_tensor(k)\n'
+        + FULL,
+    ),
+    Reported(
+        "one tensor above a fraction",
+        "cap",
+        "if the limit is",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 7.62 GiB. GPU 0 has a total capacity of 15.35 GiB of which 15.23 GiB is free. Including non-PyTorch memory, this process has 124.02 MiB memory in use. 4.61 GiB allowed; Of the allocated memory 0 bytes is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.",
+        never="fit\\(",
+    ),
 ]

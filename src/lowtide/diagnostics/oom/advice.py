@@ -61,7 +61,10 @@ def _cap(m: Message, f: Facts) -> Actions:
         needed = max(f.limit_used_bytes + m.tried_bytes - f.limit_bytes, m.tried_bytes)
     where = f.limit_name or ("a larger pool limit" if m.form == "CuPy" else vendor_of(m.kind).fraction)
     yield Action(text=f"if the limit is not intended: raise it ({where})", bytes=needed)
-    yield from _fit(m, f)
+    if m.allowed_bytes is not None and (m.tried_bytes or 0) > m.allowed_bytes:
+        yield Action(text="or make the tensor in pieces: it alone is larger than the limit", bytes=m.tried_bytes)
+    else:
+        yield from _fit(m, f)
 
 
 def _huge_tensor(m: Message, f: Facts) -> Actions:
@@ -216,7 +219,9 @@ def _loading(m: Message, f: Facts) -> Actions:
         )
         yield Action(text=f"look with {vendor.monitor} whether another model or process is on the device already")
         return
-    yield Action(text='torch.load(path, map_location="cpu"), then load_state_dict, and del the checkpoint')
+    is_safe = any("safetensors" in place.file for place in f.places)
+    load = 'load_file(path, device="cpu")' if is_safe else 'torch.load(path, map_location="cpu")'
+    yield Action(text=f"{load}, then load_state_dict, and del the checkpoint")
     yield Action(
         text="mmap=True reads only what is used; on several ranks map each to its own device, not all to GPU 0"
     )

@@ -245,12 +245,14 @@ def _gathers_evaluation(place: Place) -> bool:
 
 
 def _loads_checkpoint(place: Place) -> bool:
-    if place.function == "load_state_dict":
+    if place.function in ("load_state_dict", "restore_optimizers", "_process_value_according_to_param_policy"):
         return True
     return bool(_SERIALIZATION.search(place.file) and _LOADING.fullmatch(place.function))
 
 
 def _moves_model(place: Place) -> bool:
+    if place.function in ("from_pretrained", "caching_allocator_warmup"):
+        return True
     return bool(_MODULE_FILES.search(place.file) and _MOVING.fullmatch(place.function))
 
 
