@@ -400,7 +400,8 @@ class Fitting(PlanMonitor):
         if self._applied is not None:
             self._applied.remove()
         plain = None
-        is_compared = bool(self.plan.graphs) and bool(self.plan.recompute) and self._compared is not self.plan
+        recompiles = bool(self.plan.graphs) and self.plan.predicted != self.plan.plain
+        is_compared = recompiles and self._compared is not self.plan
         if is_compared:  # before the rehearsal ends, under which code has torch's own partition
             plain = compiled_bits(model, self.compiled or model, batch)
         self._rehearsing.leaves()
@@ -473,7 +474,7 @@ class Fitting(PlanMonitor):
     def _with_kept(self, made: Plan, model: nn.Module, batch: Any, plain: Outcome) -> Plan | None:
         """Return a plan that keeps the values by which the bits under `made` differ from `plain`; None if none fits."""
         profile = self._rehearsing.profile
-        if self._applied is None or profile is None:
+        if self._applied is None or profile is None or not made.recompute:
             return None
 
         def is_identical(addresses: tuple[str, ...]) -> bool:
