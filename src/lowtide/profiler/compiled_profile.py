@@ -3,7 +3,8 @@
 The profile takes values, slots and costs from the joint graphs, where the profile of an eager step takes them from
 autograd's graph, so the same planner plans both. All share the step's one axis of positions: each stretch of events
 outside compiled code is a position, and so is each call inside compiled code. Levels inside are those of
-`joint_memory.py`, shifted by the excess of the plain step's measured peak inside compiled code over its computed peak.
+`joint_memory.py`. Recorded allocations that no value accounts for count where they were; what is left of the excess of
+the plain step's measured peak inside compiled code over its computed peak counts everywhere.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ class _Graph:
 
 
 def _explained(joint: JointGraph, half: Half, events: Sequence[Event]) -> dict[int, int]:
-    """Return the `unmodelled` bytes of a half; 0 for all values if with them its peak would be above the recorded one."""
+    """Return the `unmodelled` bytes of a half; all 0 if its peak would be above the recorded one with them."""
     more_bytes = unmodelled(joint, half, events)
     peak_bytes = max(map(sum, zip(half.levels, more_bytes.values(), strict=True)))
     is_explained = peak_bytes <= max(accumulate(map(bytes_added, events)), default=0)
