@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lowtide._torch.compiled_code import has_compiled_modules, is_recompiling
-from lowtide._torch.joint_graph import partition_by, products_are_apart
+from lowtide._torch.joint_graph import is_addmm_unfused, partition_by
 from lowtide.levers import enable_plan_levers
 from lowtide.planner.records import Plan
 from lowtide.profiler.replay_check import Checked
@@ -146,7 +146,7 @@ class Applied(Removable, Displayed):
                     "for the largest batch (in a script, let it come first)."
                 )
 
-        partitioner = PlanPartitioner(self.plan.graphs, self.plan.recompute, apart=products_are_apart())
+        partitioner = PlanPartitioner(self.plan.graphs, self.plan.recompute, unfused=is_addmm_unfused())
         partitioner.unknown, partitioner.on_compile = unknown, say_larger_inputs
         weakly = next(model.parameters(), model)  # a script's model may be a stand-in
         return partition_by(partitioner, of=weakly, reuse=False)

@@ -19,8 +19,8 @@ from lowtide.api.verify import Verdict, compare_with_plain, scheduled_peak
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError, StalePlan
 from lowtide.levers import DEFAULT, lever_named
 from lowtide.levers.lever import StepContext
-from lowtide.levers.products_apart import ProductsApart
 from lowtide.levers.selection import Choice, choose, optimizer_of, suggest_levers
+from lowtide.levers.unfused_addmm import UnfusedAddmm
 from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.planner import plan
 from lowtide.planner.inplace_savings import without_in_place
@@ -191,7 +191,7 @@ def fit(
         optimizer: The optimizer of `model`, or a list of them.
         profile: A profile from `rehearse` of the same step, which saves five runs.
         levers: Changes of the step that may be made where they pay (`lowtide/levers`); each that is tried takes some
-            more steps. The names are "outputs" (exact; the default), "fused optimizer", "products apart", "loss head",
+            more steps. The names are "outputs" (exact; the default), "fused optimizer", "unfused addmm", "loss head",
             "step in backward" and "micro-batches". With an inexact lever, the plan is compared bit by bit with the step
             that has the lever alone, and `verdict.relative_differences` measures the difference from the plain step.
         offload: Allow saved tensors to wait for backward in host memory, where that takes less time than recomputing
@@ -260,7 +260,8 @@ def _fit(
     kinds = [lever_named(name) for name in levers]
     if isinstance(shapes, str) and shapes != "auto":
         raise LowtideError(f'shapes takes "auto" or a batch that is smaller than `batch`; found {shapes!r}.')
-    if shapes is not None and (set(levers) - set(DEFAULT) or offload):
+    has_changes = bool(set(levers) - set(DEFAULT)) or offload
+    if shapes is not None and has_changes:
         raise LowtideError("shapes can't be combined with levers or offload: leave one of them out.")
     if offload and device_of(model) == "cpu":
         raise LowtideError("offload=True copies tensors from the device to the host, and this model is on the CPU.")
@@ -268,21 +269,20 @@ def _fit(
     """True unless the model or the step is compiled as a whole: only blocks may be compiled."""
     may_replay = profile is None and has_blocks
     if profile is None:
-        is_plain = not (set(levers) - set(DEFAULT)) and not offload and shapes is None
-        profile = rehearse(model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=is_plain)
+        inside = not has_changes and shapes is None
+        profile = rehearse(model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=inside)
     else:
         check_made_for(Profile.expect(profile, "fit(profile=...)").fingerprint, model, batch, what="profile")
         profile = profile if in_place else without_in_place(profile)
     if profile.graphs and not has_blocks:
         levers = [name for name in levers if name not in DEFAULT]
-        if set(levers) - {ProductsApart.name} or offload or shapes is not None:
+        if set(levers) - {UnfusedAddmm.name} or offload or shapes is not None:
             raise LowtideError(
                 f"{type(model).__name__} is compiled as a whole, which can be combined with the lever "
-                f"{ProductsApart.name!r} only, not with other levers, offload or shapes: leave them out, or compile "
-                "its repeated blocks "
-                "instead (block.compile())."
+                f"{UnfusedAddmm.name!r} only, not with other levers, offload or shapes: leave them out, or compile "
+                "its repeated blocks instead (block.compile())."
             )
-    if profile.graphs and has_blocks and (set(levers) - set(DEFAULT) or offload or shapes is not None):
+    if profile.graphs and has_blocks and (has_changes or shapes is not None):
         raise LowtideError(
             f"this profile is for plans inside the compiled blocks of {type(model).__name__}, which can't be "
             "combined with other levers, offload or shapes. Leave profile= out: the blocks are then rehearsed to be "
@@ -313,7 +313,14 @@ def _fit(
         profile = whole or rehearse(model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=False)
         profile = replace(profile, notes=(*profile.notes, *notes))
         site = replace(site, in_place=profile.allows_in_place, inside_blocks=False)
-    choice, made = _first(site, profile, budget, levers, offload)
+    return _measured_within(site, *_first(site, profile, budget, levers, offload), offload, budget_for)
+
+
+def _measured_within(site: StepContext, choice: Choice, made: Plan, offload: bool, budget_for: BudgetFor) -> Fitted:
+    """Put the first plan in force that is measured within the budget: `made`, or one that aims lower by the excess.
+
+    Raises OverBudget after REPAIRS plans, or if no plan aims lower, and RehearsalError for other bits.
+    """
     budget_bytes, measured = made.budget_bytes, list[int]()
     while True:
         made = replace(made, budget_for=budget_for)
@@ -321,7 +328,7 @@ def _fit(
         if not verdict.identical:
             raise RehearsalError(_not_identical(verdict))
         if verdict.within_budget:
-            return Fitted(apply(model, made, optimizer=optimizer), choice.profile, made, verdict)
+            return Fitted(apply(site.model, made, optimizer=site.optimizer), choice.profile, made, verdict)
         measured.append(verdict.measured_peak_bytes)
         if len(measured) == REPAIRS:
             raise over_budget(choice.profile, budget_bytes, measured, budget_for=budget_for)
@@ -593,8 +600,7 @@ def _proof(site: StepContext, made: Plan) -> Verdict:
         )
 
     return unless_out_of_memory(
-        lambda: compare_with_plain(site.model, site.step, site.batch, made, site.optimizer),
-        no_room,
+        lambda: compare_with_plain(site.model, site.step, site.batch, made, site.optimizer), no_room
     )
 
 

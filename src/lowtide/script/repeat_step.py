@@ -52,7 +52,7 @@ from lowtide.utils.removable import Removable
 if TYPE_CHECKING:
     from lowtide.api.apply import Applied
 
-REPEATABLE_LEVERS: Final = frozenset({"outputs", "fused optimizer", "products apart", "loss head"})
+REPEATABLE_LEVERS: Final = frozenset({"outputs", "fused optimizer", "unfused addmm", "loss head"})
 """Levers under which each call of the model still has one forward and one backward pass."""
 
 LOOKS: Final = 3
