@@ -152,6 +152,6 @@ class HooksButInTransforms:
         _off_in_transforms.begin(self._unpack, self._inside)
         push_saved_tensor_hooks(self._pack, self._unpack)
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(self, *_: object) -> None:
         pop_saved_tensor_hooks()
         _off_in_transforms.end()

@@ -6,13 +6,11 @@ import copyreg
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-if TYPE_CHECKING:
-    pass
 from lowtide._torch.fake_modes import FakeTensor
 
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")

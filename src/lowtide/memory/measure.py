@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -178,9 +178,7 @@ class _Measuring(AbstractContextManager[Memory, None]):
         return self._memory
 
     @whole
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._looks is not None:
             self._looks.end(has_failed=error is not None)
         peak_bytes = None

@@ -19,11 +19,10 @@ _module_variables: dict[tuple[str, str], Place] = {}  # kept for the time after 
 
 
 class Variable(NamedTuple):
-    """Variable of a running function, or of a module (`is_global`), and the line that assigned it."""
+    """Variable of a running function, or of a module, and the line that assigned it."""
 
     name: str
     place: Place
-    is_global: bool
 
 
 class RunningFrames:
@@ -61,11 +60,11 @@ class RunningFrames:
         frame = self._module_lines.get(id(namespace))
         file = namespace.get("__file__") or namespace.get("__name__") or "<unknown>"
         if frame is None:
-            return Variable(name, _module_variables.get((str(file), name), Place(str(file), 0)), True)
+            return Variable(name, _module_variables.get((str(file), name), Place(str(file), 0)))
         code = frame.f_code
         place = Place(code.co_filename, line_of_store(code, name, frame.f_lineno))
         _module_variables[str(file), name] = place
-        return Variable(name, place, True)
+        return Variable(name, place)
 
     def _read(self, frame: FrameType) -> None:
         code = frame.f_code
@@ -75,7 +74,7 @@ class RunningFrames:
         with local_variables(frame) as variables:
             for name, value in variables.items():
                 line = line_of_store(code, name, frame.f_lineno)
-                variable = Variable(name, Place(code.co_filename, line), False)
+                variable = Variable(name, Place(code.co_filename, line))
                 self._by_object.setdefault(id(value), []).append(variable)
 
 
