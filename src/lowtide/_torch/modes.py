@@ -41,7 +41,7 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-"""Set if this thread records gradients. 2.13, since 1.0."""
+"""Switch the recording of gradients on or off in this thread. Torch 2.13, since 1.0."""
 
 saved_tensor_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(
     torch._C._autograd._top_saved_tensors_default_hooks, True
@@ -88,7 +88,7 @@ class _OffInTransforms(threading.local):
             graph.disable_saved_tensors_hooks = self._disabled
 
     def end(self) -> None:
-        """End what began last in this thread."""
+        """End the block that began last in this thread."""
         kind = type(self)
         self._hooks.pop()
         with kind._lock:

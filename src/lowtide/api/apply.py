@@ -102,7 +102,9 @@ class Applied(Removable, Displayed):
         return frozenset(self._engine.drifted) | self._unknown
 
     def checked(self) -> AbstractContextManager[None]:
-        """Return a context manager for one step: ReplayMismatch is raised if backward reads other bits than saved."""
+        """Return a context manager for one step: ReplayMismatch is raised if backward reads other bits than forward
+        saved.
+        """
         return Checked(self._engine).running()
 
     def save_most(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -113,7 +115,7 @@ class Applied(Removable, Displayed):
         return self._engine.save_most(args, kwargs)
 
     def also(self, remove: Callable[[], object]) -> None:
-        """Call `remove` when the plan is removed, before that."""
+        """Call `remove` just before the plan is removed."""
         self._undo.callback(remove)
 
     def _partitioned(self, model: nn.Module, say: Callable[[str], None]) -> Callable[[], None]:

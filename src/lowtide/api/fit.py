@@ -417,13 +417,14 @@ def _is_identical(site: StepContext, made: Plan, addresses: Collection[str]) -> 
 def cheapest_within(
     choice: Choice, made: Plan, peak_of: Callable[[Plan], int | None], most: int
 ) -> tuple[int, Plan | None]:
-    """Return the number of plans tried, and the cheapest that is measured within the budget, else the lowest.
+    """Return the number of plans tried, and the cheapest one measured within the budget, else the one with the lowest
+    peak.
 
     Args:
         choice: The profile, and the levers.
         made: The first plan; each other one is made from the forecast, corrected by the excess of the one before.
         peak_of: Function that measures a plan's peak; it returns None for a plan that can't be used.
-        most: Most plans tried.
+        most: Largest number of plans to try.
     """
     budget_bytes, tried, best = made.budget_bytes, list[Decisions](), None
     while True:
@@ -447,7 +448,7 @@ def cheapest_within(
 
 
 def _following(profile: Profile, aim_bytes: int) -> Plan:
-    """Return a plan whose forecast is `aim_bytes` at most; the one of the smallest peak if there is none."""
+    """Return a plan whose forecast is `aim_bytes` at most; if there is none, the plan with the smallest peak."""
     try:
         return forecast_plan(profile, aim_bytes)
     except Infeasible:
@@ -482,7 +483,7 @@ def as_measured(made: Plan, peak_bytes: int) -> Plan:
 
 
 def forecast_plan(profile: Profile, budget: int | str) -> Plan:
-    """Return a plan for compiled code; the one of the smallest peak if its forecast is little above the budget.
+    """Return a plan for compiled code, or the one with the smallest peak if its forecast is little above the budget.
 
     Forecasts may be too high, and only compiling tells. Raises Infeasible.
     """
@@ -627,7 +628,7 @@ def _differing(verdict: Verdict) -> str:
 
 
 def _compiled_differs(site: StepContext, made: Plan, smallest_bytes: int | None = None) -> str:
-    """Explain that no plan is put in force, as the bits of `made` are others, or else take `smallest_bytes`."""
+    """Explain why no plan is put in force: under `made` bits differ, and plans that keep them need `smallest_bytes`."""
     verdict = compare_with_plain(site.model, site.step, site.batch, made, site.optimizer, copies=True)
     relative = (verdict.relative_differences or {}).items()
     apart = ", ".join(f"{kind} {distance:.1e}" for kind, distance in relative if distance)

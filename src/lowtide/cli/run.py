@@ -86,7 +86,7 @@ def run(
 
     Options of this command come before SCRIPT; everything after it is passed to the script. The exit code is the
     script's; 1 also if no plan fits the budget or the measured peak is above it, and 2 also if no plan can be made for
-    the script, or it ends before a plan was in force, as one does that trains nothing.
+    the script, or the script ends before a plan was in force, for example because it trains nothing.
 
     New and little tested: a model, or its blocks, compiled by torch.compile, tried on small models on a CPU; several
     processes (torchrun), tried with two on a CPU.

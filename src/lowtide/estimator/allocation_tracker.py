@@ -316,8 +316,8 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             self._inside(copies(args[0], lengths, args[2]), op)
 
     def _writes_otherwise(self, func: Any, args: Any) -> bool:
-        """Return True if autograd runs this operator in place outside a dispatch mode. A sum in a node's formula is
-        not.
+        """Return True if autograd runs this operator in place outside a dispatch mode. A sum in a node's formula does
+        not count.
         """
         if func is not aten.add.Tensor or running_node_name() == ACCUMULATE_GRAD:
             return func in INPLACE_OTHERWISE

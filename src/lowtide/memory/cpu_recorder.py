@@ -59,7 +59,7 @@ at once. It is above 1,000 because some blocks lie at addresses that an earlier 
 _claim = threading.Lock()
 _recording: CpuRecorder | None = None
 _unfinished: list[profile] = []
-"""Profilers that could not be stopped for want of memory."""
+"""Profilers that could not be stopped for lack of memory."""
 
 
 class CpuRecorder(Recorder):

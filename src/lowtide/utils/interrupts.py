@@ -161,8 +161,8 @@ def _interrupt_out_of(code: CodeType) -> None:
 
 
 def removed_if_interrupted(function: Callable[P, R]) -> Callable[P, R]:
-    """Delay interrupts in `function`. If one has waited, remove the plan that it returns, which the caller would not
-    get.
+    """Delay interrupts in `function`. If one was delayed, remove the plan that `function` returns, because the caller
+    would not get it.
     """
 
     @functools.wraps(function)
@@ -210,7 +210,7 @@ def whole(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def entering(enter: Callable[[T], U]) -> Callable[[T], U]:
-    """Let an `__enter__` run to its end. If an interrupt has waited, call `__exit__`, which `with` would not do."""
+    """Let an `__enter__` run to its end. If an interrupt was delayed, call `__exit__`, which `with` would not do."""
     run_whole = whole(enter)
 
     @functools.wraps(enter)

@@ -239,7 +239,7 @@ class CallLog:
 
 
 class _Prehook:
-    """Node hook that notes the backward pass reaching the node. Refers to numbers only."""
+    """Node hook that notes on the call that a backward pass has reached the node."""
 
     __slots__ = ("call", "calls")
 

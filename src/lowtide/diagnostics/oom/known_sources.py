@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A program, and the cause that all its messages have."""
+    """Cause of all out-of-memory messages of one program, and the remedy."""
 
     code: str
     claim: str
