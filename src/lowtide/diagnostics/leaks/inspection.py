@@ -48,10 +48,12 @@ class RetainedObject:
     is_output: bool = False
     is_view: bool = False
     """True if the tensors are views of less than half of the memory that they keep alive."""
+    shown_bytes: int = 0
     born: int = 0
     """Step in which the object was made, if known."""
     storages: dict[int, int] = field(default_factory=dict)
     """Storage number -> bytes."""
+    n_tensors: int = 1
     subject: str = "tensors"
     """Kind of the object: "tensors"; "nodes" of a graph whose saved tensors backward has freed; or "evaluation" for
     tensors that are found during an evaluation, between calls without gradients.
@@ -169,6 +171,7 @@ def _retained_graph(graph: Graph, view: InspectionInput, live: LiveObjects, excu
         is_input=any(storage_id(t) in view.inputs for t in tensors),
         born=min(view.steps.of(number) for number in numbers),
         storages=alive,
+        n_tensors=len(tensors),
         is_of_gradients=bool(graph.gradient_of),
         buffer=next((live.buffers[id(t)] for t in tensors if id(t) in live.buffers), None),
         is_older=min(numbers) < view.watched_from,
@@ -183,6 +186,7 @@ def _retained_nodes(graph: Graph, view: InspectionInput) -> RetainedObject:
         steps=tuple(sorted({view.steps.of(number) for number in numbers})),
         born=min(view.steps.of(number) for number in numbers),
         storages={-min(numbers): graph.node_bytes},  # no storage has a negative number
+        n_tensors=len(graph.tensors),
         subject="nodes",
     )
 
@@ -200,12 +204,14 @@ def _retained_storage(
     since = view.known.since(number)
     return RetainedObject(
         held_bytes=n_bytes,
+        shown_bytes=shown_bytes,
         is_view=2 * shown_bytes < n_bytes,
         calls=[call] if call else [],
         subject="evaluation" if view.in_evaluation else "tensors",
         is_output=output_of is not None,
         born=view.steps.of(min(numbers)) if numbers else call.step if call else since or view.last_step,
         storages={number: n_bytes},
+        n_tensors=len(tensors),
     )
 
 
