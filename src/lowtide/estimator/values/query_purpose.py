@@ -117,7 +117,7 @@ def in_optimizer() -> bool:
 
 
 def is_searching() -> bool:
-    """Return True if an optimizer asks that reruns its closure until its search ends."""
+    """Return True if the value is asked for by an optimizer that reruns its closure until its line search ends."""
     frame = _asking()
     return frame is not None and frame.f_globals.get("__name__", "") == _SEARCHING
 
