@@ -27,41 +27,37 @@ _LESS_HOST_MEMORY = (
     "torch.load(..., mmap=True); checkpoints on one rank; no whole epoch of predictions in a list",
 )
 
+
+def _host_memory(claim: str, evidence: str, *actions: str) -> Source:
+    """Return a source of host memory; less of it helps, besides `actions`."""
+    return _source("host-memory", claim, evidence, *actions, *_LESS_HOST_MEMORY)
+
+
 SOURCES: dict[str, Source] = {
-    "Slurm": _source(
-        "host-memory",
+    "Slurm": _host_memory(
         "Slurm ended the task: the job used more host memory than it had asked for",
         "the limit is the job's --mem or --mem-per-cpu; the GPU's memory is not concerned",
         "ask for more: sbatch --mem=64G, or --mem=0 for the whole node; `seff JOBID` shows the peak",
-        *_LESS_HOST_MEMORY,
     ),
-    "PBS": _source(
-        "host-memory",
+    "PBS": _host_memory(
         "PBS ended the job: it used more host memory than it had asked for",
         "the limit is the job's mem or vmem; the GPU's memory is not concerned",
         "ask for more: qsub -l select=1:mem=64gb; `qstat -fx JOBID` shows the peak",
-        *_LESS_HOST_MEMORY,
     ),
-    "LSF": _source(
-        "host-memory",
+    "LSF": _host_memory(
         "LSF ended the job: it used more host memory than its limit",
         "TERM_MEMLIMIT is the limit of bsub -M; the GPU's memory is not concerned",
         'ask for more: bsub -M 64GB -R "rusage[mem=64GB]"; `bhist -l JOBID` shows the peak',
-        *_LESS_HOST_MEMORY,
     ),
-    "SGE": _source(
-        "host-memory",
+    "SGE": _host_memory(
         "Grid Engine ended the job: it used more host memory than it had asked for",
         "the limit is the job's h_vmem; the GPU's memory is not concerned",
         "ask for more: qsub -l h_vmem=64G; `qacct -j JOBID` shows maxvmem",
-        *_LESS_HOST_MEMORY,
     ),
-    "AWS Batch": _source(
-        "host-memory",
+    "AWS Batch": _host_memory(
         "AWS Batch ended the container: it reached the memory of its job definition",
         "the kernel ends a container at its limit, whatever the instance has free",
         "raise MEMORY in resourceRequirements of the job definition, within the instance's memory",
-        *_LESS_HOST_MEMORY,
     ),
     "Kubernetes": _source(
         "host-memory",
@@ -70,60 +66,44 @@ SOURCES: dict[str, Source] = {
         "raise resources.limits.memory of the container; `kubectl top pod` shows the usage before the end",
         "give /dev/shm an emptyDir of medium Memory: its pages count toward the limit",
     ),
-    "Linux": _source(
-        "host-memory",
+    "Linux": _host_memory(
         "the kernel ended a process to get host memory back: the machine's, or the container's limit, is used up",
         "the kernel's own message: host memory, not the GPU's",
         "dmesg names the process and its memory (anon-rss); raise the limit of the container if it has one",
-        *_LESS_HOST_MEMORY,
     ),
-    "a memory daemon": _source(
-        "host-memory",
+    "a memory daemon": _host_memory(
         "a daemon (systemd-oomd, earlyoom) ended a process before the machine's memory was used up",
         "it goes by memory pressure or free memory, and takes the largest process: host memory, not the GPU's",
         "more memory or swap, or another limit: ManagedOOMMemoryPressureLimit of the slice, earlyoom -m",
-        *_LESS_HOST_MEMORY,
     ),
-    "DataLoader": _source(
-        "host-memory",
+    "DataLoader": _host_memory(
         "the kernel ended a DataLoader worker: host memory of the machine, or of the container, is used up",
         "workers hold their own copies of what the data set touches, times prefetch_factor batches",
-        *_LESS_HOST_MEMORY,
     ),
-    "shells, torchrun and containers": _source(
-        "host-memory",
+    "shells, torchrun and containers": _host_memory(
         "the system ended a process, most likely to get host memory back: the machine's or the container's",
         "SIGKILL (exit code 137, or -9) leaves no reason; `dmesg | grep -i oom` says whether it was memory",
         "look: dmesg | grep -i oom, or `kubectl describe pod` (Reason: OOMKilled)",
-        *_LESS_HOST_MEMORY,
     ),
-    "Colab": _source(
-        "host-memory",
+    "Colab": _host_memory(
         "the machine's RAM is used up: Colab ended the session",
         "this is host memory; the GPU's is reported by PyTorch itself",
         "load less at once: stream the data set, or a high-RAM runtime",
-        *_LESS_HOST_MEMORY,
     ),
-    "Kaggle": _source(
-        "host-memory",
+    "Kaggle": _host_memory(
         "the machine's RAM is used up: Kaggle restarted the notebook",
         "this is host memory; the GPU's is reported by PyTorch itself",
         "load less at once: stream the data set, a smaller dtype",
-        *_LESS_HOST_MEMORY,
     ),
-    "HTCondor": _source(
-        "host-memory",
+    "HTCondor": _host_memory(
         "HTCondor ended or held the job: it used more host memory than it had asked for",
         "the limit is request_memory; the GPU's memory is not concerned",
         "ask for more: request_memory = 64GB in the submit file",
-        *_LESS_HOST_MEMORY,
     ),
-    "Jupyter": _source(
-        "host-memory",
+    "Jupyter": _host_memory(
         "the notebook's kernel died, most likely because the machine's RAM is used up",
         "out of host memory, a kernel ends without a traceback; crashes in libraries look the same",
         "watch RAM while it runs (free -h), or run the cell as a script: `dmesg | grep -i oom` then says why",
-        *_LESS_HOST_MEMORY,
     ),
     "Windows": _source(
         "host-memory",
@@ -132,20 +112,16 @@ SOURCES: dict[str, Source] = {
         "enlarge the paging file (System, Advanced, Performance, Virtual memory), or let Windows manage its size",
         "fewer DataLoader workers: num_workers=0 at first, and `if __name__ == '__main__':` around the script",
     ),
-    "Kubernetes, the node": _source(
-        "host-memory",
+    "Kubernetes, the node": _host_memory(
         "the node ran low on host memory: Kubernetes evicted a pod, or the kernel ended one of its processes",
         "both take the pod that uses most beyond its resources.requests.memory; the GPU is not concerned",
         "set resources.requests.memory to what the pod needs, and the limit to the same: such nodes are chosen",
         "give emptyDir volumes of medium Memory a sizeLimit: their pages count",
-        *_LESS_HOST_MEMORY,
     ),
-    "SageMaker": _source(
-        "host-memory",
+    "SageMaker": _host_memory(
         "the instance's host memory is used up: SageMaker ended the job",
         "this is the instance's main memory, not the GPU's",
         "an instance type with more memory, or input by streaming (FastFile, Pipe mode)",
-        *_LESS_HOST_MEMORY,
     ),
     "Dask": _source(
         "host-memory",
@@ -520,12 +496,10 @@ SOURCES: dict[str, Source] = {
         "fewer threads: OMP_NUM_THREADS=1 and OPENBLAS_NUM_THREADS=1 for each worker, fewer DataLoader workers",
         "raise it: ulimit -u 65536; docker run --pids-limit -1",
     ),
-    "a service's limit": _source(
-        "host-memory",
+    "a service's limit": _host_memory(
         "the service ended the program at its memory limit: main memory, not the GPU's",
         "the service's own message",
         "a larger memory size for the job, function or machine",
-        *_LESS_HOST_MEMORY,
     ),
     "limits of a launch": _source(
         "cap",
