@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Collection
-from types import CodeType
 from typing import TYPE_CHECKING
 
 from lowtide.script.fit_steps import OnInfeasible
 from lowtide.script.run_listened import forget_left_over, left_over
 from lowtide.script.within import Run, within
 from lowtide.utils.amounts import BudgetFor
+from lowtide.utils.frames import frames_from, module_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -115,18 +115,14 @@ class _Loop:
 
     def __init__(self) -> None:
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("lowtide."):
+        while frame.f_back is not None and module_name(frame).startswith("lowtide."):
             frame = frame.f_back
-        host = frame.f_globals.get("__name__", "").partition(".")[0]
-        while frame.f_back is not None and frame.f_back.f_globals.get("__name__", "").startswith(host):
+        host = module_name(frame).partition(".")[0]
+        while frame.f_back is not None and module_name(frame.f_back).startswith(host):
             frame = frame.f_back
         self._thread, self._frame_id, self._code = threading.get_ident(), id(frame), frame.f_code
 
     def is_over(self) -> bool:
         """Return True if that function has returned, or was left by an exception."""
-        code: CodeType | None = None
-        frame = sys._current_frames().get(self._thread)
-        while frame is not None and id(frame) != self._frame_id:
-            frame = frame.f_back
-        code = None if frame is None else frame.f_code
-        return code is not self._code
+        frames = frames_from(sys._current_frames().get(self._thread))
+        return not any(id(frame) == self._frame_id and frame.f_code is self._code for frame in frames)

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, Final, ParamSpec, TypeVar
 
+from lowtide.utils.frames import frames_from
 from lowtide.utils.removable import Removable
 
 P = ParamSpec("P")
@@ -152,10 +153,7 @@ def _interrupt_out_of(code: CodeType) -> None:
     assert main is not None
     while True:
         time.sleep(0.01)
-        frame = sys._current_frames().get(main)
-        while frame is not None and frame.f_code is not code:
-            frame = frame.f_back
-        if frame is None:
+        if all(frame.f_code is not code for frame in frames_from(sys._current_frames().get(main))):
             break
     send(main)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from lowtide.diagnostics.leaks.call_site import Place, line_of_store
 from lowtide.memory.frame_locals import local_variables
 from lowtide.state.introspection import origin
+from lowtide.utils.frames import frames_from
 
 _module_variables: dict[tuple[str, str], Place] = {}  # kept for the time after the module's code has run
 
@@ -80,11 +81,9 @@ class RunningFrames:
 
 def variable_name(obj: object) -> str | None:
     """Return the name of the variable that refers to `obj` in the nearest calling frame of user code."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in frames_from(sys._getframe(1)):
         if origin(frame.f_code.co_filename) == "user" and (name := name_in_frame(frame, obj)) is not None:
             return name
-        frame = frame.f_back
     return None
 
 
