@@ -6,14 +6,11 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
-if TYPE_CHECKING:
-    pass
 
 
 def without_subclasses() -> Any:
@@ -62,11 +59,11 @@ def saved_tensor_hooks_off(unpack: Callable[[Any], torch.Tensor]) -> Iterator[No
     if hooks is None or hooks[1] is not unpack:
         yield
         return
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+    pop_saved_tensor_hooks()
     try:
         yield
     finally:
-        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+        push_saved_tensor_hooks(*hooks)
 
 
 class _OffInTransforms(threading.local):
@@ -105,7 +102,7 @@ class _OffInTransforms(threading.local):
                 if top is not None:  # None: the hooks are paused
                     if top[1] is not unpack:
                         break  # hooks of other code: as without a plan
-                    torch._C._autograd._pop_saved_tensors_default_hooks()
+                    pop_saved_tensor_hooks()
                     removed.append(top)
                 stack.enter_context(inside())
             try:
@@ -113,7 +110,7 @@ class _OffInTransforms(threading.local):
                     yield
             finally:
                 for hooks in reversed(removed):
-                    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+                    push_saved_tensor_hooks(*hooks)
 
 
 _off_in_transforms = _OffInTransforms()
