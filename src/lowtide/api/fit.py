@@ -295,25 +295,43 @@ def _fit(
         optimizer = optimizer_of(model, step, batch)
     inside = bool(profile.graphs)
     site = StepContext(model, step, batch, optimizer, in_place=profile.allows_in_place, inside_blocks=inside)
-    notes: tuple[str, ...] = ()
-    if inside:
-        whole = None
-        try:
-            choice, made = _first(site, profile, budget, levers, offload)
-            if may_replay and made.predicted.extra_flops:
-                whole = rehearse(model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=False)
-            if whole is None or not _is_cheaper_replayed(whole, made):
-                made, verdict = _compiled(site, choice, made, budget_for)
-                return Fitted(apply(model, made, optimizer=optimizer), choice.profile, made, verdict)
-            notes = (f"{REPLAYED_WHOLE}, which takes fewer FLOPs than any plan inside them",)
-        except (Infeasible, RehearsalError) as why:
-            if not may_replay:
-                raise
-            notes = (f"{REPLAYED_WHOLE}: inside them, {str(why).splitlines()[0]}",)
-        profile = whole or rehearse(model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=False)
-        profile = replace(profile, notes=(*profile.notes, *notes))
-        site = replace(site, in_place=profile.allows_in_place, inside_blocks=False)
-    return _measured_within(site, *_first(site, profile, budget, levers, offload), offload, budget_for)
+    if not inside:
+        return _measured_within(site, *_first(site, profile, budget, levers, offload), offload, budget_for)
+    whole = partial(rehearse, model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=False)
+    return _fit_blocks(site, profile, budget, levers, budget_for, whole if may_replay else None)
+
+
+def _fit_blocks(
+    site: StepContext,
+    profile: Profile,
+    budget: int | str,
+    levers: Collection[str],
+    budget_for: BudgetFor,
+    rehearse_whole: Callable[[], Profile] | None,
+) -> Fitted:
+    """Fit inside compiled blocks, or by replaying them whole if that takes fewer FLOPs or no plan inside them fits.
+
+    Without `rehearse_whole`, which returns the profile for that, they are not replayed.
+    """
+    whole = None
+    try:
+        choice, made = _first(site, profile, budget, levers, offload=False)
+        if rehearse_whole is not None and made.predicted.extra_flops:
+            whole = rehearse_whole()
+        if whole is None or not _is_cheaper_replayed(whole, made):
+            made, verdict = _compiled(site, choice, made, budget_for)
+            return Fitted(apply(site.model, made, optimizer=site.optimizer), choice.profile, made, verdict)
+        note = f"{REPLAYED_WHOLE}, which takes fewer FLOPs than any plan inside them"
+    except (Infeasible, RehearsalError) as why:
+        if rehearse_whole is None:
+            raise
+        note = f"{REPLAYED_WHOLE}: inside them, {str(why).splitlines()[0]}"
+    if whole is None:
+        assert rehearse_whole is not None
+        whole = rehearse_whole()
+    whole = replace(whole, notes=(*whole.notes, note))
+    site = replace(site, in_place=whole.allows_in_place, inside_blocks=False)
+    return _measured_within(site, *_first(site, whole, budget, levers, offload=False), False, budget_for)
 
 
 def _measured_within(site: StepContext, choice: Choice, made: Plan, offload: bool, budget_for: BudgetFor) -> Fitted:
