@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -26,6 +27,9 @@ class Action(Record):
 Advice = Iterator[str | tuple[str, int | None]]
 """Texts, best first; those with bytes gained or needed are pairs."""
 
+_AMD = re.compile(r"\bHIP|\bROCm|\brocm|\bhip[A-Z]")
+"""Words of AMD's runtime in the message of another program."""
+
 
 def advise(message: Message, facts: Facts, cause: Cause) -> tuple[Action, ...]:
     """Return the advice for `cause`, best first."""
@@ -33,7 +37,9 @@ def advise(message: Message, facts: Facts, cause: Cause) -> tuple[Action, ...]:
     if source is not None:
         if message.form == "Errno 28" and facts.shows(Sign.SHARES_MEMORY):
             source = SOURCES["shared memory of workers"]
-        return tuple(Action(text=text) for text in source.actions)
+        is_amd = message.kind.startswith("hip") or _AMD.search(message.text)
+        monitor = vendor_of("hip").monitor if is_amd else "nvidia-smi"
+        return tuple(Action(text=text.replace("nvidia-smi", monitor)) for text in source.actions)
     return tuple(
         Action(text=each) if isinstance(each, str) else Action(text=each[0], bytes=each[1])
         for each in _ADVICE[cause.code](message, facts)
@@ -57,7 +63,10 @@ def _cap(m: Message, f: Facts) -> Advice:
         needed = max(f.limit_used_bytes + m.tried_bytes - f.limit_bytes, m.tried_bytes)
     where = f.limit_name or ("a larger pool limit" if m.form == "CuPy" else vendor_of(m.kind).fraction)
     yield f"if the limit is not intended: raise it ({where})", needed
-    yield from _fit(m, f)
+    if m.allowed_bytes is not None and (m.tried_bytes or 0) > m.allowed_bytes:
+        yield "or make the tensor in pieces: it alone is larger than the limit", m.tried_bytes
+    else:
+        yield from _fit(m, f)
 
 
 def _huge_tensor(m: Message, f: Facts) -> Advice:
@@ -66,6 +75,9 @@ def _huge_tensor(m: Message, f: Facts) -> Advice:
         yield f"print the sizes and lengths{where}: one is negative, uninitialized, or beyond 32 bits"
         how = " (CUDA_LAUNCH_BLOCKING=1, compute-sanitizer)" if m.kind == "cuda" else ""
         yield f"if they were right before: a kernel has written out of bounds{how}"
+        return
+    if program := runs_only(m, f):
+        yield from INFERENCE[program]
         return
     if is_of_a_set(m):
         rows = (m.shape or (0,))[0]
@@ -189,13 +201,20 @@ def _evaluation_gathers(m: Message, _: Facts) -> Advice:
 
 
 def _loading(m: Message, f: Facts) -> Advice:
-    if f.shows(Sign.MOVES_MODEL) and not f.shows(Sign.LOADS_STATE, Sign.READS_CHECKPOINT):
+    if f.shows(Sign.MOVES_MODEL, Sign.LOADS_WEIGHTS) and not f.shows(Sign.LOADS_STATE, Sign.READS_CHECKPOINT):
         vendor = vendor_of(m.kind)
+        if any("fsdp" in place.file for place in f.places):
+            yield (
+                "FSDP moves a module there whole before it shards it: an auto_wrap_policy for each block, or a "
+                "model on the meta device (sync_module_states=True; FSDP2: fully_shard each block, then to_empty)"
+            )
         yield "weights in a smaller dtype (dtype=torch.bfloat16), or quantized (bitsandbytes, torchao)"
         yield 'weights on several devices: device_map="auto" to run a model; FSDP or tensor parallel to train'
         yield f"look with {vendor.monitor} whether another model or process is on the device already"
         return
-    yield 'torch.load(path, map_location="cpu"), then load_state_dict, and del the checkpoint'
+    is_safe = any("safetensors" in place.file for place in f.places)
+    load = 'load_file(path, device="cpu")' if is_safe else 'torch.load(path, map_location="cpu")'
+    yield f"{load}, then load_state_dict, and del the checkpoint"
     yield "mmap=True reads only what is used; on several ranks map each to its own device, not all to GPU 0"
     yield "a checkpoint with optimizer state is three times the parameters: load the parts one by one"
 
@@ -244,7 +263,8 @@ def _optimizer(m: Message, f: Facts) -> Advice:
         yield "a smaller state: 8-bit or factored optimizers, or the state on a disk (DeepSpeed: offload to nvme)"
         yield "a machine with more main memory: Adam's state is two float32 copies of the parameters"
         return
-    yield "fused=True for the optimizer: the update needs no temporaries (foreach keeps one more copy)"
+    if f.shows(Sign.IN_TORCH_OPTIMIZER) or not f.shows(Sign.IN_OPTIMIZER):
+        yield "fused=True for the optimizer: the update needs no temporaries (foreach keeps one more copy)"
     yield "a smaller state: 8-bit or factored optimizers (Adafactor)", f.new_state_bytes or None
     yield (
         "the state stays: what must shrink is the rest of the step. lowtide.fit(..., optimizer=optimizer) "

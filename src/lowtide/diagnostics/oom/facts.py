@@ -49,17 +49,22 @@ class _Pattern:
         return bool(has_function or (self.code and re.search(self.code, place.code)))
 
 
+_OPTIMIZER = r"[/\\]optim[/\\]|optimizer|transformers[/\\]optimization\.py"
+
+
 class Sign(Enum):
     """Facts that a single line of a traceback shows, and the patterns of such lines."""
 
-    IN_OPTIMIZER = _Pattern(file=r"[/\\]optim[/\\]|optimizer")
+    IN_OPTIMIZER = _Pattern(file=_OPTIMIZER)
     """An optimizer's step was running."""
+    IN_TORCH_OPTIMIZER = _Pattern(file=r"torch[/\\]optim[/\\]")
+    """The step of one of torch's own optimizers was running."""
     MAKES_STATE = _Pattern(
-        function=r"_?init_group|_?init_states?|_?initialize_(?:optimizer_)?states?|get_state_buffer",
+        function=r"_?init_group|_new_buffer|_?init_states?|_?initialize_(?:optimizer_)?states?|get_state_buffer",
         code=r"\bstate\[.{1,60}\]\s?=\s?torch\.(?:zeros|empty|full|ones|clone)",
     )
     """The optimizer was creating its state."""
-    UPDATES_WITH_TEMPORARIES = _Pattern(file=r"[/\\]optim[/\\]|optimizer", function=r"_(?:multi|single)_tensor_\w+")
+    UPDATES_WITH_TEMPORARIES = _Pattern(file=_OPTIMIZER, function=r"_(?:multi|single)_tensor_\w+")
     """The optimizer was updating parameters, and its state was there."""
     EVALUATES = _Pattern(
         function=r"_?(?:on_|run_|do_)?"
@@ -73,7 +78,7 @@ class Sign(Enum):
         r"|distributed_concat|dim_zero_cat|collect_results_[gc]pu"
     )
     """Predictions of several batches were being joined."""
-    LOADS_STATE = _Pattern(function=r"load_state_dict")
+    LOADS_STATE = _Pattern(function=r"load_state_dict|restore_optimizers|_process_value_according_to_param_policy")
     """A state was being copied to a model or an optimizer."""
     READS_CHECKPOINT = _Pattern(
         file=r"torch[/\\]serialization\.py|safetensors[/\\]|\bmodeling_utils\.py",
@@ -82,10 +87,13 @@ class Sign(Enum):
     """A checkpoint was being read."""
     MOVES_MODEL = _Pattern(
         file=r"torch[/\\]nn[/\\]modules[/\\]module\.py|accelerate[/\\]utils[/\\]modeling\.py|core_model_loading\.py"
-        r"|\bmodeling_utils\.py",
-        function=r"_apply|convert|set_module_tensor_to_device|_load_\w*state_dict\w*|_materialize_copy|to",
+        r"|\bmodeling_utils\.py|fsdp[/\\]_init_utils\.py",
+        function=r"_apply|convert|_move_module_to_device|_move_states_to_device|set_module_tensor_to_device"
+        r"|_load_\w*state_dict\w*|_materialize_copy|to",
     )
     """A model was being moved to a device."""
+    LOADS_WEIGHTS = _Pattern(function=r"from_pretrained|caching_allocator_warmup")
+    """A model was being made with its weights."""
     PINS_MEMORY = _Pattern(function=r"pin_memory", code=r"\.pin_memory\(")
     """Tensors were being copied to pinned host memory."""
     PINS_BATCHES = _Pattern(file=r"pin_memory\.py$", function=r"_pin_memory_loop|pin_memory(?:_batch)?|do_one_step")
@@ -120,8 +128,15 @@ class Sign(Enum):
     """Megatron was allocating its own buffers, before the first step."""
     STARTS_DEVICE = _Pattern(function=r"_lazy_init", code=r"_cuda_init\(\)")
     """The process was making its context on the device."""
-    TRAINS = _Pattern(function=r"training_step|train_step|train_one_epoch|_inner_training_loop|backward|_run_backward")
-    """A training step was running."""
+    TRAINS = _Pattern(
+        function=r"training_step|train_step|train(?:_one)?_epoch|train(?:_loop)?|fit|_inner_training_loop|backward"
+        r"|_run_backward"
+    )
+    """A function that trains was running."""
+    IN_TRAINING_FILE = _Pattern(file=r"(?:^|[/\\_])(?:pre|fine)?_?(?:train|tune|tuning)(?:ing)?\w*\.py$")
+    """Code of a file that trains, by its name, was running."""
+    SWITCHES_GRADIENTS_OFF = _Pattern(function=r"decorate_context")
+    """A function under `torch.no_grad` or `torch.inference_mode` was running."""
 
     def matches(self, place: Place) -> bool:
         """Return True if `place` shows the sign."""
@@ -182,16 +197,22 @@ class Facts(Record):
     @property
     def inference(self) -> str:
         """Program that was running a model without training it; empty if none is known."""
-        if self.shows(Sign.TRAINS):
+        if self.shows(Sign.TRAINS, Sign.IN_TRAINING_FILE, Sign.IN_OPTIMIZER):
             return ""
         named = (name for place in reversed(self.places) for name, sign in _INFERENCE.items() if sign.matches(place))
-        return next(named, "")
+        return next(named, "a model" if self._calls_module_without_gradients() else "")
 
     @property
     def own_place(self) -> Place | None:
         """Innermost line outside installed packages."""
         own = [place for place in self.places if not _INSTALLED.search(place.file)]
         return own[-1] if own else None
+
+    def _calls_module_without_gradients(self) -> bool:
+        """Return True if a module is called inside a function under `torch.no_grad` or `torch.inference_mode`."""
+        places = iter(self.places)
+        is_off = any(map(Sign.SWITCHES_GRADIENTS_OFF.matches, places))
+        return is_off and any(place.function == "_call_impl" for place in places)
 
     def of_process(self, process: str | None) -> Facts:
         """Return the facts about one process: places in the lines of others are left out."""
@@ -205,7 +226,11 @@ _INFERENCE = {
     "SGLang": _Pattern(file=r"[/\\]sglang[/\\]"),
     "ComfyUI": _Pattern(file=r"[/\\]comfy[/\\]|ComfyUI[/\\]"),
     "Stable Diffusion web UI": _Pattern(file=r"stable-diffusion-webui"),
-    "diffusers": _Pattern(file=r"[/\\]diffusers[/\\]pipelines[/\\]"),
+    "diffusers": _Pattern(file=r"[/\\]diffusers[/\\](?:pipelines|models[/\\]autoencoders)[/\\]"),
+    "a model": _Pattern(
+        file=r"whisper[/\\](?:transcribe|decoding)\.py|ultralytics[/\\]engine[/\\]predictor\.py"
+        r"|sentence_transformers[/\\]SentenceTransformer\.py"
+    ),
     "generation": _Pattern(file=r"[/\\]transformers[/\\](?:generation[/\\]|pipelines[/\\])"),
 }
 """Programs that run models, by the files of their tracebacks."""

@@ -328,6 +328,58 @@ SOURCES: dict[str, Source] = {
         'room on the host: cudf.set_option("spill", True), or rmm.reinitialize(managed_memory=True)',
         "less at once: usecols and smaller dtypes, or dask_cudf with partitions of some hundred MB",
     ),
+    "Faiss": _source(
+        "not-pytorch",
+        "Faiss asked the driver for memory outside PyTorch's allocator, and none was left",
+        "each StandardGpuResources takes 1.5 GiB of scratch memory at once, besides the index",
+        "one StandardGpuResources for all calls, with a smaller setTempMemory(256 << 20) or noTempMemory()",
+        "torch.cuda.empty_cache() before it; an index in float16 (useFloat16), quantized, or on several GPUs",
+    ),
+    "boosted trees": _source(
+        "not-pytorch",
+        "the booster (XGBoost, CatBoost, LightGBM) has no room on the GPU for its data and histograms",
+        "the training set is on the GPU as a whole, and other frameworks keep what they have freed",
+        "look with nvidia-smi which processes hold the GPU: a framework's cache, a notebook",
+        (
+            "a smaller max_depth and max_bin (border_count), a sample of rows (subsample with gradient_based), or "
+            "external memory"
+        ),
+    ),
+    "DALI": _source(
+        "not-pytorch",
+        "DALI's decoder asked the driver for memory outside PyTorch's allocator, and none was left",
+        "the largest image decides: each decoding thread keeps a buffer of its size",
+        "fewer num_threads, a smaller prefetch_queue_depth and batch; shrink images of many megapixels beforehand",
+        "run DALI first, before PyTorch's cache has taken the GPU, or decode on the CPU",
+    ),
+    "OpenVINO": _source(
+        "cap",
+        "one buffer is larger than the device allows, whatever memory is free",
+        "the message states the request and the limit for a single buffer",
+        "a smaller batch or shorter context, a lower precision of weights and cache",
+        "ov::intel_gpu::hint::enable_large_allocations where the device can do it",
+    ),
+    "Jetson": _source(
+        "true-need",
+        "the Jetson's memory, which CPU and GPU share, is used up or in too small pieces",
+        "the driver's own message (error 12: no memory)",
+        "free memory: stop the desktop and other programs, drop caches (sysctl vm.drop_caches=3), or restart",
+        "a smaller model, batch or image, fewer libraries (cuDNN and TensorRT take hundreds of MB); add swap",
+    ),
+    "MATLAB": _source(
+        "not-pytorch",
+        "MATLAB has no room on the GPU for an array",
+        "arrays stay there until their variables are cleared",
+        "gpuDevice shows the free memory: clear variables, smaller MiniBatchSize, single instead of double",
+        "see with nvidia-smi which other processes hold the GPU",
+    ),
+    "tactics of TensorRT": _source(
+        "cap",
+        "TensorRT left out an algorithm whose workspace is larger than it may take: a warning, no failure",
+        "the message states what the algorithm needs and what is available",
+        "nothing, if the engine is built; a larger workspace (memory pool limit) where the GPU has room",
+        "if the build failed: give the rest of the log, from this line on",
+    ),
     "Numba": _source(
         "not-pytorch",
         "Numba asked the driver for memory on the GPU, and none was left",
@@ -461,6 +513,33 @@ SOURCES: dict[str, Source] = {
         "a larger heap: -Xmx, spark.driver.memory or spark.executor.memory",
         "collect less: no toPandas() or collect() of a whole table",
     ),
+    "Java beside its heap": _source(
+        "cap",
+        "a limit of Java beside its heap is reached (class metadata, or direct buffers)",
+        "the limit is Java's own, not the machine's memory",
+        "raise it: -XX:MaxMetaspaceSize, or -XX:MaxDirectMemorySize for direct buffers",
+        "smaller blocks and fewer fetched at a time (spark.reducer.maxSizeInFlight)",
+    ),
+    "Node.js": _source(
+        "cap",
+        "the heap of Node.js is full: its limit, not the machine's memory",
+        "a program in JavaScript beside Python (a front end, an extension of Jupyter, a build) has ended",
+        "a larger heap: NODE_OPTIONS=--max-old-space-size=8192",
+        "in Jupyter: clear large outputs of the notebook",
+    ),
+    "DuckDB": _source(
+        "cap",
+        "DuckDB's memory_limit is used up (80 % of the machine's memory by default)",
+        "the message states what is used, of the limit",
+        "SET memory_limit, SET threads to fewer, and SET temp_directory so that it may spill to disk",
+        "less at once: columns that are needed, batches of rows instead of a whole table",
+    ),
+    "macOS": _host_memory(
+        "macOS ended a process, or asks to end some, because its memory and swap are used up",
+        "on Apple silicon the GPU's memory is part of it",
+        "look in Activity Monitor which processes hold memory; free disk space for swap",
+        "smaller batches or a smaller model; a lower PYTORCH_MPS_HIGH_WATERMARK_RATIO makes torch fail first",
+    ),
     "Dask's workers": _source(
         "host-memory",
         "workers of Dask died while they ran one task, most likely for their memory",
@@ -472,7 +551,7 @@ SOURCES: dict[str, Source] = {
         "host-memory",
         "a worker process ended without a word, most likely for host memory",
         "the kernel ends the largest process; a crash in a library looks the same",
-        "fewer workers (num_proc, n_jobs, max_workers): each has its own copy of what it touches",
+        "fewer workers (num_proc, n_jobs, max_workers, nnUNet_n_proc_DA): each has its own copy of what it touches",
         "smaller pieces: writer_batch_size of datasets' map; `dmesg | grep -i oom` tells if it was memory",
     ),
     "gunicorn": _source(
@@ -505,8 +584,10 @@ SOURCES: dict[str, Source] = {
         "cap",
         "a kernel was launched with more blocks, threads or registers than the GPU allows, or with none",
         "memory is not what ran out: a grid has at most 65,535 blocks in its second and third direction",
-        "find the operator (CUDA_LAUNCH_BLOCKING=1): an empty tensor, batch x heads beyond 65,535 in attention, "
-        "swapped dimensions",
+        (
+            "find the operator (CUDA_LAUNCH_BLOCKING=1): an empty tensor, batch x heads beyond 65,535 in attention, "
+            "swapped dimensions"
+        ),
         "a smaller batch, in pieces (lowtide.accumulate), or a newer version of the library that has the kernel",
     ),
     "libraries on the host": _source(
@@ -594,7 +675,6 @@ SOURCES: dict[str, Source] = {
         'or torch.multiprocessing.set_sharing_strategy("file_system")',
     ),
 }
-
 LARGE_TENSORS: dict[str, str] = {
     "boxes": "fewer boxes at once: every box of an image is compared with every anchor. gpu_assign_thr=100 of mmdet's "
     "assigner does it on the CPU for full images; crop large images into tiles",
@@ -618,6 +698,10 @@ INFERENCE: dict[str, tuple[str, ...]] = {
     "diffusers": (
         "pipe.enable_model_cpu_offload(), pipe.vae.enable_tiling(); weights in bfloat16 or quantized",
         "smaller images, fewer of them or fewer frames at once, under torch.inference_mode()",
+    ),
+    "a model": (
+        "smaller or fewer inputs at a time: batch size, length, image size; under torch.inference_mode()",
+        "weights in bfloat16 or quantized; parts of the model on other devices (accelerate's device_map)",
     ),
     "generation": (
         "shorter prompts and max_new_tokens, fewer sequences or beams: the KV cache grows with each token of each",
