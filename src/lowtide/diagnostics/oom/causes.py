@@ -91,9 +91,9 @@ def _known_source(m: Message, f: Facts) -> Cause | None:
 
 
 def _pinned_memory(m: Message, f: Facts) -> Cause | None:
-    if not f.shows(Sign.PINS_MEMORY, Sign.PINS_BATCHES) or m.tried_bytes is not None:
+    if not (f.shows(Sign.PINS_MEMORY, Sign.PINS_BATCHES) or "HostAlloc" in m.text) or m.tried_bytes is not None:
         return None
-    failed = "the DataLoader's pin_memory thread" if f.shows(Sign.PINS_BATCHES) else "a call of pin_memory()"
+    failed = "the DataLoader's pin_memory thread" if f.shows(Sign.PINS_BATCHES) else "a request for pinned memory"
     return Cause(
         code="pinned-memory",
         claim="no pinned host memory could be had (pin_memory), although the error names the GPU",

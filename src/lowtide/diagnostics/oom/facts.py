@@ -94,7 +94,10 @@ class Sign(Enum):
     """A model was being moved to a device."""
     LOADS_WEIGHTS = _Pattern(function=r"from_pretrained|caching_allocator_warmup")
     """A model was being made with its weights."""
-    PINS_MEMORY = _Pattern(function=r"pin_memory", code=r"\.pin_memory\(")
+    PINS_MEMORY = _Pattern(
+        function=r"pin_memory",
+        code=r"\.pin_memory\(|torch\.(?:empty|zeros|ones|full|rand|randn|tensor)(?:_like)?\(.{0,200}\bpin_memory=True",
+    )
     """Tensors were being copied to pinned host memory."""
     PINS_BATCHES = _Pattern(file=r"pin_memory\.py$", function=r"_pin_memory_loop|pin_memory(?:_batch)?|do_one_step")
     """The DataLoader's thread was copying a batch to pinned host memory."""
