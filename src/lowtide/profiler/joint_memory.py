@@ -72,7 +72,7 @@ def scratch_of(
 
     Args:
         joint: The graph.
-        torchs_own: torch's own partition, under which the step was recorded.
+        torchs_own: Torch's own partition, under which the step was recorded.
         transients: Sizes of the blocks that forward and backward freed right after their allocation.
     """
     outputs = [*joint.forward_outputs, *torchs_own.given]
