@@ -19,6 +19,7 @@ from lowtide._torch.fake_modes import is_fake, on_real_tensors
 from lowtide._torch.modules import SyncBatchNorm
 from lowtide.estimator.values.known_values import learn_alike, receive, senders
 from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.utils.frames import module_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,7 +88,7 @@ def unsent(send: Callable[..., Any]) -> Callable[..., Any]:
     def sent(*args: Any, **kwargs: Any) -> Any:
         if not any(map(is_fake, tensors_in((args, kwargs)))):
             return send(*args, **kwargs)
-        caller = sys._getframe(1).f_globals.get("__name__", "")
+        caller = module_name(sys._getframe(1))
         n_sent[0] += not caller.startswith("torch.distributed.fsdp.")
         received: Sequence[Tensor] = ()
         if (argument := RECEIVED.get(send.__name__)) is not None:
