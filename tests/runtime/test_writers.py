@@ -589,3 +589,18 @@ def test_a_replacement_that_fails_leaves_none_behind(monkeypatch: pytest.MonkeyP
         inplace_methods.intercept(lambda memory, writer: True)
     assert (vars(Tensor).get("add_"), torch.relu_, torch.UntypedStorage.fill_) == before
     assert not inplace_methods.torchs_own
+
+
+def test_memory_that_fsdp2_frees_is_not_written_to() -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import free_storage
+
+    reports = []
+    undo = inplace_methods.intercept(lambda memory, writer: reports.append(writer) or True)
+    try:
+        for free in (free_storage, lambda tensor: tensor.untyped_storage().resize_(0)):
+            inplace_methods.watched = True
+            free(torch.ones(4))
+    finally:
+        inplace_methods.watched = False
+        undo()
+    assert reports == ["UntypedStorage.resize_"]

@@ -17,8 +17,8 @@ _OF_VF: Final = ("dropout_", "alpha_dropout_", "feature_dropout_", "feature_alph
 _OTHERS: Final = frozenset({"as_strided_", "detach_", "embedding_renorm_"})
 """Functions that do not write, and the one that `tensor_writers.py` replaces."""
 
-STORAGE_METHODS: Final = ("__setitem__", "copy_", "fill_", "resize_")
-"""Methods of `torch.UntypedStorage` that write to it, or free it."""
+STORAGE_METHODS: Final = ("__setitem__", "copy_", "fill_")
+"""Methods of `torch.UntypedStorage` that write to it, besides `resize_`."""
 
 _GET_DATA = vars(torch._C.TensorBase)["data"].__get__
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from lowtide._torch.compiled_code import compiled_as, is_compiling_here, not_compiled_alone, scripted_as
 from lowtide._torch.inplace_functions import STORAGE_METHODS, inplace_functions, intercept_set_data, list_functions
+from lowtide.utils.frames import module_name
 
 watched = False
 """True if a tensor may be read again by a recompute or replay; while False, no write is reported."""
@@ -67,6 +69,7 @@ def intercept(writes: Writes) -> Callable[[], None]:
             replace(Tensor, name, _reporting_method, f"Tensor.{name}")
         for name in STORAGE_METHODS:
             replace(torch.UntypedStorage, name, _reporting_method, f"UntypedStorage.{name}")
+        replace(torch.UntypedStorage, "resize_", _reporting_resize, "UntypedStorage.resize_")
         for name in list_functions():
             replace(torch, name, _reporting_list, f"torch.{name}")
         for owner, name in inplace_functions():
@@ -100,6 +103,18 @@ def _reporting_method(own: Callable[..., Any], name: str, writes: Writes) -> Cal
     @functools.wraps(own)
     def method(written: Any, /, *args: Any, **kwargs: Any) -> Any:
         if watched:
+            _report((written,), name, writes)
+        return own(written, *args, **kwargs)
+
+    return method
+
+
+def _reporting_resize(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
+    """Report resizes, except those by which FSDP2 frees gathered parameters: it gathers them again for backward."""
+
+    @functools.wraps(own)
+    def method(written: torch.UntypedStorage, /, *args: Any, **kwargs: Any) -> Any:
+        if watched and not module_name(sys._getframe(1)).startswith("torch.distributed.fsdp."):
             _report((written,), name, writes)
         return own(written, *args, **kwargs)
 
