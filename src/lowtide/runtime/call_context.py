@@ -309,13 +309,6 @@ class CallContext:
         """Return True if a tensor in `held` was written to since the call began."""
         return [*map(_VERSION, map(_TENSOR, self.held))] != self.versions
 
-    def find_modules(self) -> list[Any] | None:
-        """Return the bindings of the modules if nothing about them has changed since the call, else None."""
-        known = self.known
-        if known is None or [*map(_VERSION, map(_TENSOR, self.held))] != self.versions:
-            return None
-        return known.modules.current()
-
     def restore_modules(self) -> None:
         """Restore parameters, buffers, attributes and training flags, as the call found them."""
         self._restore_parameters_and_buffers()
@@ -410,15 +403,16 @@ class Again:
             set_grad_enabled(True)
             undo.append(_WITHOUT_GRAD)
         try:
-            values = context.find_modules()
-            if values is None:
+            known = context.known
+            has_changed = known is None or [*map(_VERSION, map(_TENSOR, context.held))] != context.versions
+            values = None if known is None or has_changed else known.modules.current()
+            if known is None or values is None:
                 modules = context.reach.modules
                 undo.append(partial(rebind, bindings(modules)))
                 context.restore_modules()
                 hooks.silence_others(self._acting, modules, undo)
             else:
-                assert context.known is not None
-                undo.append(partial(context.known.modules.rebind, values))
+                undo.append(partial(known.modules.rebind, values))
             if context.buffers or context.copied:
                 context.bind_copies()
             context.restore_rng_states(undo)
