@@ -94,7 +94,7 @@ class Engine:
         `in_place` gives for each plan the nodes that write their gradients over others, with the least bytes.
         """
         self.model = model
-        self.relied_on = ReliedOn(weakly(self.copied), weakly(self.find))
+        self.relied_on = ReliedOn(self.copied, self.find)
         self.builder = Builder(ParameterOwners(model, self.relied_on))
         self.tables = actions
         self.in_place = in_place or [{} for _ in actions]
@@ -562,17 +562,6 @@ class Engine:
         self._passthrough, self._inside = Passthrough(frozenset()), InterceptorsInside(())
         while self._interceptors:
             self._interceptors.pop().remove()
-
-
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `method` of its object, and returns None once that is freed."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        method = reference()
-        return None if method is None else method(*args)
-
-    return call
 
 
 class _NotLearnt(Exception):

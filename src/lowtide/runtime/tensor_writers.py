@@ -107,8 +107,6 @@ class ReliedOn:
         self._say = say
         self._waits = False
         """True until the first tensor to be read again, while the plan is in force."""
-        self._is_left = False
-        """True once the plan was removed."""
         self._stop: Callable[[], object] = lambda: None
 
     def of(self, value: Value, tensor: Tensor) -> Value:
@@ -208,7 +206,7 @@ class ReliedOn:
 
         Nothing is intercepted before there is such a tensor.
         """
-        self._waits, self._is_left = True, False
+        self._waits = True
 
     def _watch_writes(self) -> None:
         inplace_methods.watched = True
@@ -226,18 +224,12 @@ class ReliedOn:
         self._stop = weakref.finalize(self, _leave, stop)
 
     def leave(self) -> None:
-        """Stop watching, as soon as nothing will be read again. May be called again."""
-        self._waits, self._is_left = False, True
-        readers = [reader for ref in (*self._values, *self._frames) if (reader := ref()) is not None]
-        for reader in readers:
-            weakref.finalize(reader, self._stop_if_left).atexit = False
-        del readers
-        self._stop_if_left()
-
-    def _stop_if_left(self) -> None:
-        if self._is_left and not self:
-            _watching.discard(self)
-            self._stop()
+        """Stop watching. May be called again. The contents of what a later backward reads are compared then."""
+        self._waits = False
+        if self in _watching and self.takes_values:
+            self._expose(lambda tensor: True)
+        _watching.discard(self)
+        self._stop()
 
     def before_write(self, storages: set[int], writer: str, *, is_habit: bool = False) -> None:
         """Copy tensors in these storages, which `writer` is about to write to. If `is_habit`, no recompute uses them
@@ -269,12 +261,15 @@ class ReliedOn:
 
     def expose(self, storages: set[int]) -> None:
         """Compare the contents of tensors in these storages before they are read again."""
+        self._expose(lambda tensor: storage_id(tensor) in storages)
+
+    def _expose(self, is_exposed: Callable[[Tensor], bool]) -> None:
         for value in [value for reference in self._values if (value := reference()) is not None]:
-            if value.original and value.tensor is not None and storage_id(value.tensor) in storages:
+            if value.original and value.tensor is not None and is_exposed(value.tensor):
                 value.expose()
         for frame in [frame for reference in self._frames if (frame := reference()) is not None]:
             if frame.is_awaited:
-                frame.call_context.expose(lambda tensor: storage_id(tensor) in storages)
+                frame.call_context.expose(is_exposed)
 
     def give_up(self, storage: int) -> None:
         """Run no call again, from now on, that reads this memory, which was written to before backward."""
