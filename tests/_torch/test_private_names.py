@@ -377,6 +377,32 @@ def test_code_that_is_not_compiled_alone() -> None:
     assert [node.name for node in graphs[1].graph.nodes if node.op == "call_method"] == ["exp", "cos", "sin"]  # type: ignore[attr-defined]
 
 
+def test_compiled_code_is_split_at_functions_that_it_has_to_call_each_time() -> None:
+    calls = list[object]()
+
+    @compiled_code.called_between_graphs
+    def hook(x: torch.Tensor) -> None:
+        calls.append(x)
+        inner()
+
+    def inner() -> None:
+        assert not compiled_code.is_traced()
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        x = x.exp()
+        hook(x)
+        return x.sin()
+
+    x = torch.ones(2)
+    compiled = torch.compile(around, backend="eager")
+    assert torch.equal(compiled(x), around(x))
+    compiled(x)
+    assert len(calls) == 3
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Lowtide watches updates"):
+        torch.compile(around, backend="eager", fullgraph=True)(x)
+
+
 def test_traced_code_is_distinguished_from_code_that_runs_during_compilation() -> None:
     tests = (compiled_code.is_traced, compiled_code.is_compiling_anywhere, compiled_code.is_compiling_here)
     seen: list[list[bool]] = []

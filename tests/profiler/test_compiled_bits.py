@@ -1,5 +1,8 @@
 """Compiled code is compared on the current batch, also if it runs backward itself; state stays as it was."""
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,3 +24,24 @@ def test_gradients_are_those_of_one_backward_pass(runs_backward: bool) -> None:
     assert outcome is not None
     assert outcome.digests["gradients"].keys() == {"weight (0)", "bias (0)"}
     assert model.weight.grad is None
+
+
+def test_gradients_of_outputs_are_freed_as_soon_as_backward_has_read_them() -> None:
+    arrived = list[weakref.ref[Tensor]]()
+    is_freed = list[bool]()
+
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            is_freed.extend(each() is None for each in arrived)
+            arrived.extend(map(weakref.ref, gradients))
+            return gradients[0] * 2
+
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    reads: Any = Reads.apply
+    assert compiled_bits(model, lambda x: reads(reads(model(x))), ((x,), {})) is not None
+    assert is_freed == [True]

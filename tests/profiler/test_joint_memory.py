@@ -34,7 +34,7 @@ def test_a_kernel_with_two_outputs_writes_one_over_the_input_that_nothing_else_r
 
 
 def test_kernels_that_no_extern_kernel_separates_have_their_values_in_memory_together() -> None:
-    """A CPU calls them as one: the first kernel's input is there until the second one is done."""
+    """A CPU calls them as one: the first kernel's input is there until the second one is done. A GPU does not."""
     graph = JointGraph(
         [
             node("input", root=0),
@@ -51,6 +51,9 @@ def test_kernels_that_no_extern_kernel_separates_have_their_values_in_memory_tog
     )
     half = forward_half(graph, Recomputed(frozenset(), frozenset()))
     assert max(half.levels) == 4 * MANY + FEW  # both products, the first of them overwritten, and a larger result
+    graph.is_on_cpu = False
+    half = forward_half(graph, Recomputed(frozenset(), frozenset()))
+    assert max(half.levels) == 4 * MANY  # the first kernel has freed what it read
 
 
 def activated() -> JointGraph:

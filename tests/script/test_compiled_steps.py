@@ -1,6 +1,7 @@
 """Loops that train a model compiled as a whole: rehearsed, planned and measured in training, to the same bits."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from comparing import equal
 from lowtide._torch.joint_graph import kernels_left_out
 from lowtide.api.fit import FORECAST
 from lowtide.errors import RehearsalError
+from lowtide.profiler.compiled_bits import compiled_bits
 from lowtide.script.compiled_functions import trained_modules
-from lowtide.script.fit_steps import COMPARED
+from lowtide.script.fit_steps import COMPARED, WHOLE_NEXT
+from lowtide.script.rehearse_steps import WHOLE_IN_PROCESSES, WHOLE_TOGETHER
 
 Compile = Callable[[nn.Module], Callable[[Tensor], Tensor]]
 """Function from a model to the loss of a batch, computed by compiled code."""
@@ -120,6 +123,79 @@ def test_one_plan_is_for_batches_of_several_sizes(caplog: pytest.LogCaptureFixtu
     assert run.plan.input_shapes == ("[1024, 64] float32",)
 
 
+def with_other_bits(monkeypatch: pytest.MonkeyPatch, *, only_one: bool) -> list[str]:
+    """Have one recomputed value, or any, change a gradient that is compared. Return the list that will name the value.
+
+    Comparisons are real but for these bits, which no small model is known to change for certain.
+    """
+    culprits = list[str]()
+
+    def other_bits(*call: Any) -> Any:
+        outcome = compiled_bits(*call)
+        recomputed = sorted(getattr(inductor_config.custom_partitioner_fn, "recompute", ()))
+        culprits[:] = culprits or recomputed[:1]
+        if outcome is None or not (culprits[0] in recomputed if only_one and culprits else recomputed):
+            return outcome
+        gradients = {**outcome.digests["gradients"], "0.0.weight (0)": "other"}
+        return replace(outcome, digests={**outcome.digests, "gradients": gradients})
+
+    monkeypatch.setattr("lowtide.script.fit_steps.compiled_bits", other_bits)
+    return culprits
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+def test_a_value_whose_recomputation_changes_bits_is_kept_in_a_loop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    culprits = with_other_bits(monkeypatch, only_one=True)
+    with kernels_left_out(), caplog.at_level("INFO", "lowtide"), lowtide.within("85%") as run:
+        trained(as_wrapper, [1024] * 6)
+    assert run.plan is not None
+    assert run.plan.recompute
+    assert culprits[0] not in run.plan.recompute
+    assert any(message.startswith(f"kept: {culprits[0]} (") for message in caplog.messages)
+    assert run.verdict is not None
+    assert run.verdict.within_budget
+    assert run.verdict.proof == COMPARED
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+def test_a_loop_whose_bits_would_be_others_under_any_plan_is_refused_or_goes_on_without_a_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_other_bits(monkeypatch, only_one=False)
+    with kernels_left_out():
+        with pytest.raises(RehearsalError, match=r"differ in bits: gradients \(1, first 0\.0\.weight"):  # noqa: SIM117
+            with lowtide.within("85%"):
+                trained(as_wrapper, [1024] * 6)
+        with lowtide.within("85%", on_infeasible="plain") as run:
+            losses, _ = trained(as_wrapper, [1024] * 6)
+    assert len(losses) == 6
+    assert run.plan is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+def test_blocks_whose_bits_would_be_others_are_replayed_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def by_block(model: nn.Module) -> Callable[[Tensor], Tensor]:
+        for block in model.children():
+            block.compile()
+        return lambda x: model(x).square().mean()
+
+    with_other_bits(monkeypatch, only_one=False)
+    with kernels_left_out(), caplog.at_level("INFO", "lowtide"), lowtide.within("85%") as run:
+        trained(by_block, [1024] * 10)
+    assert any(WHOLE_NEXT in message for message in caplog.messages)
+    assert run.plan is not None
+    assert not run.plan.graphs
+    assert run.verdict is not None
+    assert run.verdict.within_budget
+
+
 def test_code_of_another_backend_is_refused_with_what_to_do() -> None:
     torch.manual_seed(0)
     model: Any = torch.compile(nn.Linear(4, 4), backend="eager")
@@ -186,6 +262,80 @@ def test_a_compiled_function_that_runs_backward_is_compared_as_it_is() -> None:
     assert run.verdict is not None
     assert run.verdict.within_budget
     assert run.verdict.proof == COMPARED
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+def test_two_compiled_models_that_take_turns_are_replayed_as_a_whole() -> None:
+    torch.manual_seed(0)
+    draws, judges = widens(), widens()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (draws, judges)]
+    drawn, judged = torch.compile(draws), torch.compile(judges)
+    with kernels_left_out(), lowtide.within("90%") as run:
+        for _ in range(8):
+            noise = torch.randn(1024, 64)
+            judged(drawn(noise).detach()).square().mean().backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            judged(drawn(noise)).square().mean().backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+    assert run.plan is not None
+    assert run.plan.replay
+    assert WHOLE_TOGETHER in run.plan.notes
+    assert run.verdict is not None
+    assert run.verdict.within_budget
+
+
+def test_compiled_code_in_several_processes_is_replayed_as_a_whole_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lowtide.script.rehearse_steps.several_processes", lambda: True)
+
+    def train() -> None:
+        model = nn.Sequential(widens(), widens())
+        model[0].compile(backend="eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(6):
+            model(torch.randn(1024, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with lowtide.within("85%") as run:
+        train()
+    assert run.plan is not None
+    assert WHOLE_IN_PROCESSES in run.plan.notes
+    with pytest.raises(lowtide.Infeasible, match="replayed as a whole, not planned inside"), lowtide.within("10%"):
+        train()
+
+
+def test_a_compiled_update_is_an_update_like_any_other(recwarn: pytest.WarningsRecorder) -> None:
+    def losses() -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(widens(), widens())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @torch.compile(backend="eager")
+        def update() -> None:
+            optimizer.step()
+
+        each = list[float]()
+        for _ in range(5):
+            loss = model(torch.randn(1024, 64)).square().mean()
+            loss.backward()
+            update()
+            optimizer.zero_grad()
+            each.append(loss.item())
+        return each
+
+    expected = losses()
+    torch._dynamo.reset()
+    recwarn.clear()
+    with lowtide.within("85%") as run:
+        assert losses() == expected
+    assert run.verdict is not None
+    assert run.verdict.within_budget
+    assert not [str(warning.message) for warning in recwarn if "Dynamo does not know" in str(warning.message)]
 
 
 def test_the_models_that_a_compiled_function_trains_are_found_by_name() -> None:

@@ -78,6 +78,15 @@ def never_compiled(function: F) -> F:
     return _marked(function, _FRAMES._FrameAction.SKIP)
 
 
+def called_between_graphs(function: F) -> F:
+    """Return `function`, marked so that compiled code is split where it calls it, as by `torch.compiler.disable`: for
+    hooks of optimizers, which compiled code would otherwise call in its first run only. Torch 2.13, since 2.0.
+    """
+    why = "Lowtide watches updates by optimizers, so code that calls optimizer.step() can't be compiled with fullgraph"
+    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=why)
+    return never_compiled(function)
+
+
 def compiled_as(function: F, own: Callable[..., Any]) -> F:
     """Return `function`, marked so that compiled code calls torch's `own` function in its place. Torch 2.13, since 2.2.
 

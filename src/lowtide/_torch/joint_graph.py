@@ -70,6 +70,7 @@ class JointGraph:
     """Hash of each call's target and inputs, in order: equal for compiles of one graph, whatever the sizes."""
     resize: Callable[[JointGraph, tuple[int, ...]], JointGraph] | None = None
     """Function that returns the graph for other values of its symbolic sizes; None if all sizes are fixed."""
+    is_on_cpu: bool = True
 
     def at(self, sizes: tuple[int, ...]) -> JointGraph:
         """Return the graph for these values of its symbolic sizes: the integer inputs of its forward, in order."""
@@ -237,7 +238,9 @@ def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGr
             digest.update(f"{target} {[numbers.get(arg, -1) for arg in args if arg not in sizes]}\n".encode())
             numbers[at] = len(numbers)
     outputs, gradients = ([index[node] for node in ends if node in index] for ends in (forward, backward))
-    return JointGraph(nodes, outputs, gradients, digest.hexdigest(), _resize(gm))
+    inside = (node.meta.get("val") for node in gm.graph.nodes)
+    is_on_cpu = all(value.is_cpu for value in inside if isinstance(value, torch.Tensor))
+    return JointGraph(nodes, outputs, gradients, digest.hexdigest(), _resize(gm), is_on_cpu)
 
 
 def _resize(gm: fx.GraphModule) -> Callable[[JointGraph, tuple[int, ...]], JointGraph] | None:
@@ -270,7 +273,7 @@ def _resize(gm: fx.GraphModule) -> Callable[[JointGraph, tuple[int, ...]], Joint
             return replace(node, bytes=n_bytes, flops=node.flops * n_bytes // max(node.bytes, 1), users=[])
 
         nodes = [resized(at, node) for at, node in enumerate(joint.nodes)]
-        return JointGraph(nodes, joint.forward_outputs, joint.backward_outputs, joint.key)
+        return replace(joint, nodes=nodes, resize=None)
 
     return resize
 

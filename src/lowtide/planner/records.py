@@ -23,6 +23,8 @@ CHECKPOINTED: Final = "torch.utils.checkpoint"
 """First words of a profile's note on calls that checkpoint themselves; the error for a budget that no plan fits repeats
 it.
 """
+AS_A_WHOLE: Final = "replayed as a whole"
+"""Words in a profile's notes on compiled code that is not planned inside; that error repeats these notes, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from lowtide.errors import LowtideError, RehearsalError, ReplayMismatch
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.planning import plain_peak_bytes
-from lowtide.planner.records import Decisions, Profile
+from lowtide.planner.records import AS_A_WHOLE, Decisions, Profile
 from lowtide.planner.simulate.simulator import predict
 from lowtide.profiler.assemble import TracedStep, assemble
 from lowtide.profiler.audit import CHANGED, Audit
@@ -76,7 +76,7 @@ OVERFLOWS: Final = (
     "comes on top"
 )
 NOT_MEASURED: Final = "the plain step ran out of memory: its peak is predicted"
-REPLAYED_WHOLE: Final = "compiled blocks are replayed as a whole"
+REPLAYED_WHOLE: Final = f"compiled blocks are {AS_A_WHOLE}"
 OTHER_WORK: Final = (
     "if the work depends on random numbers, as with LayerDrop, on the values of parameters, as where experts are "
     "chosen, on lengths that are in the batch, as of packed sequences, or on counts and iterators of the step's own, "

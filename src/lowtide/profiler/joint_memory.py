@@ -3,10 +3,10 @@
 A value takes memory where inductor has to write it: results of extern kernels and reductions, arguments of extern
 kernels, and outputs. All other values exist within fused kernels only. The order is that of the joint graph, except for
 fused arithmetic, which is lowered right before the extern kernel or reduction that needs it; recomputed values come
-right before the first call that needs them. Kernels that no extern kernel separates have their inputs in memory
-together with all their outputs; each output may go over an input of its size that nothing reads later. Not modelled are
-inductor's own reordering, and values that it writes because many calls read them. Scratch memory of extern kernels is
-measured (`compiled_profile.py`).
+right before the first call that needs them. On a CPU, kernels that no extern kernel separates have their inputs in
+memory together with all their outputs; each output may go over an input of its size that nothing reads later. Not
+modelled are inductor's own reordering, values that it writes because many calls read them, and a GPU's kernels with
+several outputs. Scratch memory of extern kernels is measured (`compiled_profile.py`).
 """
 
 from __future__ import annotations
@@ -281,6 +281,8 @@ def _kernels(
     """
     nodes = joint.nodes
     begins, ends = dict[int, int](), dict[int, int]()
+    if not joint.is_on_cpu:
+        return begins, ends
     group: list[int] = []
     """Positions of the values that are written by one call."""
     for at, value in enumerate(order):

@@ -20,7 +20,7 @@ from lowtide.errors import RehearsalError
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.live_optimizers import listed
 from lowtide.state.introspection import names_in, user_functions, variables
-from lowtide.state.process_group import check_sharding
+from lowtide.state.process_group import check_sharding, several_processes
 from lowtide.state.reachable_state import ReachableState
 
 if TYPE_CHECKING:
@@ -163,8 +163,7 @@ def has_planned_blocks(model: torch.nn.Module) -> bool:
     """Return True if inductor compiles modules inside the model, not the model, and plans can decide what they save."""
     if is_compiled(model) or not any(map(is_compiled_by_inductor, model.modules())):
         return False
-    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not is_distributed and not any(True for _ in hindrances())
+    return not several_processes() and not any(True for _ in hindrances())
 
 
 def _compiles_around(model: torch.nn.Module, step: Any) -> bool:
@@ -202,7 +201,7 @@ def check_compiled(model: torch.nn.Module, step: Any = None) -> None:
     name = type(getattr(model, "_orig_mod", model)).__name__
     for why in hindrances():
         raise RehearsalError(f"no plan can be made for {name} as it is compiled: {why}.")
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if several_processes():
         raise RehearsalError(
             f"{name} is compiled as a whole in one of several processes that train together, which is not planned for "
             "yet.\n  Compile its repeated blocks instead, each in its place: `for block in model.layers: "

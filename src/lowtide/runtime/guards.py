@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lowtide._torch.compiled_code import called_between_graphs
 from lowtide.runtime.batch_tensors import in_words
 from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.call_interceptor import OuterInterceptor, pass_on
@@ -145,6 +146,7 @@ def more_state(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> Remo
     looks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
     is_said = False
 
+    @called_between_graphs
     def updated(optimizer: Optimizer, *_: Any) -> None:
         nonlocal is_said
         model = reference()
@@ -188,6 +190,7 @@ def watch_bypass(engine: Engine, say: Callable[[str], None]) -> RemovableHandle:
     unseen: Counter[int] = Counter()
     """By optimizer, its consecutive steps without an observed call. A few may use gradients from before the plan."""
 
+    @called_between_graphs
     def updated(optimizer: Optimizer, *_: Any) -> None:
         nonlocal looks
         engine, key = reference(), id(optimizer)

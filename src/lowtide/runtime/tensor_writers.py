@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch.backward import in_backward
+from lowtide._torch.compiled_code import called_between_graphs
 from lowtide._torch.fake_modes import without_function_modes
 from lowtide._torch.patching import replace_function
 from lowtide._torch.tensors import is_same_memory, memory_id, storage_id
@@ -342,6 +343,7 @@ def is_overwritten(tensor: Tensor) -> bool:
     return id(tensor) in _overwritten or any(is_same_memory(own, tensor) for own in overwritten)
 
 
+@called_between_graphs
 def _updates(optimizer: Optimizer, *_: Any) -> None:
     if plans := _plans_in_force():
         updated = {storage_id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}

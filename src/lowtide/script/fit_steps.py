@@ -412,7 +412,7 @@ class Fitting(PlanMonitor):
             if kinds and plain is not None and (following := self._with_kept(self.plan, model, batch, plain)):
                 self._force(following, model)
                 kinds = self._compare(following, model, batch, plain)
-            if kinds:
+            if kinds and self.plan is not None:
                 self._refuse(kinds, model)
         return self.plan
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from lowtide._torch.compiled_code import is_compiled
+from lowtide._torch.compiled_code import has_compiled_modules, is_compiled
 from lowtide.errors import RehearsalError
 from lowtide.levers import enable
 from lowtide.levers.lever import LeverNotApplicable
 from lowtide.memory.events import Busy
+from lowtide.planner.records import AS_A_WHOLE
 from lowtide.profiler.checkpointed_blocks import with_checkpoint_note
 from lowtide.profiler.online import PATIENCE, OnlineProfiler
 from lowtide.profiler.preconditions import check_not_scripted, has_planned_blocks, has_torchscript
-from lowtide.script.composite_model import name_of
+from lowtide.script.composite_model import CompositeModel, name_of
 from lowtide.script.step_listener import Enough, StepListener
+from lowtide.state.process_group import several_processes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,6 +36,12 @@ tensors.
 
 MOST_UNUSABLE = 6
 """Number of unusable steps after which the rehearsal is given up."""
+
+WHOLE_TOGETHER: Final = f"compiled models that are trained together are {AS_A_WHOLE}, not planned inside"
+WHOLE_IN_PROCESSES: Final = (
+    f"compiled code is {AS_A_WHOLE}, not planned inside, where several processes train together: what saves memory "
+    "then is to compile the repeated blocks, each in its place (`block.compile()`), not the model"
+)
 
 ONE_FORM = (
     "  Have the model do the same work in each step, or give a step of your own and the largest batch to "
@@ -59,6 +67,8 @@ class Rehearsing(StepListener):
         self.inside_blocks = True
         """False if compiled blocks are to be replayed as a whole."""
         self._on: LeverStack | None = None
+        self._notes: tuple[str, ...] = ()
+        """Notes on compiled code that is not planned inside."""
         self.n_steps = 0
         """Number of steps that were observed to their end."""
         self.n_hidden = 0
@@ -93,8 +103,11 @@ class Rehearsing(StepListener):
                 raise RehearsalError(str(busy)) from None
 
     def _profiler(self, model: nn.Module) -> OnlineProfiler | OnlineCompiledProfiler:
-        inside_blocks = self.inside_blocks and not self._levers and has_planned_blocks(model)
+        is_one = type(model) is not CompositeModel  # else no single call of the model could be compared
+        inside_blocks = self.inside_blocks and not self._levers and is_one and has_planned_blocks(model)
         if self.compiled is None and not is_compiled(model) and not inside_blocks:
+            if has_compiled_modules(model) and (several_processes() or not is_one):
+                self._notes = (WHOLE_IN_PROCESSES if is_one else WHOLE_TOGETHER,)
             return OnlineProfiler(model, plain=self._plain, in_place=self._in_place)
         from lowtide.profiler.compiled_online import OnlineCompiledProfiler  # imports inductor, which takes seconds
 
@@ -177,7 +190,8 @@ class Rehearsing(StepListener):
         except LeverNotApplicable as why:
             raise RehearsalError(f"a requested lever is of no use here: {why}. Leave it out.") from why
         profile = with_checkpoint_note(observed.profile, observed.checkpointed, None)
-        self.profile, self.done = replace(profile, levers=self._levers), True
+        self.profile = replace(profile, levers=self._levers, notes=(*profile.notes, *self._notes))
+        self.done = True
 
     @property
     def n_sizes(self) -> int:

@@ -29,7 +29,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowtide._torch.backward import in_backward, in_transform, is_tracing
-from lowtide._torch.compiled_code import is_compiled, n_compiled, never_compiled, not_compiled_alone
+from lowtide._torch.compiled_code import (
+    called_between_graphs,
+    is_compiled,
+    n_compiled,
+    never_compiled,
+    not_compiled_alone,
+)
 from lowtide._torch.distributed import is_spawned
 from lowtide._torch.patching import Make, replace_function
 from lowtide.errors import LowtideError
@@ -357,6 +363,7 @@ class Steps:
             return False
         return self.model is None or not held_by(optimizer) & ids(self.model.parameters())
 
+    @called_between_graphs
     def _begins_update(self, optimizer: Optimizer, *_: Any) -> None:
         if self._afterwards is None and not self._is_elsewhere(optimizer):
             self._updating[id(optimizer)] = Search(optimizer)
@@ -365,6 +372,7 @@ class Steps:
         """Return the search that calls the model, if any: each of its evaluations is a step."""
         return next((search for search in self._updating.values() if search.evaluates_often), None)
 
+    @called_between_graphs
     def _updates(self, optimizer: Optimizer, *_: Any) -> None:
         if self._afterwards is not None:
             self._updates_afterwards(self._afterwards, optimizer)

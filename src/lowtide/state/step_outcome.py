@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lowtide._torch.compiled_code import never_compiled
 from lowtide._torch.patching import this_thread_only
 from lowtide._torch.tensors import parts_of
 from lowtide.memory.entry_storages import exclude_from_entry
@@ -97,6 +98,7 @@ class Outcome:
             digest_gradients(len(optimizers))
             optimizers.append(optimizer)
 
+        @never_compiled  # backward may be called in compiled code
         def digest_arrived(name: str, parameter: Tensor) -> None:
             if parameter.grad is not None:  # a lever may have freed the gradient
                 arrived[f"{name} (0)"] = digest(parameter.grad)

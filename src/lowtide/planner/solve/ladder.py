@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from lowtide.errors import Infeasible
 from lowtide.planner.objectives import with_work_costs
-from lowtide.planner.records import CHECKPOINTED, Decisions, Profile
+from lowtide.planner.records import AS_A_WHOLE, CHECKPOINTED, Decisions, Profile
 from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.solve.exact import BranchAndBound, Bytes, is_rough
@@ -114,7 +114,7 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: DecisionVector
         begun = {at: phase for phase, at in simulator.profile.phases.items() if at <= prediction.peak_position}
         phase = begun[max(begun)] if begun else "before forward"
         notes.append(f"plans save next to nothing of this step: {format_bytes(temporaries)} {_TEMPORARIES[phase]}")
-    notes += [note for note in simulator.profile.notes if CHECKPOINTED in note]
+    notes += [note for note in simulator.profile.notes if CHECKPOINTED in note or AS_A_WHOLE in note]
     return Infeasible(
         budget_bytes=budget_bytes,
         smallest_peak_bytes=prediction.peak_bytes,
