@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide._torch.fake_modes import FakeTensorMode
 from lowtide.runtime import inplace_methods
 from lowtide.runtime import tensor_writers as writers
 from runtime.test_writers import OPERANDS, ROWS, Sum, plan_of, same, with_smallest_peak
@@ -121,11 +122,12 @@ def test_a_hook_in_backward_that_writes_to_the_data_of_an_earlier_layer_ends_the
 
 def test_updates_by_hand_in_backward_end_no_step() -> None:
     def update(parameter: Tensor) -> None:
+        assert parameter.grad is not None
         parameter.data.add_(parameter.grad, alpha=-0.1)
 
     def trained(model: nn.Module) -> list[Tensor]:
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(update)
+            parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
         return [*gradients(model), *gradients(model), *(p.detach().clone() for p in model.parameters())]
 
     operand = "a parameter of a block that is run again"
@@ -179,3 +181,13 @@ def test_a_write_is_seen_while_another_thread_reports_one() -> None:
         inplace_methods.watched = False
         stop()
     assert seen == ["Tensor.add_", "Tensor.mul_"]
+
+
+def test_a_plan_for_fake_tensors_is_not_compared() -> None:
+    plan = plan_of("a parameter, recomputed from")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model, rows = Sum(), torch.randn(ROWS.shape)
+        with lowtide.apply(model, plan, say=lambda what: None):
+            loss = model(rows)
+            assert model.wide.bias.data.shape == model.wide.bias.shape
+        loss.backward()

@@ -125,7 +125,7 @@ def bytes_of(tensor: torch.Tensor) -> Any:
     `Tensor.numpy` would not do: a storage that can't be resized from then on would seem to belong to an array.
     """
     storage = tensor.untyped_storage()
-    return np.frombuffer((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr()), np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr()))
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:

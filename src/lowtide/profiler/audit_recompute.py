@@ -215,7 +215,7 @@ class RecomputeAudit(Engine):
         self._handles = {n: self._handles[n] for n in self._slot_of.values() if n in self._handles}
         if not self._handles:
             self._passed_through.clear()
-            self._late.clear()
+            self._meter.forget()
         if not self._versions:
             self._versions = [(p, p._version) for p in self.model.parameters() if not p.is_inference()]
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.tensors import is_plain, storage_id
 
 if TYPE_CHECKING:
@@ -88,8 +89,8 @@ def is_exposed(tensor: Tensor) -> bool:
 
 
 def _sum_of(tensor: Tensor) -> Any:
-    """Return a checksum of the tensor's memory; on a GPU a tensor, for which nothing waits."""
-    if not tensor.numel():
+    """Return a checksum of the tensor's memory; on a GPU a tensor, for which nothing waits; 0 where there is none."""
+    if not tensor.numel() or is_fake(tensor) or tensor.is_meta or not is_plain(tensor):
         return 0
     if tensor.device.type != "cpu":
         return tensor.detach().contiguous().view(-1).view(torch.uint8).sum()
