@@ -569,6 +569,26 @@ def test_a_loop_that_pads_and_masks_by_itself(estimate) -> None:
     assert sizes[1] != sizes[2]
 
 
+PARTS = """
+import torch
+from torch import nn
+
+words, reader = nn.Embedding(100, 16).cuda(), nn.LSTM(16, 16, batch_first=True).cuda()
+optimizer = torch.optim.Adam([*words.parameters(), *reader.parameters()])
+for _ in range(4):
+    ids = torch.randint(0, 100, (8, 33), device="cuda")
+    states, _ = reader(words(ids[:, :-1]))
+    states.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_parts_that_are_called_in_turn_are_not_batches_of_several_sizes(estimate) -> None:
+    _, out, _ = estimate("--device", "RTX 4090", text=PARTS)
+    assert "several sizes" not in out
+
+
 def test_batches_of_one_size_are_not_said_to_be_of_several(estimate) -> None:
     _, out, _ = estimate("--device", "RTX 3060")
     assert "several sizes" not in out

@@ -1382,7 +1382,7 @@ def test_models_called_before_the_trained_one_are_reported(
 ) -> None:
     done = run("run", "--budget", "90%", script(text))
     assert done.code == 0
-    assert done.err.count("note: Sequential is called before the model in each step") == n
+    assert done.err.count("note: another Sequential is called before the model in each step") == n
 
 
 PROFILED = TRAIN.replace(

@@ -126,4 +126,9 @@ def test_other_models_are_listed_by_class_and_bytes() -> None:
     assert found["2 of Bilinear"] == sum(p.nbytes for critic in critics for p in critic.parameters())
     assert found["ModuleList"] >= sum(p.nbytes for p in again[1].parameters())
     note = next(note for note in rehearsed(model).notes if note.startswith("in memory beside the model, and counted"))
-    assert f"Teacher, {lowtide.units.format_bytes(found['Teacher'])}" in note
+    assert f"Teacher ({lowtide.units.format_bytes(found['Teacher'])})" in note
+
+
+def test_another_model_of_the_same_class_is_told_from_the_model() -> None:
+    model, average = Teacher(nn.Linear(8, 8)), Teacher(nn.Linear(8, 8))
+    assert other_models(model)["another Teacher"] == sum(p.nbytes for p in average.parameters())

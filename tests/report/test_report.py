@@ -11,7 +11,7 @@ from lowtide.api.fit import Fitted
 from lowtide.api.verify import Verdict
 from lowtide.estimator.batch_search import LargestBatch
 from lowtide.planner import plan, smallest_peak
-from lowtide.report.text_table import added_time, decisions, extra_time
+from lowtide.report.text_table import added_time, decisions, extra_time, operator_name
 from planner.profiles import chain, transformer
 
 
@@ -140,3 +140,9 @@ def test_a_verdict_says_what_was_measured_and_what_is_proven() -> None:
     wrong = replace(verdict, measured_peak_bytes=101, differences={"loss": (), "gradients": ("weight",)})
     assert not wrong.proven
     assert str(wrong) == "101 B peak measured: OVER the budget of 100 B\nNOT bit-identical to the plain step: gradients"
+
+
+def test_names_of_operators_are_words() -> None:
+    nodes = ("AvgPool2D", "Log1P", "SmoothL1Loss", "AdaptiveMaxPool2DWithIndices", "NativeGroupNorm")
+    names = [operator_name(f"{node}Backward0") for node in nodes]
+    assert names == ["avg pool2d", "log1p", "smooth l1 loss", "adaptive max pool2d with indices", "group norm"]

@@ -108,6 +108,19 @@ def test_parameters_that_are_trained_from_now_on_are_counted(model: nn.Module) -
     assert "Sequential has 3 parameters that are trained, and the plan is for 2" in said[0]
 
 
+def test_parameters_that_are_frozen_for_a_part_of_each_step_are_counted(model: nn.Module) -> None:
+    """A critic is frozen while its actor trains, and a plan may be put in force just then."""
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(4, 6)).sum().backward()
+    optimizer.step()
+    model[0].requires_grad_(False)
+    said = guarded(model)
+    model(torch.ones(4, 6))
+    model[0].requires_grad_(True)
+    model(torch.ones(4, 6))
+    assert said == []
+
+
 def test_another_module_is_named(model: nn.Module) -> None:
     model[1] = nn.Sequential(nn.Tanh(), nn.Identity())
     said = guarded(model)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lowtide.errors import RehearsalError
+from lowtide.runtime.composite_model import CompositeModel
 from lowtide.script.alternating_models import PATIENCE
-from lowtide.script.composite_model import CompositeModel
 from lowtide.script.manual_updates import MOST
 from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.script.run_listened import run_watched

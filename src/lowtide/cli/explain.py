@@ -50,9 +50,15 @@ class _Log:
 
     def pieces(self) -> Iterator[str]:
         in_line = False
-        while piece := self._file.read(PIECE):
+        while piece := self._read():
             self.is_empty &= piece.isspace()
             lines = piece.splitlines(keepends=True)
             self.n_lines += len(lines) - in_line
             in_line = lines[-1].splitlines()[0] == lines[-1]
             yield piece
+
+    def _read(self) -> str:
+        try:
+            return self._file.read(PIECE)
+        except OSError as error:
+            raise LowtideError(f"{self._file.name} cannot be read to its end: {error.strerror or error}.") from None

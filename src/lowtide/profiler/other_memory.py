@@ -38,12 +38,12 @@ def with_others(static: Static, addresses: frozenset[int], recorder: Recorder) -
 
 
 def in_words(model: nn.Module, static: Static) -> tuple[str, ...]:
-    """Return a note of other memory that is counted, if any: `Teacher, 12 MiB, and other tensors, 5 MiB`."""
+    """Return a note of other memory that is counted, if any: `Teacher (12 MiB) and tensors of no model (5 MiB)`."""
     models = other_models(model)
-    parts = [f"{name}, {format_bytes(n_bytes)}" for name, n_bytes in models.items()]
+    parts = [f"{name} ({format_bytes(n_bytes)})" for name, n_bytes in models.items()]
     rest_bytes = static.others - sum(models.values())
     if rest_bytes >= NOTEWORTHY * static.total:
-        parts.append(f"{'other ' if parts else ''}tensors of no model, {format_bytes(rest_bytes)}")
+        parts.append(f"tensors of no model ({format_bytes(rest_bytes)})")
     return (f"in memory beside the model, and counted: {listed(parts)}",) if parts else ()
 
 
@@ -56,6 +56,7 @@ def other_models(model: nn.Module) -> dict[str, int]:
     alive = [module for module in live_objects(nn.Module) if "_modules" in vars(module)]
     inside = {id(child) for module in alive for child in module._modules.values()}
     device, counted = place_of(model), set[int]()
+    own = {type(module).__name__ for module in (model, *model.children())}
     bytes_of: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for module in (model, *(module for module in alive if id(module) not in inside)):
@@ -69,4 +70,5 @@ def other_models(model: nn.Module) -> dict[str, int]:
         if n_bytes and module is not model:
             bytes_of[type(module).__name__] += n_bytes
             count[type(module).__name__] += 1
-    return {name if count[name] == 1 else f"{count[name]} of {name}": n_bytes for name, n_bytes in bytes_of.items()}
+    number = {name: f"{n} of " if n > 1 else "another " if name in own else "" for name, n in count.items()}
+    return {f"{number[name]}{name}": n_bytes for name, n_bytes in bytes_of.items()}

@@ -36,6 +36,7 @@ class Witness:
     def __init__(self, mark: Callable[[str, object], None]) -> None:
         self._mark = mark
         self._saved: dict[int, int] = {}
+        self._is_working = False
 
     def saved(self, key: int, tensor: Tensor) -> None:
         """Store the checksum of a tensor that will be recomputed."""
@@ -57,8 +58,10 @@ class Witness:
         if known is None or (checksum := self._sum(tensor)) == known:
             return
         maker = handle.value.maker
-        if isinstance(maker, ReplayFrame) and self._sum(_once_more(maker, handle.value)) != checksum:
-            return
+        if isinstance(maker, ReplayFrame):
+            with self._own_work():
+                if _checksum(_once_more(maker, handle.value)) != checksum:
+                    return
         frame = maker if isinstance(maker, ReplayFrame) else None
         source = "a tensor recomputed in a replayed block" if frame is None else str(frame.interceptor)
         raise ReplayMismatch(
@@ -69,13 +72,22 @@ class Witness:
         )
 
     def _sum(self, tensor: Tensor) -> int:
-        """Return a checksum of all parts of `tensor`; see `content_hash`."""
+        with self._own_work():
+            return _checksum(tensor)
+
+    @contextlib.contextmanager
+    def _own_work(self) -> Iterator[None]:
+        """Leave out what is allocated and freed inside this `with` block; blocks inside it are a part of it."""
+        if self._is_working:  # a replay reads other recomputed tensors
+            yield
+            return
+        self._is_working = True
         self._mark(OWN_WORK, True)
         try:
-            with torch.no_grad():
-                return hash(tuple(content_hash(part) for part in parts_of(tensor)))
+            yield
         finally:
             self._mark(OWN_WORK, False)
+            self._is_working = False
 
 
 class Checked(Observer):
@@ -106,6 +118,12 @@ class Checked(Observer):
 
     def given(self, handle: Handle, tensor: Tensor) -> None:
         self._witness.read(self._slots[handle], handle, tensor)
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Return a checksum of all parts of `tensor`; see `content_hash`."""
+    with torch.no_grad():
+        return hash(tuple(content_hash(part) for part in parts_of(tensor)))
 
 
 def _once_more(frame: ReplayFrame, value: Value) -> Tensor:

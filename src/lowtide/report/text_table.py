@@ -43,7 +43,10 @@ _OPS = {
     "Addmm": "linear",
     "Bmm": "matrix product",
     "Clone": "copy",
+    "Elu": "ELU",
     "Gelu": "GELU",
+    "Glu": "GLU",
+    "LeakyRelu": "leaky ReLU",
     "MaxPool2DWithIndices": "max pool",
     "Mm": "linear",
     "Mul": "product",
@@ -51,14 +54,18 @@ _OPS = {
     "Sub": "difference",
     "Div": "quotient",
     "Pow": "power",
+    "PreluKernel": "PReLU",
     "Silu": "SiLU",
     "Relu": "ReLU",
     "Rsqrt": "reciprocal root",
+    "Rsub": "difference",
     "SafeSoftmax": "softmax",
     "ToCopy": "cast",
     "UnsafeView": "matrix product",  # torch.matmul's result: a view of the output of bmm or mm
 }
 """Names that people use for an autograd node's output; other nodes keep their name, in words."""
+
+_WORD_STARTS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=\d)(?=[A-Z][a-z])|(?<=\dD)(?=[A-Z])")  # pool2D is one word
 
 _MOST_LISTED = 8
 
@@ -108,7 +115,7 @@ def operator_name(node: str) -> str:
         return name.partition(".")[2].strip("_").replace("_", " ")
     if name.startswith("ScaledDotProduct"):  # flash, memory-efficient or another kernel, for any device
         return "attention"
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name.removeprefix("Native")).lower()
+    words = _WORD_STARTS.sub(" ", name.removeprefix("Native")).lower()
     return _OPS.get(name, words)
 
 

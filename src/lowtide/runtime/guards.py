@@ -17,8 +17,9 @@ from lowtide.runtime.batch_tensors import in_words
 from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.call_interceptor import OuterInterceptor, pass_on
 from lowtide.runtime.call_shapes import Shapes, elements, no_larger, shapes_in
+from lowtide.runtime.composite_model import name_of
 from lowtide.runtime.fingerprint import place_of
-from lowtide.runtime.live_optimizers import is_of, state_bytes
+from lowtide.runtime.live_optimizers import is_of, optimizers_of, state_bytes
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class PlanGuard:
         self._children = [module._modules for module in named.values()]
         self._planned_children = [dict(children) for children in self._children]
         self._parameters = [module._parameters for module in named.values()]
-        self._n_trained = self._n_now()
+        self._n_trained = self._n_now() + self._n_paused()
         self._most = max(map(elements, self._known), default=0)
         self._is_over = False
         self._front = OuterInterceptor(model, self._around, owner)
@@ -117,6 +118,13 @@ class PlanGuard:
         self._ids, self._frozen = self._ids_now(), [p for p in held if not p.requires_grad]
         return len({id(p) for p in held if p.requires_grad})
 
+    def _n_paused(self) -> int:
+        """Count parameters that optimizers have updated and that are frozen now, as a critic while its actor trains."""
+        if not self._frozen:
+            return 0
+        updated = {id(p) for optimizer in optimizers_of(self._model) for p in optimizer.state}
+        return len(updated & set(map(id, self._frozen)))
+
     def _replaced(self) -> str | None:
         """Return the path of a module that was added or replaced, if there is one."""
         for path, now, before in zip(self._paths, self._children, self._planned_children, strict=True):
@@ -131,7 +139,7 @@ class PlanGuard:
             "" if self._plan.fallback is None else ", though larger batches run under the plan with the smallest peak"
         )
         self._say(
-            f"{type(self._model).__name__} {what}: the peak may be above the budget{saving}. Plan for the largest "
+            f"{name_of(self._model)} {what}: the peak may be above the budget{saving}. Plan for the largest "
             "batch (in a script, let it come first), and for the model as it is trained."
         )
 
@@ -157,7 +165,7 @@ def more_state(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> Remo
         if optimizer in mine and (more_bytes := state_bytes(mine, place_of(model)) - counted_bytes) > 0:
             is_said = True
             say(
-                f"{type(optimizer).__name__} updates {type(model).__name__}, whose optimizers have "
+                f"{type(optimizer).__name__} updates {name_of(model)}, whose optimizers have "
                 f"{format_bytes(more_bytes)} more state than is in the plan, for parameters that rehearsed steps did "
                 "not update: the peak may be above the budget by as much. Give a budget that is smaller by that much; "
                 "for lowtide.fit, create optimizers before it, or pass optimizer="

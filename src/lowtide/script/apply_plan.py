@@ -12,8 +12,8 @@ from lowtide.errors import RehearsalError, StalePlan
 from lowtide.memory.device_budget import check_on_device
 from lowtide.profiler.online import PATIENCE
 from lowtide.runtime.call_shapes import no_larger, shapes_in
+from lowtide.runtime.composite_model import CompositeModel, is_of_parts, name_of
 from lowtide.runtime.fingerprint import fingerprint, place_of
-from lowtide.script.composite_model import CompositeModel, is_of_parts, name_of
 from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.units import format_bytes
 

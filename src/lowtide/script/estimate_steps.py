@@ -93,6 +93,8 @@ class Estimating(StepListener):
         """Known contents of the fake tensors; None before the first forward."""
         self._sizes = ""
         """Shapes and dtypes of the batch with which the last step began, as text."""
+        self._kinds: list[tuple[torch.dtype, int]] = []
+        """Dtype and number of dimensions of each of its tensors: other kinds are the input of another part."""
         self._data: dict[int, int] = {}
         """Storages of the parameters, by the parameters' ids, at the last check."""
         self.compiles = False
@@ -109,6 +111,7 @@ class Estimating(StepListener):
         resizing = self._of_other_size(batch, is_first=True)
         self._optimizers = optimizers
         before, self._sizes = self._sizes, in_words(tensors_in(batch))
+        kinds_before, self._kinds = self._kinds, [(tensor.dtype, tensor.dim()) for tensor in tensors_in(batch)]
         if self._rehearsal is None:
             if not self._may_enter(batch):
                 self._held_up = model, optimizers
@@ -120,7 +123,8 @@ class Estimating(StepListener):
         assert self._rehearsal is not None
         if self._n_steps == 1:
             self._rehearsal.second(batch)
-            if before and before != self._sizes and self._size is None and model is self._model:
+            is_other_size = before and before != self._sizes and kinds_before == self._kinds
+            if is_other_size and self._size is None and model is self._model:
                 self._rehearsal.answers.notes[
                     f"batches are of several sizes, and these two steps had {before} and {self._sizes}: larger ones "
                     "need more"

@@ -45,11 +45,11 @@ from lowtide.report.run_record import Proof
 from lowtide.report.text_table import added_time, decisions, lever_lines, listed
 from lowtide.runtime.batch_tensors import in_words, tensors_in
 from lowtide.runtime.call_shapes import elements, no_larger, shapes_in
+from lowtide.runtime.composite_model import name_of
 from lowtide.runtime.fingerprint import check_made_for, fingerprint, place_of
 from lowtide.runtime.planned_engine import most_elements
 from lowtide.script.alternating_models import PATIENCE as TURNS
 from lowtide.script.alternating_models import caller_has_other_optimizers
-from lowtide.script.composite_model import name_of
 from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.state.process_group import several_processes
@@ -528,9 +528,10 @@ class Fitting(PlanMonitor):
         if self._smaller:
             return
         for name in [name for name, n in self._preceding.items() if n > 1]:
+            another = "another " * (name in str(self.model_name).split(" and "))
             self._say(
-                f"note: {name} is called before the model in each step, and memory that it takes until then is not "
-                "counted: lowtide.fit counts it"
+                f"note: {another}{name} is called before the model in each step, and memory that it takes until then "
+                "is not counted: lowtide.fit counts it"
             )
         for note in plan.notes:
             if note != NOT_RUN:

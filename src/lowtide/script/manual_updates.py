@@ -10,9 +10,9 @@ from torch import nn
 from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.tensors import parts_of
 from lowtide.errors import RehearsalError
+from lowtide.runtime.composite_model import name_of
 from lowtide.script.alternating_models import held_by
 from lowtide.script.calling_code import caller_optimizers
-from lowtide.script.composite_model import name_of
 
 MOST = 6
 """Number of parameter changes, while no optimizer of these parameters stepped, after which an error is raised."""

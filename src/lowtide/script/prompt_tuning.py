@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lowtide.runtime.composite_model import CompositeModel, whole
 from lowtide.script.alternating_models import ids
-from lowtide.script.composite_model import CompositeModel, whole
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -14,7 +14,7 @@ from lowtide.planner.records import AS_A_WHOLE
 from lowtide.profiler.checkpointed_blocks import with_checkpoint_note
 from lowtide.profiler.online import PATIENCE, OnlineProfiler
 from lowtide.profiler.preconditions import check_not_scripted, has_planned_blocks, has_torchscript
-from lowtide.script.composite_model import CompositeModel, name_of
+from lowtide.runtime.composite_model import CompositeModel, name_of
 from lowtide.script.step_listener import Enough, StepListener
 from lowtide.state.process_group import several_processes
 

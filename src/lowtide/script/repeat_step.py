@@ -42,7 +42,7 @@ from lowtide.runtime import module_hooks as hooks
 from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.call_context import Again, CallContext, MutableState
 from lowtide.runtime.call_interceptor import OuterInterceptor
-from lowtide.script.composite_model import CompositeModel, name_of
+from lowtide.runtime.composite_model import CompositeModel, name_of
 from lowtide.state.process_group import several_processes
 from lowtide.state.side_effects import CHANGES, ITERATES, CodeState
 from lowtide.state.step_outcome import is_out_of_memory

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lowtide._torch.compiled_code import n_compiled
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.runtime.bypassed_calls import IN_TRANSFORM
-from lowtide.script.composite_model import name_of
+from lowtide.runtime.composite_model import name_of
 from lowtide.script.plan_monitor import IN_PROCESSES
 from lowtide.script.runner import Script
 from lowtide.script.step_detector import Steps

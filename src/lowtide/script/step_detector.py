@@ -42,10 +42,10 @@ from lowtide.errors import LowtideError
 from lowtide.profiler.preconditions import check_not_in_zero, check_updates_outside
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.class_calls import class_of_call, classes_of_calls
+from lowtide.runtime.composite_model import CompositeModel, whole
 from lowtide.script.alternating_models import PATIENCE, AlternatingModels, caller_has_other_optimizers, held_by, ids
 from lowtide.script.candidate_models import CandidateModels
 from lowtide.script.compiled_functions import trained_modules, watch_compiled_functions
-from lowtide.script.composite_model import CompositeModel, whole
 from lowtide.script.line_search import Search
 from lowtide.script.manual_updates import ManualUpdates
 from lowtide.script.post_plan_monitor import PostPlanMonitor

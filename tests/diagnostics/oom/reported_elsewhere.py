@@ -160,7 +160,7 @@ REPORTED = [
     Reported(
         "apex",
         "optimizer-first-step",
-        "fused=True for the",
+        "a smaller state",
         'Traceback (most recent call last):\n  File "/home/u/train.py", line 88, in main\n    optimizer.step()\n  File '
         "\"/opt/conda/lib/python3.8/site-packages/apex/optimizers/fused_adam.py\", line 140, in step\n    state['exp_avg'] "
         "= torch.zeros_like(p.data)\nRuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 39.59 GiB "

@@ -208,6 +208,12 @@ def test_the_command(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:  # t
     assert cli.main(["explain", str(tmp_path / "none.log")]) == 2
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file of Linux that opens and can't be read")
+def test_a_log_that_cannot_be_read_is_one_line_of_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "/proc/self/mem"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 def test_the_command_needs_no_torch(run_python) -> None:  # type: ignore[no-untyped-def]
     code = (
         "import io, sys; sys.stdin = io.StringIO('MemoryError'); from lowtide.cli import main; main(['explain', '-'])"

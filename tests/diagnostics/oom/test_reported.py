@@ -10,6 +10,7 @@ from diagnostics.oom import (  # type: ignore[import-not-found]
     reported_elsewhere,
     reported_frameworks,
     reported_programs,
+    reported_runtimes,
 )
 from diagnostics.oom.reported import Reported  # type: ignore[import-not-found]
 from lowtide.diagnostics.oom import Explanation, explain
@@ -20,6 +21,7 @@ REPORTED = [
     *reported_elsewhere.REPORTED,
     *reported_frameworks.REPORTED,
     *reported_programs.REPORTED,
+    *reported_runtimes.REPORTED,
 ]
 
 
@@ -61,6 +63,10 @@ def test_where_it_is_cut_changes_nothing(row: Reported) -> None:
         "BlockingIOError: [Errno 11] Resource temporarily unavailable",
         "CUDA error: an illegal memory access was encountered",
         "Allocation on device 0 is done",
+        "If you run out of memory on the device, set a smaller batch",
+        "Process finished with exit code -1073741819 (0xC0000005)",
+        "CUDA error: device-side assert triggered",
+        "memorystatus: jetsam priority changed",
     ],
 )
 def test_other_output_is_not_taken_for_it(text: str) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dis
 import sys
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import NamedTuple
 
 from lowtide.state import introspection
@@ -83,6 +84,25 @@ def line_of_store(code: CodeType, name: str, now: int) -> int:
     lines = _stores(code).get(name, ())
     above = [line for line in lines if line <= now]
     return max(above or lines, default=now)
+
+
+def is_carried(cls: type, attribute: str) -> bool:
+    """Return True if a method of `cls` reads the attribute, and assigns it afterwards or reads its entries: a state."""
+    functions = (f for base in cls.__mro__ for name, f in vars(base).items() if name != "__init__")
+    codes = (f.__code__ for f in functions if isinstance(f, FunctionType) and origin(f.__code__.co_filename) != "ours")
+    return any(_reads_first(code, attribute) for code in codes if attribute in code.co_names)
+
+
+def _reads_first(code: CodeType, attribute: str) -> bool:
+    every = list(dis.get_instructions(code))
+    used = [(one.opname, after.argval) for one, after in pairwise(every) if one.argval == attribute]
+    stores = [name.startswith("STORE") for name, _ in used]
+    reads_entries = not any(stores) and any(after not in _FILLING for _, after in used)
+    return bool(used) and not stores[0] and (any(stores) or reads_entries)
+
+
+_FILLING = ("append", "extend", "clear", "add", "update", "insert", "setdefault", "pop")
+"""Methods of containers that do not need what is in them."""
 
 
 @lru_cache(maxsize=256)

@@ -156,11 +156,15 @@ class FindingLog:
         findings: list[Finding] = []
         explained: set[int] = set()
         reasons = {(e.rule.code, e.backward.place) for e in self.entries.values() if e.rule and e.backward}
+        gathered = [e.stats for e in self.entries.values() if e.rule and e.rule.gathers and e.stats and e.finding()]
         for key, entry in self.entries.items():
             finding = entry.finding()
+            if entry.rule is not None and entry.rule.must_last and any(entry.stats is stats for stats in gathered):
+                continue  # the container is what holds the output
             if finding is None or entry.rule is None or f"{entry.rule.superseded_by} {key}" in self.entries:
                 continue
-            if entry.backward is not None and (entry.rule.follows_from, entry.backward.place) in reasons:
+            place = None if entry.backward is None else entry.backward.place
+            if any((code, place) in reasons for code in entry.rule.follows_from):
                 continue
             findings.append(finding)
             if entry.rule.explains_missing_backward and entry.stats is not None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+GROWTHS = 3
+"""Number of consecutive inspections at which a container must have grown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,3 +25,9 @@ class History:
     """Number of graphs that the holder keeps and that the same call site made."""
     largest_graph_bytes: int = 0
     """Largest graph of a single forward pass measured so far."""
+
+
+def grows(sizes: Sequence[int], n: int = GROWTHS) -> bool:
+    """Return True if each of the last `n` sizes is larger than the one before."""
+    last = sizes[-n:]
+    return len(last) == n and all(a < b for a, b in pairwise(last))

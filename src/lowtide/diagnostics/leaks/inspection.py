@@ -45,6 +45,8 @@ class RetainedObject:
     is_scalar: bool = False
     is_input: bool = False
     """True if one of the object's tensors is an input of the current call."""
+    is_fed_back: bool = False
+    """True if that input was computed by an earlier call of the module that is being called."""
     is_output: bool = False
     is_view: bool = False
     """True if the tensors are views of less than half of the memory that they keep alive."""
@@ -63,6 +65,11 @@ class RetainedObject:
     is_of_gradients: bool = False
     """True if the `.grad` of a parameter has this graph."""
     buffer: str | None = None
+
+    @property
+    def is_state(self) -> bool:
+        """True if a module carries these tensors from step to step, without a graph."""
+        return not self.has_graph and self.holder is not None and self.holder.is_state
 
     @property
     def goes_through_calls(self) -> bool:
@@ -92,6 +99,8 @@ class InspectionInput:
     new_from: int
     """Number of the first graph node of the step that begins now."""
     least_bytes: int
+    is_fed_back: bool = False
+    """True if an input of the current call was computed by an earlier call of the module."""
     in_evaluation: bool = False
     """True between calls without gradients."""
     watched_from: int = 0
@@ -168,7 +177,8 @@ def _retained_graph(graph: Graph, view: InspectionInput, live: LiveObjects, excu
         backwards=list(backwards.values()),
         has_graph=True,
         is_scalar=bool(graph.tensors) and live.tensors[graph.tensors[0]].numel() == 1,
-        is_input=any(storage_id(t) in view.inputs for t in tensors),
+        is_input=(is_input := any(storage_id(t) in view.inputs for t in tensors)),
+        is_fed_back=is_input and view.is_fed_back,
         born=min(view.steps.of(number) for number in numbers),
         storages=alive,
         n_tensors=len(tensors),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import re
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ def record_outputs_alive(view: InspectionInput, roots: list[Node], backward: Bac
     if not large:
         return
     saved, context = kept_by(computing(roots))
+    graph_bytes = sum(saved.values())
+    large = [(call, output) for call, output in large if _bytes_of(output) >= SHARE * graph_bytes]
     live = LiveObjects()
     for call, output in large:
         tensor = output()
@@ -60,6 +63,11 @@ def record_outputs_alive(view: InspectionInput, roots: list[Node], backward: Bac
                     backward=backward,
                 )
                 break
+
+
+def _bytes_of(output: weakref.ref[Tensor]) -> int:
+    tensor = output()
+    return 0 if tensor is None else storage_bytes(tensor)
 
 
 _LOSS_ONLY = "; or take only the loss (`loss = model(...).loss`): `lowtide.loss_only(model)` keeps no other output"

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from lowtide.diagnostics.leaks.call_site import Place
+from lowtide.diagnostics.leaks.call_site import Place, is_carried
 from lowtide.diagnostics.leaks.running_frames import RunningFrames, name_in_frame
 from lowtide.diagnostics.leaks.tensor_graphs import is_of_torch
 from lowtide.state.introspection import origin
@@ -88,6 +88,8 @@ class Holder:
     is_cache: bool = False
     """True for a function with a cache of its results."""
     place: Place | None = None
+    is_state: bool = False
+    """True for an attribute of a module that a method reads before it assigns it: what one step leaves to the next."""
 
 
 @dataclass(slots=True)
@@ -296,10 +298,21 @@ class HolderSearch:
         attribute = _attribute(path[0]) if path else "?"
         if attribute in ("_buffers", "_parameters", "_modules") and len(path) > 1:
             attribute, path = _attribute(path[1]), path[1:]
+        hook = self.hooks.in_table(way.obj, attribute)
+        if hook is not None:
+            return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
         text = f"{name}.{attribute}" + _path(path[1:])
         alike = re.sub(r"\.\d+(?=\.)", ".*", f"{name}.{attribute}")  # equal layers are one holder
         gathers = way.container in _CONTAINERS and len(path) > 1 and path[1].startswith("[")
-        return Holder(kind="module", text=text, key=alike, name=attribute, entries=way.entries, gathers=gathers)
+        return Holder(
+            kind="module",
+            text=text,
+            key=alike,
+            name=attribute,
+            entries=way.entries,
+            gathers=gathers,
+            is_state=is_carried(type(way.obj), attribute),
+        )
 
     def _exception(self, way: _ReferencePath, error: BaseException) -> Holder:
         kind = type(error).__name__

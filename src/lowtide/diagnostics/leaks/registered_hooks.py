@@ -42,21 +42,28 @@ class RegisteredHooks:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.by_function: dict[int, Hook] = {}
         self._by_global: dict[tuple[int, str], Hook] = {}
+        self._by_table: dict[tuple[int, str], Hook] = {}
         for module in modules:
             for table, kind in _TABLES.items():
                 for function in list(module.__dict__.get(table, {}).values()):
-                    self._read(function, kind)
+                    hook = self._read(function, kind)
+                    if hook is not None:
+                        self._by_table[id(module), table] = hook
+
+    def in_table(self, module: nn.Module, table: str) -> Hook | None:
+        """Return a hook in the dict of this name of `module`: `_forward_hooks`."""
+        return self._by_table.get((id(module), table))
 
     def using_global(self, namespace: dict[str, Any], name: str) -> Hook | None:
         """Return a hook whose code uses the global variable `name` of that module."""
         return self._by_global.get((id(namespace), name))
 
-    def _read(self, function: Any, kind: str) -> None:
+    def _read(self, function: Any, kind: str) -> Hook | None:
         if isinstance(function, MethodType):
             function = function.__func__
         function = function if isinstance(function, FunctionType) else type(function).__dict__.get("__call__")
         if not isinstance(function, FunctionType) or origin(function.__code__.co_filename) != "user":
-            return
+            return None
         code = function.__code__
         line = _registration(code.co_filename, function.__qualname__, code.co_firstlineno)
         hook = Hook(kind, Place(code.co_filename, line or code.co_firstlineno), line is not None)
@@ -64,6 +71,7 @@ class RegisteredHooks:
         for name in code.co_names:
             if name in function.__globals__:
                 self._by_global[id(function.__globals__), name] = hook
+        return hook
 
 
 @lru_cache(maxsize=256)

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from lowtide._torch.autograd_graph import is_numbered
 from lowtide._torch.backward import in_backward
 from lowtide._torch.compiled_code import is_compiling_here
 from lowtide._torch.nodes import next_sequence_number, sequence_number
@@ -31,9 +32,10 @@ from lowtide.diagnostics.leaks.call_log import (
 )
 from lowtide.diagnostics.leaks.call_site import calling_site, is_called_by_user
 from lowtide.diagnostics.leaks.checkpoint_checks import CheckpointChecks
+from lowtide.diagnostics.leaks.discarded_gradients import DiscardedGradients
 from lowtide.diagnostics.leaks.event_sources import EventSources
 from lowtide.diagnostics.leaks.finding_log import FindingLog
-from lowtide.diagnostics.leaks.inspection import InspectionInput, inspect, module_names
+from lowtide.diagnostics.leaks.inspection import InspectionInput, has_made, inspect, module_names
 from lowtide.diagnostics.leaks.live_tensors import KnownStorages, LiveObjects, storage_bytes
 from lowtide.diagnostics.leaks.output_checks import (
     record_duplicate_inputs,
@@ -73,6 +75,7 @@ class Watch(Displayed):
         self._finding_log, self._boundaries = FindingLog(), StepBoundaries()
         self._gradients = ZeroGradChecks(self._finding_log)
         self._unread = UnreadGradients(self._finding_log)
+        self._discarded = DiscardedGradients(self._finding_log, self._calls)
         self._checkpoints = CheckpointChecks(self._finding_log, self._names, lambda: self._steps.now)
         self._watched_from = 0
         self._evaluations: dict[int, tuple[int, int]] = {}  # place -> updates before, and calls without gradients since
@@ -81,7 +84,7 @@ class Watch(Displayed):
         self._n_backwards = 0
         self._n_exceptions = 0
         self._has_begun = False
-        self._root: int | None = None  # id of the running module that was called from outside
+        self._root: int | None = None  # id of the running module that was called from outside, or is about to
         self._nested = 0
         self._at_boundary = False
         self._call: Call | None = None
@@ -116,6 +119,7 @@ class Watch(Displayed):
         finally:
             self._events.remove()
         self._calls.finish_all()
+        self._discarded.drop_needed()
         self._findings = self.findings
         if self._batches is not None and self._findings:
             _log.warning("%s", self)
@@ -207,10 +211,12 @@ class Watch(Displayed):
         self._calls.running_backward = None
         self._run_guarded(self._gradients.backward_ends)
 
-    def optimizer_stepped(self) -> None:
-        """Handle an optimizer's update."""
+    def optimizer_stepped(self, parameters: Iterable[Tensor]) -> None:
+        """Handle an optimizer's update of `parameters`."""
         self._boundaries.stepped(next_sequence_number())
         self._run_guarded(self._unread.updated)
+        if self._discarded.is_active:
+            self._run_guarded(lambda: self._discarded.updated(parameters))
 
     def checkpointed(self, arguments: tuple[Any, ...], is_reentrant: bool) -> Any:
         """Handle a checkpointed call; return its region, if it is to be observed."""
@@ -218,6 +224,9 @@ class Watch(Displayed):
 
     def gradients_zeroed(self, parameters: Iterable[Tensor], set_to_none: bool) -> None:
         """Handle `zero_grad`, before it runs."""
+        if self._discarded.is_active:
+            parameters = list(parameters)
+            self._run_guarded(lambda: self._discarded.zeroed(parameters, calling_site().place, self._least_bytes))
         last = self._calls.last
         graph_is_waiting = last is not None and last.is_alive and not last.backwards
         if (set_to_none and not graph_is_waiting) or not is_called_by_user():
@@ -282,7 +291,7 @@ class Watch(Displayed):
         if stats is None or (stats.n_calls & (stats.n_calls - 1) and stats.n_calls > _SUSPICIONS):
             return
         if any(is_output_of(tensor, self._calls) for tensor in self._events.arguments()):
-            self._inspect(next_sequence_number(), only=lambda s: s.has_graph and s.is_input and bool(s.backwards))
+            self._inspect(next_sequence_number(), only=lambda s: s.has_graph and s.is_fed_back and bool(s.backwards))
         waiting = [c for c in self._calls.alive.values() if c.stats is stats and c.is_alive and not c.backwards]
         if waiting:
             ours = {call.number for call in waiting}
@@ -307,6 +316,7 @@ class Watch(Displayed):
         for node in nodes:
             mark_root(node, backward)
         self._unread.backward_begins(nodes, self._calls.stats.values())
+        self._discarded.backward_begins(nodes, backward)
         self._finding_log.backward_begins()
         if self._n_backwards < _FIRST_BACKWARDS:
             self._n_backwards += 1
@@ -345,9 +355,17 @@ class Watch(Displayed):
             inputs=frozenset(storage_id(t) for t in self._events.arguments() if storage_bytes(t)),
             new_from=new_from,
             least_bytes=self._least_bytes,
+            is_fed_back=self._is_fed_back(),
             watched_from=self._watched_from,
             last_step=max(1, self._steps.now - self._at_boundary),
         )
+
+    def _is_fed_back(self) -> bool:
+        """Return True if an input of the running call was computed by an earlier call of the same module."""
+        roots = [node for tensor in self._events.arguments() if (node := tensor.grad_fn) is not None]
+        numbers = [sequence_number(node) for node in computing(roots) if is_numbered(node)]
+        calls = self._calls.between(min(numbers), max(numbers)) if numbers else []
+        return any(call.module_id == self._root and has_made(call, numbers) for call in calls)
 
     def _names(self) -> dict[int, str]:
         return module_names(self._model, LiveObjects().modules)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -25,6 +26,9 @@ class Action(Record):
 
 Actions = Iterator[Action]
 
+_AMD = re.compile(r"\bHIP|\bROCm|\brocm|\bhip[A-Z]")
+"""Words of AMD's runtime in the message of another program."""
+
 
 def advise(message: Message, facts: Facts, cause: Cause) -> tuple[Action, ...]:
     """Return the advice for `cause`, best first."""
@@ -32,7 +36,9 @@ def advise(message: Message, facts: Facts, cause: Cause) -> tuple[Action, ...]:
     if source is not None:
         if message.form == "Errno 28" and facts.shares_memory:
             source = SOURCES["shared memory of workers"]
-        return tuple(Action(text=text) for text in source.actions)
+        is_amd = message.kind.startswith("hip") or _AMD.search(message.text)
+        monitor = vendor_of("hip").monitor if is_amd else "nvidia-smi"
+        return tuple(Action(text=text.replace("nvidia-smi", monitor)) for text in source.actions)
     return tuple(_ADVICE[cause.code](message, facts))
 
 
@@ -55,7 +61,10 @@ def _cap(m: Message, f: Facts) -> Actions:
         needed = max(f.limit_used_bytes + m.tried_bytes - f.limit_bytes, m.tried_bytes)
     where = f.limit_name or ("a larger pool limit" if m.form == "CuPy" else vendor_of(m.kind).fraction)
     yield Action(text=f"if the limit is not intended: raise it ({where})", bytes=needed)
-    yield from _fit(m, f)
+    if m.allowed_bytes is not None and (m.tried_bytes or 0) > m.allowed_bytes:
+        yield Action(text="or make the tensor in pieces: it alone is larger than the limit", bytes=m.tried_bytes)
+    else:
+        yield from _fit(m, f)
 
 
 def _huge_tensor(m: Message, f: Facts) -> Actions:
@@ -64,6 +73,9 @@ def _huge_tensor(m: Message, f: Facts) -> Actions:
         yield Action(text=f"print the sizes and lengths{where}: one is negative, uninitialized, or beyond 32 bits")
         how = " (CUDA_LAUNCH_BLOCKING=1, compute-sanitizer)" if m.kind == "cuda" else ""
         yield Action(text=f"if they were right before: a kernel has written out of bounds{how}")
+        return
+    if program := runs_only(m, f):
+        yield from (Action(text=text) for text in INFERENCE[program])
         return
     if is_of_a_set(m):
         rows = (m.shape or (0,))[0]
@@ -196,13 +208,20 @@ def _evaluation_gathers(m: Message, _: Facts) -> Actions:
 def _loading(m: Message, f: Facts) -> Actions:
     if f.moves_model and not f.loads_checkpoint:
         vendor = vendor_of(m.kind)
+        if any("fsdp" in place.file for place in f.places):
+            yield Action(
+                text="FSDP moves a module there whole before it shards it: an auto_wrap_policy for each block, or a "
+                "model on the meta device (sync_module_states=True; FSDP2: fully_shard each block, then to_empty)"
+            )
         yield Action(text="weights in a smaller dtype (dtype=torch.bfloat16), or quantized (bitsandbytes, torchao)")
         yield Action(
             text='weights on several devices: device_map="auto" to run a model; FSDP or tensor parallel to train'
         )
         yield Action(text=f"look with {vendor.monitor} whether another model or process is on the device already")
         return
-    yield Action(text='torch.load(path, map_location="cpu"), then load_state_dict, and del the checkpoint')
+    is_safe = any("safetensors" in place.file for place in f.places)
+    load = 'load_file(path, device="cpu")' if is_safe else 'torch.load(path, map_location="cpu")'
+    yield Action(text=f"{load}, then load_state_dict, and del the checkpoint")
     yield Action(
         text="mmap=True reads only what is used; on several ranks map each to its own device, not all to GPU 0"
     )
@@ -263,7 +282,8 @@ def _optimizer(m: Message, f: Facts) -> Actions:
         )
         yield Action(text="a machine with more main memory: Adam's state is two float32 copies of the parameters")
         return
-    yield Action(text="fused=True for the optimizer: the update needs no temporaries (foreach keeps one more copy)")
+    if f.in_torch_optimizer or not f.in_optimizer:
+        yield Action(text="fused=True for the optimizer: the update needs no temporaries (foreach keeps one more copy)")
     yield Action(text="a smaller state: 8-bit or factored optimizers (Adafactor)", bytes=f.new_state_bytes or None)
     yield Action(
         text="the state stays: what must shrink is the rest of the step. lowtide.fit(..., optimizer=optimizer) "

@@ -27,6 +27,8 @@ _GAPS_SHARE = 0.05
 _POOLS_SHARE = 0.25
 _HOST_TENSOR_BYTES = 16 * _GIB
 """Smallest request that is blamed on a single huge tensor where the capacity is unknown."""
+_ONE_PROGRAM_BYTES = 512 * _GIB
+"""The same of XLA, which requests all temporaries of a compiled function in one piece."""
 _IMPOSSIBLE_BYTES = 1 << 50
 """Smallest request that must be a wrong size: a PiB."""
 TINY_BYTES = 64 * _KIB
@@ -348,7 +350,10 @@ def _huge_tensor(m: Message, f: Facts) -> Cause | None:
     if has_overflowed(m):
         evidence = f"{format_bytes(tried)} or more: a size has overflowed, is negative, or was read from corrupted data"
     elif total is None:
-        if tried < _HOST_TENSOR_BYTES and m.form != "Metal":
+        if f.in_optimizer or f.starts_engine:
+            return None
+        least = _ONE_PROGRAM_BYTES if m.kind in ("jax", "xla") else _HOST_TENSOR_BYTES
+        if tried < least and m.form != "Metal":
             return None
         evidence = f"one request of {format_bytes(tried)}"
     else:
@@ -497,6 +502,8 @@ def runs_only(m: Message, f: Facts) -> str:
 
 def _true_need(m: Message, f: Facts) -> Cause:
     evidence = [_held(m) if m.allocated_bytes else "", f"in forward of {f.inside}" if f.inside else ""]
+    if (m.allocated_bytes or 0) > (m.total_bytes or m.allocated_bytes or 0):
+        evidence.append("that is more than the device has: its driver keeps the rest in main memory, which is slow")
     if f.evaluates:
         evidence.append("in an evaluation, which needs no gradients and has a batch size of its own")
     if f.in_optimizer:
@@ -541,7 +548,7 @@ CAUSES: tuple[Callable[[Message, Facts], Cause | None], ...] = (
 _HOST = frozenset({"cpu", "numpy", "system", "shared memory"})
 _CACHING = frozenset({"cuda", "hip", "xpu", "npu", "musa", "mlu", "gcu"})
 """Kinds whose allocator requests whole segments."""
-_LIBRARIES = frozenset({"cublas", "cudnn", "cusolver", "cusparse", "cufft", "hipblas", "rocblas", "miopen"})
+_LIBRARIES = frozenset({"cublas", "cudnn", "cusolver", "cusparse", "cufft", "curand", "hipblas", "rocblas", "miopen"})
 
 
 def _rounding(n_bytes: int) -> int:
@@ -566,7 +573,7 @@ def _held(m: Message) -> str:
 
 
 def _ours(m: Message) -> str:
-    own = m.reserved_bytes if m.process_bytes is None else m.process_bytes
+    own = m.known_own_bytes
     if own is not None and m.process_bytes is None and (m.maybe_own or m.hidden_bytes):
         return f"PyTorch has {format_bytes(own)} in this process"
     return "this process's share is unknown" if own is None else f"this process has {format_bytes(own)}"

@@ -72,6 +72,11 @@ class Facts(Record):
         return any(_in_optimizer(place) for place in self.places)
 
     @property
+    def in_torch_optimizer(self) -> bool:
+        """True if the step of one of torch's own optimizers was running."""
+        return any(_TORCH_OPTIMIZER.search(place.file) for place in self.places)
+
+    @property
     def makes_state(self) -> bool:
         """True if the optimizer was creating its state."""
         return any(_makes_state(place) for place in self.places)
@@ -158,7 +163,7 @@ class Facts(Record):
         if any(_trains(place) for place in self.places):
             return ""
         named = (name for place in reversed(self.places) for name, files in _INFERENCE.items() if files(place))
-        return next(named, "")
+        return next(named, "a model" if _runs_without_gradients(self.places) else "")
 
     @property
     def own_place(self) -> Place | None:
@@ -173,8 +178,9 @@ class Facts(Record):
 
 _INSTALLED = re.compile(r"(?:site|dist)-packages|[/\\]lib[/\\]python3|<frozen|<__array_function__|lowtide[/\\]oom[/\\]")
 _WINDOWS = re.compile(r"[A-Za-z]:\\")
-_OPTIMIZER = re.compile(r"[/\\]optim[/\\]|optimizer")
-_STATE = re.compile(r"_?init_group|_?init_states?|_?initialize_(?:optimizer_)?states?|get_state_buffer")
+_OPTIMIZER = re.compile(r"[/\\]optim[/\\]|optimizer|transformers[/\\]optimization\.py")
+_TORCH_OPTIMIZER = re.compile(r"torch[/\\]optim[/\\]")
+_STATE = re.compile(r"_?init_group|_new_buffer|_?init_states?|_?initialize_(?:optimizer_)?states?|get_state_buffer")
 _STATE_CODE = re.compile(r"\bstate\[.{1,60}\]\s?=\s?torch\.(?:zeros|empty|full|ones|clone)")
 _UPDATING = re.compile(r"_(?:multi|single)_tensor_\w+")
 _EVALUATING = re.compile(
@@ -193,9 +199,11 @@ _LOADING = re.compile(
 )
 _MODULE_FILES = re.compile(
     r"torch[/\\]nn[/\\]modules[/\\]module\.py|accelerate[/\\]utils[/\\]modeling\.py|core_model_loading\.py"
-    r"|\bmodeling_utils\.py"
+    r"|\bmodeling_utils\.py|fsdp[/\\]_init_utils\.py"
 )
-_MOVING = re.compile(r"_apply|convert|set_module_tensor_to_device|_load_\w*state_dict\w*|_materialize_copy|to")
+_MOVING = re.compile(
+    r"_apply|convert|_move_module_to_device|_move_states_to_device|set_module_tensor_to_device|_load_\w*state_dict\w*|_materialize_copy|to"
+)
 _PINNING = re.compile(r"_pin_memory_loop|pin_memory(?:_batch)?|do_one_step")
 _PINNING_CODE = re.compile(r"\.pin_memory\(")
 _COMMUNICATION = re.compile(r"distributed_c10d\.py|torch[/\\]cuda[/\\]nccl\.py|_functional_collectives\.py")
@@ -209,7 +217,10 @@ _STATE_GATHERING = re.compile(
 _ENGINE_START = re.compile(r"_ddp_init_helper|_create_fp32_partitions")
 _ENGINE_CODE = re.compile(r"single_partition_of_fp32_groups\.append|fp32_partitioned_groups_flat\.append")
 _MEGATRON_START = re.compile(r"param_and_grad_buffer\.py|distrib_optimizer\.py")
-_TRAINING = re.compile(r"training_step|train_step|train_one_epoch|_inner_training_loop|backward|_run_backward")
+_TRAINING = re.compile(
+    r"training_step|train_step|train(?:_one)?_epoch|train(?:_loop)?|fit|_inner_training_loop|backward|_run_backward"
+)
+_TRAINING_FILE = re.compile(r"(?:^|[/\\_])(?:pre|fine)?_?(?:train|tune|tuning)(?:ing)?\w*\.py$")
 _SHARING = re.compile(r"multiprocessing[/\\](?:heap|shared_memory|reductions|reduction)\.py")
 
 
@@ -234,12 +245,14 @@ def _gathers_evaluation(place: Place) -> bool:
 
 
 def _loads_checkpoint(place: Place) -> bool:
-    if place.function == "load_state_dict":
+    if place.function in ("load_state_dict", "restore_optimizers", "_process_value_according_to_param_policy"):
         return True
     return bool(_SERIALIZATION.search(place.file) and _LOADING.fullmatch(place.function))
 
 
 def _moves_model(place: Place) -> bool:
+    if place.function in ("from_pretrained", "caching_allocator_warmup"):
+        return True
     return bool(_MODULE_FILES.search(place.file) and _MOVING.fullmatch(place.function))
 
 
@@ -278,7 +291,25 @@ def _starts_device(place: Place) -> bool:
 
 
 def _trains(place: Place) -> bool:
-    return bool(_TRAINING.fullmatch(place.function))
+    return bool(_TRAINING.fullmatch(place.function) or _TRAINING_FILE.search(place.file) or _in_optimizer(place))
+
+
+def _switches_gradients_off(place: Place) -> bool:
+    return place.function == "decorate_context"
+
+
+def _runs_without_gradients(places: tuple[Place, ...]) -> bool:
+    """Return True if a module is called inside a function under `torch.no_grad` or `torch.inference_mode`."""
+    is_off = False
+    for place in places:
+        is_off |= _switches_gradients_off(place)
+        if is_off and _calls_module(place):
+            return True
+    return False
+
+
+def _calls_module(place: Place) -> bool:
+    return place.function == "_call_impl"
 
 
 def _in(pattern: str) -> Callable[[Place], object]:
@@ -290,7 +321,11 @@ _INFERENCE: dict[str, Callable[[Place], object]] = {
     "SGLang": _in(r"[/\\]sglang[/\\]"),
     "ComfyUI": _in(r"[/\\]comfy[/\\]|ComfyUI[/\\]"),
     "Stable Diffusion web UI": _in(r"stable-diffusion-webui"),
-    "diffusers": _in(r"[/\\]diffusers[/\\]pipelines[/\\]"),
+    "diffusers": _in(r"[/\\]diffusers[/\\](?:pipelines|models[/\\]autoencoders)[/\\]"),
+    "a model": _in(
+        r"whisper[/\\](?:transcribe|decoding)\.py|ultralytics[/\\]engine[/\\]predictor\.py"
+        r"|sentence_transformers[/\\]SentenceTransformer\.py"
+    ),
     "generation": _in(r"[/\\]transformers[/\\](?:generation[/\\]|pipelines[/\\])"),
 }
 """Programs that run models, by the files of their tracebacks."""
@@ -318,6 +353,7 @@ _INFORMATIVE: tuple[Callable[[Place], object], ...] = (
     _starts_engine,
     _starts_device,
     _trains,
+    _switches_gradients_off,
     *_LARGE_TENSORS.values(),
     *_INFERENCE.values(),
     lambda place: _WINDOWS.match(place.file),

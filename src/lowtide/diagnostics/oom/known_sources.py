@@ -413,6 +413,70 @@ SOURCES: dict[str, Source] = {
             "less at once: usecols and smaller dtypes, or dask_cudf with partitions of some hundred MB",
         ),
     ),
+    "Faiss": Source(
+        code="not-pytorch",
+        claim="Faiss asked the driver for memory outside PyTorch's allocator, and none was left",
+        evidence="each StandardGpuResources takes 1.5 GiB of scratch memory at once, besides the index",
+        actions=(
+            "one StandardGpuResources for all calls, with a smaller setTempMemory(256 << 20) or noTempMemory()",
+            "torch.cuda.empty_cache() before it; an index in float16 (useFloat16), quantized, or on several GPUs",
+        ),
+    ),
+    "boosted trees": Source(
+        code="not-pytorch",
+        claim="the booster (XGBoost, CatBoost, LightGBM) has no room on the GPU for its data and histograms",
+        evidence="the training set is on the GPU as a whole, and other frameworks keep what they have freed",
+        actions=(
+            "look with nvidia-smi which processes hold the GPU: a framework's cache, a notebook",
+            "a smaller max_depth and max_bin (border_count), a sample of rows (subsample with gradient_based), or "
+            "external memory",
+        ),
+    ),
+    "DALI": Source(
+        code="not-pytorch",
+        claim="DALI's decoder asked the driver for memory outside PyTorch's allocator, and none was left",
+        evidence="the largest image decides: each decoding thread keeps a buffer of its size",
+        actions=(
+            "fewer num_threads, a smaller prefetch_queue_depth and batch; shrink images of many megapixels beforehand",
+            "run DALI first, before PyTorch's cache has taken the GPU, or decode on the CPU",
+        ),
+    ),
+    "OpenVINO": Source(
+        code="cap",
+        claim="one buffer is larger than the device allows, whatever memory is free",
+        evidence="the message states the request and the limit for a single buffer",
+        actions=(
+            "a smaller batch or shorter context, a lower precision of weights and cache",
+            "ov::intel_gpu::hint::enable_large_allocations where the device can do it",
+        ),
+    ),
+    "Jetson": Source(
+        code="true-need",
+        claim="the Jetson's memory, which CPU and GPU share, is used up or in too small pieces",
+        evidence="the driver's own message (error 12: no memory)",
+        actions=(
+            "free memory: stop the desktop and other programs, drop caches (sysctl vm.drop_caches=3), or restart",
+            "a smaller model, batch or image, fewer libraries (cuDNN and TensorRT take hundreds of MB); add swap",
+        ),
+    ),
+    "MATLAB": Source(
+        code="not-pytorch",
+        claim="MATLAB has no room on the GPU for an array",
+        evidence="arrays stay there until their variables are cleared",
+        actions=(
+            "gpuDevice shows the free memory: clear variables, smaller MiniBatchSize, single instead of double",
+            "see with nvidia-smi which other processes hold the GPU",
+        ),
+    ),
+    "tactics of TensorRT": Source(
+        code="cap",
+        claim="TensorRT left out an algorithm whose workspace is larger than it may take: a warning, no failure",
+        evidence="the message states what the algorithm needs and what is available",
+        actions=(
+            "nothing, if the engine is built; a larger workspace (memory pool limit) where the GPU has room",
+            "if the build failed: give the rest of the log, from this line on",
+        ),
+    ),
     "Numba": Source(
         code="not-pytorch",
         claim="Numba asked the driver for memory on the GPU, and none was left",
@@ -581,6 +645,43 @@ SOURCES: dict[str, Source] = {
             "collect less: no toPandas() or collect() of a whole table",
         ),
     ),
+    "Java beside its heap": Source(
+        code="cap",
+        claim="a limit of Java beside its heap is reached (class metadata, or direct buffers)",
+        evidence="the limit is Java's own, not the machine's memory",
+        actions=(
+            "raise it: -XX:MaxMetaspaceSize, or -XX:MaxDirectMemorySize for direct buffers",
+            "smaller blocks and fewer fetched at a time (spark.reducer.maxSizeInFlight)",
+        ),
+    ),
+    "Node.js": Source(
+        code="cap",
+        claim="the heap of Node.js is full: its limit, not the machine's memory",
+        evidence="a program in JavaScript beside Python (a front end, an extension of Jupyter, a build) has ended",
+        actions=(
+            "a larger heap: NODE_OPTIONS=--max-old-space-size=8192",
+            "in Jupyter: clear large outputs of the notebook",
+        ),
+    ),
+    "DuckDB": Source(
+        code="cap",
+        claim="DuckDB's memory_limit is used up (80 % of the machine's memory by default)",
+        evidence="the message states what is used, of the limit",
+        actions=(
+            "SET memory_limit, SET threads to fewer, and SET temp_directory so that it may spill to disk",
+            "less at once: columns that are needed, batches of rows instead of a whole table",
+        ),
+    ),
+    "macOS": Source(
+        code="host-memory",
+        claim="macOS ended a process, or asks to end some, because its memory and swap are used up",
+        evidence="on Apple silicon the GPU's memory is part of it",
+        actions=(
+            "look in Activity Monitor which processes hold memory; free disk space for swap",
+            "smaller batches or a smaller model; a lower PYTORCH_MPS_HIGH_WATERMARK_RATIO makes torch fail first",
+            *_LESS_HOST_MEMORY,
+        ),
+    ),
     "Dask's workers": Source(
         code="host-memory",
         claim="workers of Dask died while they ran one task, most likely for their memory",
@@ -595,7 +696,7 @@ SOURCES: dict[str, Source] = {
         claim="a worker process ended without a word, most likely for host memory",
         evidence="the kernel ends the largest process; a crash in a library looks the same",
         actions=(
-            "fewer workers (num_proc, n_jobs, max_workers): each has its own copy of what it touches",
+            "fewer workers (num_proc, n_jobs, max_workers, nnUNet_n_proc_DA): each has its own copy of what it touches",
             "smaller pieces: writer_batch_size of datasets' map; `dmesg | grep -i oom` tells if it was memory",
         ),
     ),
@@ -772,6 +873,10 @@ INFERENCE: dict[str, tuple[str, ...]] = {
     "diffusers": (
         "pipe.enable_model_cpu_offload(), pipe.vae.enable_tiling(); weights in bfloat16 or quantized",
         "smaller images, fewer of them or fewer frames at once, under torch.inference_mode()",
+    ),
+    "a model": (
+        "smaller or fewer inputs at a time: batch size, length, image size; under torch.inference_mode()",
+        "weights in bfloat16 or quantized; parts of the model on other devices (accelerate's device_map)",
     ),
     "generation": (
         "shorter prompts and max_new_tokens, fewer sequences or beams: the KV cache grows with each token of each",

@@ -94,12 +94,18 @@ class Message(Record):
         return max(0, self.process_bytes - self.reserved_bytes)
 
     @property
+    def known_own_bytes(self) -> int | None:
+        """Memory of this process that the message states, at most: in all, else reserved, else (`async`) allocated."""
+        stated = self.reserved_bytes if self.process_bytes is None else self.process_bytes
+        return self.allocated_bytes if stated is None and self.form == "async" else stated
+
+    @property
     def unnamed_bytes(self) -> int | None:
         """Memory that is neither free nor held by a process that the message names."""
-        own_bytes = self.reserved_bytes if self.process_bytes is None else self.process_bytes
-        if self.total_bytes is None or self.free_bytes is None or own_bytes is None:
+        own = self.known_own_bytes
+        if self.total_bytes is None or self.free_bytes is None or own is None:
             return None
-        return max(0, self.total_bytes - self.free_bytes - own_bytes - self.others_bytes)
+        return max(0, self.total_bytes - self.free_bytes - own - self.others_bytes)
 
     @property
     def hidden_bytes(self) -> int | None:
@@ -123,5 +129,5 @@ class Message(Record):
         """Memory that PyTorch could have at most: its own, and the free part, within the limit."""
         if self.reserved_bytes is None or self.free_bytes is None:
             return None if self.allowed_bytes is None else self.allowed_bytes - (self.elsewhere_bytes or 0)
-        usable = self.reserved_bytes + self.free_bytes
-        return usable if self.allowed_bytes is None else min(usable, self.allowed_bytes)
+        limits = (self.reserved_bytes + self.free_bytes, self.allowed_bytes, self.total_bytes)
+        return min(limit for limit in limits if limit is not None)

@@ -34,6 +34,7 @@ HEADS = (
     _head("warming up sampler", r"\b(CUDA|HIP) out of memory occurred when warming up sampler", "", "vLLM's warm-up"),
     _head("out of memory", r"\b(CUDA|HIP|XPU|NPU|MUSA|GCU|MLU|HPU) out of memory\b", ""),
     _head("cuda graph failed", r"Capture cuda graph failed: (CUDA|HIP) out of memory", "", "SGLang's graphs"),
+    _head("NVML_SUCCESS == ", r"NVML_SUCCESS == .{1,80}INTERNAL ASSERT FAILED", "cuda", "torch 2.1 and later"),
     _head("Allocation on device", r"Allocation on device(?! \d)", "cuda", "ComfyUI's nodes"),
     _head("would exceed allowed memory", r"Allocation on device \d{1,4} would exceed allowed memory", "cuda", "async"),
     _head(
@@ -110,7 +111,8 @@ HEADS = (
     ),
     _head(
         "from device: ",
-        r"[Ff]ailed to allocate \S{1,20} \(\d{1,20} bytes\) from device: .{0,40}CUDA_ERROR_OUT_OF_MEMORY",
+        r"[Ff]ailed to allocate \S{1,20} \(\d{1,20} bytes\) from device: .{0,40}"
+        r"(?:CUDA_ERROR_OUT_OF_MEMORY|HIP_ERROR_OutOfMemory|hipErrorOutOfMemory)",
         "jax",
         "pools of TensorFlow and JAX",
     ),
@@ -171,8 +173,10 @@ HEADS = (
         "llama.cpp on the host",
     ),
     _head(
-        "buffer of size|allocate buffer|o allocate CUDA|o allocate ROCm",
+        "buffer of size|allocate buffer|nable to allocate |Bytes of memory on device|buffer for kv|buffer for rs",
         r"(?:ggml|alloc)\S{1,80}: (?:error: )?failed to allocate (?:\w{1,20} buffer of size \d|buffer, size =)"
+        r"|llama_\w{1,40}: failed to allocate buffer for (?:kv|rs) cache"
+        r"|can't allocate \d{1,20} Bytes of memory on device"
         r"|unable to allocate (?:CUDA|ROCm|Vulkan|SYCL|MTL|Metal)\d{0,3} buffer",
         "cuda",
         "llama.cpp",
@@ -197,6 +201,35 @@ HEADS = (
         "llama.cpp",
     ),
     _head("Insufficient ", r"Insufficient (?:VRAM (?:for|in)|space in device allocation)", "cuda", "ExLlama"),
+    _head(
+        "alloc fail type|allocator fail type|ailed to cudaMalloc",
+        r"StandardGpuResources: (?:Faiss device allocator|alloc) fail type|[Ff]ailed to cudaMalloc \d{1,20} bytes",
+        "cuda driver",
+        "Faiss",
+    ),
+    _head(
+        "allocation error on worker|TOutOfMemoryError|stack_like_memory_pool|[CUDA] out of|CUDA error 2",
+        r"Memory allocation error on worker \d{1,6}: (?:std::)?bad_alloc: cudaErrorMemoryAllocation"
+        r"|NCudaLib::TOutOfMemoryError|stack_like_memory_pool\.h:\d{1,6}: Error: Out of memory"
+        r"|catboost/cuda\S{1,200} CUDA error 2: out of memory|\[LightGBM\] \[Fatal\] \[CUDA\] out of memory",
+        "cuda driver",
+        "boosted trees",
+    ),
+    _head(
+        "ALLOCATOR_FAILURE|bytes on device|CUDA allocation failed",
+        r"NVJPEG_STATUS_ALLOCATOR_FAILURE|Critical error in pipeline:.{0,200}"
+        r"(?:Can't allocate \d{1,20} bytes on device|CUDA allocation failed)",
+        "cuda driver",
+        "DALI",
+    ),
+    _head(
+        "memory object allocation",
+        r"\[GPU\] Exceeded max size of memory object allocation",
+        "opencl",
+        "OpenVINO",
+    ),
+    _head("NvMapMem", r"NvMapMemAllocInternalTagged: \d{1,12} error 12", "cuda", "Jetson"),
+    _head("memory on device.", r"\bOut of memory on device\.", "cuda driver", "MATLAB"),
     _head("CUDA failed with error", r"CUDA failed with error out of memory", "cuda driver", "CTranslate2"),
     _head("CUDA failure 2", r"CUDA failure 2: out of memory ?;", "cuda driver", "ONNX Runtime"),
     _head("Gpu API call", r"\(-217:Gpu API call\) out of memory", "cuda driver", "OpenCV on a GPU"),
@@ -256,32 +289,49 @@ HEADS = (
         "Java's heap",
     ),
     _head(
-        "abruptly|unexpectedly terminated",
+        "java.lang.OutOfMemoryError",
+        r"java\.lang\.OutOfMemoryError: (?:Metaspace|Compressed class|(?:Cannot reserve .{1,60})?[Dd]irect buffer)",
+        "system",
+        "Java beside its heap",
+    ),
+    _head(
+        "avaScript heap out|ERR_WORKER_OUT_OF_MEMORY",
+        r"JavaScript heap out of memory|ERR_WORKER_OUT_OF_MEMORY",
+        "system",
+        "Node.js",
+    ),
+    _head("Out of Memory Error: ", r"Out of Memory Error: (?:failed to|could not) \w{1,20}", "system", "DuckDB"),
+    _head(
+        "abruptly|unexpectedly terminated|background ",
         r"One of the subprocesses has abruptly died during map|A process in the process pool was terminated abruptly"
+        r"|[Oo]ne or more background workers are no longer alive|[Ss]ome background worker is 6 feet under"
         r"|A worker process managed by the executor was unexpectedly terminated",
         "system",
         "pools of processes",
         certain=False,
     ),
     _head(
-        "malloc of size|realloc of size",
-        r"ArrowMemoryError: (?:m|re)alloc of size \d",
+        "alloc of size|C error: out|runtime: out of|vector of size",
+        r"ArrowMemoryError: (?:m|re)alloc of size \d|C error: out of memory|fatal error: runtime: out of memory"
+        r"|cannot allocate vector of size \d",
         "system",
         "libraries on the host",
     ),
     _head("sent SIGKILL!", r"Worker \(pid:\d{1,10}\) was sent SIGKILL!", "system", "gunicorn", certain=False),
     _head("fork: ", r"\bfork: (?:retry: )?Cannot allocate memory", "system", "fork"),
     _head(
-        "start new thread|emporarily unavailable",
-        r"can't start new thread"
+        "start new thread|native thread|emporarily unavailable",
+        r"can't start new thread|java\.lang\.OutOfMemoryError: unable to create (?:new )?native thread"
         r"|(?:pthread_create failed.{0,60}|Thread creation failed|\bfork(?:: retry)?): Resource temporarily unavail",
         "system",
         "threads and processes",
     ),
     # services that end a program at its memory limit
     _head(
-        "out-of-memory and exited|emory limit |emory quota|Max Memory Used",
-        r"ran out-of-memory and exited with|Memory limit of [\d.]{1,20} ?[KMG]i?B exceeded"
+        "out-of-memory and exited|emory limit |emory quota|Max Memory Used|Ran out of|over its resource|OOM killed",
+        r"ran out-of-memory and exited with|Ran out of memory \(used over \d{1,6}[KMG]B\) while running your code"
+        r"|app has gone over its resource limits|Process appears to have been OOM killed"
+        r"|Memory limit of [\d.]{1,20} ?[KMG]i?B exceeded"
         r"|Memory limit exceeded \(\d{1,10}[KMG]i?\)|Error R1[45] \(Memory quota|hit its memory limit"
         r"|Memory Size: (\d{1,6}) MB Max Memory Used: \1 MB",
         "system",
@@ -305,6 +355,13 @@ HEADS = (
         r"|Requested amount of GPU memory \(\d{1,20} bytes\) could not be allocated",
         "cuda driver",
         "TensorRT",
+    ),
+    _head(
+        "insufficient to use tactic",
+        r"Device memory is insufficient to use tactic",
+        "cuda driver",
+        "tactics of TensorRT",
+        certain=False,
     ),
     _head(
         "bad_alloc: |RMM_ERROR_OUT",
@@ -337,10 +394,11 @@ HEADS = (
     ),
     _head("cuda runtime error", r"cuda runtime error \(2\) ?: out of memory", "cuda driver", "torch 0.4"),
     _head("out of memory", r"Triton Error \[(CUDA|HIP)\]:.{0,40} out of memory", "", "Triton"),
-    _head("out of resource: ", r"out of resource: [\w ]{1,80}, Required: \d", "triton", "Triton's shared memory"),
+    _head("out of resource: ", r"out of resource: [\w ]{1,120},? Required: \d", "triton", "Triton's shared memory"),
     _head(
-        "out of memory",
-        r"CUDA (?:driver |runtime )?error: out of memory|CUDA Error 2,? out of memory",
+        "ut of memory",
+        r"CUDA (?:driver |runtime )?[Ee]rror: [Oo]ut of memory|CUDA Error 2,? out of memory"
+        r"|== cudaSuccess(?: \(2 vs\. 0\) | \|\| .{1,80}: CUDA: )out of memory",
         "cuda driver",
         "torch 1.0 and later",
     ),
@@ -377,6 +435,7 @@ HEADS = (
         "limits of a launch",
     ),
     _head("_STATUS_ALLOC_FAILED", r"\b(CUBLAS|CUSOLVER|CUSPARSE|CUDNN)_STATUS_ALLOC_FAILED", "", "CUDA libraries"),
+    _head("CURAND_STATUS_ALLOC", r"CURAND_STATUS_ALLOCATION_FAILED", "curand", "CUDA libraries"),
     _head("_STATUS_ALLOC_FAILED", r"\b(HIPBLAS|ROCBLAS|MIOPEN)_STATUS_ALLOC_FAILED", "", "ROCm libraries"),
     _head("DEVICE_ALLOCATION_FAILED", r"CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "cudnn", "cuDNN 9"),
     _head("HOST_ALLOCATION_FAILED", r"CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", "cpu", "cuDNN 9"),
@@ -421,6 +480,7 @@ HEADS = (
         "numpy",
         "NumPy 1.17 and later",
     ),
+    _head("allocate array with shape", r"Unable to allocate array with shape", "numpy", "NumPy 1.16"),
     _head(
         "unable to mmap",
         r"unable to mmap \d{1,40} bytes from file(?: <[^>]{0,4096}>: Cannot allocate memory)?",
@@ -463,6 +523,8 @@ HEADS = (
     _head("No space left", r"\[Errno 28\] No space left on device: '(?!/?dev/shm)", "disk", "a full disk"),
     _head("[Errno 28]", r"\[Errno 28\] No space left on device", "shared memory", "Errno 28", certain=False),
     _head("shared memory segment", r"[Ee]rror while creating shared memory segment", "shared memory", _SHM),
+    _head("/dev/shm/nccl", r"failed to extend /dev/shm/nccl", "shared memory", _SHM),
+    _head("shared memory(shm)", r"unable to allocate shared memory\(shm\) for file", "shared memory", _SHM),
     _head(
         "DataLoader worker", r"DataLoader worker \(pid[^)]{0,80}\) is killed by signal: Killed", "system", "DataLoader"
     ),
@@ -474,8 +536,10 @@ HEADS = (
         certain=False,
     ),
     _head(
-        "os error 1455|WinError|aging file|file di paging|pagina|Auslagerungsdatei|页面文件|ページング|페이징|подкачки",
-        r"\[?WinError (?:1455|1450|8)\]|\bos error 1455\b|WinError 1455|[Pp]aging file is too small"
+        "virtual memory condition|0xC00000|0xc00000|0xC000012|0xc000012|os error 1455|"
+        "WinError|aging file|file di paging|pagina|Auslagerungsdatei|页面文件|ページング|페이징|подкачки",
+        r"diagnosed a low virtual memory condition|\b0x[Cc]000(?:0017|012[Dd])\b"
+        r"|\[?WinError (?:1455|1450|8)\]|\bos error 1455\b|WinError 1455|[Pp]aging file is too small"
         r"|Auslagerungsdatei ist zu klein|fichier de pagination est insuffisant|archivo de paginación es demasiado"
         r"|arquivo de paginação é muito|file di paging|页面文件太小|ページング ?ファイルが小さ|페이징 파일이 너무"
         r"|[Фф]айл подкачки слишком",
@@ -519,11 +583,16 @@ HEADS = (
     _head(
         "slurmstepd|srun:|OUT_OF_ME|exceeded",
         r"slurmstepd: error: .{0,120}oom[-_ ]kill|srun: error: .{0,120}: Out Of Memory|\bOUT_OF_ME(?:MORY|\+)"
-        r"|slurmstepd: error: .{0,120}[Ee]xceeded (?:job |step )?memory limit",
+        r"|slurmstepd: error: .{0,120}[Ee]xceeded (?:job |step |virtual )?memory limit",
         "system",
         "Slurm",
     ),
-    _head("PBS: job killed", r"PBS: job killed: (?:p?v?mem|vmem)\b", "system", "PBS"),
+    _head(
+        "PBS: job killed|mem limit reached",
+        r"PBS: job killed: (?:p?v?mem|vmem)\b|exceeded its memory allocation: cgroup mem",
+        "system",
+        "PBS",
+    ),
     _head("TERM_MEMLIMIT", r"TERM_MEMLIMIT", "system", "LSF"),
     _head("h_vmem", r"exceeds? job (?:hard|soft) limit .h_vmem", "system", "SGE"),
     _head("over memory limit|over cgroup", r"Job has gone over (?:cgroup )?memory limit", "system", "HTCondor"),
@@ -542,9 +611,19 @@ HEADS = (
     _head("due to CUDA OOM", r"to CPU due to CUDA OOM", "cuda", "detectron2"),
     _head("ut of memory", r"[Oo]ut of memory: Killed? process \d|Memory cgroup out of memory", "system", "Linux"),
     _head(
-        "oom-kill|oom_kill|OOM Killed|OOM-killed", r"oom-kill|oom_kill event|OOM Killed|OOM-killed", "system", "Linux"
+        "oom-kill|oom_kill|OOM Killed|OOM-killed|oom_reaper: ",
+        r"oom-kill|oom_kill event|OOM Killed|OOM-killed|oom_reaper: reaped process",
+        "system",
+        "Linux",
     ),
     _head("systemd-oomd", r"systemd-oomd.{0,40}: Killed .{1,300}? due to memory", "system", "a memory daemon"),
+    _head(
+        "memorystatus|low swap: killing|application memory",
+        r"memorystatus: killing.{0,40} (?:process|pid) |low swap: killing .{0,60} pid \d"
+        r"|system has run out of application memory",
+        "system",
+        "macOS",
+    ),
     _head("by the OOM killer", r"killed by the OOM killer", "system", "Linux"),
     _head("sending SIG", r"earlyoom.{0,40}: sending SIG(?:TERM|KILL) to process", "system", "a memory daemon"),
     _head(
@@ -559,7 +638,12 @@ HEADS = (
         certain=False,
     ),
     _head("Cannot allocate memory", r"Cannot allocate memory", "cpu", "the operating system"),
-    _head("std::bad_alloc", r"std::bad_alloc(?!: (?:out_of_memory: )?(?:CUDA|RMM))", "cpu", "C++"),
+    _head(
+        "std::bad_alloc|: bad allocation",
+        r"std::bad_alloc(?!: (?:out_of_memory: )?(?:CUDA|RMM|cuda))|: bad allocation\b",
+        "cpu",
+        "C++",
+    ),
     _head("MemoryError", r"\bMemoryError\b(?!: (?:Unable to allocate|std::bad_alloc))", "cpu", "Python"),
 )
 """Of several heads that begin at the same place the first wins."""

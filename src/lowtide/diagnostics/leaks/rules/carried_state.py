@@ -16,7 +16,10 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     fix="`{name} = {name}.detach()` before the next forward, and no `retain_graph` at {backward}",
 )
 class CarriedState(Rule):
-    """Rule for a model input with a graph that a backward pass went through."""
+    """Rule for a model input with a graph that a backward pass went through, and that the model computed itself.
+
+    The output of one model that is given to another has a graph for its loss there.
+    """
 
     claims_graph = True
     fix_of_part = (
@@ -27,10 +30,10 @@ class CarriedState(Rule):
     fix_of_module = "`self.{name} = self.{name}.detach()` before the next forward, and no `retain_graph` at {backward}"
 
     def matches(self, item: RetainedObject, history: History) -> bool:
-        return item.has_graph and bool(item.backwards) and (item.is_input or is_carried_by_module(item))
+        return item.has_graph and bool(item.backwards) and self.names_holder(item)
 
     def names_holder(self, item: RetainedObject) -> bool:
-        return item.is_input or is_carried_by_module(item)
+        return item.is_fed_back or is_carried_by_module(item)
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
         """Return the advice for a variable, or for an attribute of a module."""

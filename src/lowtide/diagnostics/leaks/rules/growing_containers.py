@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from lowtide.diagnostics.leaks.holder_history import History
+from lowtide.diagnostics.leaks.holder_history import GROWTHS, History, grows
 from lowtide.diagnostics.leaks.inspection import RetainedObject
 from lowtide.diagnostics.leaks.rules.rule_registry import RULES, Rule, rule
 
 if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.call_log import SiteStats
 
-GROWTHS = 3
-"""Number of consecutive inspections at which a container must have grown."""
+JOINS = 5
+"""Number of consecutive inspections at which a single tensor must have grown: batches of several sizes may grow thrice.
+"""
 
 
 def _accumulates(item: RetainedObject) -> bool:
     """Return True if `item` has a graph, and its gradients have none (learning to learn gathers losses on purpose)."""
     return item.has_graph and not any(backward.create_graph for backward in item.backwards)
-
-
-def _grows(sizes: Sequence[int]) -> bool:
-    last = sizes[-GROWTHS:]
-    return len(last) == GROWTHS and all(a < b for a, b in pairwise(last))
 
 
 @rule(
@@ -92,7 +86,8 @@ class RunningSumOfGraphs(Rule):
     "LT021",
     priority=160,
     name="list that grows by tensors without a graph",
-    what="A list, dict or cache holds more and more tensors. They have no graph; their own memory adds up.",
+    what="A list, dict or cache holds more and more tensors, or they are joined to one tensor. They have no graph; "
+    "their own memory adds up.",
     why="It grows without bound. `.detach()` does not help: the values are the memory.",
     bad="predictions.append(model(x).detach())",
     good="predictions.append(model(x).argmax(-1).cpu())",
@@ -101,6 +96,7 @@ class RunningSumOfGraphs(Rule):
 class GrowingList(Rule):
     """Rule for a container whose bytes and entries grow over several inspections in a row."""
 
+    gathers = True
     ends_without_growth = True
     fix_of_cache = "bound the cache of `{name}` (`lru_cache(maxsize=...)`), or call `{name}.cache_clear()` each epoch"
 
@@ -110,7 +106,15 @@ class GrowingList(Rule):
         return self.fix_of_cache if is_cache else super().fix_for(item, history)
 
     def matches(self, item: RetainedObject, history: History) -> bool:
-        return not item.has_graph and _grows(history.held_bytes) and _grows(history.entries)
+        if item.has_graph or not grows(history.held_bytes):
+            return False
+        return grows(history.entries) or _is_added_to(item, history)
+
+
+def _is_added_to(item: RetainedObject, history: History) -> bool:
+    """Return True if a single tensor of a variable was larger at each of many inspections: outputs are joined to it."""
+    is_tensor = item.is_held_as("variable") and not history.entries[-1] and not item.is_output
+    return is_tensor and grows(history.held_bytes, JOINS) and history.held_bytes[-1] >= 2 * history.held_bytes[-JOINS]
 
 
 LEAST_HOST_BYTES = 100 * 1024
@@ -167,7 +171,7 @@ class GatheredOutputs(Rule):
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_large = history.held_bytes[-1] >= max(LEAST_GATHERED_BYTES, history.largest_graph_bytes // 4)
-        return not item.has_graph and not item.is_input and is_large and _grows(history.held_bytes)
+        return not item.has_graph and not item.is_input and is_large and grows(history.held_bytes)
 
 
 @rule(
@@ -188,4 +192,4 @@ class KeptOnObjects(Rule):
         is_part = item.holder is not None and item.holder.is_part and not item.has_graph
         if not is_part or not item.is_output or history.n_steps < 2 or not history.entries[-1]:  # 0: a bounded queue
             return False
-        return _grows(history.held_bytes) and not _grows(history.entries)
+        return grows(history.held_bytes) and not grows(history.entries)

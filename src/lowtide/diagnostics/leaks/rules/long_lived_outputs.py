@@ -57,4 +57,4 @@ class AliveInNextStep(Rule):
             return False  # kept over the steps on purpose
         if holder is not None and holder.gathers and len(history.held_bytes) == 1:
             return False  # may be a buffer; a list that each step creates holds outputs of one step only
-        return item.is_output and not item.is_input and is_large
+        return item.is_output and not item.is_input and not item.is_state and is_large

@@ -3,6 +3,7 @@
 from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.inspection import RetainedObject
 from lowtide.diagnostics.leaks.referrers import Holder
+from lowtide.diagnostics.leaks.rules.long_lived_outputs import SHARE
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 
@@ -25,7 +26,7 @@ class RetainGraph(Rule):
         "`.detach()` what is kept in `{name}`, and remove `retain_graph=True` at {backward} if no backward pass follows"
     )
     fix_of_second_order = "`del {names}` after the last backward pass"
-    follows_from = "LT011"
+    follows_from = ("LT011", "LT031")
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
         """Return the advice; another one for `create_graph=True`, whose graph is needed until the last pass."""
@@ -34,7 +35,7 @@ class RetainGraph(Rule):
         return self.fix_of_second_order if is_needed else fix
 
     def matches(self, item: RetainedObject, history: History) -> bool:
-        return item.has_graph and any(b.retain_graph for b in item.backwards)
+        return item.has_graph and any(b.retain_graph for b in item.backwards) and is_sizable(item, history)
 
     def names_part(self, holder: Holder, history: History) -> bool:
         """Return True if the advice should name the entry, because the container stays for several steps."""
@@ -76,4 +77,14 @@ class PartialBackward(Rule):
     """Rule for a graph that a backward pass freed only in part."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
-        return item.has_graph and bool(item.backwards)
+        return item.has_graph and bool(item.backwards) and is_sizable(item, history)
+
+
+def is_sizable(item: RetainedObject, history: History) -> bool:
+    """Return True if much of a forward's graph is left.
+
+    Two losses that go backward in turns, the first with `retain_graph=True`, leave the end of the first one's graph.
+    """
+    passes = [call.backwards for call in item.calls if call.backwards]
+    in_turns = any(each[0].retain_graph and not each[-1].retain_graph for each in passes)
+    return history.held_bytes[-1] >= (0.5 if in_turns else SHARE) * history.largest_graph_bytes

@@ -47,14 +47,16 @@ class Rule:
     """Fix where a container gathers the tensors, so that its name must not be deleted or set to None."""
     fix_of_part = ""
     """Fix where an entry or attribute of the variable holds the tensors."""
+    gathers = False
+    """True for containers that gather outputs, which explains outputs of the same line that outlive their step."""
     unit = ""
     """Words printed after the bytes, such as "of host memory a step"."""
     must_last = False
     """True if the finding is void unless the outputs are still alive when a backward pass of the next step begins."""
     superseded_by = ""
     """Code of a rule whose finding on the same holder replaces this one."""
-    follows_from = ""
-    """Code of a rule whose finding on the same backward pass is the reason for this one, which is left out then."""
+    follows_from: tuple[str, ...] = ()
+    """Codes of rules whose finding on the same backward pass is the reason for this one, which is left out then."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         """Return True if `item` is a case of this rule."""

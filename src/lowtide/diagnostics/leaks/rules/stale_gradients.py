@@ -33,6 +33,21 @@ class UnreadGradients(Rule):
 
 
 @rule(
+    "LT031",
+    name="gradients discarded before any update",
+    what="A backward pass computes gradients of a second model, and `zero_grad` discards them before that model's "
+    "optimizer has read them: the discriminator of a GAN is trained on images that still have the generator's graph.",
+    why="Backward goes through the whole second model for nothing: its time, its gradients, and its graph, which "
+    "`retain_graph=True` then often keeps for the loss that does need it.",
+    bad="fake = generator(noise)\nloss(discriminator(fake)).backward()",
+    good="fake = generator(noise)\nloss(discriminator(fake.detach())).backward()",
+    fix="`.detach()` the output of `{name}` ({made}) in the loss whose backward is at {backward}{remedy}",
+)
+class DiscardedGradients(Rule):
+    """Rule for gradients that are reset before their optimizer has read them, recorded by `zero_grad`."""
+
+
+@rule(
     "LT018",
     name="zero_grad(set_to_none=False)",
     what="Gradients are set to zero instead of None.",

@@ -1,6 +1,6 @@
 """Tensors stored outside variables: on ctx, by hooks, on modules, in buffers."""
 
-from lowtide.diagnostics.leaks.holder_history import History
+from lowtide.diagnostics.leaks.holder_history import History, grows
 from lowtide.diagnostics.leaks.inspection import RetainedObject
 from lowtide.diagnostics.leaks.rules.carried_state import is_carried_by_module
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
@@ -63,6 +63,8 @@ class ModuleAttribute(Rule):
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         if item.buffer is not None or not item.is_held_as("module") or is_carried_by_module(item):
+            return False
+        if item.is_state and not grows(history.entries):
             return False
         return item.has_graph or item.is_output or history.has_changed
 

@@ -1,0 +1,163 @@
+"""Gradients that a backward pass computes and `zero_grad` discards before an update reads them: the loss of another
+model went through a graph that should have been cut off.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from lowtide._torch.autograd_graph import is_leaf, variable_of
+from lowtide._torch.nodes import sequence_number
+from lowtide.diagnostics.leaks.inspection import roots_of
+from lowtide.diagnostics.leaks.live_tensors import storage_bytes
+from lowtide.diagnostics.leaks.running_frames import variable_name
+from lowtide.diagnostics.leaks.tensor_graphs import computing
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+    from lowtide.diagnostics.leaks.call_log import Backward, CallLog
+    from lowtide.diagnostics.leaks.call_site import Place
+    from lowtide.diagnostics.leaks.finding_log import FindingLog
+
+_WATCHED_PASSES = 24
+"""Number of backward passes that are followed, from the first one on."""
+_TIMES = 2
+"""Number of times that a line's gradients must be discarded before it is reported."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One backward pass, and the parameters whose gradient it computes."""
+
+    backward: Backward
+    unread: set[int]
+    """Ids of the parameters that no update has read and no `zero_grad` has reset since."""
+    others_read: bool = False
+    """True once an update has read other gradients of the pass."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """All backward passes of one line."""
+
+    n_discarded: int = 0
+    parameters: set[int] = field(default_factory=set)
+    """Ids of the parameters whose gradients were discarded."""
+    is_needed: bool = False
+    """True if those gradients were read once, or if other parameters get their gradient through that part."""
+
+
+class DiscardedGradients:
+    """Check for gradients that are computed, and reset before their optimizer has read them, in each step.
+
+    Counts only if another optimizer has read the other gradients of the same pass, as in a GAN whose discriminator is
+    trained on images that are not detached: gradients that the user's own code reads are reset without any update.
+    """
+
+    def __init__(self, log: FindingLog, calls: CallLog) -> None:
+        self._log, self._calls = log, calls
+        self._n_passes = 0
+        self._passes: list[_Pass] = []
+        self._lines: dict[Place, _Line] = {}
+        self._trained: set[int] = set()
+        """Ids of the parameters that an optimizer has updated."""
+
+    @property
+    def is_active(self) -> bool:
+        """True as long as backward passes are followed."""
+        return self._n_passes < _WATCHED_PASSES
+
+    def backward_begins(self, nodes: Iterable[Node], backward: Backward) -> None:
+        """Handle the beginning of a backward pass."""
+        if not self.is_active or backward.create_graph or backward.is_partial:
+            return
+        self._n_passes += 1
+        graph = computing(nodes)
+        leaves = (variable_of(n) for node in graph for n, _ in node.next_functions if n is not None and is_leaf(n))
+        unread = {id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)}
+        self._passes.append(_Pass(backward, unread))
+        line = self._lines.setdefault(backward.place, _Line())
+        line.is_needed |= _leads_on(graph, line.parameters)
+
+    def updated(self, parameters: Iterable[Tensor]) -> None:
+        """Handle the update of these parameters, which reads their gradients."""
+        updated = {id(p) for p in parameters} if self._passes else set()
+        self._trained |= updated
+        for each in self._passes:
+            read = each.unread & updated
+            line = self._lines[each.backward.place]
+            line.is_needed |= not line.parameters.isdisjoint(read)
+            each.others_read |= bool(read)
+            each.unread -= read
+
+    def zeroed(self, parameters: Iterable[Tensor], place: Place, least_bytes: int) -> None:
+        """Handle `zero_grad` of these parameters, before it runs."""
+        given = {id(p): p for p in parameters} if self._passes else {}
+        for each in self._passes:
+            discarded = {n: given[n] for n in each.unread & given.keys() if given[n].grad is not None}
+            each.unread -= given.keys()
+            line = self._lines[each.backward.place]
+            if not (discarded and each.others_read) or line.is_needed:
+                continue
+            line.parameters |= discarded.keys()
+            line.n_discarded += 1
+            n_bytes = sum(storage_bytes(p.grad) for p in discarded.values() if p.grad is not None)
+            if line.n_discarded == _TIMES and n_bytes >= least_bytes and discarded.keys() <= self._trained:
+                self._report(each, set(discarded), n_bytes, place)
+        self._passes = [each for each in self._passes if each.unread]
+
+    def drop_needed(self) -> None:
+        """Withdraw what was reported for lines whose gradients turned out to be needed."""
+        for place, line in self._lines.items():
+            if line.is_needed:
+                self._log.entries.pop(f"LT031 {place}", None)
+
+    def _report(self, each: _Pass, parameters: set[int], n_bytes: int, place: Place) -> None:
+        module = _module_of(parameters)
+        if module is None:
+            return
+        name, backward = variable_name(module) or type(module).__name__, each.backward
+        made_at = next((s.site.place for s in self._calls.stats.values() if id(module) in s.module_ids), None)
+        self._log.record(
+            "LT031",
+            str(backward.place),
+            held_bytes=n_bytes,
+            step=backward.step,
+            text=f"{name}: {format_bytes(n_bytes)} of gradients, computed by backward at {backward.place}, discarded "
+            f"by zero_grad at {place}",
+            name=name,
+            remedy=", and no `retain_graph` there" if backward.retain_graph else "",
+            made_at=made_at,
+            backward=backward,
+        )
+
+
+def _leads_on(graph: list[Node], parameters: set[int]) -> bool:
+    """Return True if gradients flow through the part of `graph` that uses these parameters to other ones."""
+    leads_to_others: dict[Node, bool] = {}
+    for node in sorted(graph, key=sequence_number):  # inputs first
+        upstream = [n for n, _ in node.next_functions if n is not None]
+        is_own = [is_leaf(n) and id(variable_of(n)) in parameters for n in upstream]
+        reaches = any(leads_to_others.get(n, is_leaf(n)) for n, own in zip(upstream, is_own, strict=True) if not own)
+        leads_to_others[node] = reaches
+        if any(is_own) and reaches:
+            return True
+    return False
+
+
+def _module_of(parameters: set[int]) -> nn.Module | None:
+    """Return the module that has all of these parameters, and no others."""
+    modules = [obj for obj in gc.get_objects() if isinstance(obj, nn.Module)]
+    for root in roots_of(modules):
+        for module in root.modules():
+            own = {id(p) for p in module.parameters()}
+            if own and own <= parameters:
+                return module
+    return None
