@@ -56,12 +56,10 @@ class Overwritten(RuntimeError):
         often = "once" if n_writes == 1 else f"{n_writes} times"
         how = changed_in_place(tensor, version)
         if version == EXPOSED:
-            often, how = (
-                "without a new version",
-                (
-                    "a tensor needed for gradient computation has been modified, through tensor.data or a NumPy array: "
-                    f"[{tensor.type()} {list(tensor.shape)}]."
-                ),
+            often = "without a new version"
+            how = (
+                "a tensor needed for gradient computation has been modified, through tensor.data or a NumPy array: "
+                f"[{tensor.type()} {list(tensor.shape)}]."
             )
         super().__init__(
             f"{how}\n"
