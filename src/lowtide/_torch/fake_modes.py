@@ -23,6 +23,7 @@ from torch.utils import _device, _python_dispatch
 
 from lowtide._torch.backward import ENGINE
 from lowtide._torch.patching import replace_function
+from lowtide.utils.frames import module_name
 
 _taken_on_the_way: list[BaseException] = []
 
@@ -149,7 +150,7 @@ def default_device() -> torch.device | None:
 
 def is_own(frame: FrameType) -> bool:
     """Return True if the frame runs code of torch or of this package."""
-    name: str = frame.f_globals.get("__name__", "")
+    name = module_name(frame)
     return name.startswith(("torch.", "lowtide.")) or name == "torch"
 
 

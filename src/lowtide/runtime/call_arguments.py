@@ -117,7 +117,7 @@ class _Given:
 
 
 class _Flat:
-    """A part that rebuilds arguments none of which contains tensors."""
+    """A part that rebuilds arguments that are tensors themselves, or contain none."""
 
     __slots__ = ("_n_args", "_names", "_places", "_things")
 

@@ -25,9 +25,7 @@ watched = False
 """True if a tensor may be read again by a recompute or replay; while False, no write is reported."""
 
 torchs_own: dict[Any, Any] = {}
-"""By replacement, the method or function of torch in whose place it is. Modes are called with the replacement, after it
-has reported.
-"""
+"""Method or function of torch, by its replacement. Modes are called with the replacement, after it has reported."""
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _NO_WRITERS = frozenset({

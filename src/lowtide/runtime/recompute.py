@@ -205,16 +205,11 @@ def certain(value: Value) -> bool:
     return not isinstance(value.maker, Recompute) or value.maker.certain
 
 
-def is_plain_mode() -> bool:
-    """Return True if gradients are not recorded and autocast is off."""
-    return not torch.is_grad_enabled() and not any_autocast()
-
-
 def plain() -> contextlib.AbstractContextManager[Any]:
     """Turn gradients and autocast off inside this `with` block, because recorded nodes are of operators as autocast
     called them.
     """
-    if is_plain_mode():
+    if not torch.is_grad_enabled() and not any_autocast():
         return _NOTHING
     stack = contextlib.ExitStack()
     stack.enter_context(torch.no_grad())

@@ -178,7 +178,7 @@ def registered(node: Node, output: int) -> Value | None:
 
 @never_compiled
 def unpack_in_python(handle: Handle | KeptTensor) -> Tensor:
-    """Return a saved tensor, as the unpack hook."""
+    """Unpack hook: return the tensor saved as `handle`."""
     global probe
     if isinstance(handle, tuple):
         tensor, version = handle
@@ -201,7 +201,7 @@ def unpack_in_python(handle: Handle | KeptTensor) -> Tensor:
 
 
 unpack: Callable[[Handle | KeptTensor], Tensor] = unpack_in_python if native is None else native.unpack
-"""Return a saved tensor, as the unpack hook."""
+"""Unpack hook: return the tensor saved as `handle`."""
 if native is not None:
     native.lend(
         Value=Value,
@@ -269,7 +269,7 @@ class Observer:
         """Observe that backward is about to read a saved tensor."""
 
     def given(self, handle: Handle, tensor: Tensor) -> None:
-        """Observe the tensor that backward reads."""
+        """Observe `tensor`, which backward is about to get for `handle`."""
 
     def making(self, maker: Recomputation) -> None:
         """Observe that a recipe or a replay is about to run; its operands are available."""

@@ -123,14 +123,14 @@ class ReliedOn:
         return value
 
     def rely_on(self, values: Iterable[Value]) -> None:
-        """Copy these values' tensors before a write, although other recomputes run only on trial."""
+        """Have these values' tensors copied before they are written to, although other recomputes run only on trial."""
         references = [weakref.ref(value) for value in values if value.original is not None]
         self._values += references
         self._unlooked += references
         self._watch_writes()
 
     def add(self, frame: ReplayFrame) -> None:
-        """Copy the parameters and buffers that the replay of `frame` reads before a write."""
+        """Have the parameters and buffers that the replay of `frame` reads copied before they are written to."""
         if len(self._frames) >= self._most_frames:
             self._forget_freed()
         reference = weakref.ref(frame)
@@ -201,7 +201,8 @@ class ReliedOn:
         return Handle(self.of(own, value.tensor), view)
 
     def watch(self) -> None:
-        """Copy tensors that are still to be read before a write, until `leave`, or until the plan's model is freed.
+        """Watch for writes, until `leave` or until the plan's model is freed, and copy tensors that are still to be
+        read before them.
 
         Nothing is intercepted before there is such a tensor.
         """
@@ -231,8 +232,8 @@ class ReliedOn:
         self._stop()
 
     def before_write(self, storages: set[int], writer: str, *, is_habit: bool = False) -> None:
-        """Copy tensors in these storages, which `writer` is about to write to. If `is_habit`, no recompute uses them
-        from then on.
+        """Copy the tensors in these storages, to which `writer` is about to write. If `is_habit`, no recompute uses
+        them from then on.
         """
         copies: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
