@@ -24,6 +24,7 @@ import torch
 
 from lowtide._torch.pytree import SUPPORTED_NODES
 from lowtide._torch.tensors import base_of
+from lowtide.runtime.exposed_memory import EXPOSED
 from lowtide.runtime.view_geometry import producer
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ class Arguments:
         """
         tensors = []
         for handle, grad in zip(handles, self._grads, strict=True):
-            tensors.append(handle.get().detach().requires_grad_(grad))
+            tensor = handle.get() if handle.value.version != EXPOSED else handle.get_compared()
+            tensors.append(tensor.detach().requires_grad_(grad))
         if self._build is not None:
             args, kwargs = self._build(_Given(tensors))
             return args, kwargs

@@ -138,6 +138,12 @@ class ReplayFrame:
             *((value.tensor, value.version) for value in arguments if value.kept and value.tensor is not None),
         ]
 
+    @property
+    def is_awaited(self) -> bool:
+        """Return True if the call may have to be run again: not once a replay has brought all values back."""
+        values = [reference() for reference in self.values.values()]
+        return not values or any(value is not None and value.tensor is None for value in values)
+
     def is_held_outside(self) -> bool:
         """Return True if an object outside its runs refers to their tensors, recorded since `held` was set."""
         held = self.held or []
@@ -284,7 +290,7 @@ class ReplayFrame:
         for handle in operands:
             value = handle.value
             tensor = value.tensor
-            if value.maker is None and tensor is not None and tensor._version != value.version:
+            if value.maker is None and tensor is not None and tensor._version != value.version and value.is_changed:
                 self.call_context.reach.is_overwritten = True
                 raise Overwritten(tensor, value.version, str(interceptor), type(interceptor.module))
         args, kwargs = self.arguments.again(operands)
