@@ -389,4 +389,23 @@ REPORTED = [
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 7.62 GiB. GPU 0 has a total capacity of 15.35 GiB of which 15.23 GiB is free. Including non-PyTorch memory, this process has 124.02 MiB memory in use. 4.61 GiB allowed; Of the allocated memory 0 bytes is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.",
         never="fit\\(",
     ),
+    Reported(
+        "memory of HIP's own",
+        "not-pytorch",
+        "look with rocm-smi --showpids",
+        "rocBLAS error: hipMalloc failed: out of memory",
+        never="nvidia-smi",
+    ),
+    Reported(
+        "a tensor in pinned memory",
+        "pinned-memory",
+        "pin less at once",
+        'Traceback (most recent call last):\n  File "/a/train.py", line 3, in <module>\n    buffer = torch.empty(1 << 34, pin_memory=True)\nRuntimeError: CUDA error: out of memory',
+    ),
+    Reported(
+        "pinned memory, by the driver's name",
+        "pinned-memory",
+        "pin less at once",
+        "RuntimeError: CUDA error: out of memory (cudaHostAlloc)",
+    ),
 ]

@@ -203,9 +203,13 @@ class CallLog:
         self._watched[weakref.ref(mark, self._record_freed)] = call
         node.register_prehook(_Prehook(self, call, is_output))
 
+    def known(self) -> tuple[Call, ...]:
+        """Return the calls that have a living graph or are recent."""
+        return (*self.alive.values(), *self._recent)
+
     def between(self, first: int, last: int) -> list[Call]:
         """Return the calls, with a living graph or recent, that made any of the nodes numbered `first` to `last`."""
-        return [c for c in (*self.alive.values(), *self._recent) if c.first <= last and first < c.stop]
+        return [c for c in self.known() if c.first <= last and first < c.stop]
 
     def of_output(self, storages: set[int]) -> dict[int, Call]:
         """Map storages of outputs that still exist to the call that returned them."""

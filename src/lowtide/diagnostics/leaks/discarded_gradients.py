@@ -124,7 +124,8 @@ class DiscardedGradients:
         if module is None:
             return
         name, backward = variable_name(module) or type(module).__name__, each.backward
-        made_at = next((s.site.place for s in self._calls.stats.values() if id(module) in s.module_ids), None)
+        calls = (call for call in self._calls.known() if call.module_id == id(module) and backward in call.backwards)
+        made_at = next((call.place for call in calls), None)
         self._log.record(
             "LT031",
             str(backward.place),

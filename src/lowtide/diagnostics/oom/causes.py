@@ -91,9 +91,9 @@ def _known_source(m: Message, f: Facts) -> Cause | None:
 
 
 def _pinned_memory(m: Message, f: Facts) -> Cause | None:
-    if not f.pins_memory or m.tried_bytes is not None:
+    if not (f.pins_memory or "HostAlloc" in m.text) or m.tried_bytes is not None:
         return None
-    failed = "the DataLoader's pin_memory thread" if f.pins_batches else "a call of pin_memory()"
+    failed = "the DataLoader's pin_memory thread" if f.pins_batches else "a request for pinned memory"
     return Cause(
         code="pinned-memory",
         claim="no pinned host memory could be had (pin_memory), although the error names the GPU",

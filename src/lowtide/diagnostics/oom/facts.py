@@ -205,7 +205,9 @@ _MOVING = re.compile(
     r"_apply|convert|_move_module_to_device|_move_states_to_device|set_module_tensor_to_device|_load_\w*state_dict\w*|_materialize_copy|to"
 )
 _PINNING = re.compile(r"_pin_memory_loop|pin_memory(?:_batch)?|do_one_step")
-_PINNING_CODE = re.compile(r"\.pin_memory\(")
+_PINNING_CODE = re.compile(
+    r"\.pin_memory\(|torch\.(?:empty|zeros|ones|full|rand|randn|tensor)(?:_like)?\(.{0,200}\bpin_memory=True"
+)
 _COMMUNICATION = re.compile(r"distributed_c10d\.py|torch[/\\]cuda[/\\]nccl\.py|_functional_collectives\.py")
 _TRITON = re.compile(r"[/\\]triton[/\\]|[/\\]_?inductor[/\\]runtime[/\\]")
 _TENSOR_FILES = re.compile(r"torch[/\\]_tensor\.py|torch[/\\]nn[/\\]parameter\.py|torch[/\\]storage\.py")

@@ -385,6 +385,12 @@ HEADS = (
         "cuda driver",
         "CUDA",
     ),
+    _head(
+        "alloc(|alloc failed",
+        r"hip\w{0,20}[Mm]alloc\w{0,20}(?:\([^)\n]{0,200}\))? failed: out of memory",
+        "hip driver",
+        "ROCm",
+    ),
     _head("Failed to CUDA", r"Failed to CUDA (?:host )?\w?[ac]l?loc\w{0,10}(?: async)? \d{1,20} bytes", "nccl", "NCCL"),
     _head(
         "cuda runtime error",
