@@ -137,7 +137,7 @@ class TestFollowed:
         repository.write("src/lowtide/levers/optimizer_loop.py", lever)
         repository.write("tests/levers/test_one_by_one.py", test)
         levers = "src/lowtide/levers/__init__.py"
-        before = "from lowtide.levers.products_apart import ProductsApart\n"
+        before = "from lowtide.levers.unfused_addmm import UnfusedAddmm\n"
         repository.replace(levers, before, f"from lowtide.levers.optimizer_loop import OneByOne\n{before}")
         repository.replace(levers, "= (Outputs(), ", "= (Outputs(), OneByOne(), ")
         repository.run(blocks("Add a lever", "console")[0])

@@ -2,7 +2,8 @@
 
 from joint_graphs import FEW, MANY, node
 from lowtide._torch.joint_graph import JointGraph
-from lowtide.profiler.joint_memory import backward_half, forward_half, scratch_of
+from lowtide.memory.events import Allocate, Free
+from lowtide.profiler.joint_memory import backward_half, forward_half, scratch_of, unmodelled
 from lowtide.runtime.joint_slots import Recomputed
 
 
@@ -132,3 +133,18 @@ def test_products_of_16_bit_values_have_the_scratch_memory_that_they_were_measur
     assert scratch == {1: 2 * MANY, 4: 2 * FEW}
     assert forward_half(graph, nothing, scratch).levels[0] == 3 * MANY
     assert scratch_of(graph, nothing, ([FEW], [])) == {}  # something else
+
+
+def test_recorded_memory_that_no_value_accounts_for_is_counted_where_it_was_recorded() -> None:
+    """A copy after the first product, freed before the second, which has scratch memory."""
+    half = forward_half(scaled(), Recomputed(frozenset({1}), frozenset()))
+    recorded = (
+        Allocate(1, MANY, 4096, "mm"),
+        Allocate(2, 3 * MANY, 8192, "copy"),
+        Free(2, 3 * MANY),
+        Allocate(3, MANY, 12288, "gelu"),
+        Allocate(4, 5 * MANY, 16384, "scratch"),
+        Free(4, 5 * MANY),
+        Free(3, MANY),
+    )
+    assert unmodelled(scaled(), half, recorded) == {1: 3 * MANY, 2: 0, 3: 5 * MANY, 4: 0, -1: 0}

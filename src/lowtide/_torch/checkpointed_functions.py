@@ -25,7 +25,7 @@ def observe_checkpoints(observe: Callable[[tuple[Any, ...], bool], Region | None
     """Call `observe(arguments, is_reentrant)` for each checkpointed call until the returned function is called.
 
     `torch.utils.checkpoint.checkpoint` itself is in variables of the modules that imported it, so the two
-    implementations that it calls are replaced. Read in 2.13; the same since 2.1.
+    implementations that it calls are replaced. Torch 2.13, since 2.1.
     """
     generator, function = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    pass
-
 
 RecordFunction = torch._C._profiler._RecordFunctionFast
 """Context manager that records an event of the given name in a running profiler; it costs 0.7 us. Torch 2.13."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import sys
@@ -12,6 +13,7 @@ from types import FrameType, FunctionType
 from typing import Any, NoReturn
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import overrides
 from torch._subclasses import fake_tensor as _fake_tensor
@@ -21,6 +23,7 @@ from torch.utils import _device, _python_dispatch
 
 from lowtide._torch.backward import ENGINE
 from lowtide._torch.patching import replace_function
+from lowtide.utils.frames import module_name
 
 _taken_on_the_way: list[BaseException] = []
 
@@ -118,9 +121,12 @@ def uncompiled(obj: Any) -> Any:
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:
-    """Return a CPU tensor's whole storage as an array of bytes on the same memory, bypassing all modes. Torch 2.13."""
-    with on_real_tensors():
-        return torch._C.TensorBase.numpy(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
+    """Return a CPU tensor's whole storage as an array of bytes on the same memory.
+
+    `Tensor.numpy` would not do: a storage that can't be resized from then on would seem to belong to an array.
+    """
+    storage = tensor.untyped_storage()
+    return np.ctypeslib.as_array((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr()))
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
@@ -144,7 +150,7 @@ def default_device() -> torch.device | None:
 
 def is_own(frame: FrameType) -> bool:
     """Return True if the frame runs code of torch or of this package."""
-    name: str = frame.f_globals.get("__name__", "")
+    name = module_name(frame)
     return name.startswith(("torch.", "lowtide.")) or name == "torch"
 
 

@@ -143,12 +143,11 @@ _SEEDS: Final = frozenset(
 )
 
 
-def keep_products_apart(gm: fx.GraphModule) -> None:
-    """Have each matrix product computed by itself, at its own place in the graph.
+def unfuse_addmm(gm: fx.GraphModule) -> None:
+    """Keep inductor from fusing `mm` and `add` into `addmm`, so that each product stays at its own place in the graph.
 
-    inductor fuses a product and a sum with it into one call, `addmm`, at the place of the sum. `x - (-y)` equals
-    `x + y` bit for bit and is not a sum, so it is not fused. Read in torch 2.13
-    (`torch/_inductor/fx_passes/post_grad.py`).
+    The `addmm` would be at the place of the `add`. `x - (-y)` equals `x + y` bit for bit, and is not fused because it
+    is no `add`. Read in torch 2.13 (`torch/_inductor/fx_passes/post_grad.py`).
     """
     aten = torch.ops.aten
     for node in gm.graph.find_nodes(op="call_function", target=aten.add.Tensor):
@@ -160,10 +159,10 @@ def keep_products_apart(gm: fx.GraphModule) -> None:
                 continue
             with gm.graph.inserting_before(node):
                 minus = gm.graph.call_function(aten.neg.default, (other,))
-                apart = gm.graph.call_function(aten.sub.Tensor, (product, minus))
+                total = gm.graph.call_function(aten.sub.Tensor, (product, minus))
             minus.meta = {**node.meta, "val": other.meta["val"]}
-            apart.meta = dict(node.meta)
-            node.replace_all_uses_with(apart)
+            total.meta = dict(node.meta)
+            node.replace_all_uses_with(total)
             gm.graph.erase_node(node)
             break
     gm.recompile()
@@ -408,8 +407,8 @@ def partition_by(partitioner: Any, of: object = None, *, reuse: bool = True) -> 
     return undo
 
 
-def products_are_apart() -> bool:
-    """Return True if the active partitioner only keeps matrix products apart."""
+def is_addmm_unfused() -> bool:
+    """Return True if the active partitioner is that of the lever `unfused addmm`."""
     from torch._inductor import config
 
     return bool(getattr(config.custom_partitioner_fn, "is_lever", False))
@@ -428,7 +427,7 @@ def hindrances() -> Iterator[str]:
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
-    if inductor.custom_partitioner_fn is not None and not products_are_apart():
+    if inductor.custom_partitioner_fn is not None and not is_addmm_unfused():
         yield _other(inductor.custom_partitioner_fn)
     if functorch.activation_memory_budget != 1:
         yield (

@@ -6,14 +6,11 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
-if TYPE_CHECKING:
-    pass
 
 
 def without_subclasses() -> Any:
@@ -41,7 +38,7 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-"""Set if this thread records gradients. 2.13, since 1.0."""
+"""Switch the recording of gradients on or off in this thread. Torch 2.13, since 1.0."""
 
 saved_tensor_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(
     torch._C._autograd._top_saved_tensors_default_hooks, True
@@ -62,11 +59,11 @@ def saved_tensor_hooks_off(unpack: Callable[[Any], torch.Tensor]) -> Iterator[No
     if hooks is None or hooks[1] is not unpack:
         yield
         return
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+    pop_saved_tensor_hooks()
     try:
         yield
     finally:
-        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+        push_saved_tensor_hooks(*hooks)
 
 
 class _OffInTransforms(threading.local):
@@ -88,7 +85,7 @@ class _OffInTransforms(threading.local):
             graph.disable_saved_tensors_hooks = self._disabled
 
     def end(self) -> None:
-        """End what began last in this thread."""
+        """End the block that began last in this thread."""
         kind = type(self)
         self._hooks.pop()
         with kind._lock:
@@ -105,7 +102,7 @@ class _OffInTransforms(threading.local):
                 if top is not None:  # None: the hooks are paused
                     if top[1] is not unpack:
                         break  # hooks of other code: as without a plan
-                    torch._C._autograd._pop_saved_tensors_default_hooks()
+                    pop_saved_tensor_hooks()
                     removed.append(top)
                 stack.enter_context(inside())
             try:
@@ -113,7 +110,7 @@ class _OffInTransforms(threading.local):
                     yield
             finally:
                 for hooks in reversed(removed):
-                    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+                    push_saved_tensor_hooks(*hooks)
 
 
 _off_in_transforms = _OffInTransforms()
@@ -152,6 +149,6 @@ class HooksButInTransforms:
         _off_in_transforms.begin(self._unpack, self._inside)
         push_saved_tensor_hooks(self._pack, self._unpack)
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(self, *_: object) -> None:
         pop_saved_tensor_hooks()
         _off_in_transforms.end()

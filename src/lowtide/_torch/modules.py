@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import overrides
@@ -12,10 +12,6 @@ from torch.nn.modules import module as _module
 from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-
-if TYPE_CHECKING:
-    pass
-
 
 BatchNorm = _BatchNorm
 """Base class of all batch norms, for any number of dimensions. Torch 2.13, since 0.4."""

@@ -25,7 +25,7 @@ def output_metadata(node: Node, output: int) -> Any:
 
 
 def packet_of(func: Any) -> Any:
-    """Return the operator of an overload, which a dispatch mode gets. Torch 2.13, since 1.12."""
+    """Return the operator to which an overload belongs; dispatch modes get overloads. Torch 2.13, since 1.12."""
     return func._overloadpacket
 
 

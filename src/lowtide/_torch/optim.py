@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
-
-if TYPE_CHECKING:
-    pass
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

@@ -6,14 +6,12 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.optimizer import _foreach_supported_types as _foreach_types
 from torch.utils import backend_registration
 
-if TYPE_CHECKING:
-    pass
 from lowtide._torch.backward import in_transform
 from lowtide._torch.compiled_code import never_compiled
 from lowtide._torch.fake_modes import FakeTensor, _taken_on_the_way

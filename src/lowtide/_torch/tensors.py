@@ -6,13 +6,11 @@ import copyreg
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-if TYPE_CHECKING:
-    pass
 from lowtide._torch.fake_modes import FakeTensor
 
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
@@ -132,7 +130,7 @@ def as_kind(kind: type[Any], tensor: torch.Tensor) -> Any:
 DEVICE = vars(torch._C.TensorBase)["device"].__get__
 """Function behind `tensor.device`. Torch 2.13."""
 AS_ARRAY = vars(torch._C.TensorBase)["numpy"]
-"""Method behind `tensor.numpy()`, without what stands before it while a plan is in force. Torch 2.13."""
+"""Method behind `tensor.numpy()`, which a plan replaces while it is in force. Torch 2.13."""
 SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 """Function behind `tensor.data = other`. Torch 2.13."""
 IS_CUDA = vars(torch._C.TensorBase)["is_cuda"].__get__

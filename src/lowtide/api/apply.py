@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lowtide._torch.compiled_code import has_compiled_modules, is_recompiling
-from lowtide._torch.joint_graph import partition_by, products_are_apart
+from lowtide._torch.joint_graph import is_addmm_unfused, partition_by
 from lowtide.levers import enable_plan_levers
 from lowtide.planner.records import Plan
 from lowtide.profiler.replay_check import Checked
@@ -102,7 +102,9 @@ class Applied(Removable, Displayed):
         return frozenset(self._engine.drifted) | self._unknown
 
     def checked(self) -> AbstractContextManager[None]:
-        """Return a context manager for one step: ReplayMismatch is raised if backward reads other bits than saved."""
+        """Return a context manager for one step: ReplayMismatch is raised if backward reads other bits than forward
+        saved.
+        """
         return Checked(self._engine).running()
 
     def save_most(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -113,7 +115,7 @@ class Applied(Removable, Displayed):
         return self._engine.save_most(args, kwargs)
 
     def also(self, remove: Callable[[], object]) -> None:
-        """Call `remove` when the plan is removed, before that."""
+        """Call `remove` just before the plan is removed."""
         self._undo.callback(remove)
 
     def _partitioned(self, model: nn.Module, say: Callable[[str], None]) -> Callable[[], None]:
@@ -146,7 +148,7 @@ class Applied(Removable, Displayed):
                     "for the largest batch (in a script, let it come first)."
                 )
 
-        partitioner = PlanPartitioner(self.plan.graphs, self.plan.recompute, apart=products_are_apart())
+        partitioner = PlanPartitioner(self.plan.graphs, self.plan.recompute, unfused=is_addmm_unfused())
         partitioner.unknown, partitioner.on_compile = unknown, say_larger_inputs
         weakly = next(model.parameters(), model)  # a script's model may be a stand-in
         return partition_by(partitioner, of=weakly, reuse=False)

@@ -29,7 +29,7 @@ def differing_addresses(
         addresses: Addresses that change bits if all of them are recomputed, in the order of the graph.
         is_identical: Function that runs the step with just these addresses recomputed, and returns True if its bits are
             those of the plain step.
-        trials: Most calls of `is_identical`.
+        trials: Largest number of calls of `is_identical`.
     """
     suspects = tuple(addresses)
     for _ in range(trials):

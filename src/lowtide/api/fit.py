@@ -19,8 +19,8 @@ from lowtide.api.verify import Verdict, compare_with_plain, scheduled_peak
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError, StalePlan
 from lowtide.levers import DEFAULT, lever_named
 from lowtide.levers.lever import StepContext
-from lowtide.levers.products_apart import ProductsApart
 from lowtide.levers.selection import Choice, choose, optimizer_of, suggest_levers
+from lowtide.levers.unfused_addmm import UnfusedAddmm
 from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.planner import plan
 from lowtide.planner.inplace_savings import without_in_place
@@ -191,7 +191,7 @@ def fit(
         optimizer: The optimizer of `model`, or a list of them.
         profile: A profile from `rehearse` of the same step, which saves five runs.
         levers: Changes of the step that may be made where they pay (`lowtide/levers`); each that is tried takes some
-            more steps. The names are "outputs" (exact; the default), "fused optimizer", "products apart", "loss head",
+            more steps. The names are "outputs" (exact; the default), "fused optimizer", "unfused addmm", "loss head",
             "step in backward" and "micro-batches". With an inexact lever, the plan is compared bit by bit with the step
             that has the lever alone, and `verdict.relative_differences` measures the difference from the plain step.
         offload: Allow saved tensors to wait for backward in host memory, where that takes less time than recomputing
@@ -260,7 +260,8 @@ def _fit(
     kinds = [lever_named(name) for name in levers]
     if isinstance(shapes, str) and shapes != "auto":
         raise LowtideError(f'shapes takes "auto" or a batch that is smaller than `batch`; found {shapes!r}.')
-    if shapes is not None and (set(levers) - set(DEFAULT) or offload):
+    has_changes = bool(set(levers) - set(DEFAULT)) or offload
+    if shapes is not None and has_changes:
         raise LowtideError("shapes can't be combined with levers or offload: leave one of them out.")
     if offload and device_of(model) == "cpu":
         raise LowtideError("offload=True copies tensors from the device to the host, and this model is on the CPU.")
@@ -268,21 +269,20 @@ def _fit(
     """True unless the model or the step is compiled as a whole: only blocks may be compiled."""
     may_replay = profile is None and has_blocks
     if profile is None:
-        is_plain = not (set(levers) - set(DEFAULT)) and not offload and shapes is None
-        profile = rehearse(model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=is_plain)
+        inside = not has_changes and shapes is None
+        profile = rehearse(model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=inside)
     else:
         check_made_for(Profile.expect(profile, "fit(profile=...)").fingerprint, model, batch, what="profile")
         profile = profile if in_place else without_in_place(profile)
     if profile.graphs and not has_blocks:
         levers = [name for name in levers if name not in DEFAULT]
-        if set(levers) - {ProductsApart.name} or offload or shapes is not None:
+        if set(levers) - {UnfusedAddmm.name} or offload or shapes is not None:
             raise LowtideError(
                 f"{type(model).__name__} is compiled as a whole, which can be combined with the lever "
-                f"{ProductsApart.name!r} only, not with other levers, offload or shapes: leave them out, or compile "
-                "its repeated blocks "
-                "instead (block.compile())."
+                f"{UnfusedAddmm.name!r} only, not with other levers, offload or shapes: leave them out, or compile "
+                "its repeated blocks instead (block.compile())."
             )
-    if profile.graphs and has_blocks and (set(levers) - set(DEFAULT) or offload or shapes is not None):
+    if profile.graphs and has_blocks and (has_changes or shapes is not None):
         raise LowtideError(
             f"this profile is for plans inside the compiled blocks of {type(model).__name__}, which can't be "
             "combined with other levers, offload or shapes. Leave profile= out: the blocks are then rehearsed to be "
@@ -295,25 +295,50 @@ def _fit(
         optimizer = optimizer_of(model, step, batch)
     inside = bool(profile.graphs)
     site = StepContext(model, step, batch, optimizer, in_place=profile.allows_in_place, inside_blocks=inside)
-    notes: tuple[str, ...] = ()
-    if inside:
-        whole = None
-        try:
-            choice, made = _first(site, profile, budget, levers, offload)
-            if may_replay and made.predicted.extra_flops:
-                whole = rehearse(model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=False)
-            if whole is None or not _is_cheaper_replayed(whole, made):
-                made, verdict = _compiled(site, choice, made, budget_for)
-                return Fitted(apply(model, made, optimizer=optimizer), choice.profile, made, verdict)
-            notes = (f"{REPLAYED_WHOLE}, which takes fewer FLOPs than any plan inside them",)
-        except (Infeasible, RehearsalError) as why:
-            if not may_replay:
-                raise
-            notes = (f"{REPLAYED_WHOLE}: inside them, {str(why).splitlines()[0]}",)
-        profile = whole or rehearse(model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=False)
-        profile = replace(profile, notes=(*profile.notes, *notes))
-        site = replace(site, in_place=profile.allows_in_place, inside_blocks=False)
-    choice, made = _first(site, profile, budget, levers, offload)
+    if not inside:
+        return _measured_within(site, *_first(site, profile, budget, levers, offload), offload, budget_for)
+    whole = partial(rehearse, model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=False)
+    return _fit_blocks(site, profile, budget, levers, budget_for, whole if may_replay else None)
+
+
+def _fit_blocks(
+    site: StepContext,
+    profile: Profile,
+    budget: int | str,
+    levers: Collection[str],
+    budget_for: BudgetFor,
+    rehearse_whole: Callable[[], Profile] | None,
+) -> Fitted:
+    """Fit inside compiled blocks, or by replaying them whole if that takes fewer FLOPs or no plan inside them fits.
+
+    Without `rehearse_whole`, which returns the profile for that, they are not replayed.
+    """
+    whole = None
+    try:
+        choice, made = _first(site, profile, budget, levers, offload=False)
+        if rehearse_whole is not None and made.predicted.extra_flops:
+            whole = rehearse_whole()
+        if whole is None or not _is_cheaper_replayed(whole, made):
+            made, verdict = _compiled(site, choice, made, budget_for)
+            return Fitted(apply(site.model, made, optimizer=site.optimizer), choice.profile, made, verdict)
+        note = f"{REPLAYED_WHOLE}, which takes fewer FLOPs than any plan inside them"
+    except (Infeasible, RehearsalError) as why:
+        if rehearse_whole is None:
+            raise
+        note = f"{REPLAYED_WHOLE}: inside them, {str(why).splitlines()[0]}"
+    if whole is None:
+        assert rehearse_whole is not None
+        whole = rehearse_whole()
+    whole = replace(whole, notes=(*whole.notes, note))
+    site = replace(site, in_place=whole.allows_in_place, inside_blocks=False)
+    return _measured_within(site, *_first(site, whole, budget, levers, offload=False), False, budget_for)
+
+
+def _measured_within(site: StepContext, choice: Choice, made: Plan, offload: bool, budget_for: BudgetFor) -> Fitted:
+    """Put the first plan in force that is measured within the budget: `made`, or one that aims lower by the excess.
+
+    Raises OverBudget after REPAIRS plans, or if no plan aims lower, and RehearsalError for other bits.
+    """
     budget_bytes, measured = made.budget_bytes, list[int]()
     while True:
         made = replace(made, budget_for=budget_for)
@@ -321,7 +346,7 @@ def _fit(
         if not verdict.identical:
             raise RehearsalError(_not_identical(verdict))
         if verdict.within_budget:
-            return Fitted(apply(model, made, optimizer=optimizer), choice.profile, made, verdict)
+            return Fitted(apply(site.model, made, optimizer=site.optimizer), choice.profile, made, verdict)
         measured.append(verdict.measured_peak_bytes)
         if len(measured) == REPAIRS:
             raise over_budget(choice.profile, budget_bytes, measured, budget_for=budget_for)
@@ -410,13 +435,14 @@ def _is_identical(site: StepContext, made: Plan, addresses: Collection[str]) -> 
 def cheapest_within(
     choice: Choice, made: Plan, peak_of: Callable[[Plan], int | None], most: int
 ) -> tuple[int, Plan | None]:
-    """Return the number of plans tried, and the cheapest that is measured within the budget, else the lowest.
+    """Return the number of plans tried, and the cheapest one measured within the budget, else the one with the lowest
+    peak.
 
     Args:
         choice: The profile, and the levers.
         made: The first plan; each other one is made from the forecast, corrected by the excess of the one before.
         peak_of: Function that measures a plan's peak; it returns None for a plan that can't be used.
-        most: Most plans tried.
+        most: Largest number of plans to try.
     """
     budget_bytes, tried, best = made.budget_bytes, list[Decisions](), None
     while True:
@@ -440,7 +466,7 @@ def cheapest_within(
 
 
 def _following(profile: Profile, aim_bytes: int) -> Plan:
-    """Return a plan whose forecast is `aim_bytes` at most; the one of the smallest peak if there is none."""
+    """Return a plan whose forecast is `aim_bytes` at most; if there is none, the plan with the smallest peak."""
     try:
         return forecast_plan(profile, aim_bytes)
     except Infeasible:
@@ -475,7 +501,7 @@ def as_measured(made: Plan, peak_bytes: int) -> Plan:
 
 
 def forecast_plan(profile: Profile, budget: int | str) -> Plan:
-    """Return a plan for compiled code; the one of the smallest peak if its forecast is little above the budget.
+    """Return a plan for compiled code, or the one with the smallest peak if its forecast is little above the budget.
 
     Forecasts may be too high, and only compiling tells. Raises Infeasible.
     """
@@ -593,8 +619,7 @@ def _proof(site: StepContext, made: Plan) -> Verdict:
         )
 
     return unless_out_of_memory(
-        lambda: compare_with_plain(site.model, site.step, site.batch, made, site.optimizer),
-        no_room,
+        lambda: compare_with_plain(site.model, site.step, site.batch, made, site.optimizer), no_room
     )
 
 
@@ -621,7 +646,7 @@ def _differing(verdict: Verdict) -> str:
 
 
 def _compiled_differs(site: StepContext, made: Plan, smallest_bytes: int | None = None) -> str:
-    """Explain that no plan is put in force, as the bits of `made` are others, or else take `smallest_bytes`."""
+    """Explain why no plan is put in force: under `made` bits differ, and plans that keep them need `smallest_bytes`."""
     verdict = compare_with_plain(site.model, site.step, site.batch, made, site.optimizer, copies=True)
     relative = (verdict.relative_differences or {}).items()
     apart = ", ".join(f"{kind} {distance:.1e}" for kind, distance in relative if distance)

@@ -28,7 +28,7 @@ def rehearse(
     in_place: bool = True,
     progress: bool = True,
 ) -> Profile:
-    """Run `step(batch)` on trial: measure its memory, and the cost of saving each part of it.
+    """Run `step(batch)` on trial, and measure its memory and what it costs to free each part of it early.
 
     The step is run five times, on a GPU seven times, for real, on the model's device. Afterwards, also after an error,
     parameters, gradients, buffers, optimizer state, batch and random number generators are restored; so are other

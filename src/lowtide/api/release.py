@@ -12,7 +12,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -111,9 +110,7 @@ class Step(AbstractContextManager["Step"]):
         self._undo = [wrap_module_calls(self._begins, self._ends), replace_function(torch.autograd, ENGINE, make)]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         while self._undo:
             self._undo.pop()()
         for reference in self._tensors:

@@ -245,7 +245,7 @@ def compare_with_plain(
 ) -> Verdict:
     """Return the verdict of `verify`, as a stage of the work in progress.
 
-    With `copies` it has relative differences, for which results are copied. They always are with inexact levers.
+    With `copies`, or with inexact levers, it has relative differences, for which results are copied.
     """
     check_on_device(plan.budget_bytes, place_of(model), plan.budget_for)
     step = accept_batch(step, batch)
@@ -323,8 +323,8 @@ def scheduled_peak(
 ) -> int | None:
     """Return the peak of a step under a plan for compiled code whose kernels are left out; None if that fails.
 
-    Such code is made in seconds, and allocates as much as with kernels: fusion, order and reuse of buffers are decided
-    before kernels are compiled. It computes zeros, at which a step may raise. All state is restored.
+    Such code is compiled in seconds, and allocates as much as with kernels: fusion, order and reuse of buffers are
+    decided before kernels are compiled. It computes zeros, at which a step may raise. All state is restored.
     """
     with (
         StepSnapshot(model, batch, optimizer, step) as unchanged,
@@ -347,7 +347,7 @@ def _nondeterministic(
 ) -> tuple[str, ...]:
     """Return kinds that differ between `plain` and a result of `once_more`, and those computed from them.
 
-    Runs nothing for kinds that `differences` does not name under the plan.
+    No step is run for kinds that have no `differences` under the plan.
     """
     nondeterministic: set[str] = set()
     for _ in range(REPEATED):

@@ -6,15 +6,7 @@ from pathlib import Path
 
 import click
 
-from lowtide.cli.script_or_profile import (
-    OWN_OPTIONS_FIRST,
-    in_place_option,
-    output_option,
-    processes_option,
-    profile_of,
-    script_arguments,
-    write,
-)
+from lowtide.cli.script_or_profile import OWN_OPTIONS_FIRST, ProfileSource, output_option, profile_source, write
 from lowtide.utils.messages import say
 from lowtide.utils.optional_deps import require_pictures
 
@@ -30,21 +22,8 @@ from lowtide.utils.optional_deps import require_pictures
 )
 @output_option("--json", "json_to", 'Write the points to FILE as JSON; "-": print only them.')
 @output_option("--picture", "picture_to", "Draw the frontier; FILE ends in .svg, .png or .pdf.")
-@in_place_option
-@processes_option
-@script_arguments("PROFILE|SCRIPT")
-def frontier(
-    n: int,
-    beside: str | None,
-    json_to: str | None,
-    picture_to: str | None,
-    no_in_place: bool,
-    processes: int | None,
-    rank: int,
-    target: str,
-    args: tuple[str, ...],
-    is_module: bool,
-) -> None:
+@profile_source("PROFILE|SCRIPT")
+def frontier(n: int, beside: str | None, json_to: str | None, picture_to: str | None, source: ProfileSource) -> None:
     """List the cost of each budget, from the smallest peak that a plan reaches to the plain step.
 
     PROFILE is a file that `lowtide rehearse --json` wrote; its name ends in .json. A SCRIPT is rehearsed first, and one
@@ -58,16 +37,7 @@ def frontier(
         _can_be_drawn(picture_to)  # before the work, not after it
     others = () if beside is None else read_points(Path(beside))
     quiet = json_to == "-"
-    profile = profile_of(
-        target,
-        args,
-        is_module=is_module,
-        plain=True,
-        quiet=quiet,
-        no_in_place=no_in_place,
-        n_processes=processes,
-        rank=rank,
-    )
+    profile = source.profile(plain=True, quiet=quiet)
     curve = frontier_of(profile, n_budgets=n)
     if not quiet:
         click.echo(show(curve, others))

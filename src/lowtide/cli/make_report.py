@@ -19,7 +19,7 @@ RECORD = click.Path(dir_okay=False, path_type=Path)
 
 
 def _share(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
-    """Return a share that is written as `2%` or `0.02`."""
+    """Parse a share: `2%` or `0.02`."""
     if text is None:
         return None
     number, is_percent = text.strip().removesuffix("%"), text.strip().endswith("%")

@@ -14,8 +14,8 @@ def native(build: bool) -> int:
     """Show the saved-tensor hooks that Lowtide uses, and compile them.
 
     Plans are carried out by hooks in Python, or by the same hooks in C++, which take less host time: the same plans,
-    the same bits. Compiled ones need a C++ compiler and ninja once, and are used by every process that starts after
-    that. LOWTIDE_NATIVE=0 switches them off, LOWTIDE_NATIVE=1 compiles them on first use.
+    the same bits. Compiling them takes a C++ compiler and ninja; every process that starts afterwards uses the compiled
+    hooks. LOWTIDE_NATIVE=0 switches them off, LOWTIDE_NATIVE=1 compiles them on first use.
     """
     if build:
         from lowtide._torch.native_extension import BuildFailed

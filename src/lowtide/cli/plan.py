@@ -8,12 +8,10 @@ import click
 
 from lowtide.cli.script_or_profile import (
     OWN_OPTIONS_FIRST,
-    in_place_option,
+    ProfileSource,
     lever_option,
     output_option,
-    processes_option,
-    profile_of,
-    script_arguments,
+    profile_source,
     write,
 )
 from lowtide.utils.amounts import check_budget
@@ -36,21 +34,8 @@ def plan() -> None:
 @click.option("--cheap", is_flag=True, help="Recompute no matrix product, convolution or attention.")
 @output_option("-o", "to", 'Write the plan to FILE; "-", the default: print it.')
 @lever_option
-@in_place_option
-@processes_option
-@script_arguments("PROFILE|SCRIPT")
-def make(
-    budget: str,
-    cheap: bool,
-    to: str | None,
-    levers: tuple[str, ...],
-    no_in_place: bool,
-    processes: int | None,
-    rank: int,
-    target: str,
-    args: tuple[str, ...],
-    is_module: bool,
-) -> None:
+@profile_source("PROFILE|SCRIPT")
+def make(budget: str, cheap: bool, to: str | None, levers: tuple[str, ...], source: ProfileSource) -> None:
     """Plan for a budget.
 
     PROFILE is a file that `lowtide rehearse --json` wrote; its name ends in .json. A SCRIPT is rehearsed first. With
@@ -59,16 +44,7 @@ def make(
     """
     check_budget(budget)
     quiet = to in (None, "-")
-    profile = profile_of(
-        target,
-        args,
-        is_module=is_module,
-        quiet=quiet,
-        levers=levers,
-        no_in_place=no_in_place,
-        n_processes=processes,
-        rank=rank,
-    )
+    profile = source.profile(quiet=quiet, levers=levers)
 
     from lowtide.planner import plan as plan_for
 

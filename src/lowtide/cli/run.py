@@ -86,7 +86,7 @@ def run(
 
     Options of this command come before SCRIPT; everything after it is passed to the script. The exit code is the
     script's; 1 also if no plan fits the budget or the measured peak is above it, and 2 also if no plan can be made for
-    the script, or it ends before a plan was in force, as one does that trains nothing.
+    the script, or the script ends before a plan was in force, for example because it trains nothing.
 
     New and little tested: a model, or its blocks, compiled by torch.compile, tried on small models on a CPU; several
     processes (torchrun), tried with two on a CPU.
@@ -95,16 +95,16 @@ def run(
         raise click.UsageError(
             "give either --budget or --plan, before the script: everything after it is passed to the script."
         )
-    if report_to is not None and budget is None:
-        raise click.UsageError("--report needs --budget: the plan of --plan comes from another run's rehearsal.")
-    if save_to is not None and budget is None:
-        raise click.UsageError("--save needs --budget: the plan of --plan is in a file already.")
-    if levers and budget is None:
-        raise click.UsageError("--lever needs --budget: the plan of --plan says which levers it has.")
-    if no_in_place and budget is None:
-        raise click.UsageError("--no-in-place needs --budget: the plan of --plan says what it writes in place.")
-    if budget_for == "reserved" and budget is None:
-        raise click.UsageError("--budget-for needs --budget: the plan of --plan says which bytes it bounds.")
+    needing_budget = {
+        "--report": (report_to, "comes from another run's rehearsal"),
+        "--save": (save_to, "is in a file already"),
+        "--lever": (levers, "says which levers it has"),
+        "--no-in-place": (no_in_place, "says what it writes in place"),
+        "--budget-for": (budget_for == "reserved", "says which bytes it bounds"),
+    }
+    for option, (is_given, why) in needing_budget.items():
+        if is_given and budget is None:
+            raise click.UsageError(f"{option} needs --budget: the plan of --plan {why}.")
 
     from lowtide.levers import parse_script_lever
     from lowtide.memory.device_budget import check_on_device

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,17 +95,102 @@ def in_place_option(body: Callable[..., Any]) -> Callable[..., Any]:
     )(body)
 
 
-def processes_option(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--processes` and `--rank`."""
-    body = click.option(
-        "--rank", type=click.IntRange(0), default=0, show_default=True, help="With --processes: the rank to rehearse."
-    )(body)
-    return click.option(
-        "--processes",
-        type=click.IntRange(1),
-        metavar="N",
-        help="Rehearse SCRIPT as one of N processes of torchrun. The others do not exist: nothing is sent.",
-    )(body)
+def is_profile(target: str, *, is_module: bool) -> bool:
+    """Return True if the target is a profile in a file, not a script."""
+    return target.endswith(".json") and not is_module
+
+
+def profile_source(metavar: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add what a profile is read or made from to a command, which gets it as `source`."""
+
+    def add(body: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(body)
+        def with_source(**given: Any) -> Any:
+            source = ProfileSource(**{each.name: given.pop(each.name) for each in fields(ProfileSource)})
+            return body(source=source, **given)
+
+        add_processes = click.option(
+            "--processes",
+            type=click.IntRange(1),
+            metavar="N",
+            help="Rehearse SCRIPT as one of N processes of torchrun. The others do not exist: nothing is sent.",
+        )
+        add_rank = click.option(
+            "--rank",
+            type=click.IntRange(0),
+            default=0,
+            show_default=True,
+            help="With --processes: the rank to rehearse.",
+        )
+        return in_place_option(add_processes(add_rank(script_arguments(metavar)(with_source))))
+
+    return add
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSource:
+    """A script to rehearse, or the file of a profile."""
+
+    target: str
+    args: tuple[str, ...]
+    is_module: bool
+    no_in_place: bool
+    processes: int | None
+    """The script runs as process `rank` of this number; the other processes do not exist."""
+    rank: int
+
+    @property
+    def is_profile(self) -> bool:
+        """True if the target is a profile in a file, not a script."""
+        return is_profile(self.target, is_module=self.is_module)
+
+    def profile(self, *, plain: bool = False, quiet: bool = False, levers: tuple[str, ...] = ()) -> Profile:
+        """Return the profile in the file, or rehearse the script, whose output goes to stderr if `quiet`.
+
+        Ends the command with exit code 2 and a message if the script fails: 1 would be a finding about its memory.
+        """
+        return self._read(levers) if self.is_profile else self._rehearse(plain, quiet, levers)
+
+    def _read(self, levers: tuple[str, ...]) -> Profile:
+        from lowtide.planner.inplace_savings import without_in_place
+        from lowtide.planner.records import Profile
+
+        if self.args:
+            raise click.UsageError(f"{self.target} is a profile: it takes no arguments, found {' '.join(self.args)}.")
+        if levers:
+            raise click.UsageError(
+                f"{self.target} is a profile, and --lever needs a script, which is rehearsed with it."
+            )
+        if self.processes is not None:
+            raise click.UsageError(f"--processes needs a script, and {self.target} is a profile.")
+        profile = Profile.from_json(Path(self.target))
+        return without_in_place(profile) if self.no_in_place else profile
+
+    def _rehearse(self, plain: bool, quiet: bool, levers: tuple[str, ...]) -> Profile:
+        from lowtide.utils.optional_deps import require_torch
+
+        n_processes = self.processes or 1
+        if self.rank and self.rank >= n_processes:
+            raise click.UsageError(f"--rank {self.rank}: the ranks of --processes {n_processes} are below that number.")
+        require_torch(f"lowtide, to rehearse {self.target},")
+        from lowtide.estimator.absent_processes import AbsentProcesses
+        from lowtide.levers import parse_script_lever
+        from lowtide.script.rehearse_steps import Rehearsing
+        from lowtide.script.run_listened import run_watched
+        from lowtide.script.runner import INTERRUPTED, Script
+        from lowtide.script.simulated_group import as_one_of
+
+        processes = None if self.processes is None else AbsentProcesses(size=self.processes, rank=self.rank)
+        listener = Rehearsing(plain=plain, levers=tuple(map(parse_script_lever, levers)), in_place=not self.no_in_place)
+        script = Script(target=self.target, args=self.args, is_module=self.is_module)
+        with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext(), as_one_of(processes):
+            code = run_watched(script, listener)
+        if code == INTERRUPTED:
+            click.get_current_context().exit(code)
+        if code or listener.profile is None:
+            say(f"{self.target} ended with exit code {code}, before a step of it was rehearsed.")
+            click.get_current_context().exit(2)
+        return listener.profile
 
 
 def write(text: str, to: str) -> None:
@@ -124,64 +211,3 @@ def write(text: str, to: str) -> None:
             "file."
         ) from None
     say(f"written: {to}")
-
-
-def is_profile(target: str, *, is_module: bool) -> bool:
-    """Return True if the target is a profile in a file, not a script."""
-    return target.endswith(".json") and not is_module
-
-
-def profile_of(
-    target: str,
-    args: tuple[str, ...],
-    *,
-    is_module: bool,
-    plain: bool = False,
-    quiet: bool = False,
-    levers: tuple[str, ...] = (),
-    no_in_place: bool = False,
-    n_processes: int | None = None,
-    rank: int = 0,
-) -> Profile:
-    """Return the profile in a `.json` file, or of a script that is rehearsed now; its output goes to stderr if `quiet`.
-
-    With `n_processes` the script runs as process `rank` of that many; the other processes do not exist.
-
-    Ends the command with exit code 2 and a message if the script fails: 1 would be a finding about its memory.
-    """
-    if is_profile(target, is_module=is_module):
-        from lowtide.planner.records import Profile as Record
-
-        if args:
-            raise click.UsageError(f"{target} is a profile: it takes no arguments, found {' '.join(args)}.")
-        if levers:
-            raise click.UsageError(f"{target} is a profile, and --lever needs a script, which is rehearsed with it.")
-        if n_processes is not None:
-            raise click.UsageError(f"--processes needs a script, and {target} is a profile.")
-        from lowtide.planner.inplace_savings import without_in_place
-
-        profile = Record.from_json(Path(target))
-        return without_in_place(profile) if no_in_place else profile
-    from lowtide.utils.optional_deps import require_torch
-
-    if rank and rank >= (n_processes or 1):
-        raise click.UsageError(f"--rank {rank}: the ranks of --processes {n_processes or 1} are below that number.")
-    require_torch(f"lowtide, to rehearse {target},")
-    from lowtide.estimator.absent_processes import AbsentProcesses
-    from lowtide.levers import parse_script_lever
-    from lowtide.script.rehearse_steps import Rehearsing
-    from lowtide.script.run_listened import run_watched
-    from lowtide.script.runner import INTERRUPTED, Script
-    from lowtide.script.simulated_group import as_one_of
-
-    processes = None if n_processes is None else AbsentProcesses(size=n_processes, rank=rank)
-    listener = Rehearsing(plain=plain, levers=tuple(map(parse_script_lever, levers)), in_place=not no_in_place)
-    script = Script(target=target, args=args, is_module=is_module)
-    with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext(), as_one_of(processes):
-        code = run_watched(script, listener)
-    if code == INTERRUPTED:
-        click.get_current_context().exit(code)
-    if code or listener.profile is None:
-        say(f"{target} ended with exit code {code}, before a step of it was rehearsed.")
-        click.get_current_context().exit(2)
-    return listener.profile

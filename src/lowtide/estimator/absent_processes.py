@@ -91,11 +91,11 @@ def absent_processes(size: int, rank: int = 0) -> Iterator[None]:
     from those of real training.
 
     Args:
-        size: number of processes in the group.
-        rank: this process's rank.
+        size: Number of processes in the group.
+        rank: This process's rank.
 
     Raises:
-        RehearsalError: this process already has a process group, or there is no such rank.
+        RehearsalError: If this process already has a process group, or there is no such rank.
 
     Example:
         >>> import torch, lowtide

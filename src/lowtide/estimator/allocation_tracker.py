@@ -49,7 +49,6 @@ from lowtide.profiler.measure_call import CAN_GO_WRONG, FORMULAS
 from lowtide.runtime import inplace_gradients as in_place
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Self
 
     from torch import Tensor
@@ -129,9 +128,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._settle()
         self._recording = False
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
@@ -297,11 +294,11 @@ class AllocationTracker(TorchDispatchMode, Recorder):
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
         op = "aten::" + _name(func)
-        new = [tensor for tensor in made if _storage(tensor) not in self._living]
+        new = [tensor for tensor in made if storage_id(tensor) not in self._living]
         if len(new) == 1 and self._writes_otherwise(func, args):
             if self._reuse_memory(args[0], new[0]):
                 return
-            if running_node_name() == ACCUMULATE_GRAD and _storage(args[0]) in self.in_place:
+            if running_node_name() == ACCUMULATE_GRAD and storage_id(args[0]) in self.in_place:
                 self._share(args[0], new[0])
                 return
         if len(new) == 1 and self._is_written_over(func, args, new[0]):
@@ -319,8 +316,8 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             self._inside(copies(args[0], lengths, args[2]), op)
 
     def _writes_otherwise(self, func: Any, args: Any) -> bool:
-        """Return True if autograd runs this operator in place outside a dispatch mode. A sum in a node's formula is
-        not.
+        """Return True if autograd runs this operator in place outside a dispatch mode. A sum in a node's formula does
+        not count.
         """
         if func is not aten.add.Tensor or running_node_name() == ACCUMULATE_GRAD:
             return func in INPLACE_OTHERWISE
@@ -332,7 +329,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             return False
         if self._formula[0] != (node := running_node_number()):
             self._formula = node, self._n_blocks
-        living = self._living.get(_storage(args[0])) if func in writes else None
+        living = self._living.get(storage_id(args[0])) if func in writes else None
         if living is None or living.block < self._formula[1]:
             return False
         return living.bytes == new.untyped_storage().nbytes()
@@ -458,7 +455,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             return False
         if not _called_by_autograd():
             return False
-        key = _storage(old)
+        key = storage_id(old)
         living = self._living.get(key)
         if living is None or old.dtype != new.dtype or living.bytes != new.untyped_storage().nbytes():
             return False
@@ -475,7 +472,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
 
     def _share(self, tensor: Tensor, new: Tensor) -> None:
         """Record that the storage of `new` shares the memory of `tensor`, as a lazily copied one does."""
-        block = self._living[_storage(tensor)].block
+        block = self._living[storage_id(tensor)].block
         self._n_sharing[block] += 1
         self._inherit(block, new.untyped_storage())
 
@@ -515,10 +512,6 @@ def _format(tensor: Tensor) -> torch.memory_format:
     if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
         return torch.contiguous_format
     return last
-
-
-def _storage(tensor: Tensor) -> int:
-    return storage_id(tensor)
 
 
 def _name(func: Any) -> str:

@@ -81,27 +81,27 @@ def largest_batch(
     are nearly linear.
 
     Args:
-        model: the model that `step` trains.
-        step: runs forward and backward on a batch, as for `estimate`.
-        batch: an example. Every tensor and array as long along `batch_dim` as the first one is lengthened or shortened;
+        model: The model that `step` trains.
+        step: Runs forward and backward on a batch, as for `estimate`.
+        batch: An example. Every tensor and array as long along `batch_dim` as the first one is lengthened or shortened;
             integers and booleans by repeating their values, and so are lists with one entry per row.
-        budget: bytes, or a string such as "8GiB". Without it, the peak has to fit into the memory of `device` next to
+        budget: Bytes, or a string such as "8GiB". Without it, the peak has to fit into the memory of `device` next to
             the largest CUDA context, and in one of several processes next to the most that NCCL takes, so that the
             allocator's cache never has to be emptied.
-        device: a GPU as for `estimate`; the peak is then the most that its allocator can reserve.
-        batch_dim: the dimension to resize; 1 finds the longest sequence.
-        most: the largest size to try; for sequences the most that the model takes, such as its number of positions.
-        plan: the plan under which the step runs; larger batches than it covers run under its smallest-memory plan, as
+        device: A GPU as for `estimate`; the peak is then the most that its allocator can reserve.
+        batch_dim: The dimension to resize; 1 finds the longest sequence.
+        most: The largest size to try; for sequences the most that the model takes, such as its number of positions.
+        plan: The plan under which the step runs; larger batches than it covers run under its smallest-memory plan, as
             they would in training.
-        optimizer: as for `estimate`.
+        optimizer: As for `estimate`.
 
     Returns:
         The size, the estimate for it, and the peaks of all sizes that were tried.
 
     Raises:
-        Infeasible: size 1 does not fit.
-        BudgetError: neither a budget nor a GPU is given.
-        LowtideError: any error that `estimate` raises.
+        Infeasible: If size 1 does not fit.
+        BudgetError: If neither a budget nor a GPU is given.
+        LowtideError: Any error that `estimate` raises.
 
     Example:
         >>> import torch, lowtide

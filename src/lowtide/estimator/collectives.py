@@ -19,6 +19,7 @@ from lowtide._torch.fake_modes import is_fake, on_real_tensors
 from lowtide._torch.modules import SyncBatchNorm
 from lowtide.estimator.values.known_values import learn_alike, receive, senders
 from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.utils.frames import module_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +91,7 @@ def unsent(send: Callable[..., Any]) -> Callable[..., Any]:
             received = tensors_in(args[place] if len(args) > place else kwargs.get(name))
             with on_real_tensors():
                 for tensor in received:
-                    if sys._getframe(1).f_globals.get("__name__") == SyncBatchNorm.__module__:
+                    if module_name(sys._getframe(1)) == SyncBatchNorm.__module__:
                         learn_alike(tensor, torch.ones((), dtype=tensor.dtype), IN_ALL)
                     else:
                         receive(tensor, f"torch.distributed.{send.__name__}")

@@ -12,6 +12,7 @@ from torch import nn
 
 from lowtide._torch.compiled_code import is_compiled
 from lowtide.errors import RehearsalError
+from lowtide.utils.frames import frames_from
 
 _modules: WeakSet[nn.Module] = WeakSet()
 _codes: set[CodeType] = set()
@@ -27,9 +28,7 @@ def compile_as_written(compiled: Any) -> None:
 
 def refuse_in_compiled_code(name: str) -> None:
     """Raise RehearsalError if the running collective, an operator with this name, is called by compiled code."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
+    for frame in frames_from(sys._getframe(2)):
         module = frame.f_locals.get("self") if frame.f_code.co_name == "_call_impl" else None
         is_module = isinstance(module, nn.Module) and (module in _modules or is_compiled(module))
         if is_module or frame.f_code in _codes:

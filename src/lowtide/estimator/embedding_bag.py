@@ -52,7 +52,7 @@ def has_padding(args: Any) -> bool:
 
 
 def _sparse(grad: Tensor, indices: Tensor, bag_size: Tensor, mode: int, padded: bool) -> list[int]:
-    """Return the scratch of a sparse gradient; without padding each index's gradient is the result itself."""
+    """Return the scratch of a sparse gradient; without padding, the gradients of indices are its values."""
     each = indices.numel() * grad.element_size()
     if padded:
         return [each * grad.shape[1], indices.numel(), _bytes(indices)]

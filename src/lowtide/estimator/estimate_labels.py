@@ -22,7 +22,9 @@ __all__ = ["Names", "labels"]
 
 
 class Names(names.Names):
-    """Labels as of a measured step, except that storages are identified by number: fake storages have no address."""
+    """Labels like those of a measured step, except that storages are identified by number: fake storages have no
+    address.
+    """
 
     def _address(self, tensor: Tensor) -> int:
         return storage_id(tensor)

@@ -67,22 +67,22 @@ def estimate(
     arguments have at most 64 MiB; otherwise it is listed in `unknown`.
 
     Args:
-        model: the model that the step trains.
-        step: runs forward and backward of `model`, and optionally the optimizer.
-        batch: the argument of `step`.
-        device: a GPU, by name or as a GpuSpec, or several, "8 x h100-80", one for each process of the process group;
+        model: The model that the step trains.
+        step: Runs forward and backward of `model`, and optionally the optimizer.
+        batch: The argument of `step`.
+        device: A GPU, by name or as a GpuSpec, or several, "8 x h100-80", one for each process of the process group;
             without it the step is estimated on the model's own device.
-        plan: the plan under which the step runs.
-        optimizer: needed only if neither the step nor the model refers to it.
-        allocator: settings of the CUDA caching allocator, by default the environment's; only with `device`.
+        plan: The plan under which the step runs.
+        optimizer: Needed only if neither the step nor the model refers to it.
+        allocator: Settings of the CUDA caching allocator, by default the environment's; only with `device`.
 
     Returns:
         The estimate: `peak_bytes`, the timeline, and the operators whose scratch memory is unknown.
 
     Raises:
-        DataDependentStepError: the step branches on contents of other tensors; the error names the line.
-        RehearsalError: the step can't be rehearsed.
-        StalePlan: the plan is for another model.
+        DataDependentStepError: If the step branches on contents of other tensors; the error names the line.
+        RehearsalError: If the step can't be rehearsed.
+        StalePlan: If the plan is for another model.
 
     Example:
         >>> import torch, lowtide

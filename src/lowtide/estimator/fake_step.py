@@ -51,7 +51,7 @@ def unrestored_note(state: Everything) -> tuple[str, ...]:
 
 
 def compiled(model: nn.Module) -> tuple[str, ...]:
-    """Return a note of the assumption made if parts of the model are compiled."""
+    """Return a note on the assumption made if parts of the model are compiled."""
     return (COMPILED,) if any(map(is_compiled, model.modules())) else ()
 
 

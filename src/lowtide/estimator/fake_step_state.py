@@ -10,7 +10,6 @@ import functools
 import gc
 import types
 from collections.abc import Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -65,9 +64,7 @@ class Everything(ReachableObjects):
         self._hook = register_optimizer_step_pre_hook(this_thread_only(self._stepping, self._has))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hook.remove()
         try:
             self.restore()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lowtide.memory import timeline_table
 from lowtide.memory.allocator.simulation import freed_from_entry
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Static
@@ -69,6 +70,15 @@ class MemoryEstimate(Displayed):
         return iter(())
 
     def __str__(self) -> str:
-        from lowtide.estimator.estimate_text import table  # imported only to print
+        return "\n".join(self._lines())
 
-        return "\n".join(table(self))
+    def _lines(self) -> Iterator[str]:
+        static = self.static
+        entry = {"parameters": static.parameters, "gradients": static.gradients, "optimizer state": static.optimizer}
+        entry |= {"buffers": static.buffers, "inputs": static.inputs}
+        yield from timeline_table.table(self.timeline, entry=entry)
+        yield from self.more()
+        for title, lines in (("not known exactly", self.unknown), ("assumed", self.assumed)):
+            if lines:
+                yield f"{title}:"
+                yield from (f"  {line}" for line in lines)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection
-from types import CodeType
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lowtide.script.fit_steps import OnInfeasible
 from lowtide.script.run_listened import forget_left_over, left_over
 from lowtide.script.within import Run, within
 from lowtide.utils.amounts import BudgetFor
+from lowtide.utils.frames import frames_from, module_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,26 +25,16 @@ class HostRun:
     again, when another block begins, or by `leave`.
     """
 
-    def __init__(
-        self,
-        budget: int | str,
-        budget_for: BudgetFor,
-        on_infeasible: OnInfeasible,
-        levers: Collection[str],
-        in_place: bool,
-        retry: bool,
-        progress: bool,
-    ) -> None:
-        self._budget, self._budget_for, self._on_infeasible = budget, budget_for, on_infeasible
-        self._levers, self._in_place, self._retry, self._progress = levers, in_place, retry, progress
-        self._new()  # raises here if the budget is invalid
+    def __init__(self, new_run: Callable[..., Run]) -> None:
+        new_run()  # raises here if the budget is invalid
+        self._new_run = new_run
         self.run: Run | None = None
         self._is_open = False
 
     def begin(self, model: nn.Module) -> None:
         """Begin training of `model` in the function that has called the callback."""
         self.leave()
-        self.run = self._new(model)
+        self.run = self._new_run(model=model)
         self._loop = _Loop()
         self.run.__enter__()
         self._is_open = True
@@ -66,18 +57,6 @@ class HostRun:
     def metrics(self) -> dict[str, float]:
         """Return numbers for the logs of the loop, once a plan exists."""
         return {} if self.run is None else self.run.metrics()
-
-    def _new(self, model: nn.Module | None = None) -> Run:
-        return within(
-            self._budget,
-            budget_for=self._budget_for,
-            model=model,
-            on_infeasible=self._on_infeasible,
-            levers=self._levers,
-            in_place=self._in_place,
-            retry=self._retry,
-            progress=self._progress,
-        )
 
     def _close(self) -> None:
         self._is_open = False
@@ -102,7 +81,18 @@ class BudgetCallback:
         retry: bool = False,
         progress: bool = True,
     ) -> None:
-        self._host = HostRun(budget, budget_for, on_infeasible, levers, in_place, retry, progress)
+        self._host = HostRun(
+            partial(
+                within,
+                budget,
+                budget_for=budget_for,
+                on_infeasible=on_infeasible,
+                levers=levers,
+                in_place=in_place,
+                retry=retry,
+                progress=progress,
+            )
+        )
 
     @property
     def run(self) -> Run | None:
@@ -115,18 +105,14 @@ class _Loop:
 
     def __init__(self) -> None:
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("lowtide."):
+        while frame.f_back is not None and module_name(frame).startswith("lowtide."):
             frame = frame.f_back
-        host = frame.f_globals.get("__name__", "").partition(".")[0]
-        while frame.f_back is not None and frame.f_back.f_globals.get("__name__", "").startswith(host):
+        host = module_name(frame).partition(".")[0]
+        while frame.f_back is not None and module_name(frame.f_back).startswith(host):
             frame = frame.f_back
         self._thread, self._frame_id, self._code = threading.get_ident(), id(frame), frame.f_code
 
     def is_over(self) -> bool:
         """Return True if that function has returned, or was left by an exception."""
-        code: CodeType | None = None
-        frame = sys._current_frames().get(self._thread)
-        while frame is not None and id(frame) != self._frame_id:
-            frame = frame.f_back
-        code = None if frame is None else frame.f_code
-        return code is not self._code
+        frames = frames_from(sys._current_frames().get(self._thread))
+        return not any(id(frame) == self._frame_id and frame.f_code is self._code for frame in frames)

@@ -17,7 +17,7 @@ from lowtide.levers.lever import ActiveLever, Lever, LeverNotApplicable
 from lowtide.levers.loss_only_outputs import Outputs
 from lowtide.levers.micro_batches import MicroBatches
 from lowtide.levers.optimizer_in_backward import StepInBackward
-from lowtide.levers.products_apart import ProductsApart
+from lowtide.levers.unfused_addmm import UnfusedAddmm
 from lowtide.planner.records import AppliedLever
 from lowtide.runtime.live_optimizers import Optimizers, listed
 from lowtide.utils.removable import Removable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from lowtide.planner.records import Plan
 
-_ALL: tuple[Lever, ...] = (Outputs(), FusedOptimizer(), ProductsApart(), LossHead(), StepInBackward(), MicroBatches())
+_ALL: tuple[Lever, ...] = (Outputs(), FusedOptimizer(), UnfusedAddmm(), LossHead(), StepInBackward(), MicroBatches())
 
 LEVERS = {lever.name: lever for lever in _ALL}
 """All levers by name, in the order in which they are tried: cheapest first."""
@@ -90,7 +90,7 @@ def parse_script_lever(text: str) -> AppliedLever:
     lever = lever_named(name)
     if lever.wants_optimizer:
         raise LowtideError(f"the lever {name!r} changes the optimizer: use lowtide.fit, or change it in the script.")
-    if lever.name == ProductsApart.name:
+    if lever.name == UnfusedAddmm.name:
         raise LowtideError(
             f"the lever {name!r} is for models that are compiled as a whole: use lowtide.fit in the script."
         )

@@ -21,7 +21,6 @@ from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from operator import itemgetter
 from time import perf_counter_ns
-from types import TracebackType
 from typing import Any, Self, cast
 
 import torch
@@ -60,7 +59,7 @@ at once. It is above 1,000 because some blocks lie at addresses that an earlier 
 _claim = threading.Lock()
 _recording: CpuRecorder | None = None
 _unfinished: list[profile] = []
-"""Profilers that could not be stopped for want of memory."""
+"""Profilers that could not be stopped for lack of memory."""
 
 
 class CpuRecorder(Recorder):
@@ -120,9 +119,7 @@ class CpuRecorder(Recorder):
         return self
 
     @whole
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             session = self._stop()
         finally:

@@ -24,7 +24,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -106,9 +105,7 @@ class CudaRecorder(Recorder):
         self._attach(0)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_recording = False
         try:
             trace = snapshot()["device_traces"][self._index]

@@ -33,10 +33,10 @@ from lowtide.utils.tables import aligned
 Moment: TypeAlias = Literal["before backward", "after backward", "at the end of the step"]
 
 _SURE_LOOKS = 8
-"""Number of looks that are always taken: those of a step or two. Further ones are taken as time allows."""
+"""Number of inspections that are always made: those of a step or two. Further ones are made as time allows."""
 
 _MOST_TIME = 2
-"""Time that further looks may take, as a multiple of the rest of the block's time."""
+"""Time that further inspections may take, as a multiple of the rest of the block's time."""
 
 _LABEL = "lowtide.variables"  # labels of the marks for looks, and for the free of memory that a look listed
 
@@ -89,10 +89,10 @@ class DelObserver:
     _began: float = field(default_factory=time.perf_counter)
     _spent: float = 0.0
     _is_partial: bool = False
-    """True once a look was left out; the savings are unknown then."""
+    """True once an inspection was left out; the savings are unknown then."""
 
     def begin(self) -> None:
-        """Take the first look, at leftovers of the previous step, and intercept backward passes and optimizer steps."""
+        """Inspect leftovers of the previous step, and intercept backward passes and optimizer steps."""
         self._inspect("at the end of the step", is_first=True)
 
         def wrap_engine(engine: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,7 +142,7 @@ class DelObserver:
     # --- looks ------------------------------------------------------------------------------------------------------
 
     def _inspect_after_backward(self) -> None:
-        """Take a look once backward has returned: until then its frames still refer to the loss."""
+        """Inspect the variables once backward has returned: until then its frames still refer to the loss."""
         if self._is_after_backward and threading.get_ident() == self._thread:
             self._is_after_backward = False
             self._inspect("after backward")
@@ -202,7 +202,7 @@ class DelObserver:
                 yield self._del(group, moment, looks, levels, ends)
 
     def _names_of(self, look: _Inspection) -> Iterable[str]:
-        """Return the variables of a look; of the first look only those that the step rebinds, as leftovers."""
+        """Return the variables of an inspection; of the first one only those that the step rebinds, as leftovers."""
         return [name for name in look.names if name in self._rebound] if look.is_first else look.names
 
     def _del(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import FrameType
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from lowtide.memory.frame_locals import local_variables
+from lowtide.utils.frames import frames_from, module_name
 
 _IN_AN_EVALUATION: Final = 4
 """Number of vectors in addition to the pairs while the model is evaluated: the direction, its buffer, two gradients."""
@@ -52,10 +52,8 @@ def missing_history_bytes(optimizer: torch.optim.LBFGS) -> int:
 
 def _variables() -> Iterator[object]:
     """Yield the values of the variables of updates in progress, except those of the closure."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == torch.optim.LBFGS.__module__:
+    for frame in frames_from(sys._getframe(1)):
+        if module_name(frame) == torch.optim.LBFGS.__module__:
             with local_variables(frame) as variables:
                 values = [*variables.values()]
             yield from values
-        frame = frame.f_back

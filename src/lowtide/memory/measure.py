@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from lowtide.memory.del_savings import Del, DelObserver
 from lowtide.memory.events import Category, EventStream, Label, Recorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.utils import interrupts as _interrupts
+from lowtide.utils.frames import frames_from
 from lowtide.utils.interrupts import entering, whole
 from lowtide.utils.rendering import Displayed
 
@@ -178,9 +179,7 @@ class _Measuring(AbstractContextManager[Memory, None]):
         return self._memory
 
     @whole
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._looks is not None:
             self._looks.end(has_failed=error is not None)
         peak_bytes = None
@@ -207,9 +206,8 @@ _AROUND = (contextlib.__file__, _interrupts.__file__)
 
 def _measuring_frame() -> FrameType | None:
     """Return the frame of the function with the `with` block, unless that is Lowtide's own."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename in _AROUND:  # also those of an ExitStack
-        frame = frame.f_back
+    callers = frames_from(sys._getframe(2))
+    frame = next((frame for frame in callers if frame.f_code.co_filename not in _AROUND), None)  # also of an ExitStack
     return None if frame is None or frame.f_code.co_filename.startswith(_NO_VARIABLES) else frame
 
 

@@ -35,7 +35,7 @@ def can_do_without(model: nn.Module) -> bool:
 
 
 def with_checkpoint_note(profile: Profile, checkpointed: Counter[str], without: Profile | None) -> Profile:
-    """Return `profile` with a note of the `checkpointed` calls.
+    """Return `profile` with a note on the `checkpointed` calls.
 
     Args:
         profile: Profile of the step with its checkpoints.

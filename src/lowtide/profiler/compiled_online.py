@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lowtide._torch.compiled_code import n_compiled
 from lowtide._torch.device_timing import now_ms
-from lowtide._torch.joint_graph import always_partitioned, partition_by, products_are_apart, watched_calls
+from lowtide._torch.joint_graph import always_partitioned, is_addmm_unfused, partition_by, watched_calls
 from lowtide.memory.events import EventStream
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
@@ -118,7 +118,7 @@ class OnlineCompiledProfiler:
 
     def _put_on(self) -> None:
         check_compiled(self.model)
-        partitioner = PlanPartitioner(apart=products_are_apart())
+        partitioner = PlanPartitioner(unfused=is_addmm_unfused())
         partitioner.on_compile = self._graphs.append
         with contextlib.ExitStack() as stack:
             stack.callback(partition_by(partitioner))

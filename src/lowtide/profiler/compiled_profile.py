@@ -3,7 +3,8 @@
 The profile takes values, slots and costs from the joint graphs, where the profile of an eager step takes them from
 autograd's graph, so the same planner plans both. All share the step's one axis of positions: each stretch of events
 outside compiled code is a position, and so is each call inside compiled code. Levels inside are those of
-`joint_memory.py`, shifted by the excess of the plain step's measured peak inside compiled code over its computed peak.
+`joint_memory.py`. Recorded allocations that no value accounts for count where they were; what is left of the excess of
+the plain step's measured peak inside compiled code over its computed peak counts everywhere.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from lowtide._torch.joint_graph import JointNode
+from lowtide._torch.joint_graph import JointGraph, JointNode
 from lowtide.errors import RehearsalError
 from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, bytes_added
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
-from lowtide.profiler.joint_memory import Half, backward_half, forward_half, scratch_of, upstream, written
+from lowtide.profiler.joint_memory import Half, backward_half, forward_half, scratch_of, unmodelled, upstream, written
 from lowtide.runtime.joint_slots import JointSlots, Recomputed
 
 CALL = "compiled call"
@@ -56,9 +57,7 @@ def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float)
     first = {call.graph: call for call in reversed(calls)}
     graphs = _named(graphs)
     both = [
-        _Graph.of(
-            graphs[n].at(sizes), (_transients(stream, first[at].forward), _transients(stream, first[at].backward))
-        )
+        _Graph.of(graphs[n].at(sizes), (_within(stream, first[at].forward), _within(stream, first[at].backward)))
         for at, (n, sizes) in enumerate(ran)
     ]
     return _coarser(_Records(both, calls, stream, step_ms).profile())
@@ -74,12 +73,16 @@ def _named(graphs: Sequence[JointSlots]) -> list[JointSlots]:
     return [graph.named() if graph.joint.key in shared else graph for graph in graphs]
 
 
-def _transients(stream: EventStream, span: tuple[int, int] | None) -> list[int]:
-    """Return the sizes of the blocks that are freed right after their allocation, with no event in between."""
+def _within(stream: EventStream, span: tuple[int, int] | None) -> Sequence[Event]:
     begin, end = span or (0, 0)
+    return stream.events[begin : end + 1]
+
+
+def _transients(events: Sequence[Event]) -> list[int]:
+    """Return the sizes of the blocks that are freed right after their allocation, with no event in between."""
     return [
         event.bytes
-        for event, following in pairwise(stream.events[begin : end + 1])
+        for event, following in pairwise(events)
         if type(event) is Allocate and type(following) is Free and event.block == following.block
     ]
 
@@ -161,18 +164,22 @@ class _Graph:
     """Cost of each call, in FLOPs of a matrix product."""
     scratch: dict[int, int]
     """Scratch memory of extern kernels, by node."""
+    more_bytes: tuple[dict[int, int], dict[int, int]]
+    """For each half recorded bytes that no value of it accounts for, by node; -1 for its end."""
 
     @classmethod
-    def of(cls, slots: JointSlots, transients: tuple[Sequence[int], Sequence[int]]) -> _Graph:
-        joint, plain, saved = slots.joint, slots.as_torch(), slots.without(())
-        scratch = scratch_of(joint, plain, transients)
+    def of(cls, slots: JointSlots, recorded: tuple[Sequence[Event], Sequence[Event]]) -> _Graph:
+        joint, as_torch, saved = slots.joint, slots.as_torch(), slots.without(())
+        scratch = scratch_of(joint, as_torch, (_transients(recorded[0]), _transients(recorded[1])))
+        plain = forward_half(joint, as_torch, scratch), backward_half(joint, as_torch, scratch)
         return cls(
             slots,
-            (forward_half(joint, plain, scratch), backward_half(joint, plain, scratch)),
+            plain,
             (forward_half(joint, saved, scratch), backward_half(joint, saved, scratch)),
             forward_half(joint, Recomputed(frozenset(), frozenset())),
             [_units(node) for node in joint.nodes],
             scratch,
+            (_explained(joint, plain[0], recorded[0]), _explained(joint, plain[1], recorded[1])),
         )
 
     @property
@@ -186,6 +193,23 @@ class _Graph:
         read = [slot.node for slot in self.slots.slots if slot.node in self.saved[1].last]
         read = [node for node in read if nodes[node].kind != "input"]
         return sum(nodes[n].bytes for n in read if (at <= half.last[n] if phase else at >= half.born[n]))
+
+
+def _explained(joint: JointGraph, half: Half, events: Sequence[Event]) -> dict[int, int]:
+    """Return the `unmodelled` bytes of a half; all 0 if its peak would be above the recorded one with them."""
+    more_bytes = unmodelled(joint, half, events)
+    peak_bytes = max(map(sum, zip(half.levels, more_bytes.values(), strict=True)))
+    is_explained = peak_bytes <= max(accumulate(map(bytes_added, events)), default=0)
+    return more_bytes if is_explained else dict.fromkeys(more_bytes, 0)
+
+
+def _with_more(half: Half, more_bytes: dict[int, int]) -> list[int]:
+    """Return the levels of a half with unmodelled bytes; values of other halves have those of the value before."""
+    levels, own = list[int](), 0
+    for value, level in zip((*half.order, -1), half.levels, strict=True):
+        own = more_bytes.get(value, own)
+        levels.append(level + own)
+    return levels
 
 
 def _units(node: JointNode) -> float:
@@ -267,10 +291,10 @@ class _Records:
                 live_bytes[number] = below
             # scratch memory, the same for all positions. Where inductor's order saves bytes, plans may still need them
             rise = max(levels[enter : leave + 1]) - levels[enter]
-            below += max(0, rise - max(graph.plain[phase].levels))
+            below += max(0, rise - max(_with_more(graph.plain[phase], graph.more_bytes[phase])))
             below += graph.saved_bytes(1, 0) if phase else 0
-            half = graph.saved[phase]
-            self._base += [below + level - graph.saved_bytes(phase, at) for at, level in enumerate(half.levels)]
+            inside = _with_more(graph.saved[phase], graph.more_bytes[phase])
+            self._base += [below + level - graph.saved_bytes(phase, at) for at, level in enumerate(inside)]
             held += -graph.plain_bytes if phase else graph.plain_bytes
             done = leave
         self._base.append(max(levels[done:]) - held)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide._torch.compiled_code import has_compiled_modules
 from lowtide._torch.device_timing import now_ms
-from lowtide._torch.joint_graph import always_partitioned, partitioning_by, products_are_apart, watched_calls
+from lowtide._torch.joint_graph import always_partitioned, is_addmm_unfused, partitioning_by, watched_calls
 from lowtide.errors import RehearsalError
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
@@ -51,7 +51,7 @@ def rehearse_compiled(
     """Return the profile of `step(batch)`, which is recompiled and run three times."""
     check_compiled(model, step)
     graphs: list[JointSlots] = []
-    partitioner = PlanPartitioner(apart=products_are_apart())
+    partitioner = PlanPartitioner(unfused=is_addmm_unfused())
     partitioner.on_compile = graphs.append
     with (
         StepSnapshot(model, batch, optimizer, step) as unchanged,

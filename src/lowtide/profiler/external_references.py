@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 RECENT = 16
-"""Number of the latest entries that each look checks, because loops mostly drop these first. On average a look checks
-as many others.
+"""Number of the latest entries that each search checks, because loops mostly drop these first. On average a search
+checks as many others.
 """
 
 
@@ -38,13 +38,13 @@ class _Memory:
     def __init__(self, storage: WeakStorage, looked: int) -> None:
         self.storage = storage
         self.looked = looked
-        """Number of the last look that found references from outside the rehearsal."""
+        """Number of the last search that found references from outside the rehearsal."""
         self.tensors: Counter[int] = Counter()
         """Number of the rehearsal's holders of each tensor in the memory, by the tensor's `id`."""
 
     @property
     def ours(self) -> int:
-        """Number of the rehearsal's tensors; a tensor with several holders is one owner of the memory."""
+        """Number of tensors by which the rehearsal owns the memory: a tensor with several holders counts once."""
         return len(self.tensors)
 
 
@@ -52,8 +52,9 @@ class ExternalReferences:
     """Memory of kept values that code outside the rehearsal holds, too.
 
     Checking all entries at every mark would be quadratic in the length of a step whose results stay in a list. So each
-    look checks the last `RECENT` entries, the end of a call also checks the call's entries, and all entries are checked
-    on `everything` or once (number of entries / `RECENT`) looks have passed. The work is linear in marks and entries.
+    search checks the last `RECENT` entries, the end of a call also checks the call's entries, and all entries are
+    checked on `everything` or once (number of entries / `RECENT`) searches have passed. The work is linear in marks and
+    entries.
     """
 
     def __init__(self) -> None:

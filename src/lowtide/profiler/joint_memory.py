@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import accumulate
 from typing import Final
 
 from lowtide._torch.joint_graph import JointGraph
-from lowtide.runtime.joint_slots import Recomputed
+from lowtide.memory.events import Allocate, Event, Free
+from lowtide.runtime.joint_slots import SMALL, Recomputed
 
 NONE: Final[Mapping[int, int]] = {}
 
@@ -25,6 +28,8 @@ NONE: Final[Mapping[int, int]] = {}
 class Half:
     """Forward or backward half of a joint graph. Positions are its calls, and one more for its end."""
 
+    order: tuple[int, ...]
+    """Value computed at each position but the last."""
     levels: tuple[int, ...]
     """Bytes at each position, relative to the beginning of the half."""
     born: dict[int, int]
@@ -67,7 +72,7 @@ def scratch_of(
 
     Args:
         joint: The graph.
-        torchs_own: torch's own partition, under which the step was recorded.
+        torchs_own: Torch's own partition, under which the step was recorded.
         transients: Sizes of the blocks that forward and backward freed right after their allocation.
     """
     outputs = [*joint.forward_outputs, *torchs_own.given]
@@ -80,6 +85,40 @@ def scratch_of(
         if len(nodes) == len(sizes):  # larger products have larger scratch memory
             scratch |= dict(zip(sorted(nodes, key=lambda n: joint.nodes[n].bytes), sorted(sizes), strict=True))
     return scratch
+
+
+def unmodelled(joint: JointGraph, half: Half, events: Sequence[Event]) -> dict[int, int]:
+    """Return the recorded bytes that no written value accounts for, by value computed at that time; -1 for the end.
+
+    Such are copies of arguments, and values that inductor writes because many calls read them. Allocations are matched
+    with the written values in order: both are of equal size, and freed in the half or not.
+    """
+    end, nodes = len(half.order), joint.nodes
+    freed = {event.block: at for at, event in enumerate(events) if isinstance(event, Free)}
+    allocations = {at: event for at, event in enumerate(events) if isinstance(event, Allocate)}
+    small = max((event.bytes for event in allocations.values()), default=0) // SMALL
+    allocations = {at: event for at, event in allocations.items() if event.bytes > small}
+    born = [value for value in sorted(half.born, key=half.born.__getitem__) if nodes[value].bytes > small]
+    matched = SequenceMatcher(
+        None,
+        [(event.bytes, event.block in freed) for event in allocations.values()],
+        [(nodes[value].bytes, half.last.get(value, 0) < end) for value in born],
+        autojunk=False,
+    ).get_matching_blocks()
+    position = {first + k: half.born[born[value + k]] for first, value, n in matched for k in range(n)}
+    reached = [0] * len(events)
+    """Position that the half has reached at each event."""
+    for number, at in enumerate(allocations):
+        reached[at] = position.get(number, 0)
+    reached = list(accumulate(reached, max))
+    more_bytes = [0] * (end + 1)
+    for number, (at, event) in enumerate(allocations.items()):
+        if number not in position:
+            last = reached[freed[event.block]] if event.block in freed else end
+            first = min(reached[at] + 1, last)  # scratch memory of one call, or a value that comes after it
+            for each in range(first, last + 1):
+                more_bytes[each] += event.bytes
+    return dict(zip((*half.order, -1), more_bytes, strict=True))
 
 
 def upstream(joint: JointGraph, ends: Iterable[int]) -> list[int]:
@@ -229,7 +268,7 @@ def _half(
         beginnings.append(begin)
         if nodes[value].kind in ("extern", "reduction"):
             begin = at + 1
-    return Half(tuple(levels), born, first, last, {value: beginnings[at] for value, at in first.items()})
+    return Half(tuple(order), tuple(levels), born, first, last, {value: beginnings[at] for value, at in first.items()})
 
 
 def _allocating(joint: JointGraph, value: int, inside: Collection[int]) -> int:

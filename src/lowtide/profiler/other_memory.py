@@ -38,7 +38,7 @@ def with_others(static: Static, addresses: frozenset[int], recorder: Recorder) -
 
 
 def in_words(model: nn.Module, static: Static) -> tuple[str, ...]:
-    """Return a note of other memory that is counted, if any: `Teacher (12 MiB) and tensors of no model (5 MiB)`."""
+    """Return a note on other memory that is counted, if any: `Teacher (12 MiB) and tensors of no model (5 MiB)`."""
     models = other_models(model)
     parts = [f"{name} ({format_bytes(n_bytes)})" for name, n_bytes in models.items()]
     rest_bytes = static.others - sum(models.values())

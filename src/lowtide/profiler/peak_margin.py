@@ -35,7 +35,7 @@ DRAWS: Final = 8
 def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any, unchanged: StepSnapshot) -> Profile:
     """Return `profile` with all peaks raised by the excess of a measured step over its prediction.
 
-    Measured under the plan of the smallest peak: errors name a budget of that size, which must hold to the byte.
+    Measured under the plan with the smallest peak: errors name a budget of that size, which must hold to the byte.
     """
     plan = smallest_plan(profile, "flops")
     engine = Planned(model, plan)

@@ -46,7 +46,7 @@ def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
 
 
 def check_step(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
-    """Refuse what can't be rehearsed in a single process either. Raises RehearsalError."""
+    """Refuse models and steps that can't be rehearsed even in a single process. Raises RehearsalError."""
     if not isinstance(model, torch.nn.Module):
         raise RehearsalError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
     if not callable(step):

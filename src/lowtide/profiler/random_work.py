@@ -128,7 +128,7 @@ def _coin(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _whole(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace a result of randint; that of torch excludes the upper end."""
+    """Replace random integers; the upper end of torch's randint is excluded."""
     bounds = [each for each in args if isinstance(each, int)]
     low, high = (0, *bounds)[-2:] if bounds else (kwargs.get("low", 0), kwargs.get("high"))
     if high is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
@@ -123,9 +122,7 @@ class Updates:
         self._hook = register_optimizer_step_pre_hook(hook)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hook.remove()
 
     def run(self, batch: Any) -> Any:

@@ -375,8 +375,7 @@ def alternatives(frontier: Frontier | None, plan: Plan | None) -> str:
         f"<p>{escape(_beside(frontier, plan))}{escape(bound)}</p>"
         f'<figure><p class="lt-axis">extra time of a step</p>{frontier_plot(frontier, plan)}'
         '<p class="lt-axis is-x">peak memory of the step</p></figure>'
-        "<details><summary>All plans as a table</summary>"
-        f"{plans}</details>"
+        f"<details><summary>All plans as a table</summary>{plans}</details>"
     )
 
 

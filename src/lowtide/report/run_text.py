@@ -19,7 +19,7 @@ _PARTS = 3
 
 
 def show(run: RunRecord) -> str:
-    """Return the run in a few lines."""
+    """Return a summary of the run in a few lines."""
     return "\n".join(_lines(run))
 
 

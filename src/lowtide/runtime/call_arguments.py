@@ -24,6 +24,7 @@ import torch
 
 from lowtide._torch.pytree import SUPPORTED_NODES
 from lowtide._torch.tensors import base_of
+from lowtide.runtime.exposed_memory import EXPOSED
 from lowtide.runtime.view_geometry import producer
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ class Arguments:
         """
         tensors = []
         for handle, grad in zip(handles, self._grads, strict=True):
-            tensors.append(handle.get().detach().requires_grad_(grad))
+            tensor = handle.get() if handle.value.version != EXPOSED else handle.get_compared()
+            tensors.append(tensor.detach().requires_grad_(grad))
         args, kwargs = self._build(_Given(tensors))
         return args, kwargs
 
@@ -115,7 +117,7 @@ class _Given:
 
 
 class _Flat:
-    """A part that rebuilds arguments none of which contains tensors."""
+    """A part that rebuilds arguments that are tensors themselves, or contain none."""
 
     __slots__ = ("_n_args", "_names", "_places", "_things")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Final
 
 from lowtide._torch.custom_partitioner import CustomPartitionerFn
-from lowtide._torch.joint_graph import JointGraph, keep_products_apart, partitioned
+from lowtide._torch.joint_graph import JointGraph, partitioned, unfuse_addmm
 from lowtide.runtime.joint_slots import JointSlots
 
 SCHEME: Final = 5
@@ -24,7 +24,8 @@ a process. Increase it with each change of the rules.
 class PlanPartitioner(CustomPartitionerFn):
     """Inductor's partitioner: saves all slots of `graphs` except those at the addresses in `recompute`.
 
-    Without graphs it saves what torch saves. With `apart` matrix products are computed separately.
+    Without graphs it saves what torch saves. With `unfused` it separates each `addmm` into
+    a product and a sum.
     """
 
     def __init__(
@@ -32,10 +33,10 @@ class PlanPartitioner(CustomPartitionerFn):
         graphs: Collection[str] = (),
         recompute: Collection[str] = (),
         *,
-        apart: bool = False,
+        unfused: bool = False,
         is_lever: bool = False,
     ) -> None:
-        self.graphs, self.recompute, self.apart = frozenset(graphs), frozenset(recompute), apart
+        self.graphs, self.recompute, self.unfused = frozenset(graphs), frozenset(recompute), unfused
         self.is_lever = is_lever
         """True if a plan's partitioner may replace this one for a while."""
         self.on_compile: Callable[[JointSlots], None] = lambda slots: None
@@ -45,11 +46,11 @@ class PlanPartitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """Return the plan's hash, part of the key in all of inductor's caches."""
-        said = "\n".join((str(SCHEME), *sorted(self.graphs), str(self.apart), *sorted(self.recompute)))
+        said = "\n".join((str(SCHEME), *sorted(self.graphs), str(self.unfused), *sorted(self.recompute)))
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made = functools.partial(type(self), apart=self.apart)
+        made = functools.partial(type(self), unfused=self.unfused)
         return made, (tuple(sorted(self.graphs)), tuple(sorted(self.recompute)))
 
     def __call__(self, gm: Any, joint_inputs: Any, **settings: Any) -> Any:
@@ -64,6 +65,6 @@ class PlanPartitioner(CustomPartitionerFn):
                 return plain
             return slots.without(self.recompute).given
 
-        if self.apart:
-            keep_products_apart(gm)
+        if self.unfused:
+            unfuse_addmm(gm)
         return partitioned(gm, joint_inputs, choose, **settings)

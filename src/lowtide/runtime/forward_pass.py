@@ -332,7 +332,7 @@ paused = _Paused()
 
 @contextlib.contextmanager
 def pausing(pack: Callable[[Tensor], Any] | None) -> Iterator[None]:
-    """Make plans on other models that are called in this block use `pack` as the outer plan's hook; None: no outer
+    """Make plans on other models that are called in this block use `pack`, the outer plan's hook; None without an outer
     plan.
     """
     before, paused.pack = paused.pack, pack

@@ -273,7 +273,9 @@ def wanted_from(operator: Any, args: Sequence[Any]) -> bool:
 
 
 def _kernel(name: str) -> Callable[..., Any]:
-    """Return the kernel that runs before torch's."""
+    """Return the kernel that runs before torch's kernel of the operator `name`, and writes the gradient in place if it
+    may.
+    """
 
     def kernel(on: Callable[..., Any], past: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The last argument is for `references`, and none of the arguments may be bound to a variable.

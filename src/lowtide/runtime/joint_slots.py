@@ -37,8 +37,6 @@ class JointSlot:
     node: int
     address: str
     """Module, and ordinal of the call in it among all of the graph's: `transformer.h.3.mlp.c_fc#0:1`."""
-    is_saved: bool
-    """False if it is saved only when something is recomputed from it."""
     is_kept: bool
     """True if any plan keeps it: it is small, another call would return other numbers, or sums that are fused with its
     recomputation would add up in another order.
@@ -86,12 +84,7 @@ class JointSlots:
                 self._kept.add(node)
         at = _addresses(joint, f"{joint.key}/" if is_named else "")
         self.slots = tuple(
-            JointSlot(
-                node=node,
-                address=at[node],
-                is_saved=node in saved,
-                is_kept=node in self._kept,
-            )
+            JointSlot(node=node, address=at[node], is_kept=node in self._kept)
             for node in sorted(saved | random | reduced)
         )
         same = {root for root, node in upstream.items() if root == node}

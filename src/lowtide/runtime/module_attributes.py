@@ -44,7 +44,7 @@ class Attributes:
         self._plain: list[tuple[Table, str, Any, Any]] = []
         """Attributes without tensors (table, name, object) and copies of their contents."""
         self.mutable: list[Any] = []
-        """Those of them that are lists, dicts and the like."""
+        """Those of them that are lists, dicts and similar containers."""
         self.contents: list[Any] = []
         """Copies of `mutable`."""
         self._long: list[tuple[Table, str, Any, int]] = []
@@ -96,7 +96,9 @@ class Attributes:
 
     @property
     def is_unchanged(self) -> bool:
-        """Return True if the captured lists, dicts and the like still contain the same."""
+        """Return True if the captured lists, dicts and similar containers have the contents that they had at the start
+        of the call.
+        """
         return all(map(_is_as, self.mutable, self.contents))
 
     @property

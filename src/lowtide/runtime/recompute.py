@@ -100,7 +100,7 @@ class Recompute(RecomputeFields):
             held = operand.value
             if held.maker is None and held.tensor is not None and held.tensor._version != held.version:
                 check_operands([each.value for each in self.operands if each is not None], self.recipe.node)
-                tensors.append(operand.get())  # raises torch's own error
+                tensors.append(operand.get_compared())  # raises torch's own error
             else:
                 is_whole = held.maker is None and operand.view is None
                 tensors.append(held.tensor if is_whole else operand.get())
@@ -205,16 +205,11 @@ def certain(value: Value) -> bool:
     return not isinstance(value.maker, Recompute) or value.maker.certain
 
 
-def is_plain_mode() -> bool:
-    """Return True if gradients are not recorded and autocast is off."""
-    return not torch.is_grad_enabled() and not any_autocast()
-
-
 def plain() -> contextlib.AbstractContextManager[Any]:
     """Turn gradients and autocast off inside this `with` block, because recorded nodes are of operators as autocast
     called them.
     """
-    if is_plain_mode():
+    if not torch.is_grad_enabled() and not any_autocast():
         return _NOTHING
     stack = contextlib.ExitStack()
     stack.enter_context(torch.no_grad())

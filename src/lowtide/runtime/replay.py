@@ -131,6 +131,12 @@ class ReplayFrame:
             *((value.tensor, value.version) for value in arguments if value.kept and value.tensor is not None),
         ]
 
+    @property
+    def is_awaited(self) -> bool:
+        """Return True if the call may have to be run again: not once a replay has brought all values back."""
+        values = [reference() for reference in self.values.values()]
+        return not values or any(value is not None and value.tensor is None for value in values)
+
     def is_held_outside(self) -> bool:
         """Return True if an object outside its runs refers to their tensors, recorded since `held` was set."""
         held = self.held or []

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 PATIENCE = 6
-"""Number of updates that are waited for another optimizer in the script's variables to step: a critic may run ahead."""
+"""Number of updates to wait for another optimizer in the script's variables to step: a critic may run ahead."""
 
 
 class AlternatingModels:

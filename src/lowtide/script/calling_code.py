@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lowtide.memory.frame_locals import local_variables
 from lowtide.script.runner import Script
 from lowtide.state.reachable_state import ReachableState
+from lowtide.utils.frames import frames_from, module_name
 
 _OTHERS = ("torch.", "lowtide.", "importlib")
 _BLOCKS = (*_OTHERS, "contextlib")
@@ -24,17 +25,14 @@ _outermost: list[CodeType] = []
 @contextlib.contextmanager
 def end_search_here() -> Iterator[None]:
     """End the search of `caller_variables`, within this block, at the function that entered it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BLOCKS):
-        frame = frame.f_back
-    codes = [] if frame is None else [frame.f_code]
-    del frame  # the code object, because the frame would keep the function's variables alive
-    _outermost.extend(codes)
+    codes = (frame.f_code for frame in frames_from(sys._getframe(1)) if not module_name(frame).startswith(_BLOCKS))
+    code = next(codes)
+    del codes  # which keeps frames, and so the variables of their functions, alive
+    _outermost.append(code)
     try:
         yield
     finally:
-        for code in codes:
-            _outermost.remove(code)
+        _outermost.remove(code)
 
 
 def caller_variables() -> Iterator[Any]:
@@ -43,15 +41,15 @@ def caller_variables() -> Iterator[Any]:
     The search ends at the script, or at the function with the detected block: variables of callers beyond it, such as a
     test, are not searched.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != Script.__module__:
-        if not frame.f_globals.get("__name__", "").startswith(_OTHERS):
+    for frame in frames_from(sys._getframe(1)):
+        if module_name(frame) == Script.__module__:
+            break
+        if not module_name(frame).startswith(_OTHERS):
             with local_variables(frame) as variables:
                 values = [*variables.values()]
             yield from values
         if frame.f_code in _outermost:
             break
-        frame = frame.f_back
 
 
 def caller_optimizers() -> list[Optimizer]:

@@ -160,7 +160,8 @@ class Fitting(PlanMonitor):
         self.unplanned: str | None = None
         """The reason why training continues without a plan."""
         self.when_kept: Callable[[Plan], object] = lambda plan: None
-        """Function that gets the plan that stays in force, whose peak is within the budget or could not be measured."""
+        """Function called with the plan that stays in force, whose peak is within the budget or could not be measured.
+        """
         self._budget, self._budget_for = budget, budget_for
         self._on_infeasible = on_infeasible
         self._takes_turns, self._progress = takes_turns, progress
@@ -427,7 +428,8 @@ class Fitting(PlanMonitor):
         if self._applied is not None:
             self._applied.remove()
         plain = None
-        is_compared = bool(self.plan.graphs) and bool(self.plan.recompute) and self._compared is not self.plan
+        recompiles = bool(self.plan.graphs) and self.plan.predicted != self.plan.plain
+        is_compared = recompiles and self._compared is not self.plan
         if is_compared:  # before the rehearsal ends, under which code has torch's own partition
             plain = compiled_bits(model, self.compiled or model, batch)
         self._rehearsing.leaves()
@@ -453,7 +455,7 @@ class Fitting(PlanMonitor):
         self._guard(model, self._applied)
 
     def _schedule(self, made: Plan, model: nn.Module, batch: Any) -> bool:
-        """Replace a plan for compiled code by the cheapest of a few that inductor schedules within the budget.
+        """Replace a plan for compiled code by the cheapest of a few whose code inductor schedules within the budget.
 
         Only on a CPU and on a batch of the planned size, on which plans are measured without kernels. Returns False if
         none is within the budget and no plan is to be in force, as `on_infeasible` says. Raises Infeasible.
@@ -488,7 +490,7 @@ class Fitting(PlanMonitor):
         return True
 
     def _compare(self, made: Plan, model: nn.Module, batch: Any, plain: Outcome | None) -> dict[str, tuple[str, ...]]:
-        """Compare compiled code under the plan with `plain`, and return the names of other bits by kind."""
+        """Compare compiled code under the plan with `plain`; return the names of results with other bits, by kind."""
         self._compared = made
         planned = None if plain is None else compiled_bits(model, self.compiled or model, batch)
         if plain is None or planned is None:
@@ -500,7 +502,7 @@ class Fitting(PlanMonitor):
     def _with_kept(self, made: Plan, model: nn.Module, batch: Any, plain: Outcome) -> Plan | None:
         """Return a plan that keeps the values by which the bits under `made` differ from `plain`; None if none fits."""
         profile = self._rehearsing.profile
-        if self._applied is None or profile is None:
+        if self._applied is None or profile is None or not made.recompute:
             return None
 
         def is_identical(addresses: tuple[str, ...]) -> bool:

@@ -35,8 +35,7 @@ IN_PROCESSES = (
 _NOT_REPEATED = (
     "a step that runs out of memory will not be repeated: the model is compiled as a whole, and there is no plan with "
     "a smaller peak to repeat the step under. Give a smaller budget, or compile repeated blocks instead, each in its "
-    "place: "
-    "`block.compile()`"
+    "place: `block.compile()`"
 )
 
 

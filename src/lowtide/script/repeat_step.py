@@ -52,7 +52,7 @@ from lowtide.utils.removable import Removable
 if TYPE_CHECKING:
     from lowtide.api.apply import Applied
 
-REPEATABLE_LEVERS: Final = frozenset({"outputs", "fused optimizer", "products apart", "loss head"})
+REPEATABLE_LEVERS: Final = frozenset({"outputs", "fused optimizer", "unfused addmm", "loss head"})
 """Levers under which each call of the model still has one forward and one backward pass."""
 
 LOOKS: Final = 3
@@ -278,11 +278,11 @@ class _Call:
         self._listening: hooks.Listening | None = None
         self._outputs: list[weakref.ref[Tensor]] = []
         self._places: set[int] = set()
-        """Numbers of the outputs by which the backward pass in progress has entered the call."""
+        """Numbers of the outputs through which the backward pass in progress has entered the call."""
         self.gradients: dict[int, Tensor | None] | None = {}
         """Gradients of these outputs, by number; None if they are too large to be held."""
         self._is_released = False
-        """True once a backward pass has released the arguments; another may enter by other outputs."""
+        """True once a backward pass has released the arguments; another one may enter through other outputs."""
 
     def run(self) -> Any:
         """Run the call, and pass each output through a node that records the gradient with which backward enters.
@@ -317,7 +317,7 @@ class _Call:
         return [tensor for reference in self._outputs if (tensor := reference()) is not None]
 
     def entered(self, place: int, gradient: Tensor | None) -> None:
-        """Record that backward has entered the call by the output at `place`, with this gradient."""
+        """Record that backward has entered the call through the output at `place`, with this gradient."""
         repeater = self._repeater()
         if repeater is None or repeater.is_repeating:
             return
@@ -330,7 +330,7 @@ class _Call:
                 self.gradients = None
 
     def is_entered(self, place: int) -> bool:
-        """Return True if the backward pass in progress has entered the call by this output."""
+        """Return True if the backward pass in progress has entered the call through this output."""
         return place in self._places
 
     def why_changed(self) -> str | None:

@@ -20,7 +20,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -142,9 +141,7 @@ class Steps:
         for kind in classes_of_calls():
             self._watch_class(kind, patch_call)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
         self._hook.remove()
         self.listener.leaves()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from lowtide.api.fitted import check_has_no_plan
@@ -105,9 +104,7 @@ class Run(Displayed):
         self._stack.close()
 
     @whole
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         steps, fitting = self._steps, self._fitting
         assert steps is not None
         with self._stack:

@@ -46,7 +46,7 @@ def has_same_contents(one: Tensor, other: Tensor) -> bool:
 def content_hash(tensor: Tensor) -> int:
     """Return a hash of a strided tensor's contents, which depends on their order.
 
-    Strides do not matter. On the CPU no torch memory is allocated: the hash serves steps that may have none left.
+    Strides do not matter. On the CPU no torch memory is allocated, because a step may have left none.
     """
     integers = _integers(tensor)
     return _digest(AS_ARRAY(integers)) if integers.device.type == "cpu" else _weighted_sum(integers)

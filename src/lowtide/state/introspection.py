@@ -51,7 +51,7 @@ def is_user_code(obj: FunctionType | ModuleType | type) -> bool:
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names of globals and attributes that code uses, including the code of inner functions."""
+    """Yield the names of globals and attributes that `code` uses, including the code of inner functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -42,7 +42,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def unless_out_of_memory(run: Callable[[], T], refuse: Callable[[str], LowtideError]) -> T:
-    """Return the result of `run`; if memory runs out, raise what `refuse` makes of the message's first line."""
+    """Return the result of `run`; if memory runs out, raise the error that `refuse` builds from the message's first
+    line.
+    """
     try:
         return run()
     except Exception as error:

@@ -40,7 +40,7 @@ def parse_bytes(amount: str | SupportsIndex) -> int:
 
 
 def parse_budget(budget: str | SupportsIndex, of: int | None = None) -> int:
-    """Return the bytes in `budget`: an amount for `parse_bytes`, or "60%" of `of`, the plain step's peak (cut off).
+    """Return the bytes in `budget`: an amount for `parse_bytes`, or "60%" of `of`, the plain step's peak, rounded down.
 
     Raises BudgetError as `parse_bytes` does, and for a percentage when `of` is None.
     """

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, Final, ParamSpec, TypeVar
 
+from lowtide.utils.frames import frames_from
 from lowtide.utils.removable import Removable
 
 P = ParamSpec("P")
@@ -152,17 +153,14 @@ def _interrupt_out_of(code: CodeType) -> None:
     assert main is not None
     while True:
         time.sleep(0.01)
-        frame = sys._current_frames().get(main)
-        while frame is not None and frame.f_code is not code:
-            frame = frame.f_back
-        if frame is None:
+        if all(frame.f_code is not code for frame in frames_from(sys._current_frames().get(main))):
             break
     send(main)
 
 
 def removed_if_interrupted(function: Callable[P, R]) -> Callable[P, R]:
-    """Delay interrupts in `function`. If one has waited, remove the plan that it returns, which the caller would not
-    get.
+    """Delay interrupts in `function`. If one was delayed, remove the plan that `function` returns, because the caller
+    would not get it.
     """
 
     @functools.wraps(function)
@@ -210,7 +208,7 @@ def whole(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def entering(enter: Callable[[T], U]) -> Callable[[T], U]:
-    """Let an `__enter__` run to its end. If an interrupt has waited, call `__exit__`, which `with` would not do."""
+    """Let an `__enter__` run to its end. If an interrupt was delayed, call `__exit__`, which `with` would not do."""
     run_whole = whole(enter)
 
     @functools.wraps(enter)

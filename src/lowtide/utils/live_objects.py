@@ -21,13 +21,12 @@ def live_objects(*classes: type[T]) -> list[T]:
 
 
 class LiveObjectFinder:
-    """Search for the live objects of some classes that is repeated often, and mostly looks at the youngest objects
-    only.
+    """Search for the live objects of some classes, for frequent use: mostly it looks only at the youngest objects.
 
     Objects that survive a collection of the middle generation are moved to the oldest. Until the garbage collector has
     run, the oldest generation holds only objects that the last full search has seen. `gc.freeze` takes the youngest
-    objects away, a marker with them; what `gc.unfreeze` gives back is found once a generation was collected. Objects
-    are remembered by weak references.
+    objects away, a marker with them; objects that `gc.unfreeze` gives back are found once a generation was collected.
+    Objects are remembered by weak references.
     """
 
     def __init__(self, *classes: type) -> None:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from lowtide.units import format_time
@@ -79,9 +78,7 @@ class Stage:
         self._show()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._hide()
         self._open.remove(self)
         if error is None and self.result:

@@ -10,7 +10,7 @@ import pytest
 from diagnostics.oom.table import ROWS  # type: ignore[import-not-found]
 from lowtide import cli
 from lowtide.diagnostics.oom import explain
-from lowtide.diagnostics.oom.facts import MOST_PLACES
+from lowtide.diagnostics.oom.facts import MOST_PLACES, Sign
 from lowtide.diagnostics.oom.parse_messages import messages
 
 MIB = 2**20
@@ -69,7 +69,7 @@ def test_of_very_many_places_those_stay_that_tell_something() -> None:
     found = explain("\n".join(f"File {place}" for place in (*telling, *others)) + "\nMemoryError")
     assert found is not None
     facts = found.facts
-    assert (facts.windows, facts.makes_state, facts.in_optimizer) == (True, True, True)
+    assert (facts.windows, facts.shows(Sign.MAKES_STATE), facts.shows(Sign.IN_OPTIMIZER)) == (True, True, True)
     assert facts.own_place is not None
     assert facts.own_place.short == "train.py:2 in step"
     assert len(facts.places) < 2 * MOST_PLACES + 4

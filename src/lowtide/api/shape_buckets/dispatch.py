@@ -60,7 +60,7 @@ class Switching(Engine):
         return not self.tables[plan]
 
     def larger(self, interceptor: CallInterceptor, given: Shapes) -> None:
-        """Say, once, that a batch is larger than any bucket."""
+        """Report, once, that a batch is larger than any bucket."""
         if not self._was_larger:
             self._was_larger = True
             shapes = [list(shape) for shape in given]

@@ -36,7 +36,7 @@ STEPS = 2
 _REHEARSING, _FITTING = 5, 5  # approximate numbers of plain steps
 
 Watch = Callable[[str, int, int], None]
-"""Called with the current activity, the number of finished steps, and an estimate of all steps."""
+"""Function called with the current activity, the number of finished steps, and an estimate of all steps."""
 
 
 def compare(

@@ -63,7 +63,6 @@ class Call:
     graph_bytes: int = 0
     """Bytes that the call's graph keeps in addition to the outputs, where measured."""
     backwards: list[Backward] = field(default_factory=list)
-    is_reached_at_output: bool = False
     is_explained: bool = False
     """True if a finding already says why no backward pass reached the call."""
 
@@ -83,15 +82,10 @@ class SiteStats:
     site: Site
     model: str
     n_calls: int = 0
-    n_with_graph: int = 0
     n_measured: int = 0
     n_reached: int = 0
     n_unreached: int = 0
     n_explained: int = 0
-    is_left_inside: bool = False
-    """True if backward passes enter the graph elsewhere than at the call's outputs; then outputs do not tell if the
-    graph was reached.
-    """
     module_ids: set[int] = field(default_factory=set)
     """Ids of the modules that were called; one line may call several modules of the same class."""
     unreached_bytes: int = 0
@@ -109,7 +103,6 @@ class SiteStats:
             return
         if call.backwards:
             self.n_reached += 1
-            self.is_left_inside |= not call.is_reached_at_output
             return
         if call.is_explained:
             self.n_explained += 1
@@ -186,13 +179,12 @@ class CallLog:
                 self.mark(call, node)
         if nodes:
             call.has_graph = True
-            call.stats.n_with_graph += 1
         self.alive[call.number] = call
         if not nodes:
             self.forget_old()
         return nodes
 
-    def mark(self, call: Call, node: Node, *, is_output: bool = True) -> None:
+    def mark(self, call: Call, node: Node) -> None:
         """Watch for backward reaching `node`, and for the end of the node."""
         metadata = node_metadata(node)
         if _MARK in metadata:
@@ -201,7 +193,7 @@ class CallLog:
         call.is_alive = True
         call.n_marks += 1
         self._watched[weakref.ref(mark, self._record_freed)] = call
-        node.register_prehook(_Prehook(self, call, is_output))
+        node.register_prehook(_Prehook(self, call))
 
     def known(self) -> tuple[Call, ...]:
         """Return the calls that have a living graph or are recent."""
@@ -251,17 +243,16 @@ class CallLog:
 
 
 class _Prehook:
-    """Node hook that notes the backward pass reaching the node. Refers to numbers only."""
+    """Node hook that notes on the call that a backward pass has reached the node."""
 
-    __slots__ = ("call", "calls", "is_output")
+    __slots__ = ("call", "calls")
 
-    def __init__(self, calls: CallLog, call: Call, is_output: bool) -> None:
-        self.calls, self.call, self.is_output = calls, call, is_output
+    def __init__(self, calls: CallLog, call: Call) -> None:
+        self.calls, self.call = calls, call
 
     def __call__(self, gradients: Any) -> None:
         if self.calls.running_backward is not None:
             self.call.reached(self.calls.running_backward)
-            self.call.is_reached_at_output |= self.is_output
 
 
 def is_output_of(tensor: Tensor, calls: CallLog) -> bool:

@@ -11,6 +11,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import NamedTuple
 
 from lowtide.state import introspection
+from lowtide.utils.frames import frames_from
 
 DEPTH = 16
 """Largest number of user frames that are compared to tell one place from another."""
@@ -66,13 +67,8 @@ def calling_site() -> Site:
 
 def is_called_by_user() -> bool:
     """Return True if the innermost frame outside torch and Lowtide is the user's, and not another library's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        kind = origin(frame.f_code.co_filename)
-        if kind != "ours":
-            return kind == "user"
-        frame = frame.f_back
-    return False
+    kinds = (origin(frame.f_code.co_filename) for frame in frames_from(sys._getframe(1)))
+    return next((kind for kind in kinds if kind != "ours"), "") == "user"
 
 
 def line_of_store(code: CodeType, name: str, now: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from lowtide._torch.patching import OBSERVED_CALL_CODE, replace_function, wrap_m
 from lowtide.diagnostics.leaks.call_log import tensors_in
 from lowtide.errors import LowtideError
 from lowtide.memory.frame_locals import local_variables
+from lowtide.utils.frames import frames_from
 
 if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.watcher import Watch
@@ -56,13 +56,11 @@ class EventSources:
 
     def arguments(self) -> list[Tensor]:
         """Return the tensors passed to the module being called; empty if no module is."""
-        frame: FrameType | None = sys._getframe(1)
         tensors: list[Tensor] = []
-        while frame is not None:
+        for frame in frames_from(sys._getframe(1)):
             if frame.f_code is OBSERVED_CALL_CODE:
                 with local_variables(frame) as variables:
                     tensors = [*tensors_in(variables.get("args")), *tensors_in(variables.get("kwargs"))]
-            frame = frame.f_back
         return tensors
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

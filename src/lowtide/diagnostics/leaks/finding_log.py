@@ -253,7 +253,9 @@ class FindingLog:
 
 
 def _one_of_line(findings: list[Finding]) -> list[Finding]:
-    """Return the findings, with one for each line whose forward needs no graph, whatever gathers what it makes."""
+    """Return the findings, with a single one for each line whose forward needs no graph, even if several holders gather
+    its outputs.
+    """
     largest: dict[str | None, Finding] = {}
     for finding in findings:
         if finding.code == "LT002":
@@ -264,7 +266,7 @@ def _one_of_line(findings: list[Finding]) -> list[Finding]:
 
 
 def _joined(findings: list[Finding]) -> list[Finding]:
-    """Return the findings, with one for all keys of the dicts that a list or dict gathers."""
+    """Return the findings, with a single one for all keys of the dicts that a list or dict gathers."""
     joined: dict[tuple[str, str], list[Finding]] = {}
     for number, finding in enumerate(findings):
         container, _, key = finding.holder.rpartition("]['")

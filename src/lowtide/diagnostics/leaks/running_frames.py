@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 from lowtide.diagnostics.leaks.call_site import Place, line_of_store
 from lowtide.memory.frame_locals import local_variables
 from lowtide.state.introspection import origin
+from lowtide.utils.frames import frames_from
 
 _module_variables: dict[tuple[str, str], Place] = {}  # kept for the time after the module's code has run
 
 
 class Variable(NamedTuple):
-    """Variable of a running function, or of a module (`is_global`), and the line that assigned it."""
+    """Variable of a running function, or of a module, and the line that assigned it."""
 
     name: str
     place: Place
-    is_global: bool
 
 
 class RunningFrames:
@@ -61,11 +61,11 @@ class RunningFrames:
         frame = self._module_lines.get(id(namespace))
         file = namespace.get("__file__") or namespace.get("__name__") or "<unknown>"
         if frame is None:
-            return Variable(name, _module_variables.get((str(file), name), Place(str(file), 0)), True)
+            return Variable(name, _module_variables.get((str(file), name), Place(str(file), 0)))
         code = frame.f_code
         place = Place(code.co_filename, line_of_store(code, name, frame.f_lineno))
         _module_variables[str(file), name] = place
-        return Variable(name, place, True)
+        return Variable(name, place)
 
     def _read(self, frame: FrameType) -> None:
         code = frame.f_code
@@ -75,17 +75,15 @@ class RunningFrames:
         with local_variables(frame) as variables:
             for name, value in variables.items():
                 line = line_of_store(code, name, frame.f_lineno)
-                variable = Variable(name, Place(code.co_filename, line), False)
+                variable = Variable(name, Place(code.co_filename, line))
                 self._by_object.setdefault(id(value), []).append(variable)
 
 
 def variable_name(obj: object) -> str | None:
     """Return the name of the variable that refers to `obj` in the nearest calling frame of user code."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in frames_from(sys._getframe(1)):
         if origin(frame.f_code.co_filename) == "user" and (name := name_in_frame(frame, obj)) is not None:
             return name
-        frame = frame.f_back
     return None
 
 

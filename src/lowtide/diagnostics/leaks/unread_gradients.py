@@ -35,7 +35,7 @@ there.
 
 @dataclass(slots=True)
 class _Candidate:
-    """A parameter outside all optimizers, with its gradient at the first look."""
+    """A parameter outside all optimizers, with its gradient at the first inspection."""
 
     parameter: weakref.ref[Tensor]
     gradient: weakref.ref[Tensor]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -110,9 +109,7 @@ class Watch(Displayed):
         self._events.install()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if error is None:
                 self._run_guarded(self._inspect_end)
@@ -277,7 +274,7 @@ class Watch(Displayed):
         stats.n_measured += 1
         arguments = self._events.arguments()
         inside = [n for n in computing(nodes) if call.first <= sequence_number(n) < call.stop]
-        self._calls.mark(call, min(inside, key=sequence_number), is_output=False)
+        self._calls.mark(call, min(inside, key=sequence_number))
         kept = kept_beside(inside, module.parameters(), module.buffers(), tensors_in(output), arguments)
         call.graph_bytes = sum(n_bytes for number, n_bytes in kept.items() if self._known.since(number) != 0)
         stats.graph_bytes = max(stats.graph_bytes, call.graph_bytes)

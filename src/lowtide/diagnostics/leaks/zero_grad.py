@@ -13,7 +13,7 @@ from lowtide.diagnostics.leaks.live_tensors import storage_bytes
 
 
 class ZeroGradChecks:
-    """Detects gradients that are zeroed too late, or never freed."""
+    """Detector of gradients that are zeroed too late, or never freed."""
 
     def __init__(self, log: FindingLog) -> None:
         self._finding_log = log

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lowtide.diagnostics.oom.causes import TINY_BYTES, Cause, has_overflowed, is_of_a_set, is_of_windows, runs_only
-from lowtide.diagnostics.oom.facts import Facts
+from lowtide.diagnostics.oom.facts import Facts, Sign
 from lowtide.diagnostics.oom.known_sources import INFERENCE, LARGE_TENSORS, SOURCES
 from lowtide.diagnostics.oom.message import Message
 from lowtide.diagnostics.oom.vendor_words import vendor_of
@@ -24,7 +24,8 @@ class Action(Record):
     """Bytes gained or needed; None where unknown."""
 
 
-Actions = Iterator[Action]
+Advice = Iterator[str | tuple[str, int | None]]
+"""Texts, best first; those with bytes gained or needed are pairs."""
 
 _AMD = re.compile(r"\bHIP|\bROCm|\brocm|\bhip[A-Z]")
 """Words of AMD's runtime in the message of another program."""
@@ -34,25 +35,26 @@ def advise(message: Message, facts: Facts, cause: Cause) -> tuple[Action, ...]:
     """Return the advice for `cause`, best first."""
     source = SOURCES.get(message.form)
     if source is not None:
-        if message.form == "Errno 28" and facts.shares_memory:
+        if message.form == "Errno 28" and facts.shows(Sign.SHARES_MEMORY):
             source = SOURCES["shared memory of workers"]
         is_amd = message.kind.startswith("hip") or _AMD.search(message.text)
         monitor = vendor_of("hip").monitor if is_amd else "nvidia-smi"
         return tuple(Action(text=text.replace("nvidia-smi", monitor)) for text in source.actions)
-    return tuple(_ADVICE[cause.code](message, facts))
+    return tuple(
+        Action(text=each) if isinstance(each, str) else Action(text=each[0], bytes=each[1])
+        for each in _ADVICE[cause.code](message, facts)
+    )
 
 
-def _cap(m: Message, f: Facts) -> Actions:
+def _cap(m: Message, f: Facts) -> Advice:
     if m.kind == "xpu":
-        yield Action(text="make the tensor in pieces of less than 4 GiB: smaller batches, a chunked loss head, SDPA")
-        yield Action(text="if the device allows larger ones: UR_L0_ENABLE_RELAXED_ALLOCATION_LIMITS=1")
+        yield "make the tensor in pieces of less than 4 GiB: smaller batches, a chunked loss head, SDPA"
+        yield "if the device allows larger ones: UR_L0_ENABLE_RELAXED_ALLOCATION_LIMITS=1"
         return
     if m.kind == "cpu" and f.limit_bytes is None:
-        yield Action(text="raise the number of mappings: sysctl -w vm.max_map_count=1048576 (65530 by default)")
-        yield Action(
-            text="and the process's limits: ulimit -v unlimited, ulimit -n 65536 (each shared tensor has a file)"
-        )
-        yield Action(text="hand fewer, larger tensors between processes: one tensor a batch, not a list of many")
+        yield "raise the number of mappings: sysctl -w vm.max_map_count=1048576 (65530 by default)"
+        yield "and the process's limits: ulimit -v unlimited, ulimit -n 65536 (each shared tensor has a file)"
+        yield "hand fewer, larger tensors between processes: one tensor a batch, not a list of many"
         return
     needed = None
     if m.allowed_bytes is not None and m.held_bytes is not None and m.tried_bytes is not None:
@@ -60,52 +62,50 @@ def _cap(m: Message, f: Facts) -> Actions:
     elif f.limit_bytes is not None and m.tried_bytes is not None:
         needed = max(f.limit_used_bytes + m.tried_bytes - f.limit_bytes, m.tried_bytes)
     where = f.limit_name or ("a larger pool limit" if m.form == "CuPy" else vendor_of(m.kind).fraction)
-    yield Action(text=f"if the limit is not intended: raise it ({where})", bytes=needed)
+    yield f"if the limit is not intended: raise it ({where})", needed
     if m.allowed_bytes is not None and (m.tried_bytes or 0) > m.allowed_bytes:
-        yield Action(text="or make the tensor in pieces: it alone is larger than the limit", bytes=m.tried_bytes)
+        yield "or make the tensor in pieces: it alone is larger than the limit", m.tried_bytes
     else:
         yield from _fit(m, f)
 
 
-def _huge_tensor(m: Message, f: Facts) -> Actions:
+def _huge_tensor(m: Message, f: Facts) -> Advice:
     where = f" at {f.own_place.short}" if f.own_place else ""
     if has_overflowed(m):
-        yield Action(text=f"print the sizes and lengths{where}: one is negative, uninitialized, or beyond 32 bits")
+        yield f"print the sizes and lengths{where}: one is negative, uninitialized, or beyond 32 bits"
         how = " (CUDA_LAUNCH_BLOCKING=1, compute-sanitizer)" if m.kind == "cuda" else ""
-        yield Action(text=f"if they were right before: a kernel has written out of bounds{how}")
+        yield f"if they were right before: a kernel has written out of bounds{how}"
         return
     if program := runs_only(m, f):
-        yield from (Action(text=text) for text in INFERENCE[program])
+        yield from INFERENCE[program]
         return
     if is_of_a_set(m):
         rows = (m.shape or (0,))[0]
-        yield Action(
-            text=f"do not keep the logits of all {rows} rows of the evaluation: argmax or the metric for each batch "
+        yield (
+            f"do not keep the logits of all {rows} rows of the evaluation: argmax or the metric for each batch "
             "(transformers: preprocess_logits_for_metrics)",
-            bytes=m.tried_bytes,
+            m.tried_bytes,
         )
-        yield Action(text="or write them to a file as they come (numpy.memmap), and a smaller dtype")
+        yield "or write them to a file as they come (numpy.memmap), and a smaller dtype"
         return
     if m.kind == "numpy":
-        yield Action(text=f"find what makes it{where}: a shape that broadcasts, pairs of all rows", bytes=m.tried_bytes)
-        yield Action(
-            text="compute it in blocks of rows, in a smaller dtype, or sparse; numpy.memmap for what must stay"
-        )
+        yield f"find what makes it{where}: a shape that broadcasts, pairs of all rows", m.tried_bytes
+        yield "compute it in blocks of rows, in a smaller dtype, or sparse; numpy.memmap for what must stay"
         return
     if f.large_tensor:
-        yield Action(text=LARGE_TENSORS[f.large_tensor], bytes=m.tried_bytes)
+        yield LARGE_TENSORS[f.large_tensor], m.tried_bytes
         yield from _fit(m, f)
         return
-    yield Action(
-        text=f"find what makes it{where}: logits over a large vocabulary, attention scores T x T, a cat of a long "
+    yield (
+        f"find what makes it{where}: logits over a large vocabulary, attention scores T x T, a cat of a long "
         "list, or a shape that broadcasts ([N] with [N, 1])",
-        bytes=m.tried_bytes,
+        m.tried_bytes,
     )
-    yield Action(text="make it in pieces: a chunked loss head (F.linear_cross_entropy with options), attention by SDPA")
-    yield Action(text="smaller batches or shorter rows; lowtide.accumulate keeps the gradients of the whole batch")
+    yield "make it in pieces: a chunked loss head (F.linear_cross_entropy with options), attention by SDPA"
+    yield "smaller batches or shorter rows; lowtide.accumulate keeps the gradients of the whole batch"
 
 
-def _other_process(m: Message, f: Facts) -> Actions:
+def _other_process(m: Message, f: Facts) -> Advice:
     vendor = vendor_of(m.kind)
     if m.others:
         for other in sorted(m.others, key=lambda each: -each.bytes)[:3]:
@@ -115,50 +115,50 @@ def _other_process(m: Message, f: Facts) -> Actions:
                 text = f"{see} on the machine itself): another one, or this one with libraries outside PyTorch"
             else:
                 text = f"{see}), and end it if it is yours"
-            yield Action(text=text, bytes=other.bytes)
+            yield text, other.bytes
     else:
-        yield Action(
-            text=f"look with {vendor.monitor} on the machine itself: another container, a display, a notebook",
-            bytes=m.hidden_bytes,
+        yield (
+            f"look with {vendor.monitor} on the machine itself: another container, a display, a notebook",
+            m.hidden_bytes,
         )
     if vendor.visible_devices:
-        yield Action(text=f"or use another device: {vendor.visible_devices}")
-    yield Action(text="workers of your own that touch the device (DataLoader, inference servers) count among them")
+        yield f"or use another device: {vendor.visible_devices}"
+    yield "workers of your own that touch the device (DataLoader, inference servers) count among them"
 
 
-def _not_pytorch(m: Message, f: Facts) -> Actions:
+def _not_pytorch(m: Message, f: Facts) -> Advice:
     vendor = vendor_of(m.kind)
     if m.outside_bytes:
-        yield Action(text=f"find the library: {vendor.libraries}", bytes=m.outside_bytes)
-    elif m.kind == "nccl" or f.starts_communication:
-        yield Action(text="run one collective before the model's first step, so that the buffers are there early")
-        yield Action(text="smaller buffers: NCCL_BUFFSIZE=2097152, fewer channels (NCCL_MAX_NCHANNELS=8), fewer groups")
+        yield f"find the library: {vendor.libraries}", m.outside_bytes
+    elif m.kind == "nccl" or f.shows(Sign.STARTS_COMMUNICATION):
+        yield "run one collective before the model's first step, so that the buffers are there early"
+        yield "smaller buffers: NCCL_BUFFSIZE=2097152, fewer channels (NCCL_MAX_NCHANNELS=8), fewer groups"
     else:
-        yield Action(text=f"look with {vendor.monitor} which processes hold the device: others may have taken it")
+        yield f"look with {vendor.monitor} which processes hold the device: others may have taken it"
     if vendor.fraction:
         limit = f"{vendor.fraction}=0.9" if vendor.fraction.isupper() else f"{vendor.fraction}(0.9)"
-        yield Action(text=f"leave room for what is outside PyTorch: {limit} before the first step")
-    yield Action(text="make handles and communicators early, before PyTorch's cache has taken the device")
+        yield f"leave room for what is outside PyTorch: {limit} before the first step"
+    yield "make handles and communicators early, before PyTorch's cache has taken the device"
     yield from _fit(m, f)
 
 
-def _private_pools(m: Message, _: Facts) -> Actions:
-    yield Action(text='torch.compile without mode="reduce-overhead", or fewer input shapes', bytes=m.private_pool_bytes)
-    yield Action(text="pad inputs to a few lengths, so that few graphs are captured; mark_dynamic where lengths vary")
+def _private_pools(m: Message, _: Facts) -> Advice:
+    yield 'torch.compile without mode="reduce-overhead", or fewer input shapes', m.private_pool_bytes
+    yield "pad inputs to a few lengths, so that few graphs are captured; mark_dynamic where lengths vary"
 
 
-def _fragmentation(m: Message, f: Facts) -> Actions:
+def _fragmentation(m: Message, f: Facts) -> Advice:
     setting = _expandable(m, f)
     if setting:
-        yield Action(text=setting, bytes=m.unallocated_bytes)
+        yield setting, m.unallocated_bytes
     elif m.kind in ("cuda", "hip") and m.form.startswith("torch 1.4"):
         newer = "" if m.kind == "hip" else ", or torch 2.1 or later with expandable_segments"
-        yield Action(text=f"max_split_size_mb:512 in {_setting_of(m)}{newer}", bytes=m.unallocated_bytes)
+        yield f"max_split_size_mb:512 in {_setting_of(m)}{newer}", m.unallocated_bytes
     elif m.kind == "hip":
         setting = f"{_setting_of(m)}=garbage_collection_threshold:0.8,max_split_size_mb:512"
-        yield Action(text=f"{setting} before the process starts", bytes=m.unallocated_bytes)
-    yield Action(text="run a step with the largest batch first, so that pieces are cut from large ones")
-    yield Action(text="pad rows to a few lengths: changing shapes are what breaks memory up")
+        yield f"{setting} before the process starts", m.unallocated_bytes
+    yield "run a step with the largest batch first, so that pieces are cut from large ones"
+    yield "pad rows to a few lengths: changing shapes are what breaks memory up"
     yield from _fit(m, f)
 
 
@@ -176,184 +176,163 @@ def _setting_of(m: Message) -> str:
     return m.setting or ("PYTORCH_HIP_ALLOC_CONF" if m.kind == "hip" else "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def _driver(m: Message, _: Facts) -> Actions:
+def _driver(m: Message, _: Facts) -> Advice:
     vendor = vendor_of(m.kind)
     if m.kind == "mps":
-        yield Action(text="in a virtual machine (CI runners, for example) MPS has no GPU memory to give: use the CPU")
-        yield Action(text="on real hardware: a newer macOS and torch; torch.mps.is_available() is no proof")
+        yield "in a virtual machine (CI runners, for example) MPS has no GPU memory to give: use the CPU"
+        yield "on real hardware: a newer macOS and torch; torch.mps.is_available() is no proof"
         return
-    yield Action(
-        text=f"find the limit: {vendor.monitor}, the container's devices and limits, ulimit -v", bytes=m.free_bytes
-    )
-    yield Action(text="try again: another process may have freed it just now")
-    yield Action(text="a newer driver" + (", and a newer torch for ROCm" if m.kind == "hip" else ""))
+    yield f"find the limit: {vendor.monitor}, the container's devices and limits, ulimit -v", m.free_bytes
+    yield "try again: another process may have freed it just now"
+    yield "a newer driver" + (", and a newer torch for ROCm" if m.kind == "hip" else "")
 
 
-def _evaluation(_: Message, f: Facts) -> Actions:
-    yield Action(
-        text="with torch.no_grad(): around the evaluation (model.eval() does not switch gradients off)",
-        bytes=f.evaluation_bytes,
-    )
+def _evaluation(_: Message, f: Facts) -> Advice:
+    yield "with torch.no_grad(): around the evaluation (model.eval() does not switch gradients off)", f.evaluation_bytes
 
 
-def _evaluation_gathers(m: Message, _: Facts) -> Actions:
-    yield Action(
-        text="keep less of each evaluation batch: argmax or the metric, not logits (transformers: "
+def _evaluation_gathers(m: Message, _: Facts) -> Advice:
+    yield (
+        "keep less of each evaluation batch: argmax or the metric, not logits (transformers: "
         "preprocess_logits_for_metrics)"
     )
-    yield Action(text="move them to the host now and then: eval_accumulation_steps=10, or .cpu() for each batch")
-    yield Action(text="or no predictions at all: prediction_loss_only=True, batch_eval_metrics=True")
+    yield "move them to the host now and then: eval_accumulation_steps=10, or .cpu() for each batch"
+    yield "or no predictions at all: prediction_loss_only=True, batch_eval_metrics=True"
 
 
-def _loading(m: Message, f: Facts) -> Actions:
-    if f.moves_model and not f.loads_checkpoint:
+def _loading(m: Message, f: Facts) -> Advice:
+    if f.shows(Sign.MOVES_MODEL, Sign.LOADS_WEIGHTS) and not f.shows(Sign.LOADS_STATE, Sign.READS_CHECKPOINT):
         vendor = vendor_of(m.kind)
         if any("fsdp" in place.file for place in f.places):
-            yield Action(
-                text="FSDP moves a module there whole before it shards it: an auto_wrap_policy for each block, or a "
+            yield (
+                "FSDP moves a module there whole before it shards it: an auto_wrap_policy for each block, or a "
                 "model on the meta device (sync_module_states=True; FSDP2: fully_shard each block, then to_empty)"
             )
-        yield Action(text="weights in a smaller dtype (dtype=torch.bfloat16), or quantized (bitsandbytes, torchao)")
-        yield Action(
-            text='weights on several devices: device_map="auto" to run a model; FSDP or tensor parallel to train'
-        )
-        yield Action(text=f"look with {vendor.monitor} whether another model or process is on the device already")
+        yield "weights in a smaller dtype (dtype=torch.bfloat16), or quantized (bitsandbytes, torchao)"
+        yield 'weights on several devices: device_map="auto" to run a model; FSDP or tensor parallel to train'
+        yield f"look with {vendor.monitor} whether another model or process is on the device already"
         return
     is_safe = any("safetensors" in place.file for place in f.places)
     load = 'load_file(path, device="cpu")' if is_safe else 'torch.load(path, map_location="cpu")'
-    yield Action(text=f"{load}, then load_state_dict, and del the checkpoint")
-    yield Action(
-        text="mmap=True reads only what is used; on several ranks map each to its own device, not all to GPU 0"
-    )
-    yield Action(text="a checkpoint with optimizer state is three times the parameters: load the parts one by one")
+    yield f"{load}, then load_state_dict, and del the checkpoint"
+    yield "mmap=True reads only what is used; on several ranks map each to its own device, not all to GPU 0"
+    yield "a checkpoint with optimizer state is three times the parameters: load the parts one by one"
 
 
-def _model_copy(_: Message, f: Facts) -> Actions:
-    if f.gathers_state:
-        yield Action(
-            text="gather on the host: FullStateDictConfig(offload_to_cpu=True, rank0_only=True), or "
+def _model_copy(_: Message, f: Facts) -> Advice:
+    if f.shows(Sign.GATHERS_STATE):
+        yield (
+            "gather on the host: FullStateDictConfig(offload_to_cpu=True, rank0_only=True), or "
             "StateDictOptions(full_state_dict=True, cpu_offload=True)"
         )
-        yield Action(text="or save shards: torch.distributed.checkpoint; DeepSpeed's zero_to_fp32.py joins them later")
+        yield "or save shards: torch.distributed.checkpoint; DeepSpeed's zero_to_fp32.py joins them later"
         return
-    yield Action(text="keep the copy on the host: {name: tensor.cpu() for name, tensor in model.state_dict().items()}")
-    yield Action(text="for an average of weights: AveragedModel(model, device='cpu'), or a copy in a smaller dtype")
-    yield Action(text="save the best weights to a file instead of keeping them in a variable")
+    yield "keep the copy on the host: {name: tensor.cpu() for name, tensor in model.state_dict().items()}"
+    yield "for an average of weights: AveragedModel(model, device='cpu'), or a copy in a smaller dtype"
+    yield "save the best weights to a file instead of keeping them in a variable"
 
 
-def _engine_buffers(_: Message, f: Facts) -> Actions:
+def _engine_buffers(_: Message, f: Facts) -> Advice:
     if any("megatron" in place.file for place in f.places):
-        yield Action(
-            text="shard them: --use-distributed-optimizer; a larger --tensor- or --pipeline-model-parallel-size"
-        )
-        yield Action(text="gradients in 16 bits: without --accumulate-allreduce-grads-in-fp32; offload the optimizer")
+        yield "shard them: --use-distributed-optimizer; a larger --tensor- or --pipeline-model-parallel-size"
+        yield "gradients in 16 bits: without --accumulate-allreduce-grads-in-fp32; offload the optimizer"
         return
-    yield Action(
-        text="DistributedDataParallel(..., gradient_as_bucket_view=True): gradients live in the buckets from then on"
+    yield "DistributedDataParallel(..., gradient_as_bucket_view=True): gradients live in the buckets from then on"
+    yield "shard what is copied: FSDP, or DeepSpeed's ZeRO over more GPUs, with offload_optimizer to the host"
+    yield "less to train: LoRA, frozen layers; frozen parameters have no gradient, bucket or float32 copy"
+
+
+def _pinned_memory(_: Message, f: Facts) -> Advice:
+    if not f.shows(Sign.PINS_BATCHES):
+        yield 'pin less at once, or not at all (DeepSpeed: "pin_memory": false where parameters are offloaded)'
+    yield "DataLoader(pin_memory=False), or a smaller prefetch_factor and fewer workers"
+    yield "if the GPU is full as well: the thread needs a context on it; see that only one process uses it"
+    yield "raise the limit on locked memory (ulimit -l unlimited; in containers --ulimit memlock=-1)"
+
+
+def _leak(_: Message, f: Facts) -> Advice:
+    yield (
+        "lowtide watch train.py: names the variable or list that holds the graphs, and the line that made them",
+        f.leftover_bytes,
     )
-    yield Action(
-        text="shard what is copied: FSDP, or DeepSpeed's ZeRO over more GPUs, with offload_optimizer to the host"
-    )
-    yield Action(text="less to train: LoRA, frozen layers; frozen parameters have no gradient, bucket or float32 copy")
+    yield "collect numbers, not tensors: losses.append(loss.detach()), and backward or del on every path"
 
 
-def _pinned_memory(_: Message, f: Facts) -> Actions:
-    if not f.pins_batches:
-        yield Action(
-            text='pin less at once, or not at all (DeepSpeed: "pin_memory": false where parameters are offloaded)'
-        )
-    yield Action(text="DataLoader(pin_memory=False), or a smaller prefetch_factor and fewer workers")
-    yield Action(text="if the GPU is full as well: the thread needs a context on it; see that only one process uses it")
-    yield Action(text="raise the limit on locked memory (ulimit -l unlimited; in containers --ulimit memlock=-1)")
-
-
-def _leak(_: Message, f: Facts) -> Actions:
-    yield Action(
-        text="lowtide watch train.py: names the variable or list that holds the graphs, and the line that made them",
-        bytes=f.leftover_bytes,
-    )
-    yield Action(text="collect numbers, not tensors: losses.append(loss.detach()), and backward or del on every path")
-
-
-def _optimizer(m: Message, f: Facts) -> Actions:
+def _optimizer(m: Message, f: Facts) -> Advice:
     if m.kind == "cpu":
-        yield Action(
-            text="a smaller state: 8-bit or factored optimizers, or the state on a disk (DeepSpeed: offload to nvme)"
-        )
-        yield Action(text="a machine with more main memory: Adam's state is two float32 copies of the parameters")
+        yield "a smaller state: 8-bit or factored optimizers, or the state on a disk (DeepSpeed: offload to nvme)"
+        yield "a machine with more main memory: Adam's state is two float32 copies of the parameters"
         return
-    if f.in_torch_optimizer or not f.in_optimizer:
-        yield Action(text="fused=True for the optimizer: the update needs no temporaries (foreach keeps one more copy)")
-    yield Action(text="a smaller state: 8-bit or factored optimizers (Adafactor)", bytes=f.new_state_bytes or None)
-    yield Action(
-        text="the state stays: what must shrink is the rest of the step. lowtide.fit(..., optimizer=optimizer) "
+    if f.shows(Sign.IN_TORCH_OPTIMIZER) or not f.shows(Sign.IN_OPTIMIZER):
+        yield "fused=True for the optimizer: the update needs no temporaries (foreach keeps one more copy)"
+    yield "a smaller state: 8-bit or factored optimizers (Adafactor)", f.new_state_bytes or None
+    yield (
+        "the state stays: what must shrink is the rest of the step. lowtide.fit(..., optimizer=optimizer) "
         "rehearses with the state in place"
     )
 
 
-def _optimizer_temporaries(_: Message, __: Facts) -> Actions:
-    yield Action(text="fused=True for the optimizer, or foreach=False: no temporaries the size of all parameters")
-    yield Action(text="room in the rest of the step: lowtide.fit(..., optimizer=optimizer) counts the update as well")
-    yield Action(text="a smaller state: 8-bit or factored optimizers (Adafactor)")
+def _optimizer_temporaries(_: Message, __: Facts) -> Advice:
+    yield "fused=True for the optimizer, or foreach=False: no temporaries the size of all parameters"
+    yield "room in the rest of the step: lowtide.fit(..., optimizer=optimizer) counts the update as well"
+    yield "a smaller state: 8-bit or factored optimizers (Adafactor)"
 
 
-def _host(m: Message, f: Facts) -> Actions:
+def _host(m: Message, f: Facts) -> Advice:
     if is_of_windows(m):
-        yield Action(text=SOURCES["Windows"].actions[0])
-    yield Action(text="fewer DataLoader workers, a smaller prefetch_factor, no copies of the data set per worker")
-    yield Action(text="torch.load(..., mmap=True); checkpoints on one rank; no whole epoch of predictions in a list")
+        yield SOURCES["Windows"].actions[0]
+    yield "fewer DataLoader workers, a smaller prefetch_factor, no copies of the data set per worker"
+    yield "torch.load(..., mmap=True); checkpoints on one rank; no whole epoch of predictions in a list"
     if m.kind == "cpu" and (m.tried_bytes or 0) > TINY_BYTES:
         yield from _fit(m, f)
 
 
-def _true_need(m: Message, f: Facts) -> Actions:
-    if f.evaluates:
-        yield Action(
-            text="smaller evaluation batches (transformers: per_device_eval_batch_size), under torch.no_grad() or "
+def _true_need(m: Message, f: Facts) -> Advice:
+    if f.shows(Sign.EVALUATES):
+        yield (
+            "smaller evaluation batches (transformers: per_device_eval_batch_size), under torch.no_grad() or "
             "torch.inference_mode()"
         )
-        yield Action(text="if training ran before: lowtide watch train.py tells what it has left in memory")
+        yield "if training ran before: lowtide watch train.py tells what it has left in memory"
         return
     if f.large_tensor:
-        yield Action(text=LARGE_TENSORS[f.large_tensor], bytes=m.tried_bytes)
+        yield LARGE_TENSORS[f.large_tensor], m.tried_bytes
     yield from _fit(m, f)
-    if f.in_optimizer:
-        yield Action(text="fused=True for the optimizer: no temporaries in its step")
+    if f.shows(Sign.IN_OPTIMIZER):
+        yield "fused=True for the optimizer: no temporaries in its step"
     if _is_of_torch(m) and not runs_only(m, f):
-        yield Action(text="if the first steps ran: lowtide watch train.py tells if it grows, and what holds it")
+        yield "if the first steps ran: lowtide watch train.py tells if it grows, and what holds it"
 
 
-def _fit(m: Message, f: Facts) -> Actions:
+def _fit(m: Message, f: Facts) -> Advice:
     """Advise a plan within the available memory; if even the smallest peak is above it, smaller pieces of the batch."""
     if program := runs_only(m, f):
-        yield from (Action(text=text) for text in INFERENCE[program])
+        yield from INFERENCE[program]
         return
     if m.form == "CuPy":
-        yield Action(
-            text="smaller arrays, a smaller dtype; cupy.get_default_memory_pool().free_all_blocks() between them"
-        )
+        yield "smaller arrays, a smaller dtype; cupy.get_default_memory_pool().free_all_blocks() between them"
         return
     if not _is_of_torch(m):
-        yield Action(text="smaller batches or shorter rows, a smaller dtype, recomputation (checkpointing) of blocks")
-        yield Action(text=f"look what else is in memory: {vendor_of(m.kind).monitor}; {vendor_of(m.kind).libraries}")
+        yield "smaller batches or shorter rows, a smaller dtype, recomputation (checkpointing) of blocks"
+        yield f"look what else is in memory: {vendor_of(m.kind).monitor}; {vendor_of(m.kind).libraries}"
         return
     usable, least = m.usable_bytes, f.smallest_peak_bytes
-    pieces = Action(text="lowtide.accumulate(loss_of, batch, 2): half of the activations, gradients of the whole batch")
+    pieces = "lowtide.accumulate(loss_of, batch, 2): half of the activations, gradients of the whole batch"
     room = None if usable is None else usable * 95 // 100
     if least is None:
         text = (
             f'lowtide.fit(model, step, batch, budget="{_typed(room)}"): the same gradients, bit for bit, or what fits'
         )
-        yield Action(text=text, bytes=usable)
+        yield text, usable
         yield pieces
     elif room is not None and room < least:
         yield pieces
-        yield Action(text=f"no plan fits {format_bytes(room)}: the one with the smallest peak needs this", bytes=least)
+        yield f"no plan fits {format_bytes(room)}: the one with the smallest peak needs this", least
     else:
         budget = _typed(least, round_up=True) if room is None else _typed(room)
         rest = " in the smallest peak of any plan" if room is None else ""
         text = f'lowtide.fit(model, step, batch, budget="{budget}") fits{rest}'
-        yield Action(text=text, bytes=least if room is None else room)
+        yield text, least if room is None else room
         yield pieces
 
 
@@ -370,7 +349,7 @@ def _typed(n_bytes: int | None, *, round_up: bool = False) -> str:
     return "90%" if n_bytes is None else format_bytes(n_bytes, round_up=round_up).replace(" ", "")
 
 
-_ADVICE: dict[str, Callable[[Message, Facts], Actions]] = {
+_ADVICE: dict[str, Callable[[Message, Facts], Advice]] = {
     "cap": _cap,
     "huge-tensor": _huge_tensor,
     "other-process": _other_process,

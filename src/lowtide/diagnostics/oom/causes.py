@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lowtide.diagnostics.oom.facts import Facts
+from lowtide.diagnostics.oom.facts import Facts, Sign
 from lowtide.diagnostics.oom.known_sources import SOURCES
 from lowtide.diagnostics.oom.message import Holder, Message
 from lowtide.diagnostics.oom.vendor_words import vendor_of
@@ -80,7 +80,7 @@ def _known_source(m: Message, f: Facts) -> Cause | None:
     source = SOURCES.get(m.form)
     if source is None:
         return None
-    if m.form == "Errno 28" and f.shares_memory:
+    if m.form == "Errno 28" and f.shows(Sign.SHARES_MEMORY):
         source = SOURCES["shared memory of workers"]
     numbers: tuple[str, ...] = ()
     if m.allocated_bytes is not None:
@@ -91,9 +91,9 @@ def _known_source(m: Message, f: Facts) -> Cause | None:
 
 
 def _pinned_memory(m: Message, f: Facts) -> Cause | None:
-    if not (f.pins_memory or "HostAlloc" in m.text) or m.tried_bytes is not None:
+    if not (f.shows(Sign.PINS_MEMORY, Sign.PINS_BATCHES) or "HostAlloc" in m.text) or m.tried_bytes is not None:
         return None
-    failed = "the DataLoader's pin_memory thread" if f.pins_batches else "a request for pinned memory"
+    failed = "the DataLoader's pin_memory thread" if f.shows(Sign.PINS_BATCHES) else "a request for pinned memory"
     return Cause(
         code="pinned-memory",
         claim="no pinned host memory could be had (pin_memory), although the error names the GPU",
@@ -102,7 +102,7 @@ def _pinned_memory(m: Message, f: Facts) -> Cause | None:
 
 
 def _loading(m: Message, f: Facts) -> Cause | None:
-    if not f.loads_checkpoint or m.kind in _HOST or _other_process(m, f) is not None:
+    if not f.shows(Sign.LOADS_STATE, Sign.READS_CHECKPOINT) or m.kind in _HOST or _other_process(m, f) is not None:
         return None
     return Cause(
         code="loading",
@@ -112,7 +112,7 @@ def _loading(m: Message, f: Facts) -> Cause | None:
 
 
 def _moving_model(m: Message, f: Facts) -> Cause | None:
-    if not f.moves_model or m.kind in _HOST or _other_process(m, f) is not None:
+    if not f.shows(Sign.MOVES_MODEL, Sign.LOADS_WEIGHTS) or m.kind in _HOST or _other_process(m, f) is not None:
         return None
     return Cause(
         code="loading",
@@ -133,10 +133,10 @@ def _evaluation_gathers(m: Message, f: Facts) -> Cause | None:
 
 
 def _optimizer(m: Message, f: Facts) -> Cause | None:
-    is_old_message = m.tried_bytes is None and f.in_optimizer and m.kind.startswith(("cuda", "hip"))
-    if not (f.makes_state or is_old_message) or _other_process(m, f) is not None:
+    is_old_message = m.tried_bytes is None and f.shows(Sign.IN_OPTIMIZER) and m.kind.startswith(("cuda", "hip"))
+    if not (f.shows(Sign.MAKES_STATE) or is_old_message) or _other_process(m, f) is not None:
         return None
-    if not f.makes_state:
+    if not f.shows(Sign.MAKES_STATE):
         return Cause(
             code="optimizer-first-step",
             claim="the optimizer's step has no room for its state and temporaries, most likely in its first step",
@@ -152,9 +152,9 @@ def _optimizer(m: Message, f: Facts) -> Cause | None:
 
 
 def _model_copy(m: Message, f: Facts) -> Cause | None:
-    if not (f.copies_tensors or f.gathers_state) or m.kind in _HOST or _other_process(m, f) is not None:
+    if not f.shows(Sign.COPIES_TENSORS, Sign.GATHERS_STATE) or m.kind in _HOST or _other_process(m, f) is not None:
         return None
-    if f.gathers_state:
+    if f.shows(Sign.GATHERS_STATE):
         claim = "sharded parameters or optimizer state are gathered whole on the device, as for a checkpoint"
         evidence = "it failed where the shards are joined: a whole copy beside them"
     else:
@@ -164,7 +164,7 @@ def _model_copy(m: Message, f: Facts) -> Cause | None:
 
 
 def _engine_buffers(m: Message, f: Facts) -> Cause | None:
-    if not f.starts_engine or m.kind in _HOST or _other_process(m, f) is not None:
+    if not f.shows(Sign.STARTS_ENGINE, Sign.STARTS_MEGATRON) or m.kind in _HOST or _other_process(m, f) is not None:
         return None
     return Cause(
         code="engine-buffers",
@@ -178,7 +178,7 @@ def _engine_buffers(m: Message, f: Facts) -> Cause | None:
 
 
 def _no_context(m: Message, f: Facts) -> Cause | None:
-    if not f.starts_device or not m.kind.endswith(" driver"):
+    if not f.shows(Sign.STARTS_DEVICE) or not m.kind.endswith(" driver"):
         return None
     return Cause(
         code="other-process",
@@ -350,7 +350,7 @@ def _huge_tensor(m: Message, f: Facts) -> Cause | None:
     if has_overflowed(m):
         evidence = f"{format_bytes(tried)} or more: a size has overflowed, is negative, or was read from corrupted data"
     elif total is None:
-        if f.in_optimizer or f.starts_engine:
+        if f.shows(Sign.IN_OPTIMIZER, Sign.STARTS_ENGINE, Sign.STARTS_MEGATRON):
             return None
         least = _ONE_PROGRAM_BYTES if m.kind in ("jax", "xla") else _HOST_TENSOR_BYTES
         if tried < least and m.form != "Metal":
@@ -417,13 +417,13 @@ def _other_process(m: Message, f: Facts) -> Cause | None:
 
 
 def _not_pytorch(m: Message, f: Facts) -> Cause | None:
-    if m.form == "Triton" or (m.kind.endswith(" driver") and f.in_triton):
+    if m.form == "Triton" or (m.kind.endswith(" driver") and f.shows(Sign.IN_TRITON)):
         return Cause(
             code="not-pytorch",
             claim="Triton could not load or launch a kernel: the GPU is full, and kernels need memory of their own",
             evidence=("the driver takes it from what PyTorch's cache has left over",),
         )
-    if m.kind in ("nccl", "rccl") or (m.kind.endswith(" driver") and f.starts_communication):
+    if m.kind in ("nccl", "rccl") or (m.kind.endswith(" driver") and f.shows(Sign.STARTS_COMMUNICATION)):
         name = "RCCL" if m.kind in ("rccl", "hip driver") else "NCCL"
         return Cause(
             code="not-pytorch",
@@ -475,7 +475,7 @@ def _fragmentation(m: Message, _: Facts) -> Cause | None:
 
 
 def _optimizer_temporaries(m: Message, f: Facts) -> Cause | None:
-    if not f.updates_with_temporaries:
+    if not f.shows(Sign.UPDATES_WITH_TEMPORARIES):
         return None
     return Cause(
         code="optimizer-temporaries",
@@ -504,13 +504,13 @@ def _true_need(m: Message, f: Facts) -> Cause:
     evidence = [_held(m) if m.allocated_bytes else "", f"in forward of {f.inside}" if f.inside else ""]
     if (m.allocated_bytes or 0) > (m.total_bytes or m.allocated_bytes or 0):
         evidence.append("that is more than the device has: its driver keeps the rest in main memory, which is slow")
-    if f.evaluates:
+    if f.shows(Sign.EVALUATES):
         evidence.append("in an evaluation, which needs no gradients and has a batch size of its own")
-    if f.in_optimizer:
+    if f.shows(Sign.IN_OPTIMIZER):
         evidence.append("in the optimizer's step: its temporaries come on top of parameters, gradients and state")
     if m.tried_bytes is not None and m.total_bytes is not None:
         evidence.append(f"the {format_bytes(m.tried_bytes)} that failed are only the last straw")
-    what = "an evaluation batch" if f.evaluates else "running the model" if runs_only(m, f) else "the step"
+    what = "an evaluation batch" if f.shows(Sign.EVALUATES) else "running the model" if runs_only(m, f) else "the step"
     return Cause(
         code="true-need",
         claim=f"{what} needs more memory than there is",

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import replace
 from traceback import clear_frames
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from lowtide.diagnostics.oom.advice import advise
@@ -74,9 +73,7 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
         self._model, self._optimizer, self._step, self._batch = model, optimizer, step, batch
         self._reserve = _address_space()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> Literal[False]:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> Literal[False]:
         if error is None or not is_out_of_memory(error):
             return False
         if self._reserve is not None:

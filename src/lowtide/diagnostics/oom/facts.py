@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from lowtide.diagnostics.oom.message import Holder
 from lowtide.diagnostics.oom.text_stream import LONGEST, PREFIX, PatternFinder, process_named
@@ -28,6 +28,122 @@ class Place(Record):
         """Text such as `train.py:42 in step`."""
         name = re.split(r"[/\\]", self.file)[-1]
         return f"{name}:{self.line} in {self.function}" if self.line else f"{name} in {self.function}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """Pattern of a line of a traceback: its file and function match, or its statement does.
+
+    Beside a file an empty `function` stands for any, and the other way round.
+    """
+
+    file: str = ""
+    function: str = ""
+    """Pattern of the whole name."""
+    code: str = ""
+
+    def matches(self, place: Place) -> bool:
+        """Return True if `place` matches."""
+        has_place = bool(self.file or self.function) and re.search(self.file, place.file)
+        has_function = has_place and (not self.function or re.fullmatch(self.function, place.function))
+        return bool(has_function or (self.code and re.search(self.code, place.code)))
+
+
+_OPTIMIZER = r"[/\\]optim[/\\]|optimizer|transformers[/\\]optimization\.py"
+
+
+class Sign(Enum):
+    """Facts that a single line of a traceback shows, and the patterns of such lines."""
+
+    IN_OPTIMIZER = _Pattern(file=_OPTIMIZER)
+    """An optimizer's step was running."""
+    IN_TORCH_OPTIMIZER = _Pattern(file=r"torch[/\\]optim[/\\]")
+    """The step of one of torch's own optimizers was running."""
+    MAKES_STATE = _Pattern(
+        function=r"_?init_group|_new_buffer|_?init_states?|_?initialize_(?:optimizer_)?states?|get_state_buffer",
+        code=r"\bstate\[.{1,60}\]\s?=\s?torch\.(?:zeros|empty|full|ones|clone)",
+    )
+    """The optimizer was creating its state."""
+    UPDATES_WITH_TEMPORARIES = _Pattern(file=_OPTIMIZER, function=r"_(?:multi|single)_tensor_\w+")
+    """The optimizer was updating parameters, and its state was there."""
+    EVALUATES = _Pattern(
+        function=r"_?(?:on_|run_|do_)?"
+        r"(?:eval|evaluate|evaluation|val|valid|validate|validation|predict|prediction|test)"
+        r"(?:_(?:loop|step|epoch|end|batch|one|model|set|loader|dataset|metrics))*"
+    )
+    """An evaluation was running."""
+    GATHERS_EVALUATION = _Pattern(
+        function=r"nested_(?:concat|gather|numpify)|torch_pad_and_concatenate|numpy_pad_and_concatenate"
+        r"|to_cpu_and_numpy|_?pad_across_processes|gather_for_metrics|(?:add_)?arrays?_?to_container"
+        r"|distributed_concat|dim_zero_cat|collect_results_[gc]pu"
+    )
+    """Predictions of several batches were being joined."""
+    LOADS_STATE = _Pattern(function=r"load_state_dict|restore_optimizers|_process_value_according_to_param_policy")
+    """A state was being copied to a model or an optimizer."""
+    READS_CHECKPOINT = _Pattern(
+        file=r"torch[/\\]serialization\.py|safetensors[/\\]|\bmodeling_utils\.py",
+        function=r"load|_load|_legacy_load|load_file|load_tensor|persistent_load|\w*restore_location|\w*deserialize",
+    )
+    """A checkpoint was being read."""
+    MOVES_MODEL = _Pattern(
+        file=r"torch[/\\]nn[/\\]modules[/\\]module\.py|accelerate[/\\]utils[/\\]modeling\.py|core_model_loading\.py"
+        r"|\bmodeling_utils\.py|fsdp[/\\]_init_utils\.py",
+        function=r"_apply|convert|_move_module_to_device|_move_states_to_device|set_module_tensor_to_device"
+        r"|_load_\w*state_dict\w*|_materialize_copy|to",
+    )
+    """A model was being moved to a device."""
+    LOADS_WEIGHTS = _Pattern(function=r"from_pretrained|caching_allocator_warmup")
+    """A model was being made with its weights."""
+    PINS_MEMORY = _Pattern(
+        function=r"pin_memory",
+        code=r"\.pin_memory\(|torch\.(?:empty|zeros|ones|full|rand|randn|tensor)(?:_like)?\(.{0,200}\bpin_memory=True",
+    )
+    """Tensors were being copied to pinned host memory."""
+    PINS_BATCHES = _Pattern(file=r"pin_memory\.py$", function=r"_pin_memory_loop|pin_memory(?:_batch)?|do_one_step")
+    """The DataLoader's thread was copying a batch to pinned host memory."""
+    STARTS_COMMUNICATION = _Pattern(
+        file=r"distributed_c10d\.py|torch[/\\]cuda[/\\]nccl\.py|_functional_collectives\.py"
+    )
+    """A collective operation was running, whose buffers the library allocates at first use."""
+    IN_TRITON = _Pattern(file=r"[/\\]triton[/\\]|[/\\]_?inductor[/\\]runtime[/\\]")
+    """Triton was loading or launching a kernel."""
+    SHARES_MEMORY = _Pattern(file=r"multiprocessing[/\\](?:heap|shared_memory|reductions|reduction)\.py")
+    """Tensors were being handed over between processes."""
+    COPIES_TENSORS = _Pattern(
+        file=r"torch[/\\]_tensor\.py|torch[/\\]nn[/\\]parameter\.py|torch[/\\]storage\.py", function=r"__deepcopy__"
+    )
+    """Tensors were being copied by `copy.deepcopy`."""
+    GATHERS_STATE = _Pattern(
+        function=r"_full_(?:pre|post)_state_dict_hook|_?summon_full_params|_unshard_(?:fsdp_)?(?:state_)?params"
+        r"|full_tensor|_gather_(?:orig_param_state|all_orig_param_state|state_dict|full_state\w{0,20})"
+        r"|_optim_state_dict(?:_impl)?|_zero3_consolidated_16bit_state_dict|consolidate_state_dict"
+        r"|get_full_\w{0,20}state_dict"
+    )
+    """Sharded parameters or optimizer state were being gathered whole, as for a checkpoint."""
+    STARTS_ENGINE = _Pattern(
+        function=r"_ddp_init_helper|_create_fp32_partitions",
+        code=r"single_partition_of_fp32_groups\.append|fp32_partitioned_groups_flat\.append",
+    )
+    """DistributedDataParallel or DeepSpeed was allocating its own buffers, before the first step."""
+    STARTS_MEGATRON = _Pattern(
+        file=r"param_and_grad_buffer\.py|distrib_optimizer\.py", function=r"__init__|_build_model_param_groups"
+    )
+    """Megatron was allocating its own buffers, before the first step."""
+    STARTS_DEVICE = _Pattern(function=r"_lazy_init", code=r"_cuda_init\(\)")
+    """The process was making its context on the device."""
+    TRAINS = _Pattern(
+        function=r"training_step|train_step|train(?:_one)?_epoch|train(?:_loop)?|fit|_inner_training_loop|backward"
+        r"|_run_backward"
+    )
+    """A function that trains was running."""
+    IN_TRAINING_FILE = _Pattern(file=r"(?:^|[/\\_])(?:pre|fine)?_?(?:train|tune|tuning)(?:ing)?\w*\.py$")
+    """Code of a file that trains, by its name, was running."""
+    SWITCHES_GRADIENTS_OFF = _Pattern(function=r"decorate_context")
+    """A function under `torch.no_grad` or `torch.inference_mode` was running."""
+
+    def matches(self, place: Place) -> bool:
+        """Return True if `place` shows the sign."""
+        return self.value.matches(place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,104 +182,28 @@ class Facts(Record):
     """Bytes in use before the step begins, which no plan lowers."""
     notes: tuple[str, ...] = ()
 
-    @property
-    def in_optimizer(self) -> bool:
-        """True if an optimizer's step was running."""
-        return any(_in_optimizer(place) for place in self.places)
-
-    @property
-    def in_torch_optimizer(self) -> bool:
-        """True if the step of one of torch's own optimizers was running."""
-        return any(_TORCH_OPTIMIZER.search(place.file) for place in self.places)
-
-    @property
-    def makes_state(self) -> bool:
-        """True if the optimizer was creating its state."""
-        return any(_makes_state(place) for place in self.places)
-
-    @property
-    def updates_with_temporaries(self) -> bool:
-        """True if the optimizer was updating parameters, and its state was there."""
-        return any(_updates_parameters(place) for place in self.places)
-
-    @property
-    def evaluates(self) -> bool:
-        """True if an evaluation was running."""
-        return any(_evaluates(place) for place in self.places)
+    def shows(self, *signs: Sign) -> bool:
+        """Return True if a line of the traceback shows one of these signs."""
+        return any(sign.matches(place) for sign in signs for place in self.places)
 
     @property
     def gathers_evaluation(self) -> bool:
         """True if an evaluation was joining the predictions of several batches."""
-        joins = any(_evaluates(place) and _JOINING.search(place.code) for place in self.places[-1:])
-        return joins or any(_gathers_evaluation(place) for place in self.places)
-
-    @property
-    def loads_checkpoint(self) -> bool:
-        """True if a checkpoint was being read."""
-        return any(_loads_checkpoint(place) for place in self.places)
-
-    @property
-    def moves_model(self) -> bool:
-        """True if a model was being moved to a device."""
-        return any(_moves_model(place) for place in self.places)
-
-    @property
-    def pins_memory(self) -> bool:
-        """True if tensors were being copied to pinned host memory."""
-        return any(_pins_memory(place) for place in self.places)
-
-    @property
-    def pins_batches(self) -> bool:
-        """True if the DataLoader's thread was copying a batch to pinned host memory."""
-        return any(place.file.endswith("pin_memory.py") for place in self.places)
-
-    @property
-    def starts_communication(self) -> bool:
-        """True if a collective operation was running, whose buffers the library allocates at first use."""
-        return any(_communicates(place) for place in self.places)
-
-    @property
-    def in_triton(self) -> bool:
-        """True if Triton was loading or launching a kernel."""
-        return any(_in_triton(place) for place in self.places)
-
-    @property
-    def shares_memory(self) -> bool:
-        """True if tensors were being handed over between processes."""
-        return any(_shares_memory(place) for place in self.places)
-
-    @property
-    def copies_tensors(self) -> bool:
-        """True if tensors were being copied by `copy.deepcopy`."""
-        return any(_copies_tensors(place) for place in self.places)
-
-    @property
-    def gathers_state(self) -> bool:
-        """True if sharded parameters or optimizer state were being gathered whole, as for a checkpoint."""
-        return any(_gathers_state(place) for place in self.places)
-
-    @property
-    def starts_engine(self) -> bool:
-        """True if a parallel engine was allocating its own buffers, before the first step."""
-        return any(_starts_engine(place) for place in self.places)
+        joins = any(Sign.EVALUATES.matches(place) and _JOINING.search(place.code) for place in self.places[-1:])
+        return joins or self.shows(Sign.GATHERS_EVALUATION)
 
     @property
     def large_tensor(self) -> str:
         """A key of LARGE_TENSORS, if a tensor was being made that is known to be large; else empty."""
-        return next((name for name, makes in _LARGE_TENSORS.items() if any(map(makes, self.places))), "")
-
-    @property
-    def starts_device(self) -> bool:
-        """True if the process was making its context on the device."""
-        return any(_starts_device(place) for place in self.places)
+        return next((name for name, sign in _LARGE_TENSORS.items() if any(map(sign.matches, self.places))), "")
 
     @property
     def inference(self) -> str:
         """Program that was running a model without training it; empty if none is known."""
-        if any(_trains(place) for place in self.places):
+        if self.shows(Sign.TRAINS, Sign.IN_TRAINING_FILE, Sign.IN_OPTIMIZER):
             return ""
-        named = (name for place in reversed(self.places) for name, files in _INFERENCE.items() if files(place))
-        return next(named, "a model" if _runs_without_gradients(self.places) else "")
+        named = (name for place in reversed(self.places) for name, sign in _INFERENCE.items() if sign.matches(place))
+        return next(named, "a model" if self._calls_module_without_gradients() else "")
 
     @property
     def own_place(self) -> Place | None:
@@ -171,195 +211,39 @@ class Facts(Record):
         own = [place for place in self.places if not _INSTALLED.search(place.file)]
         return own[-1] if own else None
 
+    def _calls_module_without_gradients(self) -> bool:
+        """Return True if a module is called inside a function under `torch.no_grad` or `torch.inference_mode`."""
+        places = iter(self.places)
+        is_off = any(map(Sign.SWITCHES_GRADIENTS_OFF.matches, places))
+        return is_off and any(place.function == "_call_impl" for place in places)
+
     def of_process(self, process: str | None) -> Facts:
         """Return the facts about one process: places in the lines of others are left out."""
         return replace(self, places=tuple(place for place in self.places if place.process in (None, process)))
 
 
 _INSTALLED = re.compile(r"(?:site|dist)-packages|[/\\]lib[/\\]python3|<frozen|<__array_function__|lowtide[/\\]oom[/\\]")
-_WINDOWS = re.compile(r"[A-Za-z]:\\")
-_OPTIMIZER = re.compile(r"[/\\]optim[/\\]|optimizer|transformers[/\\]optimization\.py")
-_TORCH_OPTIMIZER = re.compile(r"torch[/\\]optim[/\\]")
-_STATE = re.compile(r"_?init_group|_new_buffer|_?init_states?|_?initialize_(?:optimizer_)?states?|get_state_buffer")
-_STATE_CODE = re.compile(r"\bstate\[.{1,60}\]\s?=\s?torch\.(?:zeros|empty|full|ones|clone)")
-_UPDATING = re.compile(r"_(?:multi|single)_tensor_\w+")
-_EVALUATING = re.compile(
-    r"_?(?:on_|run_|do_)?(?:eval|evaluate|evaluation|val|valid|validate|validation|predict|prediction|test)"
-    r"(?:_(?:loop|step|epoch|end|batch|one|model|set|loader|dataset|metrics))*"
-)
 _JOINING = re.compile(r"\b(?:cat|concat|concatenate|[vh]?stack|nested_concat)\(")
-_GATHERING = re.compile(
-    r"nested_(?:concat|gather|numpify)|torch_pad_and_concatenate|numpy_pad_and_concatenate|to_cpu_and_numpy"
-    r"|_?pad_across_processes|gather_for_metrics|(?:add_)?arrays?_?to_container|distributed_concat|dim_zero_cat"
-    r"|collect_results_[gc]pu"
-)
-_SERIALIZATION = re.compile(r"torch[/\\]serialization\.py|safetensors[/\\]|\bmodeling_utils\.py")
-_LOADING = re.compile(
-    r"load|_load|_legacy_load|load_file|load_tensor|persistent_load|\w*restore_location|\w*deserialize"
-)
-_MODULE_FILES = re.compile(
-    r"torch[/\\]nn[/\\]modules[/\\]module\.py|accelerate[/\\]utils[/\\]modeling\.py|core_model_loading\.py"
-    r"|\bmodeling_utils\.py|fsdp[/\\]_init_utils\.py"
-)
-_MOVING = re.compile(
-    r"_apply|convert|_move_module_to_device|_move_states_to_device|set_module_tensor_to_device|_load_\w*state_dict\w*|_materialize_copy|to"
-)
-_PINNING = re.compile(r"_pin_memory_loop|pin_memory(?:_batch)?|do_one_step")
-_PINNING_CODE = re.compile(
-    r"\.pin_memory\(|torch\.(?:empty|zeros|ones|full|rand|randn|tensor)(?:_like)?\(.{0,200}\bpin_memory=True"
-)
-_COMMUNICATION = re.compile(r"distributed_c10d\.py|torch[/\\]cuda[/\\]nccl\.py|_functional_collectives\.py")
-_TRITON = re.compile(r"[/\\]triton[/\\]|[/\\]_?inductor[/\\]runtime[/\\]")
-_TENSOR_FILES = re.compile(r"torch[/\\]_tensor\.py|torch[/\\]nn[/\\]parameter\.py|torch[/\\]storage\.py")
-_STATE_GATHERING = re.compile(
-    r"_full_(?:pre|post)_state_dict_hook|_?summon_full_params|_unshard_(?:fsdp_)?(?:state_)?params|full_tensor"
-    r"|_gather_(?:orig_param_state|all_orig_param_state|state_dict|full_state\w{0,20})|_optim_state_dict(?:_impl)?"
-    r"|_zero3_consolidated_16bit_state_dict|consolidate_state_dict|get_full_\w{0,20}state_dict"
-)
-_ENGINE_START = re.compile(r"_ddp_init_helper|_create_fp32_partitions")
-_ENGINE_CODE = re.compile(r"single_partition_of_fp32_groups\.append|fp32_partitioned_groups_flat\.append")
-_MEGATRON_START = re.compile(r"param_and_grad_buffer\.py|distrib_optimizer\.py")
-_TRAINING = re.compile(
-    r"training_step|train_step|train(?:_one)?_epoch|train(?:_loop)?|fit|_inner_training_loop|backward|_run_backward"
-)
-_TRAINING_FILE = re.compile(r"(?:^|[/\\_])(?:pre|fine)?_?(?:train|tune|tuning)(?:ing)?\w*\.py$")
-_SHARING = re.compile(r"multiprocessing[/\\](?:heap|shared_memory|reductions|reduction)\.py")
-
-
-def _in_optimizer(place: Place) -> bool:
-    return bool(_OPTIMIZER.search(place.file))
-
-
-def _makes_state(place: Place) -> bool:
-    return bool(_STATE.fullmatch(place.function) or _STATE_CODE.search(place.code))
-
-
-def _updates_parameters(place: Place) -> bool:
-    return bool(_UPDATING.fullmatch(place.function) and _in_optimizer(place))
-
-
-def _evaluates(place: Place) -> bool:
-    return bool(_EVALUATING.fullmatch(place.function))
-
-
-def _gathers_evaluation(place: Place) -> bool:
-    return bool(_GATHERING.fullmatch(place.function))
-
-
-def _loads_checkpoint(place: Place) -> bool:
-    if place.function in ("load_state_dict", "restore_optimizers", "_process_value_according_to_param_policy"):
-        return True
-    return bool(_SERIALIZATION.search(place.file) and _LOADING.fullmatch(place.function))
-
-
-def _moves_model(place: Place) -> bool:
-    if place.function in ("from_pretrained", "caching_allocator_warmup"):
-        return True
-    return bool(_MODULE_FILES.search(place.file) and _MOVING.fullmatch(place.function))
-
-
-def _pins_memory(place: Place) -> bool:
-    in_thread = _PINNING.fullmatch(place.function) and place.file.endswith("pin_memory.py")
-    return bool(in_thread or place.function == "pin_memory" or _PINNING_CODE.search(place.code))
-
-
-def _communicates(place: Place) -> bool:
-    return bool(_COMMUNICATION.search(place.file))
-
-
-def _in_triton(place: Place) -> bool:
-    return bool(_TRITON.search(place.file))
-
-
-def _shares_memory(place: Place) -> bool:
-    return bool(_SHARING.search(place.file))
-
-
-def _copies_tensors(place: Place) -> bool:
-    return place.function == "__deepcopy__" and bool(_TENSOR_FILES.search(place.file))
-
-
-def _gathers_state(place: Place) -> bool:
-    return bool(_STATE_GATHERING.fullmatch(place.function))
-
-
-def _starts_engine(place: Place) -> bool:
-    in_megatron = _MEGATRON_START.search(place.file) and place.function in ("__init__", "_build_model_param_groups")
-    return bool(in_megatron or _ENGINE_START.fullmatch(place.function) or _ENGINE_CODE.search(place.code))
-
-
-def _starts_device(place: Place) -> bool:
-    return place.function == "_lazy_init" or "_cuda_init()" in place.code
-
-
-def _trains(place: Place) -> bool:
-    return bool(_TRAINING.fullmatch(place.function) or _TRAINING_FILE.search(place.file) or _in_optimizer(place))
-
-
-def _switches_gradients_off(place: Place) -> bool:
-    return place.function == "decorate_context"
-
-
-def _runs_without_gradients(places: tuple[Place, ...]) -> bool:
-    """Return True if a module is called inside a function under `torch.no_grad` or `torch.inference_mode`."""
-    is_off = False
-    for place in places:
-        is_off |= _switches_gradients_off(place)
-        if is_off and _calls_module(place):
-            return True
-    return False
-
-
-def _calls_module(place: Place) -> bool:
-    return place.function == "_call_impl"
-
-
-def _in(pattern: str) -> Callable[[Place], object]:
-    return lambda place: re.search(pattern, place.file)
-
-
-_INFERENCE: dict[str, Callable[[Place], object]] = {
-    "vLLM": _in(r"[/\\]vllm[/\\]"),
-    "SGLang": _in(r"[/\\]sglang[/\\]"),
-    "ComfyUI": _in(r"[/\\]comfy[/\\]|ComfyUI[/\\]"),
-    "Stable Diffusion web UI": _in(r"stable-diffusion-webui"),
-    "diffusers": _in(r"[/\\]diffusers[/\\](?:pipelines|models[/\\]autoencoders)[/\\]"),
-    "a model": _in(
-        r"whisper[/\\](?:transcribe|decoding)\.py|ultralytics[/\\]engine[/\\]predictor\.py"
+_INFERENCE = {
+    "vLLM": _Pattern(file=r"[/\\]vllm[/\\]"),
+    "SGLang": _Pattern(file=r"[/\\]sglang[/\\]"),
+    "ComfyUI": _Pattern(file=r"[/\\]comfy[/\\]|ComfyUI[/\\]"),
+    "Stable Diffusion web UI": _Pattern(file=r"stable-diffusion-webui"),
+    "diffusers": _Pattern(file=r"[/\\]diffusers[/\\](?:pipelines|models[/\\]autoencoders)[/\\]"),
+    "a model": _Pattern(
+        file=r"whisper[/\\](?:transcribe|decoding)\.py|ultralytics[/\\]engine[/\\]predictor\.py"
         r"|sentence_transformers[/\\]SentenceTransformer\.py"
     ),
-    "generation": _in(r"[/\\]transformers[/\\](?:generation[/\\]|pipelines[/\\])"),
+    "generation": _Pattern(file=r"[/\\]transformers[/\\](?:generation[/\\]|pipelines[/\\])"),
 }
 """Programs that run models, by the files of their tracebacks."""
-_LARGE_TENSORS: dict[str, Callable[[Place], object]] = {
-    "boxes": lambda place: re.search(r"bbox_overlaps|pairwise_(?:iou|intersection)|\bbox_iou", place.function),
-    "transducer": lambda place: re.search(r"rnnt|transducer", place.file) and "joint" in place.function,
+_LARGE_TENSORS = {
+    "boxes": _Pattern(function=r".*(?:bbox_overlaps|pairwise_(?:iou|intersection)|\bbox_iou).*"),
+    "transducer": _Pattern(file=r"rnnt|transducer", function=r".*joint.*"),
 }
 """Functions whose tensors are known to be large: keys of LARGE_TENSORS."""
-
-
-_INFORMATIVE: tuple[Callable[[Place], object], ...] = (
-    _in_optimizer,
-    _makes_state,
-    _updates_parameters,
-    _evaluates,
-    _gathers_evaluation,
-    _loads_checkpoint,
-    _moves_model,
-    _pins_memory,
-    _communicates,
-    _in_triton,
-    _shares_memory,
-    _copies_tensors,
-    _gathers_state,
-    _starts_engine,
-    _starts_device,
-    _trains,
-    _switches_gradients_off,
-    *_LARGE_TENSORS.values(),
-    *_INFERENCE.values(),
-    lambda place: _WINDOWS.match(place.file),
-)
+_WINDOWS = _Pattern(file=r"^[A-Za-z]:\\")
+_INFORMATIVE: tuple[Sign | _Pattern, ...] = (*Sign, *_LARGE_TENSORS.values(), *_INFERENCE.values(), _WINDOWS)
 
 _NAME = r"([\w.]{1,500}|<\w{1,100}>)"
 _INDENT = r"(?:\r?\n|\\n)[^\n]{0,200}? {4,200}(?!\s|File |\^|~)"
@@ -456,7 +340,7 @@ class FactReader:
     def facts(self) -> Facts:
         """Return all facts read so far."""
         places = tuple(place for traceback in self._tracebacks.values() for place in traceback.places)
-        is_windows = any(_WINDOWS.match(place.file) for place in places)
+        is_windows = any(map(_WINDOWS.matches, places))
         return Facts(places=places, expandable=self._expandable, windows=is_windows)
 
     def _take(self, kind: str, match: re.Match[str]) -> None:
@@ -507,6 +391,6 @@ def _informative(places: list[Place]) -> list[Place]:
     if len(places) < 2 * MOST_PLACES:
         return places
     before, last = places[:-MOST_PLACES], places[-MOST_PLACES:]
-    first = [next((n for n, place in enumerate(before) if tells(place)), -1) for tells in _INFORMATIVE]
+    first = [next((n for n, place in enumerate(before) if sign.matches(place)), -1) for sign in _INFORMATIVE]
     own = max((n for n, place in enumerate(before) if not _INSTALLED.search(place.file)), default=-1)
     return [*(before[n] for n in sorted({*first, own} - {-1})), *last]

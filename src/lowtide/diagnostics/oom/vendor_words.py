@@ -17,8 +17,6 @@ class Vendor:
     """Setting that limits the memory of a process."""
     libraries: str
     """Libraries that allocate outside PyTorch."""
-    has_graphs: bool = False
-    """True if captured graphs keep private pools."""
 
 
 _CUDA = Vendor(
@@ -26,7 +24,6 @@ _CUDA = Vendor(
     visible_devices="CUDA_VISIBLE_DEVICES",
     fraction="torch.cuda.set_per_process_memory_fraction",
     libraries="a context is 0.3 to 0.7 GiB; NCCL, TensorRT, vLLM and bitsandbytes take more",
-    has_graphs=True,
 )
 _VENDORS = {
     "cuda": _CUDA,
@@ -35,7 +32,6 @@ _VENDORS = {
         visible_devices="HIP_VISIBLE_DEVICES",
         fraction="torch.cuda.set_per_process_memory_fraction",
         libraries="a context is 0.3 to 0.7 GiB; RCCL, MIOpen's workspaces and vLLM take more",
-        has_graphs=True,
     ),
     "xpu": Vendor(
         monitor="xpu-smi ps",

@@ -29,7 +29,7 @@ Verdict: TypeAlias = Literal["fits", "does not fit", "unknown"]
 class GpuMemoryEstimate(MemoryEstimate):
     """A `MemoryEstimate` for a GPU, over both steps and the memory before them. `print` it for a table.
 
-    Of memory that is known only within bounds the expected bytes are counted, except where an attribute states bounds.
+    Memory that is known only within bounds counts with its expected bytes, except where an attribute states bounds.
     """
 
     gpu: GpuSpec
@@ -51,7 +51,7 @@ class GpuMemoryEstimate(MemoryEstimate):
     processes: AbsentProcesses | None = None
     """Processes that train together, of which this is the estimate of one; None for a process alone."""
     is_bounded: bool = True
-    """False if memory that some operator takes inside has no known bound."""
+    """False if memory that some operator allocates internally has no known bound."""
     nccl: tuple[int, int] = (0, 0)
     """Bytes that NCCL allocates outside torch's allocator, at least and at most, from public reports."""
 

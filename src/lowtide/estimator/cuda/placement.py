@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -99,9 +98,7 @@ class GpuPlacement:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             traceback.clear_frames(error.__traceback__)  # frames of a failed step hold graphs, which hold parameters
         for placed, fake in reversed(self._done):

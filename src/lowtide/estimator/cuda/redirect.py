@@ -25,6 +25,7 @@ from lowtide.estimator.cuda import unsupported_api as refused
 from lowtide.estimator.cuda.current_gpu import CUDA, NAME
 from lowtide.estimator.cuda.ops.autocast import forget_casts
 from lowtide.estimator.cuda.tensor_types import as_move, type_name
+from lowtide.utils.frames import module_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,7 +169,7 @@ def _autocast_on_gpu(answers: ValueOracle) -> Iterator[None]:
         entered[id(self)] = self.device
         # CPU autocast turned off changes nothing while CUDA's is on. Checkpoints reenter both, each as it was.
         is_off = self.device == "cpu" and not self._enabled
-        if is_off and (devices[-1:] == ["cuda"] or sys._getframe(1).f_globals.get("__name__") == CHECKPOINT):
+        if is_off and (devices[-1:] == ["cuda"] or module_name(sys._getframe(1)) == CHECKPOINT):
             return enter(self)  # type: ignore[no-untyped-call]
         if self.device == "cpu" and self._enabled:
             answers.note("autocast for the CPU is assumed to be for the GPU")

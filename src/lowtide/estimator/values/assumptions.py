@@ -75,8 +75,7 @@ EVENLY = "choices made here by the largest value are assumed to be spread evenly
 
 SEARCHING = (
     "LBFGS is assumed to find a better point in each iteration; later steps keep more, up to two vectors as large as "
-    "all "
-    "parameters for each of history_size iterations"
+    "all parameters for each of history_size iterations"
 )
 
 RECEIVING = frozenset(

@@ -250,7 +250,7 @@ def _unpacked(target: ast.expr) -> Iterator[ast.expr]:
 
 
 def _key(target: ast.expr) -> str:
-    """Return `best`, or `.best` for an attribute of any object; for an entry the key of its container."""
+    """Return the key of a target: `best`, `.best` for an attribute of any object, for an entry its container's key."""
     if isinstance(target, ast.Subscript):
         return _key(target.value)
     if isinstance(target, ast.Attribute):

@@ -118,7 +118,7 @@ def learn_alike(fake: Tensor, number: Tensor, assumed: str) -> None:
 
 
 def share(fake: Tensor, copy: Tensor) -> None:
-    """Give a copy, of the same shape, the contents of its tensor, or none if the tensor has none."""
+    """Give `copy`, which has the same shape, the known contents of `fake`, if any."""
     contents = _of(fake)
     if contents is None:
         forget(copy)
@@ -162,7 +162,7 @@ def _of_size(size: int) -> torch.UntypedStorage:
 
 
 def _copied(memory: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Return a copy of the bytes in CPU memory."""
+    """Return a copy of `memory` on the CPU."""
     copy = _of_size(memory.nbytes())
     copy.copy_(memory)
     return copy

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from lowtide._torch.modules import CALL_CODE
 from lowtide.estimator.values.branch_rules import Source, Taken, makes_text
+from lowtide.utils.frames import frames_from, module_name
 
 _CONSTRAINTS = "torch.distributions.constraints"
 """Module that validates arguments of distributions."""
@@ -68,7 +69,7 @@ def passing() -> Taken | None:
     frame = _asking()
     if frame is None:
         return None
-    if frame.f_globals.get("__name__") == _CONSTRAINTS:
+    if module_name(frame) == _CONSTRAINTS:
         return _PASSES
     span, places = _span(frame), _places(frame)
     if span in places.asserts:
@@ -104,22 +105,19 @@ def is_counted() -> bool:
 
 def is_scoring() -> bool:
     """Return True if the query comes from scikit-learn, to rate predictions."""
-    frame = _asking()
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith(_SCORES):
-        frame = frame.f_back
-    return frame is not None
+    return any(module_name(frame).startswith(_SCORES) for frame in frames_from(_asking()))
 
 
 def in_optimizer() -> bool:
     """Return True if the query comes from an optimizer."""
     frame = _asking()
-    return frame is not None and frame.f_globals.get("__name__", "").startswith(_OPTIMIZERS)
+    return frame is not None and module_name(frame).startswith(_OPTIMIZERS)
 
 
 def is_searching() -> bool:
-    """Return True if an optimizer asks that reruns its closure until its search ends."""
+    """Return True if the value is asked for by an optimizer that reruns its closure until its line search ends."""
     frame = _asking()
-    return frame is not None and frame.f_globals.get("__name__", "") == _SEARCHING
+    return frame is not None and module_name(frame) == _SEARCHING
 
 
 def choosing() -> str:
@@ -131,18 +129,12 @@ def choosing() -> str:
 
 def _in_module() -> bool:
     """Return True if the query comes from a module's forward."""
-    frame = _asking()
-    while frame is not None and frame.f_code is not CALL_CODE:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code is CALL_CODE for frame in frames_from(_asking()))
 
 
 def _asking() -> FrameType | None:
     """Return the innermost frame outside this package and outside torch's own code for queries."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
-        frame = frame.f_back
-    return frame
+    return next((frame for frame in frames_from(sys._getframe(1)) if not module_name(frame).startswith(_BETWEEN)), None)
 
 
 def _span(frame: FrameType) -> _Span | None:

@@ -23,7 +23,7 @@ Debts: batch statistics inside reentrant checkpoints and compiled models are not
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,9 +35,6 @@ from lowtide.levers.accumulation.cached_representations import accumulated_by_re
 from lowtide.levers.accumulation.loss_reduction import Shares, SumOver, Weight, average_of, shares_for
 from lowtide.levers.accumulation.row_independence import check_no_product_of_rows, check_rows_are_independent
 from lowtide.levers.accumulation.split_batch import micro_batches, rows_of
-
-if TYPE_CHECKING:
-    pass
 
 Batch = TypeVar("Batch")
 

@@ -61,7 +61,7 @@ class Average:
 
 @dataclass(frozen=True, slots=True)
 class SumOver:
-    """A weight: the loss of a piece may be a sum, divided by the divisor of a mean over the whole batch.
+    """Weight of pieces whose loss may be a sum, divided by the number of terms in the whole batch.
 
     Models of transformers that use the `num_items_in_batch` passed to them divide this way; other models ignore it.
     """

@@ -188,8 +188,8 @@ class CachingAllocator:
         return at if self._max_split == UNLIMITED or self._may_have(free.blocks[at], size) else -1
 
     def _may_have(self, block: Block, size: int) -> bool:
-        """Return True if `max_split_size` allows to serve the request from the block, without waste or a split of a
-        huge block.
+        """Return True if `max_split_size` allows serving the request from the block, without waste or a split of a huge
+        block.
         """
         if size < self.config.max_split_size:
             return block.size < self.config.max_split_size

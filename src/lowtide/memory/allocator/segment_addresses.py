@@ -24,10 +24,10 @@ _MANY = 2**28
 
 
 class DriverAddresses:
-    """Addresses from the top downwards in whole chunks; the rests of earlier chunks are used first.
+    """Addresses from the top downwards in whole chunks; the remainders of earlier chunks are used first.
 
-    The most recent rest is tried first, from its low end. Share of pairs of new segments, up to the first release, that
-    these rules put into their recorded order, and the share for simply descending addresses:
+    The most recent remainder is tried first, from its low end. Share of pairs of new segments, up to the first release,
+    that these rules put into their recorded order, and the share for simply descending addresses:
 
     | snapshot | segments | this | descending |
     |---|---:|---:|---:|

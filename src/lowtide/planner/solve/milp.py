@@ -256,7 +256,7 @@ class _MatrixForm:
 
 
 def worst_positions(usage: Floats, limit: int, known: list[int]) -> list[int]:
-    """Return positions over the limit that are not `known`: each the worst around it, the worst of all first."""
+    """Return positions over the limit that are not `known`: each the worst of its surroundings, in descending order."""
     over = np.array(usage, np.float64) - limit * (1 + 1e-7)
     over[known] = 0
     positions: list[int] = []

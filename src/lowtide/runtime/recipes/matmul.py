@@ -40,5 +40,5 @@ def addmv(self: Tensor, mat: Tensor, vec: Tensor, *, beta: float, alpha: float) 
 
 @recipe("GroupedMmBackward0", edges={"self": 0, "mat2": 1}, expensive=True)
 def grouped_mm(self: Tensor, mat2: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
-    """Recompute one product for each expert."""
+    """Recompute grouped matrix products, one for each expert."""
     return aten._grouped_mm(self, mat2, offs, None, out_dtype)

@@ -18,8 +18,8 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     fix="compute `{name}` under `torch.no_grad()`",
 )
 class WeightAverage(Rule):
-    """Rule for averages of weights with a graph, as an EMA without no_grad has: no call made the graph, no backward
-    reaches it.
+    """Rule for averages of weights that have a graph, such as an EMA updated without no_grad: no call made the graph,
+    and no backward pass reaches it.
     """
 
     def matches(self, item: RetainedObject, history: History) -> bool:

@@ -111,7 +111,7 @@ def cuda_op(*ops: Any, of: Behaviour, part: Literal["scratch", "layout", "result
 
 
 def entry_of(op: Any, of: Behaviour) -> CudaOp:
-    """Return the entry of `op`, and note that it rests on the behaviour `of`."""
+    """Return the table's entry for the operator `op`, and note that it rests on the behaviour `of`."""
     entry = CUDA_OPS.setdefault(op, CudaOp())
     entry.behaviours.append(of)
     return entry

@@ -1,9 +1,9 @@
-"""The lever `products apart`: in compiled code, compute each matrix product as soon as its operands exist.
+"""The lever `unfused addmm`: in compiled code, compute each matrix product as soon as its operands exist.
 
-inductor fuses a product and the sum that uses it into one call, at the place of the sum, and the product's operands
-wait until then. With tied embeddings, the product that reads the gradient of the logits is added to at the end of
-backward, and until then that gradient, often the step's largest tensor, is held. Computed apart, the sum is rounded
-differently.
+inductor fuses `mm` and the `add` that uses its result into one `addmm`, at the place of the `add`, and holds the
+operands of the product until then. With tied embeddings, the gradient of the logits is such an operand: often the
+step's largest tensor, it would be held until the gradient of the embeddings is added, at the end of backward. A
+separate `mm` and `add` round the sum differently.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class ProductsApart(Lever):
-    """The lever `products apart`: matrix products and sums in separate calls."""
+class UnfusedAddmm(Lever):
+    """The lever `unfused addmm`: a separate `mm` and `add` for each `addmm`."""
 
-    name: ClassVar[str] = "products apart"
-    what: ClassVar[str] = "matrix products in compiled code by themselves, where their operands are there"
+    name: ClassVar[str] = "unfused addmm"
+    what: ClassVar[str] = "in compiled code mm and add in place of addmm: a product does not wait for its sum"
     exact: ClassVar[bool] = False
     unavailable_results: ClassVar[frozenset[str]] = frozenset()
     wants_optimizer: ClassVar[bool] = False
@@ -44,10 +44,10 @@ class ProductsApart(Lever):
         return parts.get("temporaries", 0) if is_planned_by_its_compiler(site.model, site.step) else 0
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _Active:
-        """Recompile compiled code with separate matrix products."""
+        """Recompile compiled code, with `mm` and `add` in place of `addmm`."""
         from lowtide.runtime.compiled_plan import PlanPartitioner  # imports inductor, which takes seconds
 
-        return _Active(partition_by(PlanPartitioner(apart=True, is_lever=True)))
+        return _Active(partition_by(PlanPartitioner(unfused=True, is_lever=True)))
 
 
 class _Active(Removable):
@@ -55,7 +55,7 @@ class _Active(Removable):
         self._undo = undo
 
     def check(self) -> None:
-        """Do nothing: separate products need no check after steps."""
+        """Do nothing: unfused products need no check after steps."""
 
     def remove(self) -> None:
         self._undo()

@@ -1,4 +1,4 @@
-"""The lever `products apart`: what waits for a sum in compiled code goes as soon as its product has been computed."""
+"""The lever `unfused addmm`: operands of a product in compiled code are freed before the sum that uses the product."""
 
 import os
 import shutil
@@ -44,9 +44,9 @@ def test_the_gradient_of_logits_does_not_wait_for_that_of_the_embedding() -> Non
 
     profile = lowtide.rehearse(compiled, step, ids)
     assert profile.measured_plain_peak_bytes is not None
-    fitted = lowtide.fit(compiled, step, ids, budget="80%", levers="products apart")
+    fitted = lowtide.fit(compiled, step, ids, budget="80%", levers="unfused addmm")
     fitted.remove()
-    assert [lever.name for lever in fitted.plan.levers] == ["products apart"]
+    assert [lever.name for lever in fitted.plan.levers] == ["unfused addmm"]
     assert fitted.verdict.within_budget
     assert fitted.verdict.proven  # beside the step with the lever alone
     assert fitted.verdict.relative_differences is not None
@@ -57,5 +57,5 @@ def test_it_is_of_no_use_for_a_model_that_is_not_compiled() -> None:
     model, ids = Tied(), torch.randint(2048, (256,))
     site = StepContext(model, lambda batch: model(batch).backward(), ids, None)
     with pytest.raises(LeverNotApplicable, match="not compiled as a whole"):
-        LEVERS["products apart"].settings(site)
-    assert not LEVERS["products apart"].estimated_saving(site, {"temporaries": 2**20})
+        LEVERS["unfused addmm"].settings(site)
+    assert not LEVERS["unfused addmm"].estimated_saving(site, {"temporaries": 2**20})
