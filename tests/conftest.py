@@ -138,12 +138,15 @@ def _errors_are_shown_as_python_shows_them() -> Iterator[None]:
 
 @pytest.fixture
 def inductor() -> Iterator[None]:
-    """Compiles without optimization, and skips without a compiler of C++, in which inductor writes for processors."""
+    """Compiles without optimization, and skips without a compiler of C++, in which inductor writes for processors.
+
+    Vector instructions that the processor lists are not tried out first: each trial compiles for seconds.
+    """
     if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
         pytest.skip("inductor needs a compiler of C++, and there is none")
     from torch._inductor import config
 
-    with config.patch({"aot_inductor.debug_compile": True}):
+    with config.patch({"aot_inductor.debug_compile": True, "cpp.vec_isa_ok": True}):
         yield
 
 

@@ -1,6 +1,6 @@
 """Take three steps of a real model under a plan, and print their bits: run once by each kind of hooks.
 
-python native_step.py gpt2|bert|resnet kept|recomputed|replayed|offloaded
+python native_step.py gpt2|bert|resnet kept|recomputed|captured|replayed|offloaded
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide._torch.nodes import saved_slots
+from lowtide.planner.address_nodes import NOTED
 from lowtide.runtime import bitmask, saved_values
 from lowtide.runtime.engine import Engine, actions_for
 
@@ -92,6 +93,9 @@ def main(name: str, way: str) -> None:
     table = {
         "kept": lambda: actions_for(dict([*found.items()][:1]), []),
         "recomputed": lambda: actions_for(found, []),
+        "captured": lambda: actions_for(
+            {at: f"{it}{NOTED}" if it == "AddBackward0" else it for at, it in found.items()}, []
+        ),
         "replayed": lambda: actions_for({}, [f"{BLOCKS[name].format(n)}#0" for n in range(2)]),
         "offloaded": lambda: actions_for({}, [], offload=list(found)),
     }[way]()

@@ -14,7 +14,9 @@ from lowtide.errors import BudgetError, Infeasible
 from lowtide.planner import plan, predict, smallest_peak
 from lowtide.planner.planning import simulator_of, with_free_recomputes
 from lowtide.planner.records import Decisions, Plan, Profile
+from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.simulator import Simulator
+from lowtide.planner.solve.greedy import GreedySearch
 from lowtide.planner.solve.ladder import BudgetLadder
 from lowtide.units import format_bytes
 from planner import bruteforce
@@ -195,6 +197,24 @@ def test_earlier_plans_change_nothing() -> None:
 def test_a_simulator_is_made_once_for_each_question() -> None:
     assert simulator_of(TRANSFORMER, "cheap") is simulator_of(TRANSFORMER, "cheap")
     assert simulator_of(TRANSFORMER, "cheap") is not simulator_of(TRANSFORMER, "all")
+
+
+def test_the_smallest_peak_is_searched_for_once_for_all_objectives_and_margins(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[GreedySearch] = []
+    own = GreedySearch.search_smallest
+
+    def search_smallest(search: GreedySearch) -> list[DecisionVector]:
+        searches.append(search)
+        return own(search)
+
+    monkeypatch.setattr(GreedySearch, "search_smallest", search_smallest)
+    profile = transformer(3, width=96)
+    by_time, by_flops = smallest_peak(profile)[1], smallest_peak(profile, "flops")[1]
+    with_margin = replace(profile, static=replace(profile.static, margin=100))
+    assert by_time.peak_bytes == by_flops.peak_bytes == smallest_peak(with_margin)[1].peak_bytes - 100
+    assert len(searches) == 1
+    assert smallest_peak(replace(profile, base_bytes=tuple(b + 1 for b in profile.base_bytes)))[1] != by_time
+    assert len(searches) == 2
 
 
 def test_free_recomputes_are_added_and_others_are_not() -> None:

@@ -233,6 +233,26 @@ def audited_peak(model, n_rounds):
     return Timeline(watch.recorder.stream).peak_bytes
 
 
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_forwards_whose_graphs_are_dropped_hold_no_tensors_in_rehearsed_steps(is_traced):
+    def peak(n_dropped):
+        torch.manual_seed(0)
+        model = Adversaries().critic
+        observed = OnlineProfiler(model)
+        for _ in range(1 + is_traced):
+            observed.begin(torch.zeros(256, 64))
+            watch = observed._watch
+            for _ in range(n_dropped):
+                model(torch.randn(256, 64))
+            model(torch.randn(256, 64)).mean().backward()
+            model.zero_grad()
+            observed.end()
+        observed.leave()
+        return Timeline(watch.recorder.stream).peak_bytes
+
+    assert peak(6) <= peak(2)
+
+
 def test_an_audit_frees_the_operands_of_a_graph_that_is_dropped_without_a_backward():
     model = Adversaries()
     one, four = audited_peak(model, 1), audited_peak(model, 4)

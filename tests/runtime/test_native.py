@@ -84,7 +84,7 @@ def built():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("way", ["kept", "recomputed", "replayed", "offloaded"])
+@pytest.mark.parametrize("way", ["kept", "recomputed", "captured", "replayed", "offloaded"])
 @pytest.mark.parametrize("model", ["gpt2", "bert", "resnet"])
 def test_real_models_have_the_same_bits_bytes_and_operators(built, model, way):
     """Gradients and losses of four steps, saved tensors by kind and their bytes, operators, and what drifted."""
@@ -96,8 +96,14 @@ def test_real_models_have_the_same_bits_bytes_and_operators(built, model, way):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("file", ["test_needed_slots.py", "test_recompute_path.py", "test_leaks.py", "test_writers.py"])
-def test_compiled_hooks_detect_the_same_errors(built, file):
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("test_known_modules.py", "test_leaks.py", "test_needed_slots.py", "test_noting.py", "test_python_calls.py"),
+        *("test_recompute_path.py", "test_replay.py", "test_writers.py"),
+    ],
+)
+def test_compiled_hooks_pass_the_tests_of_those_in_python(built, file):
     own = Path(__file__).with_name(file)
     root = Path(__file__).parents[2]
     done = run(

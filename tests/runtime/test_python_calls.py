@@ -9,6 +9,7 @@ from overhead import COUNT, FOUR, Calls, Chain, Numbers, Short, gpt2, python_cal
 from torch import nn
 
 from lowtide.planner.address_nodes import NOTED
+from lowtide.runtime import saved_values
 from lowtide.runtime.engine import Engine, actions_for
 
 PER_STEP = 100
@@ -38,15 +39,18 @@ def per_slot(model: nn.Module, decided: dict[str, str], replay: list[str] | None
 
 
 def test_a_saved_tensor_beside_a_decided_one() -> None:
-    assert per_slot(Chain(), {"#0:100": "TanhBackward0"}) <= 2  # one to pack it, one to unpack it
+    most = 2 if saved_values.native is None else 0  # one to pack it, one to unpack it
+    assert per_slot(Chain(), {"#0:100": "TanhBackward0"}) <= most
 
 
 def test_a_recomputed_tensor() -> None:
-    assert per_slot(Chain(), {f"#0:{n}": "TanhBackward0" for n in range(1, COUNT)}) <= 19
+    most = 18 if saved_values.native is None else 1
+    assert per_slot(Chain(), {f"#0:{n}": "TanhBackward0" for n in range(1, COUNT)}) <= most
 
 
 def test_a_recomputed_tensor_with_a_number() -> None:
-    assert per_slot(Numbers(), {f"#0:{n}": f"AddBackward0{NOTED}" for n in range(1, COUNT)}) <= 47
+    most = 45 if saved_values.native is None else 11
+    assert per_slot(Numbers(), {f"#0:{n}": f"AddBackward0{NOTED}" for n in range(1, COUNT)}) <= most
 
 
 def test_a_module_call() -> None:
@@ -54,7 +58,8 @@ def test_a_module_call() -> None:
 
 
 def test_a_replayed_call() -> None:
-    assert per_slot(Calls(Short), {}, [f"parts.{n}#0" for n in range(COUNT)]) <= 101
+    most = 91 if saved_values.native is None else 55
+    assert per_slot(Calls(Short), {}, [f"parts.{n}#0" for n in range(COUNT)]) <= most
 
 
 @pytest.mark.parametrize(

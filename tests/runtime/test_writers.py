@@ -580,11 +580,11 @@ def test_a_large_buffer_is_copied_though_a_method_has_written_elsewhere_in_the_f
 
 
 def test_a_replacement_that_fails_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(report: object) -> None:
+    def fails(*reports: object) -> None:
         raise RuntimeError("no such attribute")
 
     before = vars(Tensor).get("add_"), torch.relu_, torch.UntypedStorage.fill_
-    monkeypatch.setattr(inplace_methods, "intercept_set_data", fails)
+    monkeypatch.setattr(inplace_methods, "intercept_data", fails)
     with pytest.raises(RuntimeError, match="no such attribute"):
         inplace_methods.intercept(lambda memory, writer: True)
     assert (vars(Tensor).get("add_"), torch.relu_, torch.UntypedStorage.fill_) == before

@@ -155,3 +155,32 @@ def test_an_unusual_program_trains_to_the_same_bits_within_its_budget(tmp_path: 
     assert all(torch.equal(planned[name], plain[name]) for name in plain)
     assert fitting.verdict is not None
     assert fitting.verdict.within_budget, said
+
+
+PENALTY_AT_TIMES = """
+net = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 1))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for i in range(5):
+    x = torch.randn(800, 32)
+    loss = net(x).square().mean()
+    if i == 2:  # a step such as the rehearsed ones had not
+        x.requires_grad_()
+        slopes, = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        loss = loss + slopes.square().sum(1).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    slopes = loss = None
+"""
+
+
+def test_a_step_with_more_calls_than_the_rehearsed_ones_is_reported(tmp_path: Path) -> None:
+    file, said = tmp_path / "penalty.py", list[str]()
+    file.write_text(BEGIN + PENALTY_AT_TIMES)
+    fitting = Fitting("85%", said.append)
+    assert run_watched(Script(target=str(file)), fitting) == 0
+    (text,) = [line for line in said if "calls" in line]
+    assert text.startswith("Sequential: this step has 2 calls of the model, and the plan is for steps with 1 call: ")
+    assert not any("planning again" in line for line in said)
+    assert fitting.verdict is not None
+    assert fitting.verdict.within_budget

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import sys
@@ -12,6 +13,7 @@ from types import FrameType, FunctionType
 from typing import Any, NoReturn
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import overrides
 from torch._subclasses import fake_tensor as _fake_tensor
@@ -119,9 +121,12 @@ def uncompiled(obj: Any) -> Any:
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:
-    """Return a CPU tensor's whole storage as an array of bytes on the same memory, bypassing all modes. Torch 2.13."""
-    with on_real_tensors():
-        return torch._C.TensorBase.numpy(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
+    """Return a CPU tensor's whole storage as an array of bytes on the same memory.
+
+    `Tensor.numpy` would not do: a storage that can't be resized from then on would seem to belong to an array.
+    """
+    storage = tensor.untyped_storage()
+    return np.ctypeslib.as_array((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr()))
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:

@@ -5,6 +5,7 @@
 // functionToPyObject, Node::metadata (a PyAnomalyMetadata), get_current_graph_task_id.
 #include <Python.h>
 #include <structmember.h>
+#include <ATen/SequenceNumber.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -20,7 +21,8 @@ namespace {
 using torch::autograd::Node;
 
 constexpr long long NEVER = -2;
-enum Turn { ABSENT, SLOT, EDGE, LEAF, FURTHER };
+constexpr long long NO_NODE = -1;
+enum Turn { ABSENT, SLOT, EDGE, LEAF, FURTHER, CAPTURED };
 
 // --- owned references
 
@@ -55,12 +57,16 @@ bool is_none(PyObject* it) { return it == nullptr || it == Py_None; }
 #define NAMES(X)                                                                                                      \
   X(scope) X(frame) X(probe) X(needed) X(ordinal) X(learnt) X(held) X(actions) X(recompute) X(path) X(engine)         \
   X(versions) X(address) X(node) X(builder) X(owners) X(relied_on) X(of_leaf) X(recipe) X(turns) X(recorded)          \
-  X(is_common) X(unless) X(kind) X(data) X(unpack_hook) X(function) X(into) X(operands) X(make) X(follow)
+  X(is_common) X(unless) X(kind) X(data) X(unpack_hook) X(function) X(into) X(operands) X(make) X(when) X(places)       \
+  X(numbers) X(owned) X(computed) X(look_up) X(shape) X(dtype) X(count) X(values) X(_expected) X(out) X(_frame)         \
+  X(_inside_another) X(_operator) X(_is_complete) X(_place) X(_last) X(_wanted) X(_at) X(_holds) X(fresh) X(handed_over) \
+  X(as_saved) X(hold) X(spare)
 #define DECLARE(name) PyObject* s_##name;
 NAMES(DECLARE)
 #define LENT(X)                                                                                                       \
   X(Value) X(Handle) X(Recompute) X(observed) X(materialize) X(make_in_python) X(changed_in_place) X(lay_out)         \
-  X(set_version) X(signed_constant) X(in_slot) X(is_any_autocast) X(unpack_in_python) X(strided) X(keys)
+  X(set_version) X(signed_constant) X(in_slot) X(is_any_autocast) X(unpack_in_python) X(strided) X(keys) X(noted_key)   \
+  X(raw_saved) X(StopReplay)
 #define DECLARE_LENT(name) PyObject* lent_##name;
 LENT(DECLARE_LENT)
 
@@ -240,9 +246,35 @@ bool is_observed() {
 
 Ref read(Handle* handle);
 
+// `goes_into` of recompute.py
+bool goes_into(const at::Tensor& other, const at::Tensor& tensor) {
+  if (other.dim() == 0) return !other.is_complex();
+  if (other.scalar_type() != tensor.scalar_type()) return false;
+  if (other.sizes() == tensor.sizes()) return other.strides() == tensor.strides();
+  if (!other.is_contiguous() || !tensor.is_contiguous() || other.dim() > tensor.dim()) return false;
+  for (int64_t n = 1; n <= other.dim(); ++n)
+    if (other.size(-n) != 1 && other.size(-n) != tensor.size(-n)) return false;
+  return true;
+}
+
+// `can_hold_result` of recompute.py
+bool can_hold_result(PyObject* wrapped, const std::vector<PyObject*>& operands) {
+  const at::Tensor& tensor = unwrapped(wrapped);
+  for (PyObject* other : operands)
+    if (other != Py_None && other != wrapped && !goes_into(unwrapped(other), tensor)) return false;
+  return tensor.is_floating_point() && tensor.dim() > 0 && tensor.nbytes() == tensor.storage().nbytes() &&
+      !tensor.is_view() && tensor.use_count() == 1 && tensor.storage().use_count() == 1;
+}
+
+Ref list_of(const std::vector<PyObject*>& items) {
+  Ref made = checked(PyList_New(0));
+  for (PyObject* each : items)
+    if (PyList_Append(made.it, each)) throw python_error();
+  return made;
+}
+
 Ref run_recipe(Recompute* self, Value* value) {
-  bool is_common = !self->has_passed && is_none(self->places) && !PyTuple_GET_SIZE(self->sharded) && !is_observed() &&
-      !at::GradMode::is_enabled();
+  bool is_common = !PyTuple_GET_SIZE(self->sharded) && !is_observed() && !at::GradMode::is_enabled();
   if (is_common) is_common = call(lent_is_any_autocast, {}).it == Py_False;
   Py_ssize_t count = PyTuple_GET_SIZE(self->operands);
   for (Py_ssize_t n = 0; is_common && n < count; ++n) {
@@ -255,14 +287,46 @@ Ref run_recipe(Recompute* self, Value* value) {
     return call(lent_make_in_python, {reinterpret_cast<PyObject*>(self), reinterpret_cast<PyObject*>(value)});
   std::vector<Ref> tensors;
   std::vector<PyObject*> arguments;
+  bool is_plain = true;
   tensors.reserve(count);
   for (Py_ssize_t n = 0; n < count; ++n) {
     PyObject* each = PyTuple_GET_ITEM(self->operands, n);
     tensors.push_back(each == Py_None ? borrowed(Py_None) : read(reinterpret_cast<Handle*>(each)));
     arguments.push_back(tensors.back().it);
+    is_plain = is_plain && (each == Py_None || THPVariable_CheckExact(tensors.back().it));
+  }
+  Ref constants = borrowed(self->constants);
+  if (!is_none(self->places) || self->has_passed) constants = checked(PyDict_Copy(self->constants));
+  if (self->has_passed && !is_plain) {
+    Ref all = list_of(arguments), spare = attribute(reinterpret_cast<PyObject*>(self), s_spare);
+    if (PyDict_Update(constants.it, call(spare.it, {all.it}).it)) throw python_error();
+  } else if (self->has_passed) {  // as `spare`
+    set(self->over, Py_NewRef(Py_None));
+    for (Py_ssize_t n = 0; n < count; ++n) {
+      Handle* handle = reinterpret_cast<Handle*>(PyTuple_GET_ITEM(self->operands, n));
+      if (arguments[n] == Py_None || !is_none(handle->view)) continue;
+      Value* held = value_of(handle);
+      if (!held->passing || held->readers != 1 || !is_none(held->tensor) || !can_hold_result(arguments[n], arguments)) continue;
+      set(self->over, Py_NewRef(handle->value));
+      if (PyDict_SetItem(constants.it, s_out, arguments[n])) throw python_error();
+      break;
+    }
+  }
+  if (!is_none(self->places)) {
+    PyObject *name, *place;
+    for (Py_ssize_t at = 0; PyDict_Next(self->places, &at, &name, &place);) {
+      Ref argument;
+      if (PyLong_Check(place)) {
+        argument = borrowed(arguments[PyLong_AsLong(place)]);
+      } else {  // a slice, for a parameter that takes a list
+        argument = checked(PyObject_GetItem(list_of(arguments).it, place));
+      }
+      if (PyDict_SetItem(constants.it, name, argument.it)) throw python_error();
+    }
+    arguments.clear();
   }
   Ref function = attribute(self->recipe, s_function);
-  Ref made = checked(PyObject_VectorcallDict(function.it, arguments.data(), count, self->constants));
+  Ref made = checked(PyObject_VectorcallDict(function.it, arguments.data(), arguments.size(), constants.it));
   if (PyTuple_Check(made.it)) made = borrowed(PyTuple_GET_ITEM(made.it, value->output));
   if (!is_none(self->stride)) {
     const at::Tensor& tensor = unwrapped(made.it);
@@ -385,6 +449,51 @@ void enter(Node& node, long long output, PyObject* value) {
 
 using NodePointer = decltype(torch::autograd::Edge::function);  // shared_ptr before 2.13, intrusive_ptr since
 
+Ref strides_of(const at::Tensor& tensor) {
+  at::IntArrayRef strides = tensor.strides();
+  Ref made = checked(PyTuple_New(strides.size()));
+  for (size_t n = 0; n < strides.size(); ++n) PyTuple_SET_ITEM(made.it, n, PyLong_FromLongLong(strides[n]));
+  return made;
+}
+
+// The tensor behind a view, as `whole` finds it; an undefined one where that takes a closer look.
+at::Tensor whole(PyObject* wrapped) {
+  const at::Tensor& tensor = unwrapped(wrapped);
+  if (!THPVariable_CheckExact(wrapped) || tensor.layout() != at::kStrided) return at::Tensor();
+  if (!tensor.is_view()) return tensor;
+  at::Tensor base(tensor._base());
+  bool is_plain = base.layout() == at::kStrided && !base.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
+  bool is_same = is_plain && base.scalar_type() == tensor.scalar_type() && !tensor.is_conj() && !tensor.is_neg();
+  return is_same ? base : at::Tensor();
+}
+
+// The captured operand of a node, and its site; nothing if there is none, or its value was freed: `noted`.
+Ref captured(Node& node, PyObject* name, PyObject* sites) {
+  PyObject* known = PyDict_GetItem(metadata(node), lent_noted_key);
+  PyObject* found = known == nullptr ? nullptr : PyDict_GetItem(known, name);
+  if (found == nullptr) return Ref();
+  PyObject* operand = PyTuple_GET_ITEM(found, 1);
+  if (PyWeakref_Check(operand)) operand = PyWeakref_GetObject(operand);
+  if (operand == Py_None) return Ref();
+  if (PySet_Add(sites, PyTuple_GET_ITEM(found, 0))) throw python_error();
+  return borrowed(operand);
+}
+bool is_number(PyObject* it) { return PyLong_Check(it) || PyFloat_Check(it) || PyComplex_Check(it); }
+
+// `in_slot` of recompute_path.py
+Ref in_slot(PyObject* builder, PyObject* node, PyObject* name) {
+  Ref place = checked(PyUnicode_Concat(lent_raw_saved, name));
+  Ref slot = attribute(node, place.it);
+  Ref data = attribute(slot.it, s_data);
+  if (Py_TYPE(data.it) == reinterpret_cast<PyTypeObject*>(lent_Handle)) {
+    Handle* handle = reinterpret_cast<Handle*>(data.it);
+    if (value_of(handle)->partial) return Ref();
+    if (value_of(handle)->output != NO_NODE) return new_handle(handle->value, handle->view);
+  }
+  Ref operand = call(lent_in_slot, {builder, node, name});
+  return operand.it == Py_None ? Ref() : std::move(operand);
+}
+
 // `RecomputePath.follow` of common paths; nothing if the path has changed
 Ref follow(
     PyObject* path, PyObject* builder, const Ref* given, const NodePointer& owner, long long output, const at::Tensor* like) {
@@ -403,6 +512,18 @@ Ref follow(
       constant = call(lent_signed_constant, {constant.it});
     if (PyDict_SetItem(constants.it, PyTuple_GET_ITEM(pair, 0), constant.it)) throw python_error();
   }
+  Ref when = attribute(recipe.it, s_when);
+  if (PyObject_Size(when.it)) {
+    Ref items = checked(PyMapping_Items(when.it));
+    for (Py_ssize_t n = 0; n < PyList_GET_SIZE(items.it); ++n) {
+      PyObject* pair = PyList_GET_ITEM(items.it, n);
+      PyObject* constant = PyDict_GetItem(constants.it, PyTuple_GET_ITEM(pair, 0));
+      int is_as_wanted = constant == nullptr ? 1 : PyObject_RichCompareBool(constant, PyTuple_GET_ITEM(pair, 1), Py_EQ);
+      if (is_as_wanted < 0) throw python_error();
+      if (!is_as_wanted) return Ref();
+    }
+  }
+  Ref sites = checked(PySet_New(nullptr));
   Py_ssize_t count = PyTuple_GET_SIZE(turns.it);
   Ref operands = checked(PyTuple_New(count));
   for (Py_ssize_t n = 0; n < count; ++n) PyTuple_SET_ITEM(operands.it, n, Py_NewRef(Py_None));
@@ -416,8 +537,13 @@ Ref follow(
     }
     Ref operand;
     if (kind == SLOT) {
-      operand = call(lent_in_slot, {builder, as_object(), name});
-      if (operand.it == Py_None) return Ref();
+      operand = in_slot(builder, as_object(), name);
+      if (!operand) return Ref();
+    } else if (kind == CAPTURED) {
+      Ref found = captured(node, name, sites.it);
+      if (!found || is_number(found.it)) return Ref();
+      if (Py_TYPE(found.it) != reinterpret_cast<PyTypeObject*>(lent_Value)) found = new_value(found.it, nullptr, 0);
+      operand = new_handle(found.it, nullptr);
     } else if (kind == ABSENT) {
       Ref unless = attribute(recipe.it, s_unless);
       Ref flag = checked(PyObject_GetItem(unless.it, name));
@@ -457,54 +583,97 @@ Ref follow(
     PyTuple_SET_ITEM(operands.it, n, operand.release());
     Py_DECREF(before);
   }
-  Ref stride = borrowed(Py_None);
-  if (like != nullptr) {
-    at::IntArrayRef strides = like->strides();
-    stride = checked(PyTuple_New(strides.size()));
-    for (size_t n = 0; n < strides.size(); ++n) PyTuple_SET_ITEM(stride.it, n, PyLong_FromLongLong(strides[n]));
+  Ref numbers = attribute(path, s_numbers);
+  for (Py_ssize_t n = 0; n < PyList_GET_SIZE(numbers.it); ++n) {
+    PyObject* name = PyList_GET_ITEM(numbers.it, n);
+    Ref found = captured(node, name, sites.it);
+    if (!found || !is_number(found.it)) return Ref();
+    if (PyDict_SetItem(constants.it, name, found.it)) throw python_error();
   }
-  Ref maker = call(lent_Recompute, {recipe.it, operands.it, Py_None, constants.it, stride.it});
+  if (PyObject_Size(attribute(path, s_owned).it) || PyObject_Size(attribute(path, s_computed).it)) {
+    Ref number = checked(PyLong_FromLongLong(output));
+    Ref original = like == nullptr ? borrowed(Py_None) : checked(THPVariable_Wrap(*like));
+    Ref look_up = attribute(path, s_look_up);
+    if (call(look_up.it, {builder, as_object(), number.it, original.it, constants.it}).it != Py_True) return Ref();
+  }
+  Ref stride = like == nullptr ? borrowed(Py_None) : strides_of(*like);
+  Ref places = attribute(path, s_places);
+  Ref noted = checked(PyFrozenSet_New(sites.it));
+  Ref maker = call(lent_Recompute, {recipe.it, operands.it, places.it, constants.it, stride.it, noted.it});
   Ref value = new_value(nullptr, maker.it, output);
   reinterpret_cast<Value*>(value.it)->passing = like == nullptr;
   enter(node, output, value.it);
   return value;
 }
 
-// `Engine.along_path` of tensors that are no views; nothing for all that has to be looked into
+// `Engine.along_path`; nothing for all that has to be looked into
 Ref along_path(PyObject* engine, PyObject* wrapped, PyObject* decision, PyObject* path) {
   const at::Tensor& tensor = unwrapped(wrapped);
-  if (!THPVariable_CheckExact(wrapped) || tensor.layout() != at::kStrided || tensor.is_view()) return Ref();
-  NodePointer owner = tensor.grad_fn();
-  long long version = static_cast<long long>(tensor._version());
-  if (!owner || tensor.output_nr() || tensor.storage_offset()) return Ref();
+  at::Tensor base = whole(wrapped);
+  if (!base.defined()) return Ref();
+  NodePointer owner = base.grad_fn();
+  long long version = static_cast<long long>(base._version());
+  if (!owner || base.output_nr() || base.storage_offset()) return Ref();
   if (attribute(path, s_is_common).it != Py_True) return Ref();
   Ref kind = attribute(decision, s_node), versions = attribute(engine, s_versions), address = attribute(decision, s_address);
   if (owner->name() != PyUnicode_AsUTF8(kind.it)) return Ref();
   PyObject* expected = PyDict_GetItem(versions.it, address.it);
   if (expected == nullptr || PyLong_AsLongLong(expected) != version || registered(*owner, 0)) return Ref();
   Ref builder = attribute(engine, s_builder);
-  Ref value = follow(path, builder.it, nullptr, owner, 0, &tensor);
+  Ref value = follow(path, builder.it, nullptr, owner, 0, &base);
   if (!value) return Ref();
   reinterpret_cast<Value*>(value.it)->version = version;
-  return new_handle(value.it, nullptr);
+  if (!tensor.is_view()) return new_handle(value.it, nullptr);
+  Ref size = attribute(wrapped, s_shape), stride = strides_of(tensor);
+  Ref offset = checked(PyLong_FromLongLong(tensor.storage_offset()));
+  Ref view = checked(PyTuple_Pack(3, size.it, stride.it, offset.it));
+  return new_handle(value.it, view.it);
 }
 
-// `Engine.keep` of tensors that are no views and have a node
+// `Engine.keep` of tensors that have a node
 Ref kept(PyObject* wrapped) {
+  const at::Tensor& tensor = unwrapped(wrapped);
+  at::Tensor base = whole(wrapped);
+  if (!base.defined()) return Ref();
+  NodePointer owner = base.grad_fn();
+  long long output = static_cast<long long>(base.output_nr()), version = static_cast<long long>(base._version());
+  if (!owner || key_of(output) == nullptr) return Ref();
+  Ref value = registered(*owner, output);
+  if (value && !is_none(reinterpret_cast<Value*>(value.it)->maker)) return Ref();
+  if (!value || reinterpret_cast<Value*>(value.it)->version != version) {
+    Ref detached = checked(THPVariable_Wrap(base.detach()));
+    value = new_value(detached.it, nullptr, output);
+    enter(*owner, output, value.it);
+  }
+  Ref view = tensor.is_view() ? checked(THPVariable_Wrap(tensor.detach())) : Ref();
+  return new_handle(value.it, view.it);
+}
+
+// `ReplayFrame.left`
+Ref left(PyObject* frame, PyObject* wrapped) {
   const at::Tensor& tensor = unwrapped(wrapped);
   if (!THPVariable_CheckExact(wrapped) || tensor.is_view()) return Ref();
   NodePointer owner = tensor.grad_fn();
   long long output = static_cast<long long>(tensor.output_nr()), version = static_cast<long long>(tensor._version());
   if (!owner || key_of(output) == nullptr) return Ref();
-  Ref value = registered(*owner, output);
+  Ref place = attribute(frame, s_count), value = registered(*owner, output);
+  Ref next = checked(PyLong_FromLongLong(PyLong_AsLongLong(place.it) + 1));
   if (value) {
     Value* found = reinterpret_cast<Value*>(value.it);
-    if (!is_none(found->maker)) return Ref();
-    if (found->version == version) return new_handle(value.it, nullptr);
+    bool is_usable = (found->version == version || found->version == -1) && !found->passing && is_none(found->places);
+    if (!is_usable || !(is_none(found->maker) || found->maker == frame)) return Ref();
+  } else {
+    value = new_value(nullptr, frame, output);
+    reinterpret_cast<Value*>(value.it)->version = version;
+    Ref reference = checked(PyWeakref_NewRef(value.it, nullptr));
+    Ref values = attribute(frame, s_values), expected = attribute(frame, s__expected);
+    Ref shape = attribute(wrapped, s_shape), dtype = attribute(wrapped, s_dtype);
+    Ref layout = checked(PyTuple_Pack(3, shape.it, dtype.it, Py_None));
+    if (PyDict_SetItem(values.it, place.it, reference.it) || PyDict_SetItem(metadata(*owner), key_of(output), reference.it) ||
+        PyDict_SetItem(expected.it, place.it, layout.it))
+      throw python_error();
   }
-  Ref detached = checked(THPVariable_Wrap(tensor.detach()));
-  value = new_value(detached.it, nullptr, output);
-  enter(*owner, output, value.it);
+  if (PyObject_SetAttr(frame, s_count, next.it)) throw python_error();
   return new_handle(value.it, nullptr);
 }
 
@@ -519,11 +688,11 @@ PyObject* pack_call(PyObject* callable, PyObject* const* arguments, size_t, PyOb
   PyObject* tensor = arguments[0];
   Ref run = borrowed(PyWeakref_GetObject(self->run));
   if (run.it == Py_None) return call(self->in_python, {tensor}).release();
-  Ref scope = attribute(run.it, s_scope), needed = attribute(scope.it, s_needed);
-  if (needed.it == Py_None || !is_none(attribute(run.it, s_frame).it)) return call(self->in_python, {tensor}).release();
+  Ref scope = attribute(run.it, s_scope), needed = attribute(scope.it, s_needed), frame = attribute(run.it, s_frame);
+  if (needed.it == Py_None) return call(self->in_python, {tensor}).release();
   Ref ordinal = attribute(scope.it, s_ordinal);
   Ref handle;
-  int is_needed = PySet_Contains(needed.it, ordinal.it);
+  int is_needed = frame.it != Py_None || PySet_Contains(needed.it, ordinal.it);
   if (is_needed < 0) throw python_error();
   if (!is_needed) {
     const at::Tensor& saved = unwrapped(tensor);
@@ -539,8 +708,8 @@ PyObject* pack_call(PyObject* callable, PyObject* const* arguments, size_t, PyOb
     Ref actions = attribute(scope.it, s_actions), decisions = attribute(actions.it, s_recompute);
     PyObject* decision = PyDict_GetItem(decisions.it, ordinal.it);
     if (decision == nullptr) {
-      handle = kept(tensor);
-    } else {
+      handle = frame.it == Py_None ? kept(tensor) : left(frame.it, tensor);
+    } else if (frame.it == Py_None) {
       Ref path = attribute(decision, s_path);
       if (!is_none(path.it)) {
         Ref engine = attribute(run.it, s_engine);
@@ -584,6 +753,83 @@ void pack_dealloc(Pack* self) {
   Py_TYPE(self)->tp_free(reinterpret_cast<PyObject*>(self));
 }
 
+// --- replays
+
+long long number_in(PyObject* of, PyObject* name) { return PyLong_AsLongLong(attribute(of, name).it); }
+void set_number(PyObject* of, PyObject* name, long long number) {
+  if (PyObject_SetAttr(of, name, checked(PyLong_FromLongLong(number)).it)) throw python_error();
+}
+
+// `ReplayFrame.as_saved`
+Ref as_saved(PyObject* frame, PyObject* place, PyObject* wrapped) {
+  PyObject* expected = PyDict_GetItem(attribute(frame, s__expected).it, place);
+  if (expected != nullptr && PyTuple_GET_ITEM(expected, 2) == Py_None && THPVariable_CheckExact(wrapped)) {
+    Ref shape = attribute(wrapped, s_shape), dtype = attribute(wrapped, s_dtype);
+    int is_same = PyObject_RichCompareBool(shape.it, PyTuple_GET_ITEM(expected, 0), Py_EQ);
+    if (is_same < 0) throw python_error();
+    if (is_same && dtype.it == PyTuple_GET_ITEM(expected, 1)) return checked(THPVariable_Wrap(unwrapped(wrapped).detach()));
+  }
+  return call(attribute(frame, s_as_saved).it, {place, wrapped});
+}
+
+// `_ReplayRun.pack` of a tensor that is final when it is saved
+PyObject* replay_pack_call(PyObject* callable, PyObject* const* arguments, size_t, PyObject*) {
+  HANDLE_TH_ERRORS
+  Pack* self = reinterpret_cast<Pack*>(callable);
+  PyObject *run = self->run, *wrapped = arguments[0];
+  const at::Tensor& tensor = unwrapped(wrapped);
+  long long operation = static_cast<long long>(at::sequence_number::peek());
+  long long place = number_in(run, s__place), last = number_in(run, s__last);
+  bool is_new = operation != number_in(run, s__operator);
+  bool is_final = tensor.is_view() || tensor.requires_grad();
+  if (attribute(run, s__inside_another).it == Py_True || !is_final ||
+      (is_new && (place >= last || PyObject_Size(attribute(run, s_fresh).it))))
+    return call(self->in_python, {wrapped}).release();
+  if (is_new) {
+    set_number(run, s__operator, operation);
+    if (PyObject_SetAttr(run, s__is_complete, Py_True)) throw python_error();
+  }
+  Ref number = checked(PyLong_FromLongLong(++place)), frame = attribute(run, s__frame);
+  if (PyObject_SetAttr(run, s__place, number.it)) throw python_error();
+  int is_wanted = PySet_Contains(attribute(run, s__wanted).it, number.it);
+  if (is_wanted < 0) throw python_error();
+  if (is_wanted) {
+    Ref caught = as_saved(frame.it, number.it, wrapped);
+    if (PySet_Add(attribute(run, s_handed_over).it, number.it)) throw python_error();
+    call(attribute(run, s__at).it, {number.it, caught.it});
+  }
+  if (place >= last && attribute(run, s__is_complete).it == Py_True) {
+    PyErr_SetNone(lent_StopReplay);
+    throw python_error();
+  }
+  if (attribute(run, s__holds).it != Py_True && is_none(attribute(frame.it, s_held).it)) Py_RETURN_NONE;
+  return call(attribute(run, s_hold).it, {wrapped}).release();
+  END_HANDLE_TH_ERRORS
+}
+int replay_pack_init(Pack* self, PyObject* args, PyObject* kwargs) {
+  int failed = pack_init(self, args, kwargs);
+  self->vectorcall = replay_pack_call;
+  return failed;
+}
+
+// `KnownModules._binds`: True if the tables contain these objects under these names, in this order
+PyObject* binds(PyObject*, PyObject* args) {
+  PyObject *tables, *names, *values, *name, *value;
+  if (!PyArg_ParseTuple(args, "O!O!O!", &PyList_Type, &tables, &PyList_Type, &names, &PyList_Type, &values)) return nullptr;
+  Py_ssize_t at = 0, count = PyList_GET_SIZE(names);
+  for (Py_ssize_t n = 0; n < PyList_GET_SIZE(tables); ++n) {
+    PyObject* table = PyList_GET_ITEM(tables, n);
+    for (Py_ssize_t entry = 0; PyDict_Next(table, &entry, &name, &value); ++at) {
+      if (at >= count || value != PyList_GET_ITEM(values, at)) Py_RETURN_FALSE;
+      PyObject* known = PyList_GET_ITEM(names, at);
+      int is_same = name == known ? 1 : PyObject_RichCompareBool(name, known, Py_EQ);
+      if (is_same < 0) return nullptr;
+      if (!is_same) Py_RETURN_FALSE;
+    }
+  }
+  return PyBool_FromLong(at == count);
+}
+
 // --- the module
 
 #define OBJECT(T, name) {#name, T_OBJECT, offsetof(T, name), 0, nullptr}
@@ -601,7 +847,8 @@ PyMemberDef recompute_members[] = {
     FLAG(Recompute, has_passed), {nullptr}};
 PyMethodDef handle_methods[] = {{"get", handle_get, METH_NOARGS, nullptr}, {nullptr}};
 PyTypeObject value_type = {PyVarObject_HEAD_INIT(nullptr, 0)}, handle_type = {PyVarObject_HEAD_INIT(nullptr, 0)},
-             recompute_type = {PyVarObject_HEAD_INIT(nullptr, 0)}, pack_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+             recompute_type = {PyVarObject_HEAD_INIT(nullptr, 0)}, pack_type = {PyVarObject_HEAD_INIT(nullptr, 0)},
+             replay_pack_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 template <class T>
 bool ready(PyTypeObject& type, const char* name, initproc init, destructor dealloc, traverseproc traverse, inquiry clear, PyMemberDef* members) {
@@ -629,6 +876,7 @@ PyObject* lend(PyObject*, PyObject* args, PyObject* kwargs) {
 
 PyMethodDef functions[] = {
     {"unpack", unpack, METH_O, nullptr},
+    {"binds", binds, METH_VARARGS, nullptr},
     {"lend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(lend)), METH_VARARGS | METH_KEYWORDS, nullptr},
     {nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "lowtide_hot_path", nullptr, -1, functions};
@@ -639,8 +887,10 @@ PyMODINIT_FUNC PyInit_lowtide_hot_path() {
 #define INTERN(name) s_##name = PyUnicode_InternFromString(#name);
   NAMES(INTERN)
   handle_type.tp_methods = handle_methods;
-  pack_type.tp_vectorcall_offset = offsetof(Pack, vectorcall);
-  pack_type.tp_call = PyVectorcall_Call;
+  for (PyTypeObject* type : {&pack_type, &replay_pack_type}) {
+    type->tp_vectorcall_offset = offsetof(Pack, vectorcall);
+    type->tp_call = PyVectorcall_Call;
+  }
 #define INQUIRY(f) reinterpret_cast<inquiry>(f)
 #define READY(T, type, name, prefix, members)                                                             \
   ready<T>(type, name, reinterpret_cast<initproc>(prefix##_init), reinterpret_cast<destructor>(prefix##_dealloc), \
@@ -648,14 +898,18 @@ PyMODINIT_FUNC PyInit_lowtide_hot_path() {
   if (!READY(Value, value_type, "lowtide_hot_path.ValueFields", value, value_members) ||
       !READY(Handle, handle_type, "lowtide_hot_path.HandleFields", handle, handle_members) ||
       !READY(Recompute, recompute_type, "lowtide_hot_path.RecomputeFields", recompute, recompute_members) ||
-      !READY(Pack, pack_type, "lowtide_hot_path.Pack", pack, nullptr))
+      !READY(Pack, pack_type, "lowtide_hot_path.Pack", pack, nullptr) ||
+      !ready<Pack>(replay_pack_type, "lowtide_hot_path.ReplayPack", reinterpret_cast<initproc>(replay_pack_init),
+                   reinterpret_cast<destructor>(pack_dealloc), reinterpret_cast<traverseproc>(pack_traverse),
+                   INQUIRY(pack_clear), nullptr))
     return nullptr;
-  pack_type.tp_flags |= Py_TPFLAGS_HAVE_VECTORCALL;
+  for (PyTypeObject* type : {&pack_type, &replay_pack_type}) type->tp_flags |= Py_TPFLAGS_HAVE_VECTORCALL;
   PyObject* made = PyModule_Create(&module);
   if (made == nullptr) return nullptr;
   PyModule_AddObjectRef(made, "ValueFields", reinterpret_cast<PyObject*>(&value_type));
   PyModule_AddObjectRef(made, "HandleFields", reinterpret_cast<PyObject*>(&handle_type));
   PyModule_AddObjectRef(made, "RecomputeFields", reinterpret_cast<PyObject*>(&recompute_type));
   PyModule_AddObjectRef(made, "Pack", reinterpret_cast<PyObject*>(&pack_type));
+  PyModule_AddObjectRef(made, "ReplayPack", reinterpret_cast<PyObject*>(&replay_pack_type));
   return made;
 }

@@ -39,14 +39,23 @@ class _Data(property):
     """Attribute `data` of tensors. Function modes are given torch's own functions for it."""
 
 
-def intercept_set_data(report: Callable[[Tensor], object]) -> Callable[[], None]:
-    """Call `report(tensor)` before each `tensor.data = other`, until the returned function is called."""
+def intercept_data(
+    before_set: Callable[[Tensor], object], after_get: Callable[[Tensor, Tensor], object]
+) -> Callable[[], None]:
+    """Call `before_set(tensor)` before each `tensor.data = other`, and `after_get(tensor, data)` after each
+    `data = tensor.data`, until the returned function is called.
+    """
+
+    def get_data(tensor: Tensor) -> Tensor:
+        data: Tensor = _GET_DATA(tensor)
+        after_get(tensor, data)
+        return data
 
     def set_data(tensor: Tensor, other: Tensor) -> None:
-        report(tensor)
+        before_set(tensor)
         _SET_DATA(tensor, other)
 
-    data = _Data(_GET_DATA, set_data)
+    data = _Data(get_data, set_data)
     vars(data).update(__get__=_GET_DATA, __set__=_SET_DATA)
     Tensor.data = data  # type: ignore[assignment]
 

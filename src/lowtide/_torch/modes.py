@@ -132,23 +132,5 @@ def off_in_transforms(
         _off_in_transforms.end()
 
 
-class HooksButInTransforms:
-    """Context manager that installs saved-tensor hooks, except in transforms of torch.func: see `off_in_transforms`."""
-
-    __slots__ = ("_inside", "_pack", "_unpack")
-
-    def __init__(
-        self,
-        pack: Callable[[torch.Tensor], Any],
-        unpack: Callable[[Any], torch.Tensor],
-        inside: Callable[[], contextlib.AbstractContextManager[None]],
-    ) -> None:
-        self._pack, self._unpack, self._inside = pack, unpack, inside
-
-    def __enter__(self) -> None:
-        _off_in_transforms.begin(self._unpack, self._inside)
-        push_saved_tensor_hooks(self._pack, self._unpack)
-
-    def __exit__(self, *_: object) -> None:
-        pop_saved_tensor_hooks()
-        _off_in_transforms.end()
+begin_off_in_transforms, end_off_in_transforms = _off_in_transforms.begin, _off_in_transforms.end
+"""Begin and end a block of `off_in_transforms`."""

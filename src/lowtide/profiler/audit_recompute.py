@@ -208,7 +208,14 @@ class RecomputeAudit(Engine):
         self._versions.clear()
 
     def begin_forward(self) -> None:
-        """Record parameter versions at the model's first call; a later call before backward may change parameters."""
+        """Record parameter versions at the model's first call; a later call before backward may change parameters.
+
+        Release the tensors of earlier calls whose graphs have been dropped since.
+        """
+        self._handles = {n: self._handles[n] for n in self._slot_of.values() if n in self._handles}
+        if not self._handles:
+            self._passed_through.clear()
+            self._meter.forget()
         if not self._versions:
             self._versions = [(p, p._version) for p in self.model.parameters() if not p.is_inference()]
 

@@ -24,6 +24,7 @@ import torch
 
 from lowtide._torch.pytree import SUPPORTED_NODES
 from lowtide._torch.tensors import base_of
+from lowtide.runtime.exposed_memory import EXPOSED
 from lowtide.runtime.view_geometry import producer
 
 if TYPE_CHECKING:
@@ -41,16 +42,42 @@ Part = Callable[["_Given"], Any]
 class Arguments:
     """Arguments of one call."""
 
-    __slots__ = ("_build", "_cached", "_given", "_grads", "devices", "generators", "handles")
+    __slots__ = (
+        "_build",
+        "_cached",
+        "_given",
+        "_grads",
+        "_n_args",
+        "_names",
+        "_places",
+        "_things",
+        "devices",
+        "generators",
+        "handles",
+    )
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hold: Callable[[Tensor], Handle]) -> None:
-        things = (*args, *kwargs.values())
-        self._build: Part
+        things = [*args, *kwargs.values()]
+        self._n_args, self._names = len(args), (*kwargs,)
+        self._things: list[Any] = []
+        """All arguments if they are tensors and plain data only, with None in the places of tensors."""
+        self._places: list[tuple[int, int]] = []
+        """Positions of tensors among `_things`, each with the tensor's number."""
+        self._build: Part | None = None
+        """Function that rebuilds other arguments."""
         self._cached: list[_Cached] = []
         self.generators: tuple[torch.Generator, ...] = ()
         if _FLAT.issuperset(map(type, things)):  # as in most calls
             tensors: list[Tensor] = []
-            self._build = _Flat(things, len(args), (*kwargs,), tensors)
+            numbers: dict[int, int] = {}
+            for place, thing in enumerate(things):
+                if type(thing) is torch.Tensor:
+                    number = numbers.setdefault(id(thing), len(tensors))
+                    if number == len(tensors):
+                        tensors.append(thing)
+                    self._places.append((place, number))
+                    things[place] = None
+            self._things = things
         else:
             taken = _Apart()
             self._build = taken.part((args, kwargs))
@@ -83,9 +110,15 @@ class Arguments:
         """
         tensors = []
         for handle, grad in zip(handles, self._grads, strict=True):
-            tensors.append(handle.get().detach().requires_grad_(grad))
-        args, kwargs = self._build(_Given(tensors))
-        return args, kwargs
+            tensor = handle.get() if handle.value.version != EXPOSED else handle.get_compared()
+            tensors.append(tensor.detach().requires_grad_(grad))
+        if self._build is not None:
+            args, kwargs = self._build(_Given(tensors))
+            return args, kwargs
+        things, n_args = self._things.copy(), self._n_args
+        for place, number in self._places:
+            things[place] = tensors[number]
+        return tuple(things[:n_args]), dict(zip(self._names, things[n_args:], strict=True))
 
 
 def tensors_in_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -112,32 +145,6 @@ class _Given:
         self.made[key] = new
         fill(new)
         return new
-
-
-class _Flat:
-    """A part that rebuilds arguments that are tensors themselves, or contain none."""
-
-    __slots__ = ("_n_args", "_names", "_places", "_things")
-
-    def __init__(self, things: tuple[Any, ...], n_args: int, names: tuple[str, ...], tensors: list[Tensor]) -> None:
-        """Take `things` apart, the last of which have `names`; each tensor is added to `tensors` once."""
-        self._n_args, self._names, self._things = n_args, names, [*things]
-        self._places: list[tuple[int, int]] = []
-        places: dict[int, int] = {}
-        for at, thing in enumerate(things):
-            if type(thing) is torch.Tensor:
-                place = places.setdefault(id(thing), len(tensors))
-                if place == len(tensors):
-                    tensors.append(thing)
-                self._places.append((at, place))
-                self._things[at] = None
-
-    def __call__(self, given: _Given) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        things = self._things.copy()
-        for at, place in self._places:
-            things[at] = given.tensors[place]
-        n_args = self._n_args
-        return tuple(things[:n_args]), dict(zip(self._names, things[n_args:], strict=True))
 
 
 class _Cached:

@@ -21,8 +21,9 @@ from lowtide._torch.fake_modes import bytes_of, is_fake
 from lowtide._torch.modes import ATTENTION_KERNELS, set_grad_enabled
 from lowtide._torch.pytree import tree_leaves
 from lowtide._torch.tensors import as_kind, is_plain, storage_id
-from lowtide.runtime import host_rng
+from lowtide.runtime import exposed_memory, host_rng
 from lowtide.runtime import module_hooks as hooks
+from lowtide.runtime.exposed_memory import EXPOSED, Contents
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.runtime.host_rng import set_numpy_state
 from lowtide.runtime.known_modules import KnownModules, bindings, can_be_known, rebind
@@ -109,7 +110,7 @@ class MutableState:
 class Known:
     """State of a call that later calls share if they find the same modules."""
 
-    __slots__ = ("copied", "held", "modules", "summed", "training")
+    __slots__ = ("copied", "exposed", "held", "modules", "n_exposures", "summed", "training")
 
     def __init__(self, modules: KnownModules, context: CallContext) -> None:
         self.modules, self.training = modules, [*context.training]
@@ -117,6 +118,9 @@ class Known:
         self.summed = context.summed
         self.copied = [(module, name, buffer) for (module, name), (buffer, _, _) in context.buffers.items()]
         """Buffers that each call copies."""
+        self.exposed: list[int] = []
+        """Places of the exposed tensors in `held`, as found when the number of exposures was `n_exposures`."""
+        self.n_exposures = -1
 
 
 class CallContext:
@@ -126,6 +130,7 @@ class CallContext:
         "_memory",
         "attributes",
         "buffers",
+        "contents",
         "copied",
         "generators",
         "gpus",
@@ -188,7 +193,9 @@ class CallContext:
                     self.buffers[module, name] = buffer, buffer._version, buffer.detach().clone()
             self._hold()
         self.versions = [*map(_VERSION, map(_TENSOR, self.held))]
-        """Versions of the tensors in `held` when the call began."""
+        """Versions of the tensors in `held` when the call began; `EXPOSED` for those in `contents`."""
+        self.contents: dict[int, Contents] = {}
+        """Contents of exposed tensors in `held`, by `id`."""
         self.sums = self._sums() if self.summed else []
         """Checksum for each of the buffers in `held` that is cheap to sum; None for the others."""
 
@@ -202,7 +209,7 @@ class CallContext:
             return None
         for place, before, now in zip(self.summed, self.sums, self._sums(), strict=True):
             _, name, tensor = self.held[place]
-            if tensor._version != self.versions[place] or before != now:
+            if self._is_changed(tensor, self.versions[place]) or before != now:
                 self.reach.forget()
                 return name
         return None
@@ -225,7 +232,7 @@ class CallContext:
         n_copied, sums = len(self.copied), dict(zip(self.summed, self.sums, strict=True))
         uncopied: list[int] = []
         for place, ((table, name, tensor), version) in enumerate(zip(self.held, self.versions, strict=True)):
-            if tensor._version == version and storage_id(tensor) in storages:
+            if storage_id(tensor) in storages and not self._is_changed(tensor, version):
                 self.copied.append((table, name, tensor, copy_of(tensor)))
             else:
                 uncopied.append(place)
@@ -277,6 +284,8 @@ class CallContext:
             self._hold()
             self.versions = [*map(_VERSION, map(_TENSOR, self.held))]
             self.sums = self._sums()
+            if self.contents:
+                self.expose(exposed_memory.is_exposed)
         # For each call: one that draws nothing may draw the next time.
         memory, self._memory = self._memory, None
         if memory is not None and host_rng.memory() == memory:
@@ -307,14 +316,36 @@ class CallContext:
     @property
     def has_changed(self) -> bool:
         """Return True if a tensor in `held` was written to since the call began."""
-        return [*map(_VERSION, map(_TENSOR, self.held))] != self.versions
+        return any(map(self._is_changed, map(_TENSOR, self.held), self.versions))
 
-    def find_modules(self) -> list[Any] | None:
-        """Return the bindings of the modules if nothing about them has changed since the call, else None."""
-        known = self.known
-        if known is None or [*map(_VERSION, map(_TENSOR, self.held))] != self.versions:
-            return None
-        return known.modules.current()
+    def _is_changed(self, tensor: Tensor, version: int) -> bool:
+        if tensor._version == version:
+            return False
+        return version != EXPOSED or not self.contents[id(tensor)].are_in(tensor)
+
+    def expose(self, is_exposed: Callable[[Tensor], bool]) -> None:
+        """Compare from now on the contents of the tensors in `held` for which `is_exposed` is True."""
+        for place, (_, _, tensor) in enumerate(self.held):
+            if tensor._version == self.versions[place] and is_exposed(tensor):
+                self._expose(place)
+
+    def expose_held(self) -> None:
+        """Compare from now on the contents of the tensors in `held` that are exposed when the call begins."""
+        known, n_exposures = self.known or self.reach.known, exposed_memory.n_exposures
+        if known is None or known.held is not self.held:
+            self.expose(exposed_memory.is_exposed)
+            return
+        if known.n_exposures != n_exposures:
+            known.exposed = [n for n, (_, _, tensor) in enumerate(self.held) if exposed_memory.is_exposed(tensor)]
+            known.n_exposures = n_exposures
+        for place in known.exposed:
+            self._expose(place)
+
+    def _expose(self, place: int) -> None:
+        tensor = self.held[place][2]
+        if id(tensor) not in self.contents:
+            self.contents[id(tensor)] = Contents(tensor)
+        self.versions[place] = EXPOSED
 
     def restore_modules(self) -> None:
         """Restore parameters, buffers, attributes and training flags, as the call found them."""
@@ -357,7 +388,7 @@ class CallContext:
         stops before it reaches them, or must not run. Raises Overwritten for a buffer that was changed.
         """
         for (table, name, tensor), version in zip(self.held, self.versions, strict=True):
-            if tensor._version != version:
+            if self._is_changed(tensor, version):
                 if not isinstance(tensor, torch.nn.Parameter):
                     self.reach.forget()
                     raise self._overwritten(tensor, version)
@@ -410,15 +441,16 @@ class Again:
             set_grad_enabled(True)
             undo.append(_WITHOUT_GRAD)
         try:
-            values = context.find_modules()
-            if values is None:
+            known = context.known
+            has_changed = known is None or [*map(_VERSION, map(_TENSOR, context.held))] != context.versions
+            values = None if known is None or has_changed else known.modules.current()
+            if known is None or values is None:
                 modules = context.reach.modules
                 undo.append(partial(rebind, bindings(modules)))
                 context.restore_modules()
                 hooks.silence_others(self._acting, modules, undo)
             else:
-                assert context.known is not None
-                undo.append(partial(context.known.modules.rebind, values))
+                undo.append(partial(known.modules.rebind, values))
             if context.buffers or context.copied:
                 context.bind_copies()
             context.restore_rng_states(undo)

@@ -35,7 +35,8 @@ class CompositeModel(nn.Module):
 def name_of(model: nn.Module) -> str:
     """Return the name of the model's class, or those of its parts."""
     if type(model) is CompositeModel:
-        return " and ".join(model._modules)
+        *others, last = model._modules
+        return f"{', '.join(others)} and {last}" if others else last
     # the attribute in which torch.compile puts the model that it wraps
     return type(getattr(model, "_orig_mod", model)).__name__
 

@@ -94,7 +94,7 @@ class Engine:
         `in_place` gives for each plan the nodes that write their gradients over others, with the least bytes.
         """
         self.model = model
-        self.relied_on = ReliedOn(self.copied, self.name_of)
+        self.relied_on = ReliedOn(self.copied, self.find)
         self.builder = Builder(ParameterOwners(model, self.relied_on))
         self.tables = actions
         self.in_place = in_place or [{} for _ in actions]
@@ -519,11 +519,13 @@ class Engine:
         if (probe := values.observer_of(self)) is not None:
             probe.writing_over(node, n_bytes)
 
-    def name_of(self, tensor: Tensor) -> str | None:
-        """Return the name of the model's parameter or buffer that has this tensor's memory; None if there is none."""
+    def find(self, tensor: Tensor) -> tuple[str, Tensor] | None:
+        """Return the name of the model's parameter or buffer that has this tensor's memory, and that parameter or
+        buffer; None if there is none.
+        """
         named = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
-        with without_function_modes():  # the map of a replay would ask for the name again
-            return next((name for name, own in named if is_same_memory(own, tensor)), None)
+        with without_function_modes():  # the map of a replay would search again
+            return next(((name, own) for name, own in named if is_same_memory(own, tensor)), None)
 
     def copied(self, tensor: Tensor, who: str) -> None:
         """Report a tensor that was copied before a write, because a recompute or replay still reads it.
@@ -534,7 +536,8 @@ class Engine:
             if self._has_given_away:
                 return
             self._has_given_away = True
-        name = self.name_of(tensor) or "a tensor"
+        own = self.find(tensor)
+        name = "a tensor" if own is None else own[0]
         writes = "gives away the memory of" if who == SHARES_MEMORY else "writes to"
         self.say(
             f"{who} {writes} {name} ({list(tensor.shape)} {tensor.dtype}) between forward and backward, and the "

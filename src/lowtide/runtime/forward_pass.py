@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class CallScope:
     """A module call in progress."""
 
-    __slots__ = ("_id", "actions", "held", "learnt", "needed", "noted", "number", "ordinal", "path")
+    __slots__ = ("_id", "actions", "held", "learnt", "needed", "noted", "number", "ordinal", "path", "site")
 
     def __init__(
         self,
@@ -54,6 +54,8 @@ class CallScope:
         self.learnt = learnt
         """Needed ordinals that were seen so far, if they are being learnt."""
         self._id: str | None = None
+        self.site: CaptureSite | None = None
+        """Site of the captured numbers, once there is one."""
         self.ordinal = 0
         """Number of tensors saved by the call itself, not by inner calls."""
         self.noted = 0
@@ -223,10 +225,13 @@ class ForwardPass:
         finally:
             self.notes = False
 
-    def where(self) -> str:
-        """Return the address of the call in progress."""
-        assert self.scope is not None
-        return self.scope.id
+    def site_of_numbers(self) -> CaptureSite:
+        """Return the site of the numbers that are captured in the call in progress."""
+        scope = self.scope
+        assert scope is not None
+        if scope.site is None:
+            scope.site = CaptureSite(scope.id)
+        return scope.site
 
     def unrecorded(self, operand: Tensor) -> tuple[CaptureSite, Value | None]:
         """Record an operand of the call in progress that autograd does not record."""

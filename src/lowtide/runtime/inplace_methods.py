@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from lowtide._torch.compiled_code import compiled_as, is_compiling_here, not_compiled_alone, scripted_as
-from lowtide._torch.inplace_functions import STORAGE_METHODS, inplace_functions, intercept_set_data, list_functions
+from lowtide._torch.inplace_functions import STORAGE_METHODS, inplace_functions, intercept_data, list_functions
+from lowtide.runtime.exposed_memory import note_alias, note_array
 
 watched = False
 """True if a tensor may be read again by a recompute or replay; while False, no write is reported."""
@@ -34,6 +36,17 @@ _NO_WRITERS = frozenset({
 
 SHARES_MEMORY: Final = "Tensor.numpy"
 """Writer that gives away the tensor's memory, to which others may write."""
+
+ALIAS: Final = "Tensor.data"
+"""Writer that returns another tensor of the same memory, to which others may write: in-place methods report that."""
+
+
+class _Here(threading.local):
+    reports = False
+    """True while this thread reports a write, whose copies are writes, too."""
+
+
+_here = _Here()
 
 Writes = Callable[[Sequence[Tensor | torch.UntypedStorage], str], bool]
 """Function that is called with the memory that is about to be written to and with the writer's name."""
@@ -64,7 +77,8 @@ def intercept(writes: Writes) -> Callable[[], None]:
             setattr(owner, name, function)
 
         for name in writers():
-            replace(Tensor, name, _reporting_method, f"Tensor.{name}")
+            make = _reporting_array if f"Tensor.{name}" == SHARES_MEMORY else _reporting_method
+            replace(Tensor, name, make, f"Tensor.{name}")
         for name in STORAGE_METHODS:
             replace(torch.UntypedStorage, name, _reporting_method, f"UntypedStorage.{name}")
         for name in list_functions():
@@ -72,7 +86,8 @@ def intercept(writes: Writes) -> Callable[[], None]:
         for owner, name in inplace_functions():
             replace(owner, name, _reporting_function, f"torch.{name}")
         replace(torch.utils, "swap_tensors", _reporting_swap, "torch.utils.swap_tensors")
-        stack.callback(intercept_set_data(lambda tensor: _report([tensor], "Tensor.data = ...", writes)))
+        set_data = functools.partial(_report, writer="Tensor.data = ...", writes=writes)
+        stack.callback(intercept_data(lambda tensor: set_data([tensor]), functools.partial(_report_alias, writes)))
         return stack.pop_all().close
 
 
@@ -90,10 +105,14 @@ def _restore(owner: Any, name: str, before: Any, function: Any) -> None:
 @not_compiled_alone
 def _report(memory: Sequence[Tensor | torch.UntypedStorage], writer: str, writes: Writes) -> None:
     global watched
-    if watched and not is_compiling_here():
-        watched = False  # first, as another thread may set it meanwhile
-        if writes(memory, writer):
-            watched = True
+    if watched and not _here.reports and not is_compiling_here():
+        _here.reports = True
+        try:
+            if not writes(memory, writer):
+                watched = False
+                watched = writes((), writer)  # another thread may have set it meanwhile
+        finally:
+            _here.reports = False
 
 
 def _reporting_method(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
@@ -104,6 +123,24 @@ def _reporting_method(own: Callable[..., Any], name: str, writes: Writes) -> Cal
         return own(written, *args, **kwargs)
 
     return method
+
+
+def _reporting_array(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
+    method = _reporting_method(own, name, writes)
+
+    @functools.wraps(own)
+    def numpy(tensor: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        note_array()
+        return method(tensor, *args, **kwargs)
+
+    return numpy
+
+
+@not_compiled_alone
+def _report_alias(writes: Writes, tensor: Tensor, data: Tensor) -> None:
+    if tensor.grad_fn is None and not is_compiling_here():
+        note_alias(data)
+        _report([tensor], ALIAS, writes)
 
 
 def _reporting_list(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:

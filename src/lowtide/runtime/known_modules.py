@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lowtide._torch.modules import CALL, GLOBAL_FORWARD_HOOKS
 from lowtide.runtime.module_attributes import TORCHS
+from lowtide.runtime.saved_values import native
 
 if TYPE_CHECKING:
     from lowtide.runtime.module_attributes import Attributes
@@ -89,6 +90,8 @@ class KnownModules:
 
     def _binds(self, values: list[Any]) -> bool:
         """Return True if the tables contain these objects under the known names."""
+        if native is not None:
+            return bool(native.binds(self._tables, self._names, values))
         now = chain.from_iterable(map(_VALUES, self._tables))
         return all(map(is_, now, values)) and [*chain.from_iterable(self._tables)] == self._names
 

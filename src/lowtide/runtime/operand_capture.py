@@ -87,7 +87,7 @@ _SIZED_BY_CONTENTS: dict[Callable[..., Any], str] = {
 
 _WATCHED = frozenset({*_OPERANDS, *_SIZED_BY_CONTENTS, F.scaled_dot_product_attention})
 
-_NOTED = ("lowtide", "noted")
+NOTED_OPERANDS = ("lowtide", "noted")
 """Key of a node's metadata for captured operands."""
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -99,8 +99,8 @@ _SAVED = frozenset({"condition", "mask"})
 class CaptureListener(Protocol):
     """Receiver of captured operands: one run of a model's forward."""
 
-    def where(self) -> str:
-        """Return the address of the module call in progress."""
+    def site_of_numbers(self) -> CaptureSite:
+        """Return the site of the numbers that are captured in the module call in progress."""
 
     def unrecorded(self, operand: Tensor) -> tuple[CaptureSite, Value | None]:
         """Return the site of an operand that autograd does not record, and a value that holds it, if a recompute needs
@@ -192,9 +192,9 @@ class OperandCapture(TorchFunctionMode):
         node = out.grad_fn if isinstance(out, Tensor) else None
         if node is not None and _is_of(node, edges):
             metadata = node_metadata(node)
-            known = metadata.get(_NOTED)  # captured by the plan of an outer model
+            known = metadata.get(NOTED_OPERANDS)  # captured by the plan of an outer model
             if known is None:
-                known = metadata[_NOTED] = {}
+                known = metadata[NOTED_OPERANDS] = {}
             for name, operand in unrecorded:
                 if (captured := self._note(operand, out)) is not None:
                     known[name] = captured
@@ -205,9 +205,9 @@ class OperandCapture(TorchFunctionMode):
         recompute uses.
         """
         if not isinstance(operand, Tensor):
-            return CapturedOperand(CaptureSite(self._listener.where()), operand)
+            return CapturedOperand(self._listener.site_of_numbers(), operand)
         if operand.numel() == 1:
-            return CapturedOperand(CaptureSite(self._listener.where()), operand.detach().clone())
+            return CapturedOperand(self._listener.site_of_numbers(), operand.detach().clone())
         if operand is out or not _is_worth_it(operand, out.numel()):
             return None
         place, value = self._listener.unrecorded(operand)
@@ -220,7 +220,7 @@ class OperandCapture(TorchFunctionMode):
             return None
         if mask is None:
             is_causal = bool(given.get("is_causal"))
-            return Attention(next_sequence_number(), CaptureSite(self._listener.where()), None) if is_causal else None
+            return Attention(next_sequence_number(), self._listener.site_of_numbers(), None) if is_causal else None
         scores = query.numel() // max(1, query.shape[-1]) * key.shape[-2]
         if not (isinstance(mask, Tensor) and not mask.requires_grad and _is_worth_it(mask, scores)):
             return None
@@ -240,7 +240,7 @@ def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...]) -> boo
 
 def noted(node: Node, name: str) -> tuple[CaptureSite, Number | Tensor | Value] | None:
     """Return the captured operand `name` of a node with its site; None if there is none, or its value was freed."""
-    known: dict[str, CapturedOperand] | None = node_metadata(node).get(_NOTED)
+    known: dict[str, CapturedOperand] | None = node_metadata(node).get(NOTED_OPERANDS)
     captured = None if known is None else known.get(name)
     if captured is None:
         return None

@@ -100,7 +100,7 @@ class Recompute(RecomputeFields):
             held = operand.value
             if held.maker is None and held.tensor is not None and held.tensor._version != held.version:
                 check_operands([each.value for each in self.operands if each is not None], self.recipe.node)
-                tensors.append(operand.get())  # raises torch's own error
+                tensors.append(operand.get_compared())  # raises torch's own error
             else:
                 is_whole = held.maker is None and operand.view is None
                 tensors.append(held.tensor if is_whole else operand.get())

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lowtide._torch.nodes import RAW_SAVED, SAVED, node_metadata, output_metadata
-from lowtide.runtime.operand_capture import NUMBERS, CaptureSite, noted
+from lowtide.runtime.operand_capture import NOTED_OPERANDS, NUMBERS, CaptureSite, noted
 from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, leaf_behind, same, signed
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.saved_values import KEYS, NO_NODE, Handle, Value, native, register, unpack
@@ -133,22 +133,30 @@ class RecomputePath:
                 return None
             sites |= {found[0]}
             constants[name] = found[1]
-        for name, edge, key, modules in self.owned:
-            if leaf_behind(edges[edge][0]) != key:
-                return None
-            found_there = [it for module in modules if (it := getattr(module, name, None)) is not None]
-            if not found_there or not all(same(it, found_there[0]) for it in found_there):
-                return None
-            constants[name] = found_there[0]
-        if self.computed:
-            source = OperandLookup(builder, node, recipe, output, like, 0)
-            for name in self.computed:
-                constants[name] = source.constant(name)
+        if (self.owned or self.computed) and not self.look_up(builder, node, output, like, constants):
+            return None
         stride = None if like is None else like.stride()
         value = Value(maker=Recompute(recipe, tuple(operands), self.places, constants, stride, sites), output=output)
         value.passing = like is None
         register(node, output, value)
         return value
+
+    def look_up(
+        self, builder: Builder, node: Node, output: int, like: Tensor | None, constants: dict[str, Any]
+    ) -> bool:
+        """Add the constants that modules own, and those that are computed; return False if the path has changed."""
+        for name, edge, key, modules in self.owned:
+            if leaf_behind(node.next_functions[edge][0]) != key:
+                return False
+            owned = [it for module in modules if (it := getattr(module, name, None)) is not None]
+            if not owned or not all(same(it, owned[0]) for it in owned):
+                return False
+            constants[name] = owned[0]
+        if self.computed:
+            source = OperandLookup(builder, node, self.recipe, output, like, 0)
+            for name in self.computed:
+                constants[name] = source.constant(name)
+        return True
 
 
 def in_slot(builder: Builder, node: Node, name: str) -> Handle | None:
@@ -203,8 +211,7 @@ def describe(
         return None
     if any(number not in constants for number in path.numbers):
         return None
-    path.is_common = recipe.device is None and places is None and not (recipe.when or path.owned or path.computed)
-    path.is_common &= all(t.kind != CAPTURED and (t.path is None or t.path.is_common) for t in turns)
+    path.is_common = recipe.device is None and all(turn.path is None or turn.path.is_common for turn in turns)
     return path
 
 
@@ -246,4 +253,4 @@ def turn_to(
 
 
 if native is not None:
-    native.lend(signed_constant=signed, in_slot=in_slot)
+    native.lend(signed_constant=signed, in_slot=in_slot, noted_key=NOTED_OPERANDS, raw_saved=RAW_SAVED)

@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from lowtide._torch.compiled_code import never_compiled
-from lowtide._torch.modes import HooksButInTransforms
+from lowtide._torch.modes import (
+    begin_off_in_transforms,
+    end_off_in_transforms,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+)
 from lowtide._torch.nodes import next_sequence_number, node_metadata
 from lowtide._torch.privateuse1 import are_overrides_on, without_overrides
 from lowtide._torch.tensors import base_of, storage_id
@@ -70,6 +75,7 @@ class ReplayFrame:
         "held",
         "interceptor",
         "nested",
+        "operands",
         "values",
     )  # fmt: skip
 
@@ -88,6 +94,7 @@ class ReplayFrame:
         """Frames of the outer calls, held weakly: they lead to tensors of their own."""
         reach = interceptor.reach
         self.arguments = arguments = Arguments(args, kwargs, hold)
+        self.operands = arguments.handles
         self.call_context = CallContext(reach, arguments.devices, arguments.generators, known)
         self.count = 0
         """Number of tensors that the call has saved so far."""
@@ -131,16 +138,18 @@ class ReplayFrame:
             *((value.tensor, value.version) for value in arguments if value.kept and value.tensor is not None),
         ]
 
+    @property
+    def is_awaited(self) -> bool:
+        """Return True if the call may have to be run again: not once a replay has brought all values back."""
+        values = [reference() for reference in self.values.values()]
+        return not values or any(value is not None and value.tensor is None for value in values)
+
     def is_held_outside(self) -> bool:
         """Return True if an object outside its runs refers to their tensors, recorded since `held` was set."""
         held = self.held or []
         if any(reference() is not None for reference in held):
             gc.collect()  # garbage of the runs may need a collection
         return any(reference() is not None for reference in held)
-
-    @property
-    def operands(self) -> tuple[Handle, ...]:
-        return self.arguments.handles
 
     def left(self, tensor: Tensor) -> Handle | None:
         """Return a handle on the result of an operator that the call is about to save, which is left to this replay, or
@@ -255,15 +264,16 @@ class ReplayFrame:
         try:
             if self.nested:
                 with _in_place({inner for inner, _ in self.nested}):
-                    self._run(rerun, self.arguments.handles)
+                    self._run(rerun, self.operands)
             else:
-                self._run(rerun, self.arguments.handles)
+                self._run(rerun, self.operands)
         except _StopReplay:
             pass
         except Overwritten as error:
             self.interceptor.engine.relied_on.give_up(error.storage)
             raise
-        rerun.hand_over()
+        if rerun.fresh:
+            rerun.hand_over()
         return wanted - rerun.handed_over
 
     def forward_again(self, operands: tuple[Handle, ...] | None = None) -> Any:
@@ -279,10 +289,10 @@ class ReplayFrame:
         interceptor, units = self.interceptor, self.call_context.reach.units
         for handle in operands:
             value = handle.value
-            if value.maker is None and value.is_changed:
-                assert value.tensor is not None
+            tensor = value.tensor
+            if value.maker is None and tensor is not None and tensor._version != value.version and value.is_changed:
                 self.call_context.reach.is_overwritten = True
-                raise Overwritten(value.tensor, value.version, str(interceptor), type(interceptor.module))
+                raise Overwritten(tensor, value.version, str(interceptor), type(interceptor.module))
         args, kwargs = self.arguments.again(operands)
         if not (units or are_overrides_on()):
             return self._run_here(rerun, args, kwargs)
@@ -291,18 +301,19 @@ class ReplayFrame:
 
     def _run_here(self, rerun: _ReplayRun | _AdvanceRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine = self.interceptor.engine
-        acting = () if self._listening is None else self._listening.acting
-        with (
-            Again(self.call_context, acting),
-            HooksButInTransforms(rerun.pack, rerun.unpack, engine.without_plan),
-        ):
-            here = engine.here
+        here = engine.here
+        with Again(self.call_context, () if self._listening is None else self._listening.acting):
+            unpack = rerun.unpack  # one object, by which transforms know the hooks
+            begin_off_in_transforms(unpack, engine.without_plan)
+            push_saved_tensor_hooks(rerun.compiled(rerun, rerun.pack) if rerun.compiled else rerun.pack, unpack)
             before, here.now = here.now, rerun
             try:
                 return self.interceptor.inner(*args, **kwargs)
             finally:
                 here.now = before
                 rerun.has_ended = True
+                pop_saved_tensor_hooks()
+                end_off_in_transforms()
 
     def as_saved(self, place: int, tensor: Tensor) -> Tensor:
         """Return the tensor for the value of a place, from the tensor saved there in the second run."""
@@ -337,6 +348,8 @@ class _Reexecution:
     """Second run of a call in progress. Its saved tensors are read only if it runs backward inside its forward."""
 
     idle: ClassVar[frozenset[CallInterceptor]] = frozenset()
+    compiled: ClassVar[Any] = None
+    """Class of the compiled pack hooks, each made from a run and its `pack`; None if `pack` is used as it is."""
 
     def __init__(self, frame: ReplayFrame) -> None:
         self._frame = frame
@@ -365,10 +378,12 @@ class _Reexecution:
 class _ReplayRun(_Reexecution):
     """A replay in progress, the handler of module calls in this thread instead of the forward pass."""
 
+    compiled = None if values.native is None else values.native.ReplayPack
+
     def __init__(self, frame: ReplayFrame, wanted: set[int], at: Callable[[int, Tensor], object]) -> None:
         super().__init__(frame)
         self.handed_over: set[int] = set()
-        self._fresh: dict[int, Tensor] = {}
+        self.fresh: dict[int, Tensor] = {}
         """Tensors saved by the operator in progress, by place. The operator may still write to them."""
         self._wanted, self._at = wanted, at
         self._last = max(wanted)
@@ -398,10 +413,10 @@ class _ReplayRun(_Reexecution):
 
     def hand_over(self) -> None:
         """Pass on the tensors saved so far, which are complete."""
-        for place, tensor in self._fresh.items():
+        for place, tensor in self.fresh.items():
             self.handed_over.add(place)
             self._at(place, tensor)
-        self._fresh.clear()
+        self.fresh.clear()
 
     @never_compiled
     def pack(self, tensor: Tensor, *, is_complete: bool = False) -> Tensor | Token | None:
@@ -416,7 +431,7 @@ class _ReplayRun(_Reexecution):
             if is_complete or operator != self._operator:
                 if self._place >= self._last:
                     raise _StopReplay
-                if self._fresh:
+                if self.fresh:
                     self.hand_over()
                 self._operator, self._is_complete = operator, True
             if not (is_complete or tensor.grad_fn is not None or tensor.requires_grad or base_of(tensor) is not None):
@@ -429,7 +444,7 @@ class _ReplayRun(_Reexecution):
                     self.handed_over.add(place)
                     self._at(place, caught)
                 else:
-                    self._fresh[place] = caught
+                    self.fresh[place] = caught
             if place >= self._last and self._is_complete:
                 raise _StopReplay
         return self.hold(tensor) if self._holds or frame.held is not None else None
@@ -462,3 +477,7 @@ def _installed(removed: list[CallInterceptor]) -> Iterator[None]:
     finally:
         for interceptor in removed:
             interceptor.remove()
+
+
+if values.native is not None:
+    values.native.lend(StopReplay=_StopReplay)

@@ -21,6 +21,7 @@ from lowtide._torch.backward import backward_number
 from lowtide._torch.compiled_code import never_compiled
 from lowtide._torch.native_extension import load
 from lowtide._torch.nodes import node_metadata, saved_slot
+from lowtide.runtime.exposed_memory import EXPOSED, Contents
 from lowtide.runtime.saved_fields import NEVER, changed_in_place, materialize
 
 native: Any = load()
@@ -73,7 +74,15 @@ class Value(ValueFields):
     @property
     def is_changed(self) -> bool:
         """Return True if the value was kept and has been changed in place since."""
-        return self.maker is None and self.tensor is not None and self.tensor._version != self.version
+        tensor = self.tensor
+        if self.maker is not None or tensor is None or tensor._version == self.version:
+            return False
+        return self.version != EXPOSED or not _contents[self].are_in(tensor)
+
+    def expose(self) -> None:
+        """Compare the contents before each read from now on: autograd does not count all writes to the tensor."""
+        if self.version != EXPOSED and self.tensor is not None and not self.is_changed:
+            _contents[self], self.version = Contents(self.tensor), EXPOSED
 
     def get(self) -> Tensor:
         """Return the tensor, recomputed if necessary. Raises RuntimeError if it was kept and then changed in place."""
@@ -109,6 +118,9 @@ class Value(ValueFields):
             self.tensor = tensor
 
 
+_contents: weakref.WeakKeyDictionary[Value, Contents] = weakref.WeakKeyDictionary()
+"""Contents of the values whose version is `EXPOSED`, when their memory was exposed."""
+
 NO_NODE = -1
 """Output number of a value that no node made."""
 
@@ -127,6 +139,13 @@ class Handle(HandleFields):
     __slots__ = ("__weakref__",)
 
     value: Value
+
+    def get_compared(self) -> Tensor:
+        """Return the tensor as `get`, but trust an exposed value, whose contents were compared just before."""
+        tensor, view = self.value.tensor, self.view
+        if self.value.version != EXPOSED or tensor is None:
+            return self.get()
+        return tensor.as_strided(*view) if isinstance(view, tuple) else tensor if view is None else view
 
     def become(self, value: Value) -> None:
         """Claim another value. Not for a handle that has been read."""

@@ -4,15 +4,18 @@ autograd does not check.
 Autograd checks the version of each tensor that it has saved. A recompute also reads others, such as a bias, rows of an
 embedding, or an added mask; and a replay reads every parameter of its call. A plain step tolerates a write to one of
 these before backward. Most writers appear in a rehearsal, and no recompute uses the tensors they write to. Of later
-writers, optimizers and embeddings with `max_norm`, which torch renormalises in each forward, are known in advance:
-tensors that are still to be read are copied before the write. Others are detected by the version in backward, too late
-for that step. From then on no recompute uses such a tensor.
+writers, optimizers, embeddings with `max_norm`, which torch renormalises in each forward, and in-place methods are
+known in advance: tensors that are still to be read are copied before the write. Others are detected in backward, too
+late for that step: by the version, or by the contents of memory that was exposed (`exposed_memory.py`). From then on no
+recompute uses such a tensor.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +27,10 @@ from lowtide._torch.backward import in_backward
 from lowtide._torch.compiled_code import called_between_graphs
 from lowtide._torch.fake_modes import without_function_modes
 from lowtide._torch.patching import replace_function
-from lowtide._torch.tensors import memory_id, storage_id
-from lowtide.runtime import inplace_methods
+from lowtide._torch.tensors import is_same_memory, memory_id, storage_id
+from lowtide.runtime import exposed_memory, inplace_methods
+from lowtide.runtime.exposed_memory import EXPOSED
+from lowtide.runtime.inplace_methods import ALIAS, SHARES_MEMORY
 from lowtide.runtime.recipes import CannotRecompute
 from lowtide.runtime.saved_fields import changed_in_place
 from lowtide.runtime.saved_values import NO_NODE, Handle, Value, value_without_grad_fn
@@ -46,11 +51,18 @@ class Overwritten(RuntimeError):
     """
 
     def __init__(self, tensor: Tensor, version: int, reader: str, module_class: type | None = None) -> None:
-        name = next((name for relied_on in _watching if (name := relied_on.name_of(tensor))), "it")
+        name = next((own[0] for relied_on in _watching if (own := relied_on.find(tensor))), "it")
         n_writes = tensor._version - version
         often = "once" if n_writes == 1 else f"{n_writes} times"
+        how = changed_in_place(tensor, version)
+        if version == EXPOSED:
+            often = "without a new version"
+            how = (
+                "a tensor needed for gradient computation has been modified, through tensor.data or a NumPy array: "
+                f"[{tensor.type()} {list(tensor.shape)}]."
+            )
         super().__init__(
-            f"{changed_in_place(tensor, version)}\n"
+            f"{how}\n"
             f"  The plan recomputes {reader} from {name}, which was written to {often} between forward and "
             "backward; no rehearsed step did so. This step ends before its update. From here on values computed from "
             "that tensor are kept: a loop that catches this error can take the same batch again.\n"
@@ -64,16 +76,19 @@ class Overwritten(RuntimeError):
 
 
 _FEW = 256
+_OVERWRITTEN = "it is computed from a tensor that was overwritten before backward"
 
 
 class ReliedOn:
     """Tensors that the recomputes and replays of one plan will read, and that stay in memory anyway."""
 
-    def __init__(self, say: Callable[[Tensor, str], object], name_of: Callable[[Tensor], str | None]) -> None:
-        """Begin without tensors. `say` is called with each copied tensor and its writer; `name_of` names the model's
-        tensors.
+    def __init__(
+        self, say: Callable[[Tensor, str], object], find: Callable[[Tensor], tuple[str, Tensor] | None]
+    ) -> None:
+        """Begin without tensors. `say` is called with each copied tensor and its writer; `find` returns the model's
+        tensor with the same memory, and its name.
         """
-        self.name_of = name_of
+        self.find = find
         self.takes_values = True
         """True if recomputes will really run, not only on trial."""
         self._frames: list[weakref.ref[ReplayFrame]] = []
@@ -84,8 +99,10 @@ class ReliedOn:
         self._most = self._most_frames = _FEW
         self._storages: set[int] = set()
         """The memory of all tensors that have been looked at, freed ones included."""
-        self._unlooked: list[weakref.ref[Value] | weakref.ref[ReplayFrame]] = []
+        self._unlooked: deque[weakref.ref[Value] | weakref.ref[ReplayFrame]] = deque()
         """Values and replays added since `_storages` was last updated."""
+        self._lock = threading.RLock()
+        """Lock for all but additions, because writes come from any thread."""
         self._say = say
         self._waits = False
         """True until the first tensor to be read again, while the plan is in force."""
@@ -95,11 +112,14 @@ class ReliedOn:
         """Return `value`, registered as holding `tensor` for a recompute."""
         value.original = weakref.ref(tensor)
         if self.takes_values:
-            self._watch_writes()
             if len(self._values) >= self._most:
                 self._forget_freed()
-            self._values.append(weakref.ref(value))
-            self._unlooked.append(self._values[-1])
+            reference = weakref.ref(value)
+            self._values.append(reference)
+            self._unlooked.append(reference)
+            self._watch_writes()
+            if exposed_memory.is_exposed(tensor):
+                value.expose()
         return value
 
     def rely_on(self, values: Iterable[Value]) -> None:
@@ -116,33 +136,41 @@ class ReliedOn:
         reference = weakref.ref(frame)
         self._frames.append(reference)
         self._unlooked.append(reference)
+        known = frame.call_context.known
+        is_known = known is not None and not known.exposed and known.n_exposures == exposed_memory.n_exposures
+        if self.takes_values and not is_known:
+            frame.call_context.expose_held()
         inplace_methods.watched = True
         if self._waits:
             self._begin()
 
     def may_read(self, storages: set[int]) -> bool:
         """Return True if a tensor that will be read again may be in this memory: a quick answer, before each write."""
-        unlooked, self._unlooked = self._unlooked, []
-        for reference in unlooked:
-            reader = reference()
-            if isinstance(reader, Value):
-                if reader.original is not None and reader.tensor is not None:
-                    self._storages.add(storage_id(reader.tensor))
-            elif reader is not None:
-                self._storages.update(reader.call_context.storages())
-        return not self._storages.isdisjoint(storages)
+        with self._lock:
+            while self._unlooked:
+                reader = self._unlooked.popleft()()
+                if isinstance(reader, Value):
+                    if reader.original is not None and reader.tensor is not None:
+                        self._storages.add(storage_id(reader.tensor))
+                elif reader is not None:
+                    self._storages.update(reader.call_context.storages())
+            return not self._storages.isdisjoint(storages)
 
     def _forget_freed(self) -> None:
-        self._values = [reference for reference in self._values if reference() is not None]
-        self._most = max(_FEW, 2 * len(self._values))
-        self._frames = [reference for reference in self._frames if reference() is not None]
-        self._most_frames = max(_FEW, 2 * len(self._frames))
-        self._unlooked = [reference for reference in self._unlooked if reference() is not None]
+        with self._lock:
+            _drop_dead(self._values)
+            _drop_dead(self._frames)
+            self._most = max(_FEW, 2 * len(self._values))
+            self._most_frames = max(_FEW, 2 * len(self._frames))
+            for _ in range(len(self._unlooked)):
+                reference = self._unlooked.popleft()
+                if reference() is not None:
+                    self._unlooked.append(reference)
 
     def of_leaf(self, leaf: Tensor) -> Value:
         """Return the value of a tensor without history, for a recompute. Raises CannotRecompute if overwritten."""
         if is_overwritten(leaf):
-            raise CannotRecompute("it is computed from a tensor that was overwritten before backward")
+            raise CannotRecompute(_OVERWRITTEN)
         return self.of(value_without_grad_fn(leaf), leaf)
 
     def of_slot(self, saved: Handle | Tensor) -> Handle:
@@ -152,6 +180,8 @@ class ReliedOn:
         then.
         """
         if not isinstance(saved, Handle):
+            if is_overwritten(saved):
+                raise CannotRecompute(_OVERWRITTEN)
             is_number = not (saved.requires_grad or saved.dim())  # `detach` would unwrap a wrapped number
             tensor = saved if is_number else saved.detach()
             if saved.grad_fn is not None or not self.takes_values:
@@ -160,6 +190,8 @@ class ReliedOn:
         value, view = saved.value, saved.view
         if value.output != NO_NODE or value.tensor is None or not self.takes_values:
             return Handle(value, view)
+        if is_overwritten(value.tensor):
+            raise CannotRecompute(_OVERWRITTEN)
         own = Value(value.tensor, output=NO_NODE)
         own.version, own.leaf = value.version, value.leaf
         if isinstance(view, torch.Tensor):
@@ -192,8 +224,10 @@ class ReliedOn:
         self._stop = weakref.finalize(self, _leave, stop)
 
     def leave(self) -> None:
-        """Stop watching. May be called again."""
+        """Stop watching. May be called again. The contents of what a later backward reads are compared then."""
         self._waits = False
+        if self in _watching and self.takes_values:
+            self._expose(lambda tensor: True)
         _watching.discard(self)
         self._stop()
 
@@ -201,7 +235,6 @@ class ReliedOn:
         """Copy the tensors in these storages, to which `writer` is about to write. If `is_habit`, no recompute uses
         them from then on.
         """
-        storages = storages - {0}
         copies: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
         def copy_of(tensor: Tensor) -> Tensor:
@@ -226,6 +259,18 @@ class ReliedOn:
                 mark(tensor)
             self._say(tensor, writer)
 
+    def expose(self, storages: set[int]) -> None:
+        """Compare the contents of tensors in these storages before they are read again."""
+        self._expose(lambda tensor: storage_id(tensor) in storages)
+
+    def _expose(self, is_exposed: Callable[[Tensor], bool]) -> None:
+        for value in [value for reference in self._values if (value := reference()) is not None]:
+            if value.original and value.tensor is not None and is_exposed(value.tensor):
+                value.expose()
+        for frame in [frame for reference in self._frames if (frame := reference()) is not None]:
+            if frame.is_awaited:
+                frame.call_context.expose(is_exposed)
+
     def give_up(self, storage: int) -> None:
         """Run no call again, from now on, that reads this memory, which was written to before backward."""
         for frame in [frame for reference in self._frames if (frame := reference()) is not None]:
@@ -233,12 +278,18 @@ class ReliedOn:
                 frame.interceptor.reach.is_overwritten = True
 
     def __bool__(self) -> bool:
-        self._forget_freed()
-        if self._values or self._frames:
-            return True
-        self._unlooked = []
-        self._storages.clear()
-        return False
+        with self._lock:
+            self._forget_freed()
+            if self._values or self._frames:
+                return True
+            self._storages.clear()
+            return False
+
+
+def _drop_dead(references: list[weakref.ref[Any]]) -> None:
+    """Remove the references to freed objects; those that another thread adds meanwhile stay."""
+    n = len(references)
+    references[:n] = [reference for reference in references[:n] if reference() is not None]
 
 
 def _with_same_geometry(tensor: Tensor) -> Tensor:
@@ -265,9 +316,12 @@ def check_operands(values: Iterable[Value], reader: str) -> None:
     """Raise Overwritten if a value that a recompute is about to read was written to without autograd's knowledge."""
     for value in values:
         original = None if value.original is None else value.original()
-        if value.is_changed and value.original is not None and original is not value.tensor:  # else torch says it
+        is_seen_by_torch = original is value.tensor and value.version != EXPOSED
+        if value.is_changed and value.original is not None and not is_seen_by_torch:
             assert value.tensor is not None
             error = Overwritten(value.tensor, value.version, reader)
+            if original is value.tensor:  # no object of the model's own
+                original = next((own[1] for each in _watching if (own := each.find(value.tensor))), None)
             if original is not None:
                 mark(original)
                 error.is_of_parameter = isinstance(original, nn.Parameter)
@@ -281,8 +335,11 @@ def mark(tensor: Tensor) -> None:
 
 
 def is_overwritten(tensor: Tensor) -> bool:
-    """Return True if recomputes must not use `tensor`."""
-    return bool(_overwritten) and id(tensor) in _overwritten
+    """Return True if recomputes must not use `tensor`, or the tensor whose memory it has."""
+    if not _overwritten:
+        return False
+    overwritten = [own for reference in _overwritten.values() if (own := reference()) is not None]
+    return id(tensor) in _overwritten or any(is_same_memory(own, tensor) for own in overwritten)
 
 
 @called_between_graphs
@@ -290,20 +347,27 @@ def _updates(optimizer: Optimizer, *_: Any) -> None:
     if plans := _plans_in_force():
         updated = {storage_id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         for relied_on in plans:
-            relied_on.before_write(updated, f"{type(optimizer).__name__}.step()")
+            relied_on.before_write(updated - {0}, f"{type(optimizer).__name__}.step()")
 
 
 def _writes(memory: Sequence[Tensor | torch.UntypedStorage], writer: str) -> bool:
-    """Copy memory that `writer` is about to write to and a plan reads again; return False if no plan reads any."""
-    if in_backward():
+    """Copy memory that `writer` is about to write to and a plan reads again; return False if no plan reads any.
+
+    In backward nothing is copied: an optimizer there updates tensors that have been read.
+    """
+    in_backward_pass, gives_alias = in_backward(), writer == ALIAS
+    if in_backward_pass and not (gives_alias or writer == SHARES_MEMORY):
         return True
-    plans = _plans_in_force()
+    plans = [relied_on for relied_on in _watching if relied_on]
     if plans:
         with without_function_modes():
-            storages = {memory_id(each) for each in memory}
+            storages = {memory_id(each) for each in memory} - {0}
             for relied_on in plans:
                 if relied_on.may_read(storages):
-                    relied_on.before_write(storages, writer)
+                    if in_backward_pass or gives_alias:
+                        relied_on.expose(storages)
+                    else:
+                        relied_on.before_write(storages, writer)
     return bool(plans)
 
 

@@ -9,6 +9,7 @@ smaller batches.
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -192,6 +193,10 @@ class Fitting(PlanMonitor):
         self._proof = AUDITED
         self._compared: Plan | None = None
         """Plan under which compiled code was compared last."""
+        self._n_calls = self._n_planned_calls = 0
+        """Number of calls of the model in this step, and in the rehearsed one."""
+        self._has_said_calls = False
+        """True once a step with more calls than the rehearsed one has been reported."""
         self._n_compiled = 0
         """Number of graphs that torch.compile had compiled when the measured step began."""
         self._n_compiling = 0
@@ -220,6 +225,7 @@ class Fitting(PlanMonitor):
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Rehearse this step, or run it under the plan and measure it."""
         super().begins(model, batch, optimizers)
+        self._n_calls = 1
         self._has_optimizers = bool(optimizers)
         if self.unplanned is not None:
             self._rehearsing.leaves()
@@ -241,6 +247,10 @@ class Fitting(PlanMonitor):
                 self._measure(made, model, batch, optimizers)
             elif self.unplanned is None:  # compiled blocks will be replayed
                 self._rehearsing.begins(model, batch, optimizers)
+
+    def continues(self, batch: Any) -> None:
+        """Count a further call of the model in this step."""
+        self._n_calls += 1
 
     def _measure(self, made: Plan, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         assert self._applied is not None
@@ -267,7 +277,10 @@ class Fitting(PlanMonitor):
         if self.unplanned is not None:
             return
         if self.plan is None:
+            was_rehearsed = self._rehearsing.profile is not None
             self._rehearsing.ends(model)
+            if not was_rehearsed:
+                self._n_planned_calls = self._n_calls
             if self._rehearsing.n_sizes > 1 and not self._has_said_sizes:
                 self._has_said_sizes = True
                 self._say(
@@ -288,7 +301,21 @@ class Fitting(PlanMonitor):
             self._n_compiling += is_compiling
             # code was compiled in this step, which takes memory: a later step counts
             if not is_compiling or self._n_compiling >= PATIENCE:
-                self._judge(self.plan, measured_bytes, model)
+                over_bytes = measured_bytes - self.plan.budget_bytes
+                if over_bytes > 0 and self._n_calls > self._n_planned_calls and not self._has_said_calls:
+                    self._say_more_calls(over_bytes)
+                else:
+                    self._judge(self.plan, measured_bytes, model)
+
+    def _say_more_calls(self, over_bytes: int) -> None:
+        """Report a step that no other plan would bring within the budget, because it does more than planned."""
+        self._has_said_calls = True
+        calls = "1 call" if self._n_planned_calls == 1 else f"{self._n_planned_calls} calls"
+        self._say(
+            f"{self.model_name}: this step has {self._n_calls} calls of the model, and the plan is for steps with "
+            f"{calls}: its peak is {format_bytes(over_bytes)} over the budget, and so may be that of other such steps. "
+            "For a plan for them, give such a step to lowtide.fit; else give a smaller budget"
+        )
 
     def _make_plan(self, profile: Profile, model: nn.Module) -> None:
         """Plan for `profile`, or react as `on_infeasible` says if no plan fits. Raises Infeasible."""
@@ -530,7 +557,7 @@ class Fitting(PlanMonitor):
         if self._smaller:
             return
         for name in [name for name, n in self._preceding.items() if n > 1]:
-            another = "another " * (name in str(self.model_name).split(" and "))
+            another = "another " * (name in re.split(", | and ", str(self.model_name)))
             self._say(
                 f"note: {another}{name} is called before the model in each step, and memory that it takes until then "
                 "is not counted: lowtide.fit counts it"

@@ -23,11 +23,11 @@ then a lucky find. Not yet: fewer rungs are solved for very deep models, so that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowtide.errors import Infeasible
 from lowtide.planner.objectives import with_work_costs
-from lowtide.planner.records import AS_A_WHOLE, CHECKPOINTED, Decisions, Profile
+from lowtide.planner.records import AS_A_WHOLE, CHECKPOINTED, Decisions, Profile, Static
 from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.solve.exact import BranchAndBound, Bytes, is_rough
@@ -230,11 +230,26 @@ class BudgetLadder:
         return BudgetStep(limit, cheapest, search.pool, omitted_bytes)
 
 
+_SMALLEST: list[tuple[Profile, bool, list[Candidate]]] = []
+"""Latest arguments and results of `_smallest_candidates`, the profiles with work costs and without static memory."""
+
+
 def _smallest_candidates(profile: Profile, is_quick: bool) -> list[Candidate]:
     """Return choices with small peaks, the smallest first. They depend on no measured time, so every rehearsal of a
-    step finds the same.
+    step finds the same, and all objectives share them.
     """
-    search = GreedySearch(Moves(Simulator(with_work_costs(profile))))
+    timeless = replace(with_work_costs(profile), static=Static(), notes=())
+    for known, was_quick, candidates in _SMALLEST:
+        if was_quick is is_quick and known == timeless:
+            return candidates
+    candidates = _search_smallest(timeless, is_quick)
+    _SMALLEST.append((timeless, is_quick, candidates))
+    del _SMALLEST[:-4]
+    return candidates
+
+
+def _search_smallest(profile: Profile, is_quick: bool) -> list[Candidate]:
+    search = GreedySearch(Moves(Simulator(profile)))
     smallest = search.search_smallest()
     peak = search.sweep(smallest[0]).peak
     others = search.fitting_choices(peak, search.moves.recompute_all(expensive=False)) if is_quick else ()

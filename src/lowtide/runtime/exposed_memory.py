@@ -1,0 +1,105 @@
+"""Memory that code can write to without a new version of the tensors that a recompute or replay reads again.
+
+A tensor's version counts writes through the tensor, its views and `detach()`; not those through `tensor.data`, which
+counts its own, nor those through a NumPy array. In-place methods are intercepted anyway (`inplace_methods.py`). For all
+other writers (`out=`, `torch.ops`, functions that were looked up earlier, NumPy) the contents of exposed memory are
+summed, and compared before they are read again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+import zlib
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from lowtide._torch.fake_modes import is_fake
+from lowtide._torch.tensors import is_plain, storage_id
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EXPOSED: Final = -3
+"""Version, which no tensor has, of a kept tensor whose contents have to be compared before they are read again."""
+
+LARGEST_BYTES: Final = 2**20
+"""Largest size in bytes that is summed as a whole on a CPU; of a larger tensor, sixteen parts are."""
+
+n_exposures = 0
+"""Number of times that memory may have been exposed, or is no longer."""
+
+_aliases: dict[int, weakref.ref[Tensor]] = {}
+"""By `id`, the tensors that `tensor.data` has returned for leaves, while they are alive."""
+_n_aliases: Counter[int] = Counter()
+"""Number of these tensors for each storage."""
+
+
+class Contents:
+    """Version and checksum of a tensor, for a later comparison."""
+
+    __slots__ = ("_sum", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.version, self._sum = tensor._version, _sum_of(tensor)
+
+    def are_in(self, tensor: Tensor) -> bool:
+        """Return True if nothing has been written to `tensor` since."""
+        return tensor._version == self.version and bool(self._sum == _sum_of(tensor))
+
+
+def note_alias(data: Tensor) -> None:
+    """Remember that `data`, which `tensor.data` has returned, counts versions of its own."""
+    global n_exposures
+    key, storage = id(data), storage_id(data)
+
+    def forget(_: object) -> None:
+        global n_exposures
+        n_exposures += 1
+        del _aliases[key]
+        _n_aliases[storage] -= 1
+        if not _n_aliases[storage]:
+            del _n_aliases[storage]
+
+    n_exposures += 1
+    _aliases[key] = weakref.ref(data, forget)
+    _n_aliases[storage] += 1
+
+
+def note_array() -> None:
+    """Remember that a NumPy array of a tensor's memory was made."""
+    global n_exposures
+    n_exposures += 1
+
+
+def is_exposed(tensor: Tensor) -> bool:
+    """Return True if code may write to the tensor through an array, or through a tensor that `.data` returned.
+
+    torch 2.13: the storage of a tensor is not resizable once an array of it was made, or if it was made from one.
+    """
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse
+        return False
+    if not storage.resizable():
+        return tensor.device.type == "cpu" and is_plain(tensor)
+    return bool(_n_aliases) and int(storage._cdata) in _n_aliases
+
+
+def _sum_of(tensor: Tensor) -> Any:
+    """Return a checksum of the tensor's memory; on a GPU a tensor, for which nothing waits; 0 where there is none."""
+    if not tensor.numel() or is_fake(tensor) or tensor.is_meta or not is_plain(tensor):
+        return 0
+    if tensor.device.type != "cpu":
+        return tensor.detach().contiguous().view(-1).view(torch.uint8).sum()
+    n_bytes = (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
+    memory = memoryview((ctypes.c_ubyte * n_bytes).from_address(tensor.data_ptr()))
+    if n_bytes <= LARGEST_BYTES:
+        return zlib.crc32(memory)
+    part, total = LARGEST_BYTES // 16, 0
+    for n in range(16):
+        begin = (n_bytes - part) * n // 15
+        total = zlib.crc32(memory[begin : begin + part], total)
+    return total
