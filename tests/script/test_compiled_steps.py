@@ -17,7 +17,7 @@ from lowtide.api.fit import FORECAST
 from lowtide.errors import RehearsalError
 from lowtide.profiler.compiled_bits import compiled_bits
 from lowtide.script.compiled_functions import trained_modules
-from lowtide.script.fit_steps import COMPARED, WHOLE_NEXT
+from lowtide.script.fit_steps import COMPARED
 from lowtide.script.rehearse_steps import WHOLE_IN_PROCESSES, WHOLE_TOGETHER
 
 Compile = Callable[[nn.Module], Callable[[Tensor], Tensor]]
@@ -176,26 +176,6 @@ def test_a_loop_whose_bits_would_be_others_under_any_plan_is_refused_or_goes_on_
     assert run.plan is None
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("inductor")
-def test_blocks_whose_bits_would_be_others_are_replayed_as_a_whole(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def by_block(model: nn.Module) -> Callable[[Tensor], Tensor]:
-        for block in model.children():
-            block.compile()
-        return lambda x: model(x).square().mean()
-
-    with_other_bits(monkeypatch, only_one=False)
-    with kernels_left_out(), caplog.at_level("INFO", "lowtide"), lowtide.within("85%") as run:
-        trained(by_block, [1024] * 10)
-    assert any(WHOLE_NEXT in message for message in caplog.messages)
-    assert run.plan is not None
-    assert not run.plan.graphs
-    assert run.verdict is not None
-    assert run.verdict.within_budget
-
-
 def test_code_of_another_backend_is_refused_with_what_to_do() -> None:
     torch.manual_seed(0)
     model: Any = torch.compile(nn.Linear(4, 4), backend="eager")
@@ -271,7 +251,7 @@ def test_two_compiled_models_that_take_turns_are_replayed_as_a_whole() -> None:
     draws, judges = widens(), widens()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (draws, judges)]
     drawn, judged = torch.compile(draws), torch.compile(judges)
-    with kernels_left_out(), lowtide.within("90%") as run:
+    with kernels_left_out(), lowtide.within("98%") as run:
         for _ in range(8):
             noise = torch.randn(1024, 64)
             judged(drawn(noise).detach()).square().mean().backward()
