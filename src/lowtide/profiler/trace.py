@@ -27,6 +27,7 @@ from lowtide.profiler.external_references import ExternalReferences
 from lowtide.profiler.replay_check import Witness
 from lowtide.profiler.trace_marks import (
     TRACE,
+    ArgumentFreed,
     Entered,
     Exited,
     GivenAway,
@@ -110,6 +111,8 @@ class Trace(Observer):
         """Number of the last backward pass that read something."""
         self._slots: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self._deaths: dict[int, weakref.ref[Handle]] = {}
+        self._arguments: dict[int, weakref.ref[Tensor]] = {}
+        """Tensors that calls got, by `id`: the end of one tells if others hold its memory."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -128,6 +131,7 @@ class Trace(Observer):
             values.probe = None
             self.engine.remove()
             self._deaths.clear()
+            self._arguments.clear()
             for hook in hooks:
                 hook.remove()
 
@@ -160,6 +164,16 @@ class Trace(Observer):
         self.calls.append(CallShape(interceptor.path, self._open[-1] if self._open else None))
         self._open.append(len(self.calls) - 1)
         self._watched_before.append(self._holding.n_watched)
+        for tensor in tensors:
+            self._watch_argument(id(tensor), tensor)
+
+    def _watch_argument(self, key: int, tensor: Tensor) -> None:
+        def freed(_: object) -> None:
+            if self._arguments.pop(key, None) is not None:
+                self.mark(ArgumentFreed())
+
+        if key not in self._arguments:
+            self._arguments[key] = weakref.ref(tensor, freed)
 
     def leaving(self, interceptor: CallInterceptor) -> None:
         self.mark(Exited(self._open.pop()), since=self._watched_before.pop())

@@ -23,6 +23,10 @@ class Exited(NamedTuple):
     call: int
 
 
+class ArgumentFreed(NamedTuple):
+    """End of a tensor that a module call got."""
+
+
 class Packed(NamedTuple):
     """Packing of a saved tensor."""
 
@@ -123,6 +127,7 @@ class OwnKernelEnded(NamedTuple):
 TraceMark: TypeAlias = (
     Entered
     | Exited
+    | ArgumentFreed
     | Packed
     | Unreferenced
     | HeldForRecompute
