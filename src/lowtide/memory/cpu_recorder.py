@@ -156,7 +156,7 @@ class CpuRecorder(Recorder):
         return EventStream(tuple(self._reader.events), self.device)
 
     def _start(self) -> None:
-        self._spare = [torch.empty(1) for _ in range(_SPARE_BLOCKS)]
+        self._spare = [torch.empty(1, dtype=torch.uint8) for _ in range(_SPARE_BLOCKS)]
         session = profile(profile_memory=True, use_cpu=True)
         with without_noise(2, *NOISE) as held_back:
             try:
