@@ -394,7 +394,7 @@ def test_the_error_for_a_budget_below_existing_memory_lists_that_memory() -> Non
 
 @pytest.mark.parametrize(
     ("n_steps", "words"),
-    [(0, "no model was trained"), (1, "the block ended after 1 updates, before Sequential was rehearsed")],
+    [(0, "no model was trained"), (1, "the block ended after 1 step, before Sequential was rehearsed")],
 )
 def test_a_block_with_too_few_steps_is_noted(n_steps: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, run = under(steps(n_steps))

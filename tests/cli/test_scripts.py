@@ -414,6 +414,19 @@ def test_modules_that_save_something_else_in_each_step_are_left_alone(
 
 
 NO_TWO_ALIKE = TRAIN.replace("x = torch.randn(", "x = torch.randn(*[1] * step, ").replace("default=5", "default=30")
+TWO_OPTIMIZERS = """
+class Both:
+    def __init__(self):
+        self.parts = [torch.optim.SGD(part.parameters(), lr=0.01) for part in (model[:2], model[2:])]
+    def zero_grad(self):
+        for part in self.parts:
+            part.zero_grad()
+    def step(self):
+        for part in self.parts:
+            part.step()
+optimizer = Both()
+"""
+
 EVAL = TRAIN.replace("for step in", "model.eval()\nfor step in")
 
 
@@ -425,7 +438,7 @@ EVAL = TRAIN.replace("for step in", "model.eval()\nfor step in")
         (EVAL, (), "ended, and no model was trained: no module with trainable parameters was called in training mode"),
         (EVAL, (), "Call model.train() before"),
         (NO_UPDATE, (), "ended, and no optimizer stepped: Linear was called"),
-        (TRAIN, ("--steps", "1"), "ended after 1 updates, before Sequential was rehearsed"),
+        (TRAIN, ("--steps", "1"), "ended after 1 step, before Sequential was rehearsed"),
         (NO_TWO_ALIKE, (), "no two of 7 steps had batches of the same form"),
         (DEEPER, ("--steps", "30"), "no two of 12 steps did the same work: it saved "),
     ],
@@ -506,7 +519,7 @@ def test_a_step_without_an_optimizer_of_torch_ends_at_the_next_call(
     assert run("rehearse", script(BY_HAND)).code == 0
     done = run("run", "--budget", "50%", script(BY_HAND.replace("100", "1")))
     assert done.code == 2
-    assert "ended after 1 updates, before Linear was rehearsed" in done.err
+    assert "ended after 1 step, before Linear was rehearsed" in done.err
 
 
 def test_parameters_that_change_without_their_optimizer_are_refused_early(
@@ -611,11 +624,24 @@ def test_a_script_that_ends_early_is_rehearsed_on_what_came_twice(script: Callab
     assert "plain step: " in done.out
 
 
+@pytest.mark.parametrize("n_steps", [3, pytest.param(21, marks=pytest.mark.slow)])
+def test_growing_batches_need_as_many_steps_as_are_said(n_steps: int, script: Callable[[str], str], run: Run) -> None:
+    """Two optimizers update the model, and a step of both counts once."""
+    train = script(TRAIN.replace("optimizer = torch.optim.AdamW(model.parameters())", TWO_OPTIMIZERS))
+    rows = map(str, range(8, 8 + 2 * n_steps, 2))
+    done = run("run", "--budget", "95%", train, "--steps", str(n_steps), "--rows", *rows)
+    assert done.code == (2 if n_steps < 21 else 0)
+    if n_steps < 21:
+        said = "ended after 3 steps, before Sequential was rehearsed: that takes two steps, and up to 20 where batches"
+        assert said in done.err
+        assert "Train that model for 21 steps." in done.err
+
+
 def test_a_plan_without_a_step_under_it_is_said(script: Callable[[str], str], run: Run) -> None:
     done = run("run", "--budget", "90%", script(TRAIN), "--steps", "2")
     assert done.code == 2
     assert "in force from the next step on" in done.err
-    assert "ended after 2 updates, before Sequential took a step under its plan" in done.err
+    assert "ended after 2 steps, before Sequential took a step under its plan" in done.err
     assert "was rehearsed" not in done.err
 
 

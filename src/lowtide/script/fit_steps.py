@@ -203,6 +203,10 @@ class Fitting(PlanMonitor):
         """Number of steps under the plan in which code was compiled."""
 
     @property
+    def n_missing(self) -> int:
+        return 1 if self.plan is not None else self._rehearsing.n_missing + 1
+
+    @property
     def awaits(self) -> str:
         if self.plan is None:
             return self._rehearsing.awaits

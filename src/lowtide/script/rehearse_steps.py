@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lowtide.planner.records import AppliedLever, Profile
     from lowtide.profiler.compiled_online import OnlineCompiledProfiler
 
-TWO_STEPS = "was rehearsed: that takes two steps, and more where batches are of several sizes"
+TWO_STEPS = f"was rehearsed: that takes two steps, and up to {PATIENCE} where batches are of several sizes"
 
 TORCHSCRIPT_RUNS = 2
 """Number of steps after which TorchScript has optimized its forward and backward, so that all later steps save the same
@@ -52,6 +52,11 @@ ONE_FORM = (
 
 class Rehearsing(StepListener):
     """A listener that rehearses the model, then ends the script unless `stop` is False."""
+
+    @property
+    def n_missing(self) -> int:
+        n_needed = PATIENCE if self.n_sizes > 1 and not self._stop else 2
+        return max(n_needed - (0 if self._observed is None else self._observed.n_steps), 1)
 
     @property
     def awaits(self) -> str:

@@ -110,11 +110,12 @@ def why_not(program: str, steps: Steps, listener: StepListener) -> str:
             "  Call model.train() before the training loop, and let Lowtide run what trains."
         )
     name = name_of(steps.model)
-    n_steps = steps.n_updates or steps.by_hand.n_updates
-    if not n_steps:
+    if not (steps.n_updates or steps.by_hand.n_updates):
         return (
             f"{ended}, and no optimizer stepped: {name} was called in training mode, but neither a "
             "torch.optim.Optimizer nor the script's own code updated it.\n  Run at least one step of the training loop "
             "to its end."
         )
-    return f"{ended} after {n_steps} updates, before {name} {listener.awaits}.\n  Train that model for longer."
+    n_steps = "1 step" if steps.n_steps == 1 else f"{steps.n_steps} steps"
+    n_enough = steps.n_steps + listener.n_missing
+    return f"{ended} after {n_steps}, before {name} {listener.awaits}.\n  Train that model for {n_enough} steps."

@@ -76,6 +76,8 @@ class Steps:
         self._is_given, self._when_failed = model is not None, when_failed
         self.n_updates = 0
         """Number of updates by optimizers so far."""
+        self.n_steps = 0
+        """Number of finished steps of the model."""
         self.n_compiled_before = n_compiled()
         """Number of graphs that torch.compile had compiled when the block began."""
         self.model: nn.Module | None = model
@@ -446,6 +448,7 @@ class Steps:
     def _close(self) -> None:
         self._is_open = self._is_late = False
         self._before = None
+        self.n_steps += 1
         updated = self._updated()
         trained = [module for module in self._called.values() if updated & ids(module.parameters())]
         self._called.clear()
@@ -473,7 +476,7 @@ class Steps:
         assert self.model is not None
         given_up, self.model = self.model, other
         self._turns.begin()
-        self._waits_until = 0
+        self.n_steps = self._waits_until = 0
         self.listener.gives_up(given_up)
 
     def _replace(self, other: nn.Module) -> None:

@@ -29,6 +29,11 @@ class StepListener:
     """The compiled function, or wrapper, that calls the model, if the program calls that."""
 
     @property
+    def n_missing(self) -> int:
+        """The number of further steps after which the work is done, if they are like the ones so far."""
+        return 1
+
+    @property
     def awaits(self) -> str:
         """Text that names the event that the listener waits for."""
         raise NotImplementedError
