@@ -71,4 +71,4 @@ def test_garbage_is_collected_only_if_an_unknown_optimizer_is_found() -> None:
 
 
 def _n_full_collections() -> int:
-    return gc.get_stats()[-1]["collections"]
+    return int(gc.get_stats()[-1]["collections"])
