@@ -58,6 +58,8 @@ FORECAST_MARGIN = 1.2
 """Ratio up to which a peak that is forecast for compiled code may be above the measured one."""
 UNUSED = 0.02
 """Share of a budget that a compiled plan may leave unused before a cheaper plan is tried."""
+CLOSE = 0.02
+"""Share by which measured peaks may exceed a budget that plans with larger forecasts are tried for."""
 
 
 class Fitted(Removable, Displayed):
@@ -457,8 +459,12 @@ def cheapest_within(
             break
         forecast_bytes = forecast_peak(choice.profile, made)
         following = _following(with_excess(choice.profile, peak_bytes - forecast_bytes), budget_bytes)
-        if following.decisions in tried and best.predicted.peak_bytes > budget_bytes and peak_bytes > forecast_bytes:
-            following = _following(choice.profile, (forecast_bytes + peak_bytes) // 2)  # others may be off by less
+        if following.decisions in tried and best.predicted.peak_bytes > budget_bytes:  # others may be off by less
+            aims = [(forecast_bytes + peak_bytes) // 2] if peak_bytes > forecast_bytes else []
+            if best.predicted.peak_bytes <= (1 + CLOSE) * budget_bytes:
+                aims += [int(forecast_bytes * (1 + share)) for share in (CLOSE / 2, CLOSE)]
+            others = (_following(choice.profile, aim_bytes) for aim_bytes in aims)
+            following = next((each for each in others if each.decisions not in tried), following)
         if following.decisions in tried or _rank(best) < (False, following.predicted.extra_ms):
             break
         made = replace(_own(choice, following, budget_bytes), budget_for=made.budget_for)
