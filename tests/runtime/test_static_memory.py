@@ -1,5 +1,7 @@
 """Bytes that exist before a step begins, each storage once, and the optimizers that they belong to."""
 
+import gc
+
 import torch
 from torch import nn
 
@@ -54,3 +56,19 @@ def test_optimizers_are_found_by_the_parameters_that_they_update() -> None:
     assert (listed(None), listed(mine), listed((mine, others))) == ([], [mine], [mine, others])
     assert [id(p) for p in updated_by(mine)] == [id(model.one.bias)]
     assert updated_by(torch.optim.Optimizer.__new__(torch.optim.Optimizer)) == []
+
+
+def test_garbage_is_collected_only_if_an_unknown_optimizer_is_found() -> None:
+    model = Model()
+    mine, n_collections = torch.optim.SGD(model.parameters()), _n_full_collections()
+    assert optimizers_of(model, mine) == [mine]
+    assert _n_full_collections() == n_collections
+    unused = torch.optim.SGD(model.parameters())
+    unused.itself = unused  # type: ignore[attr-defined]
+    del unused
+    assert optimizers_of(model, mine) == [mine]
+    assert _n_full_collections() > n_collections
+
+
+def _n_full_collections() -> int:
+    return int(gc.get_stats()[-1]["collections"])

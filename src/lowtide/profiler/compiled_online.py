@@ -106,7 +106,7 @@ class OnlineCompiledProfiler:
             self._put_on()
         optimizers = tuple(optimizers)
         if self._steps_of:
-            waiting = [o for o in optimizers_of(self.model) if all(o is not known for known in optimizers)]
+            waiting = [o for o in optimizers_of(self.model, optimizers) if all(o is not known for known in optimizers)]
             self._to_come = Update.tried(self.model, waiting) if waiting else None
         self._size = fingerprint(self.model, batch)
         self._static, self._addresses = static_bytes(self.model, batch, optimizers)

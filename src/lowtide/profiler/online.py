@@ -125,7 +125,7 @@ class OnlineProfiler:
             self._forget()  # the loop trains other parameters now
         optimizers = tuple(optimizers)
         if self._audited:
-            waiting = [o for o in optimizers_of(self.model) if all(o is not known for known in optimizers)]
+            waiting = [o for o in optimizers_of(self.model, optimizers) if all(o is not known for known in optimizers)]
             self._to_come = Update.tried(self.model, waiting) if waiting else None
         static, addresses = static_bytes(self.model, batch, optimizers)
         known, best = self._audited.get(_form(begun)), self._best

@@ -32,9 +32,19 @@ def optimizers_of(model: nn.Module, named: Optimizers = None) -> list[Optimizer]
     """Return the live optimizers with parameters of `model`, and `named`. Of a wrapper and its inner optimizer only the
     one with the state is returned.
     """
-    gc.collect()  # an unused optimizer may be in a cycle with its scheduler
+    known = listed(named)
+    optimizers = _live_optimizers_of(model, known)
+    if any(all(optimizer is not each for each in known) for optimizer in optimizers):
+        optimizers.clear()
+        gc.collect()  # an unused optimizer may be in a cycle with its scheduler
+        optimizers = _live_optimizers_of(model, known)
+    return optimizers
+
+
+def _live_optimizers_of(model: nn.Module, known: Iterable[Optimizer]) -> list[Optimizer]:
+    """Return `optimizers_of`, with unused optimizers that only a collection would free."""
     optimizers: dict[int, Optimizer] = {}
-    for optimizer in [*listed(named), *live_objects(Optimizer)]:
+    for optimizer in [*known, *live_objects(Optimizer)]:
         if is_of(model, optimizer) and (id(optimizer.state) not in optimizers or "state" in vars(optimizer)):
             optimizers[id(optimizer.state)] = optimizer
     return list(optimizers.values())

@@ -15,6 +15,7 @@ from lowtide.script.plan_monitor import IN_PROCESSES
 from lowtide.script.runner import Script
 from lowtide.script.step_detector import Steps
 from lowtide.script.step_listener import Enough, StepListener
+from lowtide.utils.frozen_imports import imports_frozen
 from lowtide.utils.interrupts import interrupts_delayed
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def run_watched(script: Script, listener: StepListener) -> int:
     Raises the listener's error, and RehearsalError if the script ended without an error before the listener was done.
     """
     code = 0
-    with watched(listener) as steps, contextlib.suppress(Enough):
+    with imports_frozen(), watched(listener) as steps, contextlib.suppress(Enough):
         code = script.run()
         if code == 0 and steps.failed is None:
             steps.ended()
