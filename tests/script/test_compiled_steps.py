@@ -246,7 +246,7 @@ def test_a_compiled_function_that_runs_backward_is_compared_as_it_is() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("inductor")
-def test_two_compiled_models_that_take_turns_are_replayed_as_a_whole() -> None:
+def test_two_compiled_models_that_take_turns_are_planned_around_not_inside() -> None:
     torch.manual_seed(0)
     draws, judges = widens(), widens()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (draws, judges)]
@@ -261,7 +261,8 @@ def test_two_compiled_models_that_take_turns_are_replayed_as_a_whole() -> None:
             optimizers[0].step()
             optimizers[0].zero_grad()
     assert run.plan is not None
-    assert run.plan.replay
+    assert not run.plan.graphs
+    assert run.plan.recompute  # a replay of one of the models, each of which is called by the loop, is not in any plan
     assert WHOLE_TOGETHER in run.plan.notes
     assert run.verdict is not None
     assert run.verdict.within_budget
