@@ -38,7 +38,8 @@ MOST_UNUSABLE = 6
 """Number of unusable steps after which the rehearsal is given up."""
 
 WHOLE_TOGETHER: Final = (
-    f"compiled models that are trained together are not planned inside; compiled blocks that a module calls are {AS_A_WHOLE}"
+    "compiled models that are trained together are not planned inside; compiled blocks that a module calls are "
+    f"{AS_A_WHOLE}"
 )
 WHOLE_IN_PROCESSES: Final = (
     f"compiled code is {AS_A_WHOLE}, not planned inside, where several processes train together: what saves memory "
