@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from lowtide._torch.autograd_graph import is_leaf, variable_of
-from lowtide._torch.nodes import sequence_number
 from lowtide.diagnostics.leaks.inspection import roots_of
 from lowtide.diagnostics.leaks.live_tensors import storage_bytes
 from lowtide.diagnostics.leaks.running_frames import variable_name
-from lowtide.diagnostics.leaks.tensor_graphs import computing
+from lowtide.diagnostics.leaks.tensor_graphs import computing, split_by_leaves
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ class DiscardedGradients:
         unread = {id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)}
         self._passes.append(_Pass(backward, unread))
         line = self._lines.setdefault(backward.place, _Line())
-        line.is_needed |= _leads_on(graph, line.parameters)
+        line.is_needed |= split_by_leaves(graph, line.parameters) is None
 
     def updated(self, parameters: Iterable[Tensor]) -> None:
         """Handle the update of these parameters, which reads their gradients."""
@@ -138,19 +137,6 @@ class DiscardedGradients:
             made_at=made_at,
             backward=backward,
         )
-
-
-def _leads_on(graph: list[Node], parameters: set[int]) -> bool:
-    """Return True if gradients flow through the part of `graph` that uses these parameters to other ones."""
-    leads_to_others: dict[Node, bool] = {}
-    for node in sorted(graph, key=sequence_number):  # inputs first
-        upstream = [n for n, _ in node.next_functions if n is not None]
-        is_own = [is_leaf(n) and id(variable_of(n)) in parameters for n in upstream]
-        reaches = any(leads_to_others.get(n, is_leaf(n)) for n, own in zip(upstream, is_own, strict=True) if not own)
-        leads_to_others[node] = reaches
-        if any(is_own) and reaches:
-            return True
-    return False
 
 
 def _module_of(parameters: set[int]) -> nn.Module | None:

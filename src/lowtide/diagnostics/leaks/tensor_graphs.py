@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowtide._torch.autograd_graph import components, is_numbered, nodes_from, producer, walk
+from lowtide._torch.autograd_graph import components, is_leaf, is_numbered, nodes_from, producer, variable_of, walk
 from lowtide._torch.nodes import n_slots, raw_saved, sequence_number
 from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.leaks.live_tensors import storage_bytes
@@ -73,6 +73,24 @@ def computed_by(tensor: Tensor) -> Node | None:
 def computing(nodes: Iterable[Node]) -> list[Node]:
     """Return all nodes upstream of these, including them, except those that accumulate gradients of leaves."""
     return [node for node in nodes_from(nodes) if is_numbered(node)]
+
+
+def split_by_leaves(graph: Iterable[Node], leaves: set[int]) -> tuple[list[Node], list[Node]] | None:
+    """Return the nodes of `graph` that lead to no leaves but these (given by `id`), and all other nodes.
+
+    None if gradients flow through a node that uses these leaves to other ones.
+    """
+    leads_to_others: dict[Node, bool] = {}
+    parts: tuple[list[Node], list[Node]] = [], []
+    for node in sorted(graph, key=sequence_number):  # inputs first
+        upstream = [n for n, _ in node.next_functions if n is not None]
+        is_own = [is_leaf(n) and id(variable_of(n)) in leaves for n in upstream]
+        reaches = any(leads_to_others.get(n, is_leaf(n)) for n, own in zip(upstream, is_own, strict=True) if not own)
+        if any(is_own) and reaches:
+            return None
+        leads_to_others[node] = reaches
+        parts[reaches].append(node)
+    return parts
 
 
 def kept_by(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from lowtide._torch.autograd_graph import is_leaf, variable_of
-from lowtide._torch.nodes import sequence_number
 from lowtide._torch.tensors import has_accumulation_hooks, has_gradient_hooks, storage_id
 from lowtide.diagnostics.leaks.inspection import module_names, roots_of
 from lowtide.diagnostics.leaks.live_tensors import storage_bytes
 from lowtide.diagnostics.leaks.running_frames import variable_name
-from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_by
+from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_by, split_by_leaves
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -142,18 +140,10 @@ def _bytes_without_gradients(graph: list[Node], module: nn.Module) -> int | None
 
     None if gradients flow through it to other parameters, so that no_grad would cut them off.
     """
-    own = {id(p) for p in module.parameters()}
-    leads_to_others: dict[Node, bool] = {}
-    first: list[Node] = []
-    others: list[Node] = []
-    for node in sorted(graph, key=sequence_number):  # inputs first
-        upstream = [n for n, _ in node.next_functions if n is not None]
-        is_own = [is_leaf(n) and id(variable_of(n)) in own for n in upstream]
-        reaches = any(leads_to_others.get(n, is_leaf(n)) for n, mine in zip(upstream, is_own, strict=True) if not mine)
-        leads_to_others[node] = reaches
-        if any(is_own) and reaches:
-            return None
-        (others if reaches else first).append(node)
+    parts = split_by_leaves(graph, {id(p) for p in module.parameters()})
+    if parts is None:
+        return None
+    first, others = parts
     saved, context = kept_by(first)
     kept_anyway = {**dict.fromkeys(map(storage_id, module.parameters()))}
     for kept in kept_by(others):
