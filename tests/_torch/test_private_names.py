@@ -922,8 +922,8 @@ def relu(x):
     return x.clamp(min=0)
 
 kept = [
-    privateuse1.register_kernels("aten", {"linear": linear}, privateuse1.AUTOCAST_KEY),
-    privateuse1.register_kernels("aten", {"relu": relu}, privateuse1.AUTOGRAD_KEY),
+    privateuse1.register_kernels({"linear": linear}, privateuse1.AUTOCAST_KEY),
+    privateuse1.register_kernels({"relu": relu}, privateuse1.AUTOGRAD_KEY),
     privateuse1.pass_through(privateuse1.AUTOCAST_KEY),
 ]
 mode = fake_modes.fake_mode(run_on_zeros=False)

@@ -104,7 +104,7 @@ def test_a_snapshot_is_rewound_to_its_start_and_told_from_there() -> None:
     assert history.places == {0: "model.py:42 forward", 3: "model.py:42 forward"}
     assert history.reserved == tuple(n * MIB for n in (22, 22, 22, 52, 52, 52, 52, 22))
     assert history.peak_reserved_bytes == 52 * MIB
-    over_entry = Timeline(history.over_entry)
+    over_entry = Timeline(history.stream.between(history.n_entry, len(history.stream)))
     assert (over_entry.peak_bytes, over_entry.curve[-1]) == (30 * MIB, -2 * MIB)
 
 

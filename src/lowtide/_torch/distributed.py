@@ -216,9 +216,9 @@ def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def meshes_on(device_type: str, shown: str | None = None) -> Iterator[None]:
-    """Make device meshes on the CPU report `device_type`, and `shown` to code other than torch's, in a `with` block.
-    Torch 2.13.
+def meshes_on(device_type: str) -> Iterator[None]:
+    """Make device meshes on the CPU report `device_type` to torch, and "cuda" to other code, in a `with` block. Torch
+    2.13.
     """
     if not torch.distributed.is_available():
         yield
@@ -228,7 +228,7 @@ def meshes_on(device_type: str, shown: str | None = None) -> Iterator[None]:
     def of(mesh: Any) -> str:
         if mesh._device_type != "cpu":
             return str(mesh._device_type)
-        return device_type if shown is None or is_own(sys._getframe(1)) else shown
+        return device_type if is_own(sys._getframe(1)) else "cuda"
 
     with patch.object(DeviceMesh, "device_type", property(of)):
         yield

@@ -92,11 +92,11 @@ AUTOGRAD_KEY, AUTOCAST_KEY = "AutogradPrivateUse1", "AutocastPrivateUse1"
 _AUTOCAST = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(AUTOCAST_KEY))
 
 
-def register_kernels(namespace: str, kernels: Mapping[str, Any], key: str) -> torch.library.Library:
-    """Register Python functions as kernels of operators for the lifetime of the returned library. Torch 2.13, since
+def register_kernels(kernels: Mapping[str, Any], key: str) -> torch.library.Library:
+    """Register Python functions as kernels of aten operators for the lifetime of the returned library. Torch 2.13, since
     1.13.
     """
-    library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, kernel in kernels.items():
         library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
     return library

@@ -81,7 +81,7 @@ def units_on(device: torch.device, modules: Iterable[Any], fake_of: Callable[[Te
     modules = tuple(module for module in modules if isinstance(module, torch.nn.Module))
     groups = list(_groups(modules))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(meshes_on(device.type, "cuda"))
+        stack.enter_context(meshes_on(device.type))
         for unit in units(modules):
             for owner, name, value in devices_of_states(unit, device):
                 stack.enter_context(patch.object(owner, name, value))

@@ -69,7 +69,7 @@ def cuda_for_a_script(gpu: GpuSpec, listener: Estimating, processes: AbsentProce
     with contextlib.ExitStack() as stack:
         if processes is not None:
             stack.enter_context(processes.around())
-            stack.enter_context(meshes_on("cpu", "cuda"))
+            stack.enter_context(meshes_on("cpu"))
             stack.enter_context(patch.object(nn.Module, "to_empty", _on_meta(nn.Module.to_empty, listener)))
         for owner, name, function in groups.replacements(processes):
             stack.enter_context(patch.object(owner, name, function))

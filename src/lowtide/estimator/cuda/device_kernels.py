@@ -14,6 +14,6 @@ _libraries: list[torch.library.Library] = []
 
 def register() -> None:
     """Register all kernels."""
-    _libraries.append(register_kernels("aten", KERNELS, AUTOGRAD_KEY))
-    _libraries.append(register_kernels("aten", dict(autocast.kernels()), AUTOCAST_KEY))
+    _libraries.append(register_kernels(KERNELS, AUTOGRAD_KEY))
+    _libraries.append(register_kernels(dict(autocast.kernels()), AUTOCAST_KEY))
     _libraries.append(pass_through(AUTOCAST_KEY))

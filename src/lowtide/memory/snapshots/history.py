@@ -44,11 +44,6 @@ class History:
     reserved: tuple[int, ...]
     peak_reserved_bytes: int
 
-    @property
-    def over_entry(self) -> EventStream:
-        """The recorded events alone, as a live recorder would have recorded them."""
-        return self.stream.between(self.n_entry, len(self.stream))
-
 
 class Held(NamedTuple):
     """A block in use: the bytes requested, and the most informative entry about it."""

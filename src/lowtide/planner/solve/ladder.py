@@ -1,6 +1,6 @@
 """Find decisions that keep a step's peak within a budget, and never cost more for a larger budget.
 
-Branch and bound (`exact.py`) and, where that leaves a gap or is turned off, greedy searches (`greedy.py`); the cheapest
+Branch and bound (`exact.py`) and, where that leaves a gap, greedy searches (`greedy.py`); the cheapest
 of all simulated choices wins.
 
 **More budget never costs more** time, nor more FLOPs for the same time. A search alone may have bad luck with the
@@ -81,16 +81,7 @@ def solve(simulator: Simulator, budget_bytes: int, *, until: float | None = None
     ends there with the best result so far; the smallest peak is always searched for. Raises Infeasible, with the
     smallest peak that was found.
     """
-    return _solve(ladder_of(simulator), budget_bytes, until)
-
-
-def solve_greedily(simulator: Simulator, budget_bytes: int) -> Decisions:
-    """Return decisions as `solve` does, without branch and bound."""
-    return _solve(BudgetLadder(simulator, exact=False), budget_bytes)
-
-
-def _solve(ladder: BudgetLadder, budget_bytes: int, until: float | None = None) -> Decisions:
-    simulator = ladder.simulator
+    ladder = ladder_of(simulator)
     candidate = ladder.best(budget_bytes - simulator.profile.static.total, until)
     if candidate is None:
         raise infeasible(simulator, budget_bytes, ladder.bottom.choice)
@@ -137,13 +128,13 @@ class BudgetStep:
 class BudgetLadder:
     """Plans for peaks between the smallest and the plain one, found on demand."""
 
-    def __init__(self, simulator: Simulator, *, exact: bool = True) -> None:
+    def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
         self.moves = Moves(simulator)
-        self.exact = BranchAndBound(simulator, self.moves) if exact else None
+        self.exact = BranchAndBound(simulator, self.moves)
         self._rungs: dict[int, BudgetStep] = {}
-        self._quick = self.exact is None or len(self.moves.moves) <= MANY
-        """True if greedy searches are fast here, or the only search."""
+        self._quick = len(self.moves.moves) <= MANY
+        """True if greedy searches are fast here."""
         search, low = GreedySearch(self.moves), _smallest_candidates(simulator.profile, self._quick)
         for candidate in low:
             search.sweep(candidate.choice)
@@ -210,12 +201,10 @@ class BudgetLadder:
         search, pools = GreedySearch(self.moves), [rung.pool for rung in path]
         # Where the rows leave out too much for this limit, they may still be good enough for a larger one.
         guides = (rung for rung in reversed(path) if rung.limit > limit or not is_rough(rung.omitted_bytes, rung.limit))
-        bound, omitted_bytes = 0.0, next(guides).omitted_bytes
-        if self.exact is not None:
-            bound, omitted_bytes = self.exact.search(search, limit, span, omitted_bytes, until)
+        bound, omitted_bytes = self.exact.search(search, limit, span, next(guides).omitted_bytes, until)
         cheapest = _cheapest(limit, span, [*pools, search.pool])
         enough = GOOD if self._quick else POOR
-        if not is_over(until) and (self.exact is None or self.exact.cost_of(cheapest) > enough * bound):
+        if not is_over(until) and self.exact.cost_of(cheapest) > enough * bound:
             if self._quick:
                 begin = [span.least.choice]
                 if limit > NEAR_PLAIN * self.top.peak:
