@@ -98,8 +98,9 @@ def test_real_models_have_the_same_bits_bytes_and_operators(built, model, way):
 @pytest.mark.timeout(1800)
 def test_compiled_hooks_pass_the_tests_of_those_in_python(built):
     folder, root = Path(__file__).parent, Path(__file__).parents[2]
+    options = ("-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow", f"--rootdir={root}")
     done = run(
-        *("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow", f"--rootdir={root}", str(folder)),
+        *("-m", "pytest", *options, str(folder)),
         LOWTIDE_NATIVE="1",
         timeout=1800,
     )
