@@ -276,7 +276,7 @@ REPORTED = [
     Reported(
         "DeepSpeed's float32 copies",
         "engine-buffers",
-        "gradient_as_bucket_view=True",
+        "shard what is copied",
         traceback(
             (PACKAGES + "deepspeed/runtime/zero/stage3.py", "_create_fp32_partitions", "float().detach()"),
             error=cuda("3.30 GiB", "23.64 GiB", "2.20 GiB", "21.40 GiB", "20.00 GiB", "1.00 GiB"),
@@ -386,5 +386,71 @@ REPORTED = [
         "cap",
         "shm-size",
         "RuntimeError: unable to write to file </torch_18692_1954506624>",
+    ),
+    Reported(
+        "memory that could not be registered",
+        "pinned-memory",
+        "pin less at once, or",
+        "cudaHostRegister failed: out of memory (size=68719476736)",
+        says="vm.max_map_count",
+        never="nvidia-smi",
+    ),
+    Reported(
+        "memory that could not be registered, on ROCm",
+        "pinned-memory",
+        "pin less at once, or",
+        "HIP error: hipHostRegister failed with hipErrorOutOfMemory at pinned_pool.cpp:88",
+    ),
+    Reported(
+        "memory that could not be registered, by its line",
+        "pinned-memory",
+        "pin less at once, or",
+        'Traceback (most recent call last):\n  File "/w/swap.py", line 91, in pin\n    torch.cuda.check_error(cudart.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))\ntorch.cuda.CudaError: out of memory (2)',
+    ),
+    Reported(
+        "pinned memory of TensorFlow",
+        "pinned-memory",
+        "pin less at once, or",
+        "W tensorflow/core/common_runtime/device/device_host_allocator.h:46] could not allocate pinned host memory of size: 34359738368\nE tensorflow/stream_executor/cuda/cuda_driver.cc:802] failed to alloc 34359738368 bytes on host: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+    ),
+    Reported(
+        "memory.events of a control group",
+        "host-memory",
+        "raise the group's limit",
+        "$ cat /sys/fs/cgroup/memory.events\nlow 0\nhigh 0\nmax 18231\noom 4\noom_kill 1\noom_group_kill 0",
+        says="memory\\.max",
+    ),
+    Reported(
+        "a Python worker of Spark",
+        "host-memory",
+        "a larger spark.executor.memoryOverhead, or",
+        "Lost task 3.3 in stage 7.0 (TID 91) (10.0.3.7 executor 4): org.apache.spark.SparkException: Python worker exited unexpectedly (crashed)\nCaused by: java.io.EOFException",
+        certain=False,
+    ),
+    Reported(
+        "an executor of Spark on YARN",
+        "host-memory",
+        "a larger spark.executor.memoryOverhead, or",
+        "ExecutorLostFailure (executor 5 exited caused by one of the running tasks) Reason: Container from a bad node: container_e04_1 on host: n12. Exit status: 137. Diagnostics: Container killed on request. Exit code is 137",
+        certain=False,
+    ),
+    Reported(
+        "buffers of RDMA",
+        "cap",
+        "raise it: ulimit -l",
+        "node3:7:41 [2] transport/net_ib.cc:1120 NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory",
+    ),
+    Reported(
+        "a host that ends containers",
+        "host-memory",
+        "dmesg names the process",
+        "container was OOM killed, consider raising its memory",
+    ),
+    Reported(
+        "the Trainer's gathering, cut off above nested_concat",
+        "evaluation-gathers",
+        "keep less of each",
+        '  File "/usr/lib/python3.11/site-packages/transformers/trainer_pt_utils.py", line 312, in add\n    self.tensors = nested_concat(self.tensors, tensors, padding_index=self.padding_index)\n'
+        + FULL,
     ),
 ]

@@ -67,6 +67,8 @@ def test_where_it_is_cut_changes_nothing(row: Reported) -> None:
         "Process finished with exit code -1073741819 (0xC0000005)",
         "CUDA error: device-side assert triggered",
         "memorystatus: jetsam priority changed",
+        "low 0\nhigh 0\nmax 0\noom 0\noom_kill 0\noom_group_kill 0",
+        "cudaHostRegister: registered 64 MiB in 3 ms",
     ],
 )
 def test_other_output_is_not_taken_for_it(text: str) -> None:

@@ -237,17 +237,23 @@ def _engine_buffers(_: Message, f: Facts) -> Advice:
         yield "shard them: --use-distributed-optimizer; a larger --tensor- or --pipeline-model-parallel-size"
         yield "gradients in 16 bits: without --accumulate-allreduce-grads-in-fp32; offload the optimizer"
         return
-    yield "DistributedDataParallel(..., gradient_as_bucket_view=True): gradients live in the buckets from then on"
+    if not any("deepspeed" in place.file for place in f.places):
+        yield "DistributedDataParallel(..., gradient_as_bucket_view=True): gradients live in the buckets from then on"
     yield "shard what is copied: FSDP, or DeepSpeed's ZeRO over more GPUs, with offload_optimizer to the host"
     yield "less to train: LoRA, frozen layers; frozen parameters have no gradient, bucket or float32 copy"
 
 
-def _pinned_memory(_: Message, f: Facts) -> Advice:
+def _pinned_memory(m: Message, f: Facts) -> Advice:
     if not f.shows(Sign.PINS_BATCHES):
         yield 'pin less at once, or not at all (DeepSpeed: "pin_memory": false where parameters are offloaded)'
     yield "DataLoader(pin_memory=False), or a smaller prefetch_factor and fewer workers"
     yield "if the GPU is full as well: the thread needs a context on it; see that only one process uses it"
     yield "raise the limit on locked memory (ulimit -l unlimited; in containers --ulimit memlock=-1)"
+    if "HostRegister" in m.text or f.shows(Sign.PINS_MEMORY):
+        yield (
+            "register few large pieces: each is a mapping (vm.max_map_count, 65530), and one of 512 GiB or more is "
+            "refused by drivers from 580 on"
+        )
 
 
 def _leak(_: Message, f: Facts) -> Advice:

@@ -8,6 +8,7 @@ oversized request, other processes and limits, to PyTorch's use of its memory. T
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from lowtide.diagnostics.oom.vendor_words import vendor_of
 from lowtide.planner.serialization import Record
 from lowtide.units import format_bytes, format_ratio
 
+_PINS = re.compile(r"Host(?:Alloc|Malloc|Register)|pinned host memory|bytes on host: ")
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
 _SHARE = 0.1
@@ -91,7 +93,7 @@ def _known_source(m: Message, f: Facts) -> Cause | None:
 
 
 def _pinned_memory(m: Message, f: Facts) -> Cause | None:
-    if not (f.shows(Sign.PINS_MEMORY, Sign.PINS_BATCHES) or "HostAlloc" in m.text) or m.tried_bytes is not None:
+    if not (f.shows(Sign.PINS_MEMORY, Sign.PINS_BATCHES) or _PINS.search(m.text)) or m.tried_bytes is not None:
         return None
     failed = "the DataLoader's pin_memory thread" if f.shows(Sign.PINS_BATCHES) else "a request for pinned memory"
     return Cause(

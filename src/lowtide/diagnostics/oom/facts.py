@@ -75,7 +75,8 @@ class Sign(Enum):
     GATHERS_EVALUATION = _Pattern(
         function=r"nested_(?:concat|gather|numpify)|torch_pad_and_concatenate|numpy_pad_and_concatenate"
         r"|to_cpu_and_numpy|_?pad_across_processes|gather_for_metrics|(?:add_)?arrays?_?to_container"
-        r"|distributed_concat|dim_zero_cat|collect_results_[gc]pu"
+        r"|distributed_concat|dim_zero_cat|collect_results_[gc]pu",
+        code=r"\bnested_concat\(",
     )
     """Predictions of several batches were being joined."""
     LOADS_STATE = _Pattern(function=r"load_state_dict|restore_optimizers|_process_value_according_to_param_policy")
@@ -96,7 +97,7 @@ class Sign(Enum):
     """A model was being made with its weights."""
     PINS_MEMORY = _Pattern(
         function=r"pin_memory",
-        code=r"\.pin_memory\(|torch\.(?:empty|zeros|ones|full|rand|randn|tensor)(?:_like)?\(.{0,200}\bpin_memory=True",
+        code=r"\.pin_memory\(|HostRegister\(|torch\.(?:empty|zeros|ones|full|rand|randn|tensor)(?:_like)?\(.{0,200}\bpin_memory=True",
     )
     """Tensors were being copied to pinned host memory."""
     PINS_BATCHES = _Pattern(file=r"pin_memory\.py$", function=r"_pin_memory_loop|pin_memory(?:_batch)?|do_one_step")

@@ -71,6 +71,12 @@ SOURCES: dict[str, Source] = {
         "the kernel's own message: host memory, not the GPU's",
         "dmesg names the process and its memory (anon-rss); raise the limit of the container if it has one",
     ),
+    "memory.events": _host_memory(
+        "the kernel ended processes of this control group (a container, a job, a unit) to get host memory back",
+        "oom_kill counts them: the group's limit (memory.max) was reached, or the whole machine was full",
+        "raise the group's limit (memory.max): docker run --memory, resources.limits.memory, MemoryMax=",
+        "compare memory.peak with memory.max; if it stayed below, dmesg names the process that filled the machine",
+    ),
     "a memory daemon": _host_memory(
         "a daemon (systemd-oomd, earlyoom) ended a process before the machine's memory was used up",
         "it goes by memory pressure or free memory, and takes the largest process: host memory, not the GPU's",
@@ -192,6 +198,13 @@ SOURCES: dict[str, Source] = {
         "pinned memory is bounded by the driver and the limit on locked memory, whatever is free",
         "raise the limit on locked memory (ulimit -l unlimited; under WSL more memory in .wslconfig)",
         "or GGML_CUDA_NO_PINNED=1, which does without and says nothing",
+    ),
+    "locked memory": _source(
+        "cap",
+        "the limit on locked memory is reached (ulimit -l), not the machine's memory",
+        "RDMA buffers and pinned pages may not be swapped out, and count toward it",
+        "raise it: ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity of a unit or of slurmd",
+        "without RDMA: NCCL_IB_DISABLE=1; without locked pages: no --mlock",
     ),
     "pools of llama.cpp": _source(
         "cap",
@@ -505,6 +518,14 @@ SOURCES: dict[str, Source] = {
         "memory outside Java's heap counts: Python workers and their tensors are there",
         "a larger spark.executor.memoryOverhead, or spark.executor.pyspark.memory",
         "fewer cores an executor, smaller partitions",
+    ),
+    "Spark's workers": _source(
+        "host-memory",
+        "Spark lost an executor or one of its Python workers, most likely for host memory",
+        "Python workers and their tensors are outside Java's heap, and count toward the container's limit",
+        "a larger spark.executor.memoryOverhead, or spark.executor.pyspark.memory",
+        "fewer cores an executor, smaller partitions, a smaller spark.sql.execution.arrow.maxRecordsPerBatch",
+        "look in the executor's own log: a crash in a library looks the same",
     ),
     "Java's heap": _source(
         "host-memory",

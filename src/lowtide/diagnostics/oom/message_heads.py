@@ -28,6 +28,10 @@ def _head(words: str, pattern: str, kind: str, form: str = "", *, certain: bool 
 
 _SHELLS = "shells, torchrun and containers"
 _SHM = "shared memory of workers"
+_REFUSED = (
+    r"[^\n]{0,120}?(?:[Oo]ut of memory|(?:cuda|hip)Error(?:MemoryAllocation|OutOfMemory)|CUDA_ERROR_OUT_OF_MEMORY)"
+)
+"""Pattern of the rest of a message that names a call and says that memory ran out."""
 
 HEADS = (
     # torch's own allocators, whose messages have numbers
@@ -317,6 +321,15 @@ HEADS = (
         "system",
         "libraries on the host",
     ),
+    _head(
+        "worker exited unexpectedly|containers exceeding thresholds|possible container OOM|ExecutorLostFailure",
+        r"Python worker exited unexpectedly \(crashed\)|Likely due to containers exceeding thresholds"
+        r"|exited with exit code 137\(SIGKILL, possible container OOM\)"
+        r"|ExecutorLostFailure \(.{1,400}Exit (?:status|code)(?: is|:) 137",
+        "system",
+        "Spark's workers",
+        certain=False,
+    ),
     _head("sent SIGKILL!", r"Worker \(pid:\d{1,10}\) was sent SIGKILL!", "system", "gunicorn", certain=False),
     _head("fork: ", r"\bfork: (?:retry: )?Cannot allocate memory", "system", "fork"),
     _head(
@@ -347,6 +360,16 @@ HEADS = (
         "libraries on the host",
     ),
     # the driver, called by torch or by a library outside torch's allocator
+    _head("udaHost|cuMemHost", r"\bcu(?:daHost|MemHost)(?:Register|Alloc)\b" + _REFUSED, "cuda driver", "CUDA"),
+    _head("hipHost|hipMemHost", r"\bhip(?:Host|MemHost)(?:Register|Alloc|Malloc)\b" + _REFUSED, "hip driver", "ROCm"),
+    _head(
+        "pinned host memory|bytes on host: ",
+        r"could not allocate pinned host memory of size"
+        r"|failed to alloc \d{1,20} bytes on host: CUDA_ERROR_OUT_OF_MEMORY",
+        "cuda driver",
+        "TensorFlow, pinned memory",
+    ),
+    _head("CudaError: out of memory", r"\bCudaError: out of memory \(2\)", "cuda driver", "torch 1.0 and later"),
     _head("Error out of memory at line", r"Error out of memory at line \d{1,6} in file", "cuda driver", "bitsandbytes"),
     _head(
         "Cuda Runtime (out|OutOfMemory (no|amount of GPU memory|User allocator error",
@@ -615,10 +638,10 @@ HEADS = (
         "No executable batch size", r"No executable batch size found, reached zero", "cuda", "accelerate", certain=False
     ),
     _head("due to CUDA OOM", r"to CPU due to CUDA OOM", "cuda", "detectron2"),
-    _head("ut of memory", r"[Oo]ut of memory: Killed? process \d|Memory cgroup out of memory", "system", "Linux"),
+    _head("ut of memory", r"[Oo]ut of memory: Killed? process \d|[Mm]emory cgroup out of memory", "system", "Linux"),
     _head(
-        "oom-kill|oom_kill|OOM Killed|OOM-killed|oom_reaper: ",
-        r"oom-kill|oom_kill event|OOM Killed|OOM-killed|oom_reaper: reaped process",
+        "oom-kill|oom_kill|OOM Killed|OOM killed|OOM-killed|oom_reaper: ",
+        r"oom-kill|oom_kill event|OOM [Kk]illed|OOM-killed|oom_reaper: reaped process",
         "system",
         "Linux",
     ),
@@ -630,6 +653,7 @@ HEADS = (
         "system",
         "macOS",
     ),
+    _head("oom_kill ", r"\boom_kill[ =:]{1,3}[1-9]\d{0,9}\b", "system", "memory.events"),
     _head("by the OOM killer", r"killed by the OOM killer", "system", "Linux"),
     _head("sending SIG", r"earlyoom.{0,40}: sending SIG(?:TERM|KILL) to process", "system", "a memory daemon"),
     _head(
@@ -642,6 +666,13 @@ HEADS = (
         "system",
         _SHELLS,
         certain=False,
+    ),
+    _head(
+        "mlock|ibv_reg|RLIMIT_MEMLOCK",
+        r"(?:failed to mlock|\bmlock(?:all)? failed|ibv_(?:reg|create)_\w{1,20} failed)"
+        r"[^\n]{0,100}Cannot allocate memory",
+        "system",
+        "locked memory",
     ),
     _head("Cannot allocate memory", r"Cannot allocate memory", "cpu", "the operating system"),
     _head(
