@@ -93,8 +93,8 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(AUTOCAST_KEY))
 
 
 def register_kernels(kernels: Mapping[str, Any], key: str) -> torch.library.Library:
-    """Register Python functions as kernels of aten operators for the lifetime of the returned library. Torch 2.13, since
-    1.13.
+    """Register Python functions as kernels of aten operators for the lifetime of the returned library. Torch 2.13,
+    since 1.13.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, kernel in kernels.items():
