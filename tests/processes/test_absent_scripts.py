@@ -122,9 +122,12 @@ def test_steps_that_depend_on_other_processes_are_refused(way: str, why: str, es
     assert why in err
 
 
-def test_a_plan_for_two_processes_is_made_in_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("options", [("--processes", "2"), ("--device", "2 x h100-80")])
+def test_a_plan_for_two_processes_is_made_in_one(
+    options: tuple[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     script, saved = str(SCRIPTS.parent / "train_sharded.py"), tmp_path / "plan.json"
-    code = cli.main(("plan", "make", "--processes", "2", "--budget", "75%", "-o", str(saved), script))
+    code = cli.main(("plan", "make", *options, "--budget", "75%", "-o", str(saved), script))
     assert code == 0, capfd.readouterr().err
     plan = lowtide.Plan.from_json(saved)
     assert plan.fingerprint.model.startswith("FSDPSequential ")
@@ -136,4 +139,4 @@ def test_a_plan_for_two_processes_is_made_in_one(tmp_path: Path, capfd: pytest.C
 def test_ranks_that_there_are_not_are_refused(rank: str, capfd: pytest.CaptureFixture[str]) -> None:
     code = cli.main(("plan", "make", "--processes", "2", "--rank", rank, "--budget", "75%", "train.py"))
     assert code == 2
-    assert f"--rank {rank}: the ranks of --processes 2 are below that number" in capfd.readouterr().err
+    assert f"--rank {rank}: the ranks of 2 processes are below that number" in capfd.readouterr().err

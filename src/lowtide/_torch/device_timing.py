@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -21,12 +24,23 @@ def accelerator_in_use() -> bool:
     return used is None or bool(used())
 
 
+_simulated: dict[str, Callable[[], float]] = {}
+"""Clocks of simulated devices, by device type."""
+
+
+def simulated_clock(device_type: str, clock: Callable[[], float]) -> contextlib.AbstractContextManager[object]:
+    """Let devices of a type take their milliseconds from `clock` in a `with` block."""
+    return patch.dict(_simulated, {device_type: clock})
+
+
 def now_ms(device: torch.device | None = None) -> float:
     """Return a clock's milliseconds after `device`, an accelerator, has finished all its queued work.
 
     Without the wait, only the launch of GPU work would be measured. For None or the CPU, the wait is for the current
     device of the accelerator in use, if any.
     """
+    if device is not None and device.type in _simulated:
+        return _simulated[device.type]()
     if accelerator_in_use():
         torch.accelerator.synchronize(None if device is None or device.type == "cpu" else device)
     return time.perf_counter() * 1000

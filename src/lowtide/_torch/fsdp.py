@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 
-from lowtide._torch.tensors import storage_number
+from lowtide._torch.tensors import fakes_have_addresses
 
 Purpose = Literal["gathered parameters", "communication buffers", "gradients"]
 """Purpose of memory that FSDP2 allocates."""
@@ -241,7 +241,7 @@ def observe_resizes(on_resize: Callable[[torch.UntypedStorage], None], devices: 
     none, their numbers are used instead.
     """
     devices = frozenset(devices)
-    resize, address = torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr
+    resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
         before = storage.nbytes()
@@ -250,13 +250,7 @@ def observe_resizes(on_resize: Callable[[torch.UntypedStorage], None], devices: 
             on_resize(storage)
         return done
 
-    def addressed(storage: torch.UntypedStorage) -> int:
-        return storage_number(storage) if storage.device.type == "meta" else address(storage)
-
-    with (
-        patch.object(torch.UntypedStorage, "resize_", resized),
-        patch.object(torch.UntypedStorage, "data_ptr", addressed),
-    ):
+    with patch.object(torch.UntypedStorage, "resize_", resized), fakes_have_addresses():
         yield
 
 

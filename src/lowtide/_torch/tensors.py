@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -49,6 +51,20 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 def storage_number(storage: torch.UntypedStorage) -> int:
     """Return a number that identifies a storage during its lifetime, for all its Python objects. Torch 2.13."""
     return int(storage._cdata)
+
+
+@contextlib.contextmanager
+def fakes_have_addresses() -> Iterator[None]:
+    """Let fake storages, which have no address, return their numbers as addresses inside this `with` block. Torch
+    2.13.
+    """
+    address = torch.UntypedStorage.data_ptr
+
+    def addressed(storage: torch.UntypedStorage) -> int:
+        return storage_number(storage) if storage.device.type == "meta" else address(storage)
+
+    with patch.object(torch.UntypedStorage, "data_ptr", addressed):
+        yield
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -16,6 +16,7 @@ from lowtide.utils.progress import showing
 if TYPE_CHECKING:
     from torch import nn
 
+    from lowtide.memory.gpu_specs import GpuSpec
     from lowtide.planner.records import Profile
 
 
@@ -27,8 +28,12 @@ def rehearse(
     optimizer: Optimizers = None,
     in_place: bool = True,
     progress: bool = True,
+    device: str | GpuSpec | None = None,
 ) -> Profile:
     """Run `step(batch)` on trial, and measure its memory and what it costs to free each part of it early.
+
+    With `device` the step is run twice on fake tensors, as for `lowtide.estimate`: nothing can be compared or timed
+    then, so recomputes are taken to be exact, which `lowtide run --plan` checks, and times are computed.
 
     The step is run five times, on a GPU seven times, for real, on the model's device. Afterwards, also after an error,
     parameters, gradients, buffers, optimizer state, batch and random number generators are restored; so are other
@@ -47,6 +52,7 @@ def rehearse(
         in_place: If False, no plan made from the profile writes a gradient over the one that it is computed from, and
             no kernel is registered where torch would look for it (docs/process.md).
         progress: If False, no bar is shown on stderr; the log named "lowtide" has a line for each stage.
+        device: A GPU that the machine need not have, or several: "H100-80", "8 x H100-80".
 
     Returns:
         The profile that plans are made from.
@@ -66,6 +72,10 @@ def rehearse(
         (132352, 789256)
     """
     step = accept_batch(step, batch)
+    if device is not None:
+        from lowtide.estimator.fake_rehearsal import rehearse_on  # imported only for GPUs that need not exist
+
+        return rehearse_on(device, model, step, batch, optimizer=optimizer)
     changes = observe_changes(model, step, batch)
     with showing(progress):
         profile = rehearsal.rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)

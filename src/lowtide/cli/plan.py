@@ -40,7 +40,8 @@ def make(budget: str, cheap: bool, to: str | None, levers: tuple[str, ...], sour
 
     PROFILE is a file that `lowtide rehearse --json` wrote; its name ends in .json. A SCRIPT is rehearsed first. With
     --processes that takes one process, on one GPU or on a CPU: the plan is the one that N processes would make, and
-    `torchrun ... lowtide run --plan FILE` takes it. Exit code 1: no plan fits the budget.
+    `torchrun ... lowtide run --plan FILE` takes it. With --device it takes two steps on fake tensors, and needs no GPU.
+    Exit code 1: no plan fits the budget.
     """
     check_budget(budget)
     quiet = to in (None, "-")

@@ -120,9 +120,15 @@ def profile_source(metavar: str) -> Callable[[Callable[..., Any]], Callable[...,
             type=click.IntRange(0),
             default=0,
             show_default=True,
-            help="With --processes: the rank to rehearse.",
+            help="With --processes, or several GPUs: the rank to rehearse.",
         )
-        return in_place_option(add_processes(add_rank(script_arguments(metavar)(with_source))))
+        add_device = click.option(
+            "--device",
+            metavar="GPU",
+            help='Rehearse SCRIPT on this GPU, which the machine need not have: "A100-40", "cuda:24GiB", or as one of '
+            '"8 x H100-80". Times are computed, and recomputes are taken to be exact until they run.',
+        )
+        return in_place_option(add_device(add_processes(add_rank(script_arguments(metavar)(with_source)))))
 
     return add
 
@@ -135,6 +141,8 @@ class ProfileSource:
     args: tuple[str, ...]
     is_module: bool
     no_in_place: bool
+    device: str | None
+    """GPU, or number of GPUs, that the machine need not have."""
     processes: int | None
     """The script runs as process `rank` of this number; the other processes do not exist."""
     rank: int
@@ -161,36 +169,51 @@ class ProfileSource:
             raise click.UsageError(
                 f"{self.target} is a profile, and --lever needs a script, which is rehearsed with it."
             )
-        if self.processes is not None:
-            raise click.UsageError(f"--processes needs a script, and {self.target} is a profile.")
+        for option, given in (("--processes", self.processes), ("--device", self.device)):
+            if given is not None:
+                raise click.UsageError(f"{option} needs a script, and {self.target} is a profile.")
         profile = Profile.from_json(Path(self.target))
         return without_in_place(profile) if self.no_in_place else profile
 
     def _rehearse(self, plain: bool, quiet: bool, levers: tuple[str, ...]) -> Profile:
+        from lowtide.memory.gpu_specs import parse_gpus
         from lowtide.utils.optional_deps import require_torch
 
-        n_processes = self.processes or 1
+        gpu, n_gpus = (None, None) if self.device is None else parse_gpus(self.device)
+        if gpu is not None and self.processes is not None:
+            raise click.UsageError(f'--processes is a part of --device: "{self.processes} x {gpu.name}".')
+        if gpu is not None and (levers or plain):
+            raise click.UsageError("--lever and --plain take real steps: leave them, or --device, out.")
+        n_processes = n_gpus or self.processes or 1
         if self.rank and self.rank >= n_processes:
-            raise click.UsageError(f"--rank {self.rank}: the ranks of --processes {n_processes} are below that number.")
+            raise click.UsageError(f"--rank {self.rank}: the ranks of {n_processes} processes are below that number.")
         require_torch(f"lowtide, to rehearse {self.target},")
         from lowtide.estimator.absent_processes import AbsentProcesses
         from lowtide.levers import parse_script_lever
+        from lowtide.script.fake_rehearsing import rehearse_script
         from lowtide.script.rehearse_steps import Rehearsing
         from lowtide.script.run_listened import run_watched
         from lowtide.script.runner import INTERRUPTED, Script
         from lowtide.script.simulated_group import as_one_of
 
-        processes = None if self.processes is None else AbsentProcesses(size=self.processes, rank=self.rank)
-        listener = Rehearsing(plain=plain, levers=tuple(map(parse_script_lever, levers)), in_place=not self.no_in_place)
+        processes = AbsentProcesses(size=n_processes, rank=self.rank) if n_gpus or self.processes else None
         script = Script(target=self.target, args=self.args, is_module=self.is_module)
-        with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext(), as_one_of(processes):
-            code = run_watched(script, listener)
+        with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
+            if gpu is not None:
+                code, profile = rehearse_script(script, gpu, processes)
+            else:
+                listener = Rehearsing(
+                    plain=plain, levers=tuple(map(parse_script_lever, levers)), in_place=not self.no_in_place
+                )
+                with as_one_of(processes):
+                    code = run_watched(script, listener)
+                profile = None if code else listener.profile
         if code == INTERRUPTED:
             click.get_current_context().exit(code)
-        if code or listener.profile is None:
+        if profile is None:
             say(f"{self.target} ended with exit code {code}, before a step of it was rehearsed.")
             click.get_current_context().exit(2)
-        return listener.profile
+        return profile
 
 
 def write(text: str, to: str) -> None:

@@ -15,7 +15,7 @@ import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,6 +123,8 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         """Lengths (old, new): tensors of the old length count as if they had the new one."""
         self.n_flops = 0
         """Floating-point operations since the last `begin`, of operators that torch has a formula for."""
+        self.meter: Callable[[Any, Sequence[Tensor], Sequence[Tensor], int], None] | None = None
+        """Function called with each operator, its arguments, its results and its FLOPs; None without one."""
         self._n_corrected = 0
         """Number of corrections to recorded events."""
         self._recording = False
@@ -153,6 +155,15 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         if self._recording:
             raise RehearsalError("the stream of a recorder is complete only when its with block has ended.")
         return EventStream(tuple(self._events), self.device, self.streams)
+
+    @property
+    def so_far(self) -> EventStream:
+        """Stream of the events since the last `begin` while the recording goes on."""
+        return EventStream(tuple(self._events), self.device, self.streams)
+
+    def addresses(self) -> dict[int, int]:
+        """Return the number of the storage in each block that exists now."""
+        return {living.block: number for number, living in self._living.items() if living.bytes}
 
     @property
     def whole(self) -> EventStream:
@@ -248,11 +259,15 @@ class AllocationTracker(TorchDispatchMode, Recorder):
                 out = self._run(func, args, kwargs)
             except NO_FAKE_KERNEL as error:
                 raise _no_kernel(func) from error
+        n_flops = 0
         if (formula := FORMULAS.get(func.overloadpacket)) is not None:
             with contextlib.suppress(AssertionError, *CAN_GO_WRONG):  # a refusing formula counts nothing
-                self.n_flops += int(formula(*args, **kwargs, out_val=out))
+                n_flops = int(formula(*args, **kwargs, out_val=out))
+                self.n_flops += n_flops
         made = [out] if isinstance(out, torch.Tensor) else [t for t in _leaves(out) if isinstance(t, torch.Tensor)]
         self._record(func, args, kwargs, tensors, sparse.parts(made))
+        if self.meter is not None:
+            self.meter(func, tensors, made, n_flops)
         self._inside(places, "aten::nonzero")
         self._answers.after(func, args, kwargs, tensors, made)
         return out

@@ -247,20 +247,7 @@ class Estimating(StepListener):
         state = ReachableState(*caller_variables())
         later = (*resizing, *sizes_in(batch))
         batch = [tensor for tensor in tensors_in(batch) if not _is_in(later, tensor)]
-        reached = (self._optimizers, state.modules)
-        if self._gpu is None:
-            rehearsal = TwoStepRun(model, batch, reached)
-        else:
-            rehearsal = AbsentGpuRun(
-                self._gpu,
-                model,
-                batch,
-                reached,
-                engine=engine_for(self._how, model),
-                alone=True,
-                is_there=self.asked.has,
-                processes=self._processes,
-            )
+        rehearsal = self._run(model, batch, (self._optimizers, state.modules))
         rehearsal.__enter__()
         self._rehearsal, self.answers = rehearsal, rehearsal.answers
         self.saves.begin(self.answers.note)
@@ -269,6 +256,17 @@ class Estimating(StepListener):
         tensors = [t for t in state.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
         tensors += (t for t in state.visited if isinstance(t, torch.Tensor) and not t.is_leaf and is_given(t))
         rehearsal.put([tensor for tensor in tensors if not _is_in(resizing, tensor)], lambda tensor: tensor)
+
+    def _run(self, model: nn.Module, batch: Sequence[Tensor], reached: tuple[Any, ...]) -> TwoStepRun:
+        """Return the run of the two steps."""
+        if self._gpu is None:
+            return TwoStepRun(model, batch, reached)
+        engine = engine_for(self._how, model)
+        return AbsentGpuRun(self._gpu, model, batch, reached, engine=engine, **self._on_gpu())
+
+    def _on_gpu(self) -> dict[str, Any]:
+        """Return the settings of a script's run on an absent GPU."""
+        return {"alone": True, "is_there": self.asked.has, "processes": self._processes}
 
     def ends(self, model: nn.Module) -> None:
         """Count a step; after the second, restore all real tensors and end the script."""
@@ -296,7 +294,12 @@ class Estimating(StepListener):
         rehearsal.finish()
         self.leaves()
         n_passes = 0 if rehearsal.has_updated or self._n_steps else self._n_backward_passes()
-        self.estimate, self.done = rehearsal.estimate(n_passes), True
+        self._answer(rehearsal, n_passes)
+        self.done = True
+
+    def _answer(self, run: TwoStepRun, n_passes: int) -> None:
+        """Keep the result of a run that has ended."""
+        self.estimate = run.estimate(n_passes)
 
     def gives_up(self, model: nn.Module) -> None:
         """Count steps of another model from now on; its tensors are on the GPU already, as all reachable tensors are.
@@ -369,6 +372,15 @@ def estimate_script(
     failed after it had saved.
     """
     listener = Estimating(gpu, size, on_entered, processes, how=how)
+    return run_on_fakes(script, listener, gpu, processes), listener.estimate
+
+
+def run_on_fakes(
+    script: Script, listener: Estimating, gpu: GpuSpec | None, processes: AbsentProcesses | None = None
+) -> int:
+    """Run `script` with `listener`, on `gpu` as one of `processes`; return its exit code. Raises as `estimate_script`
+    does.
+    """
     with contextlib.ExitStack() as stack:
         if gpu is not None:
             stack.enter_context(cuda_for_a_script(gpu, listener, processes))
@@ -379,13 +391,13 @@ def estimate_script(
         except LowtideError as error:
             first = None if listener.answers is None else listener.answers.refused
             raise first or error  # noqa: B904 the last one came of cleaning up after the first
-    if code and listener.estimate is None and listener.saves.skipped:
+    if code and not listener.done and listener.saves.skipped:
         raise RehearsalError(
             f"{script.target} ended with exit code {code}, before two steps of it were rehearsed.\n"
             f"  An estimate saves nothing ({', '.join(listener.saves.skipped)}), so a file that the script reads back "
             "is missing.\n  Leave that out for the estimate, or rehearse real steps: lowtide rehearse."
         )
-    return code, listener.estimate
+    return code
 
 
 def _is_in(tensors: Iterable[Tensor], tensor: Tensor) -> bool:

@@ -1,0 +1,210 @@
+"""Rehearse a step on fake tensors: the profile of a model on a GPU that is not there, from which plans are made.
+
+Two steps, as in `profiler/online.py`: the first one is audited, the second one is traced under the decisions that free
+the most memory. Without contents nothing can be compared: recomputes and replays are taken to be exact, and `lowtide
+run --plan` compares them in its first steps. Times are computed from FLOPs and bytes. No gradient is written in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from lowtide._torch.device_timing import simulated_clock
+from lowtide._torch.fake_modes import without_function_modes
+from lowtide._torch.tensors import fakes_have_addresses
+from lowtide.errors import RehearsalError
+from lowtide.estimator.absent_processes import these_processes
+from lowtide.estimator.collectives import n_sent
+from lowtide.estimator.cuda.absent_gpu_run import AbsentGpuRun
+from lowtide.estimator.fake_step import static_of, with_carryover
+from lowtide.estimator.sharded_units import check_estimated
+from lowtide.estimator.two_step_run import TwoStepRun
+from lowtide.memory.gpu_specs import parse_gpus
+from lowtide.profiler.assemble import TracedStep, assemble
+from lowtide.profiler.audit import Audit
+from lowtide.profiler.differing_modules import modules_that_differ
+from lowtide.profiler.preconditions import by_contents, check_one_device, check_saved, check_step
+from lowtide.profiler.trace import MaxSavingEngine, Trace
+from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.fingerprint import fingerprint
+from lowtide.runtime.static_memory import static_bytes
+from lowtide.state.containers import container_restorer
+from lowtide.state.process_group import check_sharding
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from lowtide.memory.gpu_specs import GpuSpec
+    from lowtide.planner.records import Profile
+    from lowtide.runtime.engine import Engine
+    from lowtide.runtime.saved_values import Value
+
+NOT_COMPARED: Final = (
+    "rehearsed without the GPU: recomputes are taken to be exact, which `lowtide run --plan` checks, and times are "
+    "computed from FLOPs and bytes"
+)
+
+BYTES_PER_MS: Final = 2.5e9
+"""Bytes that a GPU is taken to read and write in a millisecond, about an H100's 3.35 TB/s in practice."""
+
+FLOPS_PER_MS: Final = {2: 5e11, 4: 4e10, 8: 2e10}
+"""FLOPs that a GPU is taken to do in a millisecond, by the bytes of an element. Only ratios matter to a plan."""
+
+
+class Clock:
+    """Time that operators would take on a GPU."""
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+
+    def takes(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor], n_flops: int) -> None:
+        """Advance by the time of an operator: that of its FLOPs or that of its bytes, whichever is longer."""
+        if func.is_view:
+            return
+        n_bytes = sum(tensor.nbytes for tensor in (*given, *made))
+        size = max((tensor.element_size() for tensor in given), default=4)
+        self.ms += max(n_bytes / BYTES_PER_MS, n_flops / FLOPS_PER_MS.get(size, 4e10))
+
+
+class FakeAudit(Audit):
+    """An audit of a step on fake tensors."""
+
+    def _n_sent(self) -> int:
+        return n_sent[0]
+
+    def try_packing(self, known: Value, tensor: Tensor) -> None:
+        """Try to keep a tensor as bits if they are enough for all contents that it may have."""
+        if tensor.dtype is torch.bool:
+            super().try_packing(known, tensor)
+
+    def try_implementations(self, *args: Any) -> None:
+        """Try none: which one is exact and faster can't be known here."""
+
+
+class FakeRehearsal(TwoStepRun):
+    """Two steps on fake tensors, the first one audited and the second one traced; for a run on any device."""
+
+    _first_batch: Sequence[weakref.ref[Tensor]] = ()
+    _trace: Trace | None = None
+
+    def expect(self, batch: Any) -> None:
+        """Count the memory of `batch` as the input of the first step."""
+        self._first_batch = [weakref.ref(tensor) for tensor in tensors_in(batch)]
+
+    @contextlib.contextmanager
+    def _first_step(self) -> Iterator[None]:
+        model = self._model
+        check_one_device(model)
+        check_sharding(model.modules())
+        clock = Clock()
+        self._ledger.meter = clock.takes
+        batch = [tensor for reference in self._first_batch if (tensor := reference()) is not None]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(simulated_clock(self._ledger.device, lambda: clock.ms))
+            stack.enter_context(fakes_have_addresses())
+            self._audit = FakeAudit(model, self._now(batch), self._ledger.mark, frugal=False, in_place=False)
+            with self._audit.running():
+                yield
+
+    def _now(self, batch: Any) -> frozenset[int]:
+        """Look which memory exists now, and return its addresses; those of real tensors, too, if they stay real."""
+        with without_function_modes(), fakes_have_addresses():
+            self._static, self._blocks = static_of(
+                self._ledger, self._model, batch, self._state, self._reducers.buckets
+            )
+            _, real = static_bytes(self._model, batch, self._state.optimizers)
+        self._entry = self._ledger.addresses()
+        return real | {self._entry[block] for block in self._blocks}
+
+    def turn_to(self, model: Any, in_use: Any, engine: Engine | None = None) -> None:
+        raise RehearsalError("another model is trained in turn, and only one can be planned for without the GPU.")
+
+    def second(self, batch: Any = None) -> None:
+        """End the audited step, or a traced one, and begin to trace another."""
+        self._running.close()
+        audit, batch = self._audit, self._batch if batch is None else batch
+        if self._trace is None:
+            check_saved(self._model, audit)
+            if not (audit.slots and audit.reads):
+                raise RehearsalError("no backward ran through the model in its first step.")
+            audit.settle(self._ledger.so_far)
+        self._now(batch)
+        made_for = fingerprint(self._model, batch)
+        is_gpu = made_for.device == self._ledger.device != "cpu"
+        self._made_for = replace(made_for, device="cuda") if is_gpu else made_for
+        self._ledger.begin()
+        self._tracing = MaxSavingEngine(self._model, audit, in_place=False)
+        self._trace = Trace(self._tracing, self._ledger.mark)
+        self._running.enter_context(fakes_have_addresses())
+        self._running.enter_context(self._trace.running())
+
+    def finish(self) -> None:
+        """End the traced step."""
+        self._running.close()
+
+    def to_profile(self) -> Profile:
+        """Return the profile, after the block has ended."""
+        audit, trace = self._audit, self._trace
+        assert trace is not None
+        if modules_that_differ(audit.shapes, trace.calls) or trace.inputs != audit.inputs:
+            raise RehearsalError(
+                "the two rehearsed steps saved different tensors: no plan can be made without the GPU."
+            )
+        stream = self._ledger.stream
+        assert self._static is not None
+        step = TracedStep(
+            values=audit.values,
+            slots=audit.slots,
+            calls=audit.calls,
+            kept=trace.kept,
+            replayed=self._tracing.decisions.replay,
+            stream=stream,
+            entry=self._entry,
+            given=trace.inputs,
+            written_over=[],
+            allows_in_place=False,
+        )
+        return assemble(
+            step,
+            fingerprint=self._made_for,
+            static=with_carryover(self._static, self._blocks, stream),
+            plain=(None, 0.0),
+            notes=(*by_contents(audit), NOT_COMPARED, *self.answers.notes),
+        )
+
+
+class AbsentGpuRehearsal(FakeRehearsal, AbsentGpuRun):
+    """The same on a GPU that the machine does not have."""
+
+
+def rehearse_on(
+    device: str | GpuSpec, model: nn.Module, step: Callable[[Any], Any], batch: Any, *, optimizer: Any = None
+) -> Profile:
+    """Return the profile of `step(batch)` on a GPU that the machine need not have, or on one of several.
+
+    Raises RehearsalError for a step that can't be rehearsed.
+    """
+    check_step(model, step, batch, optimizer)
+    check_estimated(model.modules())
+    gpu, n_gpus = parse_gpus(device)
+    run = AbsentGpuRehearsal(gpu, model, batch, (step, optimizer), processes=these_processes(n_gpus or 1))
+    return rehearsed(run, step, batch)
+
+
+def rehearsed(run: FakeRehearsal, step: Callable[[Any], Any], batch: Any) -> Profile:
+    """Return the profile of `step(batch)`, taken twice in `run`."""
+    run.expect(batch)
+    with run:
+        hand_back = container_restorer(batch)
+        step(batch)
+        hand_back()
+        run.second(batch)
+        step(batch)
+        run.finish()
+    return run.to_profile()
