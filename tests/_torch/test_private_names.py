@@ -777,7 +777,6 @@ def test_units_that_are_sharded(one_process: None) -> None:
     assert not fsdp.shard_groups(model), "it has no parameters of its own"
     assert group.is_gathered_in_backward
     assert not group.is_on_host
-    assert not group.is_tensor_parallel
     for _ in range(2):  # before and after the first forward
         assert group.reshards_after_forward
         assert fsdp.has_default_resharding(model)

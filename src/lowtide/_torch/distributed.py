@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 
 from lowtide._torch.fake_modes import is_fake, is_own, without_function_modes, without_modes
+from lowtide._torch.tensors import parts_of
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -148,6 +149,11 @@ def is_wrapping(kind: type[Any]) -> bool:
     if wrapping is None:
         wrapping = _wrapping[kind] = kind.__module__.startswith("torch.distributed.")
     return wrapping
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a distributed tensor that this process has; any other tensor unchanged."""
+    return next(parts_of(tensor)) if is_wrapping(type(tensor)) else tensor
 
 
 def distributed_like(tensor: Any, local: torch.Tensor) -> Any:

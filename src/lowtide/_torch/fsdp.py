@@ -57,11 +57,6 @@ class ShardGroup:
         return type(self._group.offload_policy).__name__ == "CPUOffloadPolicy"
 
     @property
-    def is_tensor_parallel(self) -> bool:
-        """Return True if any parameter is a distributed tensor even when gathered."""
-        return any(parameter.is_dtensor for parameter in self._group.fsdp_params)
-
-    @property
     def has_unsent_gradients(self) -> bool:
         """Return True if gradients of earlier micro-batches have not been reduced over processes yet."""
         whole = (getattr(p, "_unsharded_param", None) for p in self._group.fsdp_params)

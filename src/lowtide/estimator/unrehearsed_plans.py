@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lowtide._torch.backward import in_backward
+from lowtide._torch.distributed import is_wrapping
 from lowtide._torch.nodes import next_sequence_number
 from lowtide.estimator.collectives import n_sent
 from lowtide.profiler.audit_recompute import ValueNumbering
@@ -98,7 +99,7 @@ class Unrehearsed(Engine):
     def pack_saved_tensor(self, now: ForwardPass, tensor: Tensor) -> Handle:
         scope = now.scope
         assert scope is not None
-        if now.frame is None and tensor.nbytes >= MIN_BYTES:
+        if now.frame is None and tensor.nbytes >= MIN_BYTES and not is_wrapping(type(tensor)):
             node = producer(tensor)[1]
             recipe = None if node is None else RECIPES.get(node.name())
             if recipe is not None and not recipe.expensive:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lowtide._torch.device_timing import Stopwatch
+from lowtide._torch.distributed import is_wrapping
 from lowtide._torch.nodes import sequence_number
 from lowtide._torch.tensors import parts_of, storage_id
 from lowtide.planner.address_nodes import INDICES, MASK, NOTED, SHAPE, SIGNS, with_captured_operands
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 MIN_BYTES = 4096
 """Smallest saved tensor that may be recomputed; smaller ones are always kept."""
 
+DISTRIBUTED = "it is a distributed tensor, and operators on it may send to other processes"
 NOTED_ELSEWHERE = "it takes what an operator was given in another call than the one that saves it"
 
 
@@ -229,6 +231,9 @@ class RecomputeAudit(Engine):
         draft = self.values[index]
         if draft.bytes < MIN_BYTES:
             draft.refused = "too small to gain anything"
+            return
+        if is_wrapping(type(base)):
+            draft.refused = DISTRIBUTED
             return
         try:
             self.compare(known, self.builder.recompute(node, output, base), base)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lowtide._torch.distributed import own_part
 from lowtide._torch.tensors import WeakStorage, storage_id
 from lowtide.errors import RehearsalError
 from lowtide.profiler.preconditions import NESTED
@@ -87,6 +88,7 @@ class ExternalReferences:
 
     def _count(self, holder: Value | Handle, tensor: Tensor) -> None:
         """Count the reference to `tensor` as the rehearsal's own while `holder` lives."""
+        tensor = own_part(tensor)
         key = id(holder)
         if key in self._counted or not storage_id(tensor):
             return

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lowtide._torch.backward import backward_number, running_node_number
 from lowtide._torch.compiled_code import in_compiled_backward
+from lowtide._torch.distributed import own_part
 from lowtide._torch.patching import this_thread_only
 from lowtide._torch.tensors import parts_of
 from lowtide.planner.records import Decisions
@@ -231,7 +232,7 @@ def states_of(maker: Recomputation | None) -> Iterable[Tensor]:
 def address(tensor: Tensor) -> int:
     """Return the start address of a tensor's memory; 0 for tensors without memory."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        return own_part(tensor).untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
         return 0
 

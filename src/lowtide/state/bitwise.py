@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide._torch.distributed import is_wrapping, own_part
 from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.tensors import AS_ARRAY
 
@@ -28,6 +29,8 @@ _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def identical(one: Tensor, other: Tensor, view: Geometry | None = None) -> bool:
     """Return True if two tensors, or this view of both, have the same strides and bits (signed zeros and NaNs too)."""
+    if is_wrapping(type(one)) and is_wrapping(type(other)):  # torch would compare them in all processes
+        one, other = own_part(one), own_part(other)
     if view is not None:
         if not (_reaches(one, view) and _reaches(other, view)):
             return False

@@ -56,8 +56,6 @@ def _unsupported_property(unit: torch.nn.Module) -> str | None:
     for group in shard_groups(unit):
         if group.is_on_host:
             return "is sharded with CPUOffloadPolicy"
-        if group.is_tensor_parallel:
-            return "has parameters that are distributed tensors besides (tensor parallel)"
     return None
 
 
