@@ -1,7 +1,11 @@
 """Bytes of compiled code, computed from hand-written joint graphs as inductor's kernels would take them."""
 
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
 from joint_graphs import FEW, MANY, node
-from lowtide._torch.joint_graph import JointGraph
+from lowtide._torch.joint_graph import JointGraph, _resize
 from lowtide.memory.events import Allocate, Free
 from lowtide.profiler.joint_memory import backward_half, forward_half, scratch_of, unmodelled
 from lowtide.runtime.joint_slots import Recomputed
@@ -148,3 +152,14 @@ def test_recorded_memory_that_no_value_accounts_for_is_counted_where_it_was_reco
         Free(3, MANY),
     )
     assert unmodelled(scaled(), half, recorded) == {1: 3 * MANY, 2: 0, 3: 5 * MANY, 4: 0, -1: 0}
+
+
+def test_bytes_are_computed_at_the_symbolic_sizes_that_a_step_had() -> None:
+    def sums(rows: int, width: int, x: Tensor) -> Tensor:  # one for each row: a symbol alone is a number of elements
+        return x.sum(1)
+
+    traced = make_fx(sums, tracing_mode="symbolic")(5, 64, torch.ones(5, 64))
+    nodes = [node("input", size=0, root=at) for at in range(2)]
+    nodes += [node("input", size=4 * 5 * 64, root=2), node("reduction", (2,), 4 * 5, root=3)]
+    graph = JointGraph(nodes, [3], [], "key", resize=_resize(traced))
+    assert [each.bytes for each in graph.at((9, 32)).nodes] == [0, 0, 4 * 9 * 32, 4 * 9]

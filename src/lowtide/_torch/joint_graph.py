@@ -265,7 +265,7 @@ def _resize(gm: fx.GraphModule) -> Callable[[JointGraph, tuple[int, ...]], Joint
 
         def resized(at: int, node: JointNode) -> JointNode:
             number, width = symbolic.get(at, (None, 0))
-            number = None if number is None else number.xreplace(known)
+            number = None if number is None else number.subs(known)
             if number is None or not number.is_number:
                 return replace(node, users=[])
             n_bytes = int(number) * width
