@@ -93,7 +93,7 @@ def is_leaf(function: Node) -> bool:
 
 
 def is_numbered(node: Node) -> bool:
-    """Return True if forward gave `node` a sequence number: not for leaves, nor where no second derivative exists."""
+    """Return True if `node` has a sequence number: leaves have none, nor have nodes without a second derivative."""
     return sequence_number(node) < _FIRST_UNNUMBERED
 
 

@@ -176,7 +176,8 @@ def fake_devices_shown(true: torch.device, shown: torch.device, inside: Callable
 
 @contextlib.contextmanager
 def function_modes_in_backward() -> Iterator[None]:
-    """Keep the current function modes on in this thread's backward passes, where Python code may run forward again.
+    """Keep the current function modes active in this thread's backward passes, in which Python code may run forward
+    again.
 
     Torch 2.13: `tensor.backward` is a function that modes handle, and a mode is off while it handles a function.
     """
@@ -227,7 +228,7 @@ os.register_at_fork(after_in_child=_forked)
 
 @contextlib.contextmanager
 def data_as_they_are() -> Iterator[None]:
-    """Run a data loader's forked workers without modes, and rebuild their tensors as real ones. Torch 2.13."""
+    """Run a data loader's forked workers without modes, so that their tensors are rebuilt as real ones. Torch 2.13."""
     rebuild = torch._utils._rebuild_tensor
 
     def real(*args: Any) -> torch.Tensor:

@@ -480,7 +480,7 @@ def _following(profile: Profile, aim_bytes: int) -> Plan:
 
 
 def _rank(measured: Plan) -> tuple[bool, float]:
-    """Return the sort key of measured plans: those within the budget by their time, then the others by their peak."""
+    """Return a sort key for measured plans: those within the budget by time, before all others by peak."""
     peak_bytes = measured.predicted.peak_bytes
     is_over = peak_bytes > measured.budget_bytes
     return is_over, peak_bytes if is_over else measured.predicted.extra_ms
@@ -548,7 +548,7 @@ def _first(
 
 
 def _noticed(site: StepContext, profile: Profile) -> dict[str, str]:
-    """Return requested exact levers that change the step's bits, with notes.
+    """Return the requested levers that are exact, yet change the step's bits, with notes on them.
 
     A step that reads gradients after backward may notice such a lever.
     """
@@ -606,9 +606,7 @@ def with_excess(profile: Profile, excess_bytes: int) -> Profile:
 
 
 def _own(choice: Choice, made: Plan, budget_bytes: int) -> Plan:
-    """Return `made` with `budget_bytes` as its budget, and with its time compared with that of the step without
-    levers.
-    """
+    """Return `made` for the budget `budget_bytes`, its time compared with that of the step without levers."""
     return replace(made, budget_bytes=budget_bytes, plain=choice.plain, notes=(*made.notes, *choice.notes.values()))
 
 

@@ -152,7 +152,7 @@ class Step(AbstractContextManager["Step"]):
 
 
 class _Reached:
-    """A hook that notes on a node that backward reached it.
+    """A node hook that records, in the node's metadata, that backward has reached it.
 
     It refers to the node's dict alone, which has no reference back to the node.
     """

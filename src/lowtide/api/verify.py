@@ -107,7 +107,7 @@ class Verdict(Record):
 
     @property
     def differing(self) -> tuple[str, ...]:
-        """Kinds that contradict `identical`."""
+        """Kinds of result that should be identical and are not."""
         differences = self.differences or {}
         return tuple(kind for kind, names in differences.items() if names and kind not in self.nondeterministic)
 
@@ -132,7 +132,7 @@ class Verdict(Record):
 
     @property
     def _same(self) -> list[str]:
-        """Kinds that were compared and are the same, if none differs."""
+        """Kinds of result that were compared; they are the same if `differing` is empty."""
         return [kind for kind in self.differences or {} if kind not in self.nondeterministic]
 
     @property
@@ -345,7 +345,7 @@ def scheduled_peak(
 def _nondeterministic(
     differences: dict[str, tuple[str, ...]], plain: Outcome | None, once_more: Callable[[], Outcome]
 ) -> tuple[str, ...]:
-    """Return kinds that differ between `plain` and a result of `once_more`, and those computed from them.
+    """Return the kinds of result that differ between `plain` and a repetition of it, and those computed from them.
 
     No step is run for kinds that have no `differences` under the plan.
     """

@@ -1,4 +1,4 @@
-"""`lowtide native`: say which saved-tensor hooks are used, and compile them."""
+"""`lowtide native`: show the saved-tensor hooks in use, and compile them."""
 
 from __future__ import annotations
 

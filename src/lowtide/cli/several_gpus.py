@@ -102,7 +102,7 @@ class SeveralGpus:
         return with_gpus([rows[n] for n in sorted(rows)], [gpu.name for gpu in self._alike()])
 
     def _alike(self) -> list[GpuSpec]:
-        """Return the listed GPUs with kernels like those of the GPU that was asked for, the smallest first."""
+        """Return the listed GPUs of the same kernel generation as the given GPU, the smallest first."""
         return [gpu for gpu in GPUS if not gpu.shared and _is_newer(gpu) == _is_newer(self._gpu)]
 
     def command(self, n_gpus: int, rank: int, how: str, record_to: Path) -> list[str]:
@@ -154,13 +154,13 @@ def _compared(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
 
 
 def _row(n_gpus: int, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the memory that one process of `n_gpus` needs, and the smallest GPU that has enough."""
+    """Return the memory that one of `n_gpus` processes needs, and the smallest GPU that has as much."""
     columns = ("peak_requested_bytes", "peak_reserved_bytes", "smallest_gpu", "flops")
     return {"n_gpus": n_gpus, **{name: record[name] for name in columns}}
 
 
 def with_gpus(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Add to each row the GPUs for which that number of GPUs is the smallest that is enough. `names` begins with the
+    """Add to each row the GPUs for which its number of GPUs is the smallest that is enough. `names` begins with the
     smallest GPU.
 
     A GPU that is larger than one with enough memory has enough, too.

@@ -311,7 +311,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
     def _grouped(
         self, one: Tensor, other: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
     ) -> Tensor:
-        """Return the result of grouped matrix products, whose rows the kernels align to 16 bytes."""
+        """Return the result of grouped matrix products; the kernels align its rows to 16 bytes."""
         dtype = out_dtype or one.dtype
         rows, columns = one.shape[-2], other.shape[-1]
         padded = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
@@ -346,8 +346,8 @@ class AllocationTracker(TorchDispatchMode, Recorder):
             self._inside(copies(args[0], lengths, args[2]), op)
 
     def _writes_otherwise(self, func: Any, args: Any) -> bool:
-        """Return True if autograd runs this operator in place outside a dispatch mode. A sum in a node's formula does
-        not count.
+        """Return True if autograd would run this operator in place if no dispatch mode were active. A sum in a node's
+        formula does not count.
         """
         if func is not aten.add.Tensor or running_node_name() == ACCUMULATE_GRAD:
             return func in INPLACE_OTHERWISE
@@ -410,8 +410,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
 
     @contextlib.contextmanager
     def corrected(self) -> Iterator[None]:
-        """Record the tensor created in this block in place of the one that ends in it, from the beginning of the
-        recording on.
+        """Record the tensor created in this block as if it had been allocated instead of the one that ends there.
 
         Has no effect unless exactly one ends and one is created.
         """

@@ -147,9 +147,7 @@ def largest_batch(
 
 @contextlib.contextmanager
 def _at(size: int, peaks: Mapping[int, int], budget: int) -> Iterator[None]:
-    """Add the reason why a small size was tried to an error of the step at that size (batch norm fails with one
-    row).
-    """
+    """Say, in an error of the step at a small size, why that size was tried (batch norm fails with one row)."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -236,7 +234,7 @@ def _resized(part: Any, dim: int, given: int, size: int, *, is_whole: bool = Tru
 
 
 def _is_long(thing: Any, given: int) -> bool:
-    """Return True if `thing` has rows of its own, rather than being the entry of one row."""
+    """Return True if `thing` has one entry for each row, and is not itself the entry of one row."""
     return isinstance(thing, torch.Tensor | np.ndarray) and thing.ndim > 0 and thing.shape[0] == given
 
 

@@ -69,7 +69,9 @@ class GpuRanking(Displayed):
 
 @dataclass(slots=True, kw_only=True)
 class _Work:
-    """Estimates for GPUs with the same generation of kernels, which all request the same memory, by way and size."""
+    """Estimates, by way and batch size, for GPUs of one kernel generation, on all of which a step requests the same
+    memory.
+    """
 
     gpus: list[GpuSpec]
     estimates: dict[How, dict[int, GpuMemoryEstimate]] = field(default_factory=dict)
@@ -120,7 +122,7 @@ def rank_gpus(estimate_at: EstimateAt, gpus: Sequence[GpuSpec]) -> GpuRanking:
 
 
 def _works(estimate_at: EstimateAt, gpus: Sequence[GpuSpec]) -> list[_Work]:
-    """Return the generations of kernels with their GPUs; two that request the same memory are one."""
+    """Group GPUs by kernel generation; generations that request the same memory are merged."""
     works: list[_Work] = []
     for newer in (True, False):
         work = _Work(gpus=[gpu for gpu in gpus if has_newer_kernels(gpu) is newer])

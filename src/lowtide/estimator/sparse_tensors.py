@@ -61,7 +61,7 @@ def kernel(
 
 
 def _take_over(sparse: Tensor, **options: Any) -> Tensor:
-    """Keep a gradient without a copy, as autograd does; under a mode it would copy.
+    """Keep a gradient without a copy, as autograd does when no mode is active.
 
     torch/csrc/autograd/functions/accumulate_grad.h: AccumulateGrad::accumulateGrad, torch 2.13.
     """
@@ -148,7 +148,7 @@ def like(sparse: Tensor, indices: Tensor, values: Tensor, coalesced: bool | None
 
 
 def assumed(func: Any, args: Any) -> str | None:
-    """Return the assumption made, where it affects the size of a sparse tensor."""
+    """Return the assumption behind a sparse tensor whose size depends on it."""
     if func is aten.add_.Tensor and all(map(is_sparse, args[:2])):
         return "a sparse tensor is assumed to stay as large as it was when another one is added"
     if func is bags.BACKWARD and args[9] and bags.has_padding(args):

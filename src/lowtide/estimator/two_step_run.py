@@ -130,7 +130,7 @@ class TwoStepRun:
         self._resized.clear()
 
     def take_for(self, lengths: tuple[int, int] | None) -> None:
-        """Count tensors as long as the first of `lengths` as if they had the second length, from here on.
+        """From here on, treat tensors of the first length in `lengths` as if they had the second.
 
         For a batch that is yet to be `put` with that length.
         """

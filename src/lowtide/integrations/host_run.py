@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class HostRun:
-    """`lowtide.within` in two halves: entered by one callback and left by another.
+    """A `lowtide.within` block that one callback enters and another leaves.
 
     A loop that is ended by an exception may never make the second callback. The block is then left when training begins
     again, when another block begins, or by `leave`.
@@ -41,7 +41,7 @@ class HostRun:
         left_over.append(self._leave_if_over)
 
     def end(self) -> None:
-        """Restore the model when training is over. Raises an error of the block that the loop has caught."""
+        """Restore the model when training is over. Raises an error of the plan that the loop has caught."""
         if self._is_open:
             assert self.run is not None
             self._close()
@@ -101,7 +101,7 @@ class BudgetCallback:
 
 
 class _Loop:
-    """The running function of another package that trains and calls the callbacks."""
+    """The function of another package that runs the training loop and calls the callbacks."""
 
     def __init__(self) -> None:
         frame = sys._getframe(1)
@@ -113,6 +113,6 @@ class _Loop:
         self._thread, self._frame_id, self._code = threading.get_ident(), id(frame), frame.f_code
 
     def is_over(self) -> bool:
-        """Return True if that function has returned, or was left by an exception."""
+        """Return True if the loop's function has returned, or was left by an exception."""
         frames = frames_from(sys._current_frames().get(self._thread))
         return not any(id(frame) == self._frame_id and frame.f_code is self._code for frame in frames)

@@ -100,7 +100,7 @@ class _Limits:
 
 
 class _Objects:
-    """Models, optimizers and tensors that a test can reach before it runs: its fixtures, and globals that it names."""
+    """Models, optimizers and tensors that exist before a test runs: in its fixtures, and in globals that it names."""
 
     def __init__(self, item: pytest.Item) -> None:
         from lowtide.utils.optional_deps import require_torch

@@ -56,7 +56,7 @@ class Logits(Tensor):
         return logits
 
     def rows(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Logits:
-        """Return the logits after `change`, which leaves the last dimension alone."""
+        """Apply `change`, which leaves the last dimension alone, to the logits."""
         return Logits.of(self.head, change(self.hidden), lambda: change(self.get()), dtype or self.dtype)
 
     def get(self) -> Tensor:
@@ -99,7 +99,7 @@ class Logits(Tensor):
 
 
 def _compute_logits(argument: Any, function: Any) -> Any:
-    """Return arguments of `function` with logits replaced by computed tensors."""
+    """Return the arguments of `function` with deferred logits replaced by computed ones."""
     if isinstance(argument, Logits):
         if torch.is_grad_enabled():
             argument.head.needed_by = argument.head.needed_by or _name(function)

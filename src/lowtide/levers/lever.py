@@ -73,7 +73,7 @@ class Lever(Protocol):
         return self.free
 
     def in_words(self, settings: Settings) -> str:
-        """Return the lever's effect with these settings, in words that follow its name."""
+        """Describe the lever's effect with these settings; the text follows the lever's name."""
         return self.what
 
     def settings(self, site: StepContext) -> Settings:

@@ -167,9 +167,7 @@ class _Active:
         parameter.grad = None
 
     def _finish_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Check after `optimizer.step()` that it found no gradients: it finds some if backward ran less often than
-        observed.
-        """
+        """Check that `optimizer.step()` found no gradients: some are left if backward ran less often than observed."""
         self._arrived.clear()
         settings, self._settings = self._settings, []
         if settings and (name := changed_setting(settings, group_settings(optimizer))):
@@ -218,7 +216,9 @@ def _steppable(optimizer: Optimizer | None) -> Optimizer:
 
 
 def _check_two_passes(model: nn.Module, observed: ObservedStep) -> None:
-    """Raise LeverNotApplicable if a gradient may not be computed twice."""
+    """Raise LeverNotApplicable if the step has hooks or partial sums that a second computation of gradients would
+    change.
+    """
     if observed.backwards > 1:
         raise LeverNotApplicable(
             "gradients are clipped by their common norm and accumulated over several backward passes: all gradients "

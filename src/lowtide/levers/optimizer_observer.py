@@ -180,7 +180,7 @@ def changed_setting(before: list[GroupSettings], after: list[GroupSettings]) -> 
 
 
 class _Group(dict[str, Any]):
-    """A parameter group that reports every setting that is set, even to the value that it has."""
+    """A parameter group that reports each assignment to a setting, even one of the same value."""
 
     on_set: Callable[[str], None]
 

@@ -1,4 +1,4 @@
-"""Parameters whose gradients are currently summed over micro-batches: an arriving gradient is a part of the sum."""
+"""Parameters whose gradients are being summed over micro-batches: each arriving gradient is one term of the sum."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gathering(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def publish(gathered: Gathered) -> None:
-    """Pass gradients that backward is about to hand out to all listeners."""
+    """Pass `gathered`, the gradients that backward will hand out next, to all listeners."""
     for listener in tuple(_LISTENERS):
         listener(gathered)
 

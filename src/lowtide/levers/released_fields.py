@@ -30,7 +30,7 @@ def only_loss(kind: Any, released: tuple[str, ...], *, loss: Tensor, lever: str)
 
 @functools.cache
 def _class_without(kind: Any, released: tuple[str, ...], lever: str) -> type:
-    """Build a subclass of `kind` whose instances lack the fields `released`: one for each kind of model is enough."""
+    """Build a subclass of `kind` whose instances lack the fields `released`; it is cached."""
     first = next(iter(kind.__dataclass_fields__))
 
     def refuse(self: Any, *_: Any) -> NoReturn:

@@ -137,7 +137,7 @@ class CommonNorm:
         return True
 
     def _take_gathered(self, gathered: Gathered) -> None:
-        """Take the norms of micro-batches' gradients, which exist all at once, so that no first pass is needed."""
+        """Take the norms of gradients summed over micro-batches: all exist at once, so no first pass is needed."""
         own = [(parameter, gradient) for parameter, gradient in gathered if parameter in self._trained]
         if own:
             self._check()
@@ -185,7 +185,9 @@ class CommonNorm:
                 self._refuse(self._total)
 
     def _refuse(self, total: Tensor) -> NoReturn:
-        """Raise the error of `clip_grad_norm_` if the loop asked for it; else one for loops that skip such updates."""
+        """Raise the error that `clip_grad_norm_` raises if the loop asked for it; else one for loops that skip such
+        updates.
+        """
         if self._clip.raises:
             raise RuntimeError(
                 f"The total norm of order {self._clip.norm_type} for gradients from `parameters` is non-finite, so "

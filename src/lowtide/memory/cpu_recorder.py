@@ -227,7 +227,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _finish() -> None:
-    """Stop the profilers that could not be stopped before."""
+    """Stop the profilers that could not be stopped when their recording ended."""
     while _unfinished:
         session = _unfinished.pop()
         if profiler_running():
@@ -276,7 +276,7 @@ def _refuse_lost(lost: list[Mark]) -> None:
 
 
 class _Reader:
-    """Reader of the profiler's event trees, one per session of a recording, as events."""
+    """Reader that turns the profiler's event trees, one per session of a recording, into events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

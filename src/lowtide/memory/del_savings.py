@@ -202,7 +202,9 @@ class DelObserver:
                 yield self._del(group, moment, looks, levels, ends)
 
     def _names_of(self, look: _Inspection) -> Iterable[str]:
-        """Return the variables of an inspection; of the first one only those that the step rebinds, as leftovers."""
+        """Return the variables of an inspection. Of the first inspection, return only those that the step rebinds:
+        leftovers.
+        """
         return [name for name in look.names if name in self._rebound] if look.is_first else look.names
 
     def _del(
@@ -230,7 +232,7 @@ class DelObserver:
 
 
 def alive_before_backward(stream: EventStream) -> frozenset[int]:
-    """Return the blocks of the recording that are alive when a backward pass begins: what forward has left for it."""
+    """Return the blocks that forward has left alive when a backward pass begins."""
     alive: set[int] = set()
     blocks: set[int] = set()
     for event in stream:

@@ -1,4 +1,4 @@
-"""Budgets that only a GPU has: "auto" and "90% of gpu", and those for the bytes that its allocator reserves."""
+"""Budgets that need a GPU: "auto", "90% of gpu", and those in bytes that the GPU's allocator reserves."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def on_device(budget: int | str, device: torch.device, say: Callable[[str], obje
 
 
 def automatic_budget(free_bytes: int, total_bytes: int, reserved_bytes: int) -> tuple[int, str]:
-    """Return the budget that "auto" means here, and its derivation in words."""
+    """Return the bytes that "auto" stands for on this device, and their derivation in words."""
     ours = free_bytes + reserved_bytes
     margin = int(ours * MARGIN)
     others = total_bytes - ours

@@ -84,7 +84,7 @@ def existing_tensors() -> Iterator[Tensor]:
 
 
 def _on_the_host(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
-    """Yield the storages of `tensors` that are not empty, each once."""
+    """Yield the nonempty storages of `tensors` in host memory, each once."""
     visited: set[int] = set()
     for tensor in tensors:
         try:

@@ -212,7 +212,7 @@ def _on_context(node: Node) -> list[Tensor]:
 
 
 def _references_from_contexts(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the number of references to tensors, by id, from attributes of ctx in the graphs behind `tensors`."""
+    """Count, by tensor id, the references from attributes of custom Functions' ctx in the graphs behind `tensors`."""
     counts: dict[int, int] = {}
     for node in nodes_behind(tensors):
         for tensor in _on_context(node):

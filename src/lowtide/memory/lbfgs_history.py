@@ -38,7 +38,9 @@ def tensors_of(optimizer: torch.optim.LBFGS) -> list[Tensor]:
 
 
 def missing_history_bytes(optimizer: torch.optim.LBFGS) -> int:
-    """Return the bytes that the optimizer will hold in addition when its history is full and it evaluates the model."""
+    """Return the bytes by which the optimizer's state will still grow: until its history is full, and while it
+    evaluates the model.
+    """
     (group,) = optimizer.param_groups
     numbers: list[Tensor] = [p for p in group["params"] if not p.is_meta]
     n_numbers = sum(p.numel() * (1 + p.is_complex()) for p in numbers)

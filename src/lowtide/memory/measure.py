@@ -205,7 +205,7 @@ _AROUND = (contextlib.__file__, _interrupts.__file__)
 
 
 def _measuring_frame() -> FrameType | None:
-    """Return the frame of the function with the `with` block, unless that is Lowtide's own."""
+    """Return the frame of the function that contains the `with` block; None if the function is Lowtide's own."""
     callers = frames_from(sys._getframe(2))
     frame = next((frame for frame in callers if frame.f_code.co_filename not in _AROUND), None)  # also of an ExitStack
     return None if frame is None or frame.f_code.co_filename.startswith(_NO_VARIABLES) else frame

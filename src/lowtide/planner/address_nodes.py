@@ -1,6 +1,4 @@
-"""Names that plans write at an address: the autograd node whose recipe recomputes the saved tensor, or a name from
-below.
-"""
+"""Names that plans write for an address: the node whose recipe recomputes the saved tensor, or a name defined below."""
 
 from __future__ import annotations
 

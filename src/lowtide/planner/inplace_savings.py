@@ -17,7 +17,9 @@ def without_in_place(profile: Profile) -> Profile:
 
 
 def prefix_lengths(profile: Profile) -> Iterator[int]:
-    """Yield the prefix lengths of `profile.in_place` that a plan may use: all free entries, then one more each time."""
+    """Yield the numbers of leading entries of `profile.in_place` that a plan may use: all that cost no time, then one
+    more each.
+    """
     free = next((n for n, each in enumerate(profile.in_place) if each.extra_ms), len(profile.in_place))
     yield from range(free, len(profile.in_place) + 1)
 

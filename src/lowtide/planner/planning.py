@@ -135,8 +135,8 @@ def plan(
 
 
 def unplanned_step(profile: Profile) -> Prediction:
-    """Return peak and time of the unplanned step. For compiled code, which saves other slots without a plan, the peak
-    is measured.
+    """Return peak and time of the unplanned step. The peak of compiled code is measured: without a plan it saves other
+    slots.
     """
     plain = simulator_of(profile).predict(Decisions())
     if not profile.graphs:
@@ -245,7 +245,7 @@ def _decided_fields(profile: Profile, decisions: Decisions) -> dict[str, Any]:
 
 
 def _find_ambiguous_addresses(profile: Profile) -> set[str]:
-    """Return the addresses at which different calls of the model save, or are given, the outputs of different nodes.
+    """Return the addresses whose tensors are outputs of different nodes in different calls of the model.
 
     Addresses at which some call saves a tensor without a recipe are included.
     """

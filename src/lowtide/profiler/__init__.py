@@ -96,8 +96,8 @@ def rehearse(
 ) -> Profile:
     """Return the profile of `step(batch)`, run five times; `lowtide.rehearse` documents the effects on the model.
 
-    With `inside_blocks`, plans decide what blocks that inductor compiles save, and leave other modules alone. Without
-    it such blocks can only be replayed as a whole.
+    With `inside_blocks`, plans decide which tensors are saved inside blocks that inductor compiles, and leave other
+    modules alone. Without it, such blocks can only be replayed as a whole.
     """
     check(model, step, batch, optimizer)
     check_not_scripted(model)
@@ -180,7 +180,7 @@ def rehearse(
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """An audited and traced step."""
+    """One attempt at a rehearsal: the step, audited and then traced."""
 
     audit: Audit
     frugal: bool

@@ -182,7 +182,7 @@ class _Records:
         return (*storages, *(self._state(self._values[i]) for i in self._states))
 
     def _state(self, draft: ValueDraft) -> Storage:
-        """Return the storage of state that is held from the beginning of its call, if the value or call that needs it
+        """Return the storage of state that is held, from the start of its call, only if a value or call that needs it
         runs again.
         """
         assert draft.state_of is not None
@@ -279,7 +279,7 @@ class _Records:
 
 
 def _one_storage_a_value(index: TraceIndex, slots: list[SlotDraft]) -> None:
-    """Map each slot that saves a copy of a recomputed value to the block of the value's first slot.
+    """Map each slot whose tensor is a copy of a recomputed value to the block of that value's first slot.
 
     Graphs that backward creates save such copies. Under a plan that keeps the value, these slots save the kept memory.
     """
@@ -323,7 +323,7 @@ def _upstream_first(values: list[ValueDraft], slots: list[SlotDraft], calls: lis
 
 
 def _even_out(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int, str]) -> None:
-    """Set the time of equal work to the least one measured for it, so that plans do not follow the noise of one run."""
+    """Give equal work one time, the least that was measured, so that plans do not follow the noise of single runs."""
     alike: dict[object, list[ValueDraft | CallDraft]] = {}
     for value in values:
         if value.recipe is not None:

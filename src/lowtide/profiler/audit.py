@@ -64,7 +64,7 @@ RAISED = "it raised an exception"
 
 
 class Audit(RecomputeAudit, Observer):
-    """An engine that keeps every tensor, tries every recompute and replay, and is the probe that measures them."""
+    """An engine that keeps every tensor, and tries and measures every recompute and replay."""
 
     def __init__(
         self,
@@ -320,7 +320,9 @@ class Audit(RecomputeAudit, Observer):
         return refused
 
     def _why_refused(self, module: nn.Module) -> str | None:
-        """Return the reason not to replay a module that is, or contains, a module of a refused class, or None."""
+        """Return the reason not to replay a module that belongs to a refused class, or contains such a module; else
+        None.
+        """
         kinds = map(type, module.modules()) if self.refused else ()
         return next((self.refused[kind] for kind in kinds if kind in self.refused), None)
 
@@ -395,7 +397,9 @@ class Audit(RecomputeAudit, Observer):
             self._passed_through.append(value)
 
     def values_to_free(self, call: CallDraft, module: nn.Module, returned: Any) -> dict[Value, int]:
-        """Return the values that only a block's call has saved, each with its first place among its saved tensors."""
+        """Return the values that only this block's call has saved, each with its first ordinal among the call's saved
+        tensors.
+        """
         self.free_results()
         for result in tensors_in_call((returned,), {}):
             if result.requires_grad:  # before its operands are freed, which its recompute may need
@@ -416,7 +420,7 @@ class Audit(RecomputeAudit, Observer):
         return freed
 
     def hold_again(self, frame: ReplayFrame, freed: dict[Value, int]) -> None:
-        """Keep, after all, the values that a trial of `frame` has freed, because the call can't be replayed."""
+        """Keep the values that a trial of `frame` has freed, because the call can't be replayed after all."""
         values = {place: value for value, place in freed.items() if value.maker is frame}
         frame.values = {place: weakref.ref(value) for place, value in values.items()}
         if values:

@@ -94,7 +94,7 @@ class AuditInPlace(InPlace):
 
 
 def _ms(calls: list[float]) -> float:
-    """Return the total ms of calls that do the same work; each counts as long as the fastest one."""
+    """Return the total ms of calls that do equal work, each counted at the time of the fastest one."""
     return len(calls) * min(calls)
 
 

@@ -120,7 +120,7 @@ class RecomputeAudit(Engine):
         self._meter.forget()
 
     def copied(self, tensor: Tensor, who: str) -> None:
-        """Report nothing: no plan will read the tensor again."""
+        """Do nothing: no plan will read the tensor again."""
 
     def pack_saved_tensor(self, now: ForwardPass, tensor: Tensor) -> Handle:
         scope = now.scope
@@ -243,7 +243,9 @@ class RecomputeAudit(Engine):
         self.try_implementations(index, node, output, base)
 
     def try_implementations(self, index: int, node: Node, output: int, base: Tensor) -> None:
-        """Run the other implementations of a recipe that is exact for this value, and record those that are, too."""
+        """Run the other implementations of a recipe that is exact for this value, and record those that are exact as
+        well.
+        """
         draft, kind = self.values[index], node.name()
         others = IMPLEMENTATIONS.get(kind)
         # recipes with captured operands have one implementation
@@ -331,7 +333,9 @@ class RecomputeAudit(Engine):
             self.enough[n] = Enough(draft, None, is_passable, is_on_edge)
 
     def is_passable(self, value: Value, node: Node | None, output: int) -> bool:
-        """Return True if recomputes that need a value, an output of `node`, can recompute it as an intermediate."""
+        """Return True if a recompute may compute this output of `node` on the way, as an intermediate that is not kept
+        afterwards.
+        """
         draft = self.values[self._index[value]]
         if node is None or draft.recipe is None or NOTED in draft.node:  # captured only where the value is saved
             return False
@@ -427,8 +431,8 @@ class RecomputeAudit(Engine):
         return sites
 
     def only_given(self, index: int) -> bool:
-        """Return True if no slot has saved the value so far, or a value that it is computed from: it is only an
-        argument of a call.
+        """Return True if the value, or one that it is computed from, is held only as a call's argument: no slot has
+        saved it so far.
         """
         draft = self.values[index]
         if index in self._saved or draft.noted is not None:
@@ -456,7 +460,7 @@ class RecomputeAudit(Engine):
         return tuple(dict.fromkeys(operands))
 
     def over(self, maker: Recompute) -> int | None:
-        """Return the index of the operand that the recompute has overwritten with its result, or None."""
+        """Return the index of the operand that the recompute overwrites with its result, or None."""
         return None if maker.over is None else self._index[maker.over]
 
 

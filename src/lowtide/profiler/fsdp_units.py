@@ -109,7 +109,7 @@ class _Counted:
 
 
 class FsdpScopes:
-    """Record of the calls of units, and of the call inside which each value was made."""
+    """Record of each unit's calls, and of the call that made each value."""
 
     def __init__(self) -> None:
         self.allocated_at: dict[int, int] = {}
@@ -161,7 +161,7 @@ def settle(
 
 
 def _upstream(index: int, values: Sequence[ValueDraft], home: Collection[int], held: Collection[int]) -> set[int]:
-    """Return the values of units that a recompute of value `index` may compute: that value, and operands that are not
+    """Return the units' values that a recompute of value `index` may compute: that value, and its operands that are not
     held.
     """
     reached: set[int] = set()

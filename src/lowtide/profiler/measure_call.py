@@ -84,8 +84,8 @@ class Meter:
         self._watch.start()
 
     def made(self, maker: Recompute, result: Tensor) -> None:
-        """Record a run. Of several runs of a recompute the least time and the most FLOPs count, because some runs count
-        no FLOPs.
+        """Record a run. A recompute that runs several times counts with its least time and its most FLOPs: some runs
+        count none.
         """
         host_ms, cost_ms = self._watch.stop()
         flops = self._flops.total - self._flops_before

@@ -256,7 +256,7 @@ class _Unusable(Exception):
 
 
 class _Audited:
-    """An audited step."""
+    """The audit of one training step, and what later steps need of it."""
 
     def __init__(self, fingerprint: Fingerprint, audit: Audit, recorder: Recorder) -> None:
         """Settle the audit of a step. Raises _Unusable and RehearsalError."""
@@ -271,7 +271,9 @@ class _Audited:
         self.fingerprint, self.audit = fingerprint, audit
 
     def extent(self) -> tuple[int, int]:
-        """Return the step's size, inputs first: a first call that saves more because it creates state is no larger."""
+        """Return a key that orders steps by size: inputs count before saved bytes, which a first call raises by
+        creating state.
+        """
         return _n_elements(self.audit.inputs), self.saved_bytes()
 
     def saved_bytes(self) -> int:
@@ -347,7 +349,7 @@ def _saved_bytes(values: list[ValueDraft], slots: list[SlotDraft]) -> int:
 
 
 def _form(fingerprint: Fingerprint) -> str:
-    """Return the batch in words, without its sizes: `[_, _] int64`."""
+    """Describe the batch without its sizes: `[_, _] int64`."""
     return re.sub(r"\[.*?\]", lambda shape: re.sub(r"\d+", "_", shape[0]), fingerprint.batch)
 
 

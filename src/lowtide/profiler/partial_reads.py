@@ -59,7 +59,7 @@ def _add(values: list[ValueDraft], enough: Enough) -> int:
 
 
 def _refuse(values: list[ValueDraft], lost: list[int], held: Collection[int]) -> None:
-    """Refuse recomputes that need a value in `lost`: values that are neither held nor recomputable as intermediates."""
+    """Refuse recomputes that need a value in `lost`, which is neither held nor recomputable as an intermediate."""
     for index in lost:  # grows while it runs
         for place, draft in enumerate(values):
             if index in draft.operands and draft.recipe is not None:

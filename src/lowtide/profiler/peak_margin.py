@@ -92,8 +92,6 @@ def recorded_peak(
 
 
 def peak_of(static: Static, addresses: frozenset[int], recorder: Recorder, budget_for: BudgetFor) -> int:
-    """Return the peak of a recorded step in the bytes that `budget_for` bounds, including `static` and other memory
-    from before it.
-    """
+    """Return a recorded step's peak in the bytes that `budget_for` names, with memory from before the step."""
     peak_bytes = with_others(static, addresses, recorder).total + Timeline(recorder.stream).peak_bytes
     return peak_bytes + (reserved_excess_bytes(recorder) if budget_for == "reserved" else 0)

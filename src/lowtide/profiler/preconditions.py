@@ -155,7 +155,7 @@ def check_not_scripted(model: torch.nn.Module) -> None:
 
 
 def is_planned_by_its_compiler(model: torch.nn.Module, step: Any) -> bool:
-    """Return True if torch.compile compiles the whole model: only the compiler can carry out a plan then."""
+    """Return True if torch.compile compiles the whole model, so that only the compiler can carry out a plan."""
     return is_compiled(model) or _compiles_around(model, step)
 
 
@@ -172,7 +172,7 @@ def _compiles_around(model: torch.nn.Module, step: Any) -> bool:
 
 
 def _compiled_around(model: torch.nn.Module, step: Any) -> Iterator[Any]:
-    """Yield the compiled functions that `step` calls, or is, and that call `model`."""
+    """Yield the compiled functions, `step` itself or functions that it calls, that call `model`."""
     functions = {id(value): value for function in user_functions(step) for _, _, value in variables(function)}
     for thing in (step, *functions.values()):
         if is_compiled_function(thing) and any(value is model for value in _named_by(thing)):
@@ -215,7 +215,7 @@ def _is_all_of(part: torch.nn.Module, model: torch.nn.Module) -> bool:
 
 
 def check_saved(model: torch.nn.Module, audit: Audit) -> None:
-    """Refuse a step in which every tensor is saved where no plan can decide about it. Raises RehearsalError."""
+    """Refuse a step that saves tensors only where no plan can decide about them. Raises RehearsalError."""
     if not audit.slots and audit.bypassed is not None:
         raise RehearsalError(f"{type(model).__name__} was called {audit.bypassed}")
 

@@ -34,12 +34,12 @@ class FreedValues:
         self._values.add(value)
 
     def give_back(self, value: Value, tensor: Tensor) -> None:
-        """Keep a value after all, because it is saved or is an argument of a call."""
+        """Keep a value that was to be freed, because it is saved elsewhere or is an argument of a call."""
         self._values.discard(value)
         value.keep(tensor.detach())
 
     def free(self) -> None:
-        """Free, in forward, values that were recomputed for a trial."""
+        """Free again, in forward, the freed values that a trial has recomputed."""
         for value in self._values:
             value.tensor = None
 
@@ -62,7 +62,7 @@ class FreedValues:
         )
 
     def has_room_for(self, value: Value, maker: Recompute) -> bool:
-        """Return True if recomputing a value where backward reads it needs no more than the plain step has held.
+        """Return True if a recompute in backward fits into the memory that the plain step's saved tensors take.
 
         The gradient that is about to be computed is as large as the value; the operands come on top.
         """

@@ -24,7 +24,7 @@ def is_container(module: nn.Module) -> bool:
 
 
 def repeated_blocks(model: nn.Module) -> frozenset[nn.Module]:
-    """Return the outermost modules in a list with another of their class, such as a transformer's layers."""
+    """Return the outermost modules that are in a list with others of their class: a transformer's layers."""
     blocks: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:

@@ -166,7 +166,7 @@ class DeviceClock:
 
 @contextmanager
 def boundaries(model: nn.Module, reach: Callable[[Boundary], None]) -> Iterator[None]:
-    """Call `reach` inside this `with` block whenever a module is called, and when backward reaches its result."""
+    """Call `reach` whenever a module is called, and when backward reaches its result, inside this `with` block."""
     numbers: Counter[str] = Counter()
     results: list[Any] = []
 

@@ -65,7 +65,9 @@ Mark = Callable[[str, object], None]
 
 
 class MaxSavingEngine(Engine):
-    """An engine that frees every tensor that an audit found recomputable, which the trace may still refute."""
+    """An engine that frees every tensor that an audit found recomputable; the trace shows which of them are not, after
+    all.
+    """
 
     is_measured = True
     captures_all = True
@@ -86,7 +88,7 @@ class MaxSavingEngine(Engine):
         self.builder.implementations = audit.implementations
 
     def say(self, what: str) -> None:
-        """Report nothing: the profile names tensors that are freed too early, and the audit has reported all else."""
+        """Do nothing: the profile names tensors that are freed too early, and the audit has reported all else."""
 
 
 class Trace(Observer):

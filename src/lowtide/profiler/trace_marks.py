@@ -35,8 +35,8 @@ class Packed(NamedTuple):
 
 
 class Unreferenced(NamedTuple):
-    """Memory that only the trace still holds: its address, and the number of marks since outside references to it were
-    last found.
+    """Memory that only the trace still holds: its address, and the number of marks since other references were last
+    seen.
     """
 
     blocks: tuple[tuple[int, int], ...]
@@ -64,7 +64,7 @@ class ReadInBackward(NamedTuple):
 
 
 class GivenAway(NamedTuple):
-    """Tensor handed to a graph made by backward, or to compiled code, which may hold its memory."""
+    """Tensor that a graph made by backward, or compiled code, was given and may hold from then on."""
 
     slot: int
     backward: int

@@ -83,7 +83,7 @@ class Update:
         return replace(profile, static=static, base_bytes=tuple(base), in_place=tuple(in_place))
 
     def notes(self) -> tuple[str, ...]:
-        """Return notes on future updates: those that are counted, and those that are not."""
+        """Return notes on updates that follow the step: those that are counted, and those that are not."""
         if not self.names:
             return _not_tried(self.untried)
         made = (
@@ -93,8 +93,8 @@ class Update:
 
 
 class Updates:
-    """Optimizers of a model in rehearsed steps: those that a step does not call update the model after it. Used inside
-    a `StepSnapshot`, which undoes the updates.
+    """Optimizers of a model in rehearsed steps. Those that the step itself does not call update the model after the
+    step. Used inside a `StepSnapshot`, which undoes the updates.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Updates:
         return self._unchanged.run(batch)
 
     def follow(self) -> None:
-        """Update the model by each optimizer that has not stepped in the last step."""
+        """Step each optimizer that the last step has not called."""
         for optimizer in [o for o in self.following if id(o) not in self._stepped and self._can_update(o)]:
             self._followed.append(optimizer)
             try:

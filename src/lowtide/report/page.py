@@ -247,9 +247,7 @@ def memory(
 
 
 def _heading(words: str) -> str:
-    """Capitalize a name such as `before`, without what follows a colon; return other words, such as a file's name,
-    unchanged.
-    """
+    """Return a heading: a name such as `before` capitalized, without what follows a colon; a file's name as it is."""
     name, colon, _ = words.partition(":")
     return name.capitalize() if colon else words
 

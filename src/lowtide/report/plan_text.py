@@ -70,7 +70,7 @@ _IN_ITSELF = {
 
 
 def _counted(addresses: Iterable[str], in_itself: str) -> Iterator[str]:
-    """Yield module paths instead of addresses, with the number of tensors if above 1. `@` marks a call argument."""
+    """Yield the module path of each address, with the number of tensors if above 1. `@` marks a call argument."""
     modules = Counter(address.partition("#")[0] or in_itself for address in addresses if "@" not in address)
     yield from (module if n == 1 else f"{module} ({n})" for module, n in modules.items())
     if n := sum("@" in address for address in addresses):

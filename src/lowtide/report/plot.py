@@ -208,7 +208,9 @@ def _names(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point
     )
 
     def lines_to_names(way: dict[str, Any]) -> tuple[int, float]:
-        """Return the number of labels without a place, and the total length of the others' leader lines in pixels."""
+        """Return two penalties of the label positions: labels without a place, and the total length of leader lines in
+        pixels.
+        """
         _, _, texts, leaders = allocate(axes, **settings, **way, draw_all=False)
         lines = [_pixels(axes, leader) for leader in leaders if isinstance(leader, Line2D)]
         for artist in (*texts, *leaders):

@@ -344,7 +344,7 @@ def _largest(
 
 
 def _tensors_of(profile: Profile, sweep: Sweep) -> tuple[list[tuple[str, str]], Ints, Ints, Ints]:
-    """Return names and categories, first and last positions, and bytes: of storages, then of recomputed tensors."""
+    """Return names, categories, first and last positions and bytes of all storages, then of all recomputed tensors."""
     labels: dict[int, str] = {}
     for slot in profile.slots:
         labels.setdefault(slot.value, in_words(slot.label))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def added_to_scores(node: Node, name: str) -> tuple[CaptureSite, Value] | None:
-    """Return the mask that attention adds, if `node` is that addition and `name` its mask operand; else None."""
+    """Return the additive mask of attention if `node` adds it and `name` is its mask operand; else None."""
     attention = here.attention
     if attention is None or (node.name(), name) != ("AddBackward0", "other"):
         return None

@@ -119,7 +119,7 @@ def fill(bits: Tensor, mask: Tensor) -> int:
 
 
 def _read(tensor: Tensor) -> NDArray[Any]:
-    """Return the memory of a CPU tensor, for reading.
+    """Return a CPU tensor's memory as a NumPy array, for reading only.
 
     `Tensor.numpy` would not do: a tensor that it was called on, here one of the model's, can't be resized any more
     (torch 2.13), and a recording takes its memory for a foreign allocation.

@@ -132,7 +132,7 @@ def tensors_in_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tenso
 
 
 class _Given:
-    """Inputs of the parts: the tensors, and the objects rebuilt so far."""
+    """Inputs from which the arguments of a call are rebuilt: its tensors, and the objects rebuilt so far."""
 
     __slots__ = ("made", "tensors")
 
@@ -309,7 +309,7 @@ _HEAP_TYPE = 1 << 9
 
 
 def _items(thing: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """Return the C class that allocates objects like `thing`, and the items of a list or dict, by index or key."""
+    """Return the built-in class under `thing`, and the items of a list or dict, by index or key."""
     base = next(kind for kind in type(thing).__mro__ if not kind.__flags__ & _HEAP_TYPE)
     if base is list:
         return base, list(enumerate(list.__iter__(thing)))

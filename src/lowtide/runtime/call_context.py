@@ -204,7 +204,9 @@ class CallContext:
 
     @property
     def written_late(self) -> str | None:
-        """Return the name of a buffer that this call wrote to and the first one did not, so that it was not copied."""
+        """Return the name of a buffer that this call wrote to, and that was not copied because the first call left it
+        alone.
+        """
         if not self.summed:
             return None
         for place, before, now in zip(self.summed, self.sums, self._sums(), strict=True):
@@ -248,7 +250,7 @@ class CallContext:
         return [n for n, (_, _, tensor) in enumerate(self.held) if not isinstance(tensor, torch.nn.Parameter)]
 
     def storages(self) -> Iterator[int]:
-        """Yield the memory of the tensors that are read again, those included that `learn` may add."""
+        """Yield the memory of the tensors that a replay reads again, including those that `learn` may add."""
         yield from (storage_id(tensor) for _, _, tensor in self.held)
         yield from (storage_id(buffer) for buffer, _, _ in self.buffers.values())
         yield from map(storage_id, self.attributes.held())
@@ -369,7 +371,7 @@ class CallContext:
             module._buffers[name] = copies.setdefault(id(buffer), content.clone())
 
     def restore_modes(self, undo: list[Callable[[], object]]) -> None:
-        """Restore autocast and attention's kernels; functions that bring back the present ones are added to `undo`."""
+        """Restore autocast and attention's kernels; add functions that bring back the present settings to `undo`."""
         kernels, cache, *autocast = self.modes
         for (enabled, switch), then in zip(ATTENTION_KERNELS, kernels, strict=True):
             if enabled() != then:
@@ -404,7 +406,9 @@ class CallContext:
         return Overwritten(tensor, version, kind.__name__, kind)
 
     def restore_rng_states(self, undo: list[Callable[[], object]]) -> None:
-        """Set all random number generators back to the start of the call, as `restore_modes` does for modes."""
+        """Set all random number generators to their states at the start of the call; add functions that bring back the
+        present states to `undo`.
+        """
         own = torch.default_generator  # torch.set_rng_state without calls of Python functions
         undo.append(partial(own.set_state, own.get_state()))
         own.set_state(self.rng)
@@ -505,7 +509,7 @@ def _sum_of(tensor: Tensor) -> int | None:
 
 
 def _equal(buffer: Tensor, content: Tensor) -> bool:
-    """Return True if a buffer is unchanged, even without a new version: native batch norm and `.data` write so."""
+    """Return True if a buffer is unchanged: native batch norm and `.data` write without a new version."""
     if is_fake(buffer) or not is_plain(buffer):
         return True
     return torch.equal(buffer, content)

@@ -66,7 +66,9 @@ class CallInterceptor:
         return f"{self.path} ({type(self.module).__name__})" if self.path else type(self.module).__name__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return None for copies and pickles of modules whose class copies all attributes, as without a plan."""
+        """Return None, so that copies and pickles of a module have no interceptor, even if its class copies all
+        attributes.
+        """
         return type(None), ()
 
     def install(self) -> None:

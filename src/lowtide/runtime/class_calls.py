@@ -1,4 +1,4 @@
-"""Module classes whose `__call__` bypasses torch's, such as gpytorch's: a plan hooks into their own.
+"""Module classes that define their own `__call__` and bypass torch's, such as gpytorch's: plans intercept that one.
 
 `nn.Module.__call__` uses the attribute CALL to run the module, which is where interceptors are installed. A class may
 have a `__call__` that runs `self.forward` itself. While a plan is in force, a replacement for it uses the same
@@ -21,7 +21,7 @@ _ONWARD = {"__call__", "_call_impl", "_wrapped_call_impl"}
 
 
 def class_of_call(module: nn.Module) -> type | None:
-    """Return the class whose `__call__` runs `module` instead of torch's; None if torch's does."""
+    """Return the class that defines `module`'s own `__call__`; None if torch's runs it."""
     for base in type(module).__mro__:
         if _is_torchs(base):
             return None
@@ -31,7 +31,7 @@ def class_of_call(module: nn.Module) -> type | None:
 
 
 def classes_of_calls() -> set[type]:
-    """Return the module classes that exist so far whose `__call__` runs them instead of torch's."""
+    """Return the module classes, among those defined so far, that define their own `__call__`."""
     classes: set[type] = set()
     pending: list[type] = [nn.Module]
     while pending:

@@ -513,9 +513,7 @@ class Engine:
         self._own_calls = intercept_calls(self.model.modules())
 
     def wrote_in_place(self, node: str, n_bytes: int) -> None:
-        """Tell the observer that a gradient is about to be written over the one that arrived at a node of the kind
-        `node`.
-        """
+        """Tell the observer that a gradient will be written over the one that arrived at a node of kind `node`."""
         if (probe := values.observer_of(self)) is not None:
             probe.writing_over(node, n_bytes)
 

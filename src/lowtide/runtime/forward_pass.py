@@ -337,9 +337,7 @@ paused = _Paused()
 
 @contextlib.contextmanager
 def pausing(pack: Callable[[Tensor], Any] | None) -> Iterator[None]:
-    """Make plans on other models that are called in this block use `pack`, the outer plan's hook; None without an outer
-    plan.
-    """
+    """In this block, let plans on other models pack with `pack`, the hook of the outer plan, if there is one."""
     before, paused.pack = paused.pack, pack
     try:
         yield

@@ -190,7 +190,7 @@ UNSEEN = 3
 
 
 def watch_bypass(engine: Engine, say: Callable[[str], None]) -> RemovableHandle:
-    """Warn once if the model is trained and its calls bypass the plan's interceptors, or some of them do."""
+    """Warn once if calls of the trained model, all or some of them, bypass the plan's interceptors."""
     reference = weakref.ref(engine)
     looks = LOOKS
     known: dict[int, int] = {}

@@ -63,7 +63,7 @@ DEVICES: Final = frozenset({"cpu", "cuda"})
 
 
 class InPlace(Removable):
-    """Permission to write gradients over the gradients they are computed from, while it is in force.
+    """Permission, while in force, to write gradients over the gradients that they are computed from.
 
     It is in force until `remove`, or until it is garbage collected.
     """
@@ -265,7 +265,7 @@ def wanting(node: str, n_bytes: int) -> InPlace | None:
 
 
 def wanted_from(operator: Any, args: Sequence[Any]) -> bool:
-    """Return True if the autograd node that runs calls `operator`, and a permission covers its gradient."""
+    """Return True if the running autograd node calls `operator`, and a permission covers its gradient."""
     node = running_node_name()
     if node not in OPERATORS or operator.name().partition(".")[0] != f"aten::{OPERATORS[node].name}":
         return False
@@ -292,7 +292,7 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 
 def _ruling(name: str, args: tuple[Any, ...]) -> tuple[InPlace, Operator] | None:
-    """Return the permission, and the operator, if the first argument is to be written over and that is possible."""
+    """Return the permission and the operator if the first argument may and can be written over."""
     if not _IN_FORCE:
         return None
     node = running_node_name()
@@ -391,8 +391,8 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
 
 
 def _tried(operator: Operator, device: str, *, shared: bool) -> tuple[int, ...] | None:
-    """Return the reference counts of the gradient when the node calls the operator, with another holder if `shared`;
-    None if the operator was not called.
+    """Return the gradient's reference counts when the node calls the operator; with `shared`, another holder exists.
+    None if it is not called.
     """
     global _trial
     # float64 on a CPU, because the kernels that oneDNN compiles for float32 would stay in memory

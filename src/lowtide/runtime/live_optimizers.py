@@ -29,8 +29,8 @@ def listed(optimizers: Optimizers) -> list[Optimizer]:
 
 
 def optimizers_of(model: nn.Module, named: Optimizers = None) -> list[Optimizer]:
-    """Return the live optimizers with parameters of `model`, and `named`. Of a wrapper and its inner optimizer only the
-    one with the state is returned.
+    """Return the live optimizers with parameters of `model`, and those in `named`. If one wraps another, only the one
+    with the state counts.
     """
     known = listed(named)
     optimizers = _live_optimizers_of(model, known)
@@ -42,7 +42,7 @@ def optimizers_of(model: nn.Module, named: Optimizers = None) -> list[Optimizer]
 
 
 def _live_optimizers_of(model: nn.Module, known: Iterable[Optimizer]) -> list[Optimizer]:
-    """Return `optimizers_of`, with unused optimizers that only a collection would free."""
+    """Return the same optimizers, including unreachable ones that Python has not collected yet."""
     optimizers: dict[int, Optimizer] = {}
     for optimizer in [*known, *live_objects(Optimizer)]:
         if is_of(model, optimizer) and (id(optimizer.state) not in optimizers or "state" in vars(optimizer)):

@@ -103,7 +103,7 @@ class Attributes:
 
     @property
     def plain(self) -> list[Any]:
-        """Return the captured attributes without tensors; those of a shared capture are held by it."""
+        """Return the captured attributes that hold no tensors; with a shared capture, its attributes."""
         return [value for _, _, value, _ in self._plain]
 
     @property

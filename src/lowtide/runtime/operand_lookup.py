@@ -126,7 +126,9 @@ class OperandLookup:
         return content
 
     def autograd_s(self, name: str) -> Any:
-        """Return a tensor that no hook saw, as backward will read it. Raises CannotRecompute if it has been changed."""
+        """Return a saved tensor that passed no hook, in the form that backward will read. Raises CannotRecompute if it
+        has been changed.
+        """
         try:
             return getattr(self.node, SAVED + name)
         except RuntimeError as error:
@@ -176,7 +178,7 @@ _AUTOGRAD_S: Final = object()
 
 
 def ours(slot: Any) -> Any:
-    """Return the content of a node's slot; None for a partial value, which only the node itself can use.
+    """Return a slot's content; None for a partial value, which only its own node can use.
 
     Raises CannotRecompute if other hooks packed it, which would look like an empty slot.
     """

@@ -121,7 +121,7 @@ def actions_for(
 
 
 def with_like_blocks(model: nn.Module, table: Mapping[str, dict[int, Actions]]) -> dict[str, dict[int, Actions]]:
-    """Return `table` with decisions for blocks that have none: those of a block of their class in the same list.
+    """Return `table`, in which blocks without decisions get those of a block of their class in the same list.
 
     Used for plans of steps that skip blocks at random, because a rehearsal may not have run every block.
     """

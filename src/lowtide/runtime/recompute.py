@@ -131,8 +131,8 @@ class Recompute(RecomputeFields):
         return result
 
     def spare(self, tensors: list[Tensor | None]) -> dict[str, Tensor]:
-        """Return the argument `out` for the recipe: an operand that was recomputed only for this result, if one is
-        suitable; else no argument.
+        """Return `out=` for the recipe if an operand that was recomputed only for this result is suitable; else no
+        argument.
 
         That halves the memory traffic through a processor's caches, and saves one tensor.
         """
@@ -167,7 +167,9 @@ def in_order(
 
 
 def can_hold_result(tensor: Tensor, operands: list[Tensor | None]) -> bool:
-    """Return True if an elementwise op's result of `operands` fits into `tensor`, one of them with no other owner."""
+    """Return True if an elementwise result of `operands` can be written into `tensor`, an operand that nothing else
+    owns.
+    """
     for other in operands:
         if not (other is None or other is tensor or goes_into(other, tensor)):
             return False
@@ -206,9 +208,7 @@ def certain(value: Value) -> bool:
 
 
 def plain() -> contextlib.AbstractContextManager[Any]:
-    """Turn gradients and autocast off inside this `with` block, because recorded nodes are of operators as autocast
-    called them.
-    """
+    """Turn gradients and autocast off inside this `with` block: recorded operators already include autocast's casts."""
     if not torch.is_grad_enabled() and not any_autocast():
         return _NOTHING
     stack = contextlib.ExitStack()

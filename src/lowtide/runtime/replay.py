@@ -140,20 +140,19 @@ class ReplayFrame:
 
     @property
     def is_awaited(self) -> bool:
-        """Return True if the call may have to be run again: not once a replay has brought all values back."""
+        """Return True until a replay has brought back all values of the call."""
         values = [reference() for reference in self.values.values()]
         return not values or any(value is not None and value.tensor is None for value in values)
 
     def is_held_outside(self) -> bool:
-        """Return True if an object outside its runs refers to their tensors, recorded since `held` was set."""
+        """Return True if an object other than the call's own runs refers to tensors recorded since `held` was set."""
         held = self.held or []
         if any(reference() is not None for reference in held):
             gc.collect()  # garbage of the runs may need a collection
         return any(reference() is not None for reference in held)
 
     def left(self, tensor: Tensor) -> Handle | None:
-        """Return a handle on the result of an operator that the call is about to save, which is left to this replay, or
-        is kept.
+        """Return a handle on an operator's result that the call is about to save: left to this replay, or kept.
 
         That is the common case. None for views, leaves and all else that `Engine.hold` looks into.
         """
@@ -185,7 +184,7 @@ class ReplayFrame:
         return value
 
     def adopt(self, value: Value, tensor: Tensor, base: Tensor, *, passing: bool) -> None:
-        """Bring back a value that was left to the replay of an inner call, and is now saved outside that call.
+        """Take over a value from an inner call's replay, because the value is now saved outside that call.
 
         With `passing` the value was only an intermediate of other recomputes so far.
         """
@@ -277,7 +276,9 @@ class ReplayFrame:
         return wanted - rerun.handed_over
 
     def forward_again(self, operands: tuple[Handle, ...] | None = None) -> Any:
-        """Return the result of a second run, with arguments through `operands`, or through the frame's own handles."""
+        """Return the result of a second run, whose arguments come from `operands`, or else from the frame's own
+        handles.
+        """
         operands = self.operands if operands is None else operands
         try:
             return self._run(_AdvanceRun(self), operands)

@@ -141,7 +141,7 @@ class Handle(HandleFields):
     value: Value
 
     def get_compared(self) -> Tensor:
-        """Return the tensor as `get`, but trust an exposed value, whose contents were compared just before."""
+        """Return the tensor as `get` does, without a second comparison of contents that were compared just before."""
         tensor, view = self.value.tensor, self.view
         if self.value.version != EXPOSED or tensor is None:
             return self.get()
@@ -154,7 +154,7 @@ class Handle(HandleFields):
         value.readers += 1
 
     def wait(self) -> None:
-        """Mark the handle as unread, even if the recompute that it is an operand of has run before in the same pass."""
+        """Mark the handle as unread again, even if the recompute that reads it has run earlier in the same pass."""
         if self.last_backward != NEVER:
             if self.last_backward == self.value.last_backward:
                 self.value.reads -= 1
@@ -278,9 +278,7 @@ class Observer:
         """Observe the outputs of a recipe or a replay."""
 
     def writing_over(self, node: str, n_bytes: int) -> None:
-        """Observe that a gradient is about to be written over one of `n_bytes` that arrived at a node of the kind
-        `node`.
-        """
+        """Observe that a gradient will be written over one of `n_bytes` that arrived at a node of kind `node`."""
 
 
 probe: Observer | None = None

@@ -1,4 +1,4 @@
-"""Indices stored in as few bytes as they need.
+"""Indices of pooling and similar operators, stored in as few bytes as they need.
 
 Max pooling saves the place of each maximum in its input's plane, in eight bytes. The places at one point of the output
 all lie in one window: beside the lowest of them over the whole batch, which is stored once, one byte holds the rest for

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) -> tuple[Static, frozenset[int]]:
-    """Return the bytes on the model's device that belong to the step before it begins, and all storage addresses.
+    """Return the bytes on the model's device that belong to the step when it begins, and all addresses of their
+    storages.
 
     Each storage counts once. A batch that the step itself moves there, and Adam's step counters, are in host memory.
     Everything else that the optimizers update counts like the model. Gradients include DistributedDataParallel's

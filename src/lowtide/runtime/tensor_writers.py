@@ -1,5 +1,4 @@
-"""Code that writes between forward and backward to tensors that recomputes and replays read again, and whose versions
-autograd does not check.
+"""Writes, between forward and backward, to tensors that recomputes and replays read again, unnoticed by autograd.
 
 Autograd checks the version of each tensor that it has saved. A recompute also reads others, such as a bias, rows of an
 embedding, or an added mask; and a replay reads every parameter of its call. A plain step tolerates a write to one of
@@ -109,7 +108,7 @@ class ReliedOn:
         self._stop: Callable[[], object] = lambda: None
 
     def of(self, value: Value, tensor: Tensor) -> Value:
-        """Return `value`, registered as holding `tensor` for a recompute."""
+        """Return `value`, after registering that it holds `tensor` for a recompute."""
         value.original = weakref.ref(tensor)
         if self.takes_values:
             if len(self._values) >= self._most:
@@ -123,7 +122,7 @@ class ReliedOn:
         return value
 
     def rely_on(self, values: Iterable[Value]) -> None:
-        """Have these values' tensors copied before they are written to, although other recomputes run only on trial."""
+        """Have these values' tensors copied before a write, although other recomputes run only on trial."""
         references = [weakref.ref(value) for value in values if value.original is not None]
         self._values += references
         self._unlooked += references
@@ -174,7 +173,7 @@ class ReliedOn:
         return self.of(value_without_grad_fn(leaf), leaf)
 
     def of_slot(self, saved: Handle | Tensor) -> Handle:
-        """Return a handle for a recompute on a tensor that a node has saved, as it is now.
+        """Return a new handle on a saved tensor, with its present content, as a recompute's operand.
 
         The handle has a value of its own if no node made the tensor, because backward reads such a tensor as it is
         then.
@@ -272,7 +271,7 @@ class ReliedOn:
                 frame.call_context.expose(is_exposed)
 
     def give_up(self, storage: int) -> None:
-        """Run no call again, from now on, that reads this memory, which was written to before backward."""
+        """From now on replay no call that reads this memory, because it was written to before backward."""
         for frame in [frame for reference in self._frames if (frame := reference()) is not None]:
             if any(storage_id(tensor) == storage for tensor, _ in frame.read(given=True)):
                 frame.interceptor.reach.is_overwritten = True

@@ -34,7 +34,7 @@ class AlternatingModels:
         self._updated.update({id(module): module for module in models})
 
     def model_updated(self) -> list[nn.Module]:
-        """Return the other models that were updated since the model was updated last."""
+        """Return the other models that were updated since this model's last update."""
         return list(self._updated.values())
 
     def begin(self) -> None:

@@ -101,7 +101,7 @@ class Applying(PlanMonitor):
             self._finish()
 
     def gives_up(self, model: nn.Module) -> None:
-        """Look for the plan's model again: `model` was not the trained one."""
+        """Look for the plan's model again, because `model` was not the trained one."""
         super().gives_up(model)
         self._model, self._peaks = None, []
 

@@ -33,7 +33,7 @@ class CandidateModels:
             self._n_updates[optimizer] = self._n_updates.get(optimizer, 0) + 1
 
     def trained(self) -> tuple[list[nn.Module], list[Optimizer]]:
-        """Return the modules that were trained for two steps and so replace the model, and their optimizers."""
+        """Return the modules that were trained for two steps, and so replace the model, with their optimizers."""
         optimizers = [optimizer for optimizer, n in self._n_updates.items() if n > 1]
         updated = {p for optimizer in optimizers for p in held_by(optimizer)}
         modules = [module for module in self._called.values() if updated & ids(module.parameters())]

@@ -159,7 +159,7 @@ class Estimating(StepListener):
         self._enter(model, [])
 
     def continues(self, batch: Any) -> None:
-        """Continue a step whose model takes turns with others, or has no optimizer: the next batch may come early."""
+        """Continue a step. If models take turns, or there is no optimizer, the next batch may come early."""
         if self._rehearsal is None and self._held_up is not None and self._has_run_backward:
             self.begins(self._held_up[0], batch, self._held_up[1])
             return
@@ -218,7 +218,7 @@ class Estimating(StepListener):
         self._has_run_backward = False
 
     def _of_other_size(self, batch: Any, *, is_first: bool) -> list[Tensor]:
-        """Return the leaf tensors that are as long as the script's batch, which are to be resized.
+        """Return the leaf tensors of the same length as the script's batch, which have to be resized with it.
 
         A step may begin with a smaller batch, such as the last one of an epoch. Computed tensors are excluded: a
         generator's images, for example, already have the new length.

@@ -31,7 +31,7 @@ has ended.
 
 
 def forget_left_over(end: Callable[[], None]) -> None:
-    """Remove the exit function `end` from `left_over`."""
+    """Remove `end` from the exit functions in `left_over`."""
     left_over[:] = [each for each in left_over if each != end]
 
 

@@ -161,7 +161,7 @@ class Steps:
             self._updating.clear()
 
     def _resume(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """Detect steps again, because the listener needs more steps of the model that it was done with."""
+        """Detect steps again: the listener was done with the model, and now needs more of its steps."""
         self._afterwards, self.model = None, model
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
         self._is_open = self._is_late = False
@@ -467,7 +467,7 @@ class Steps:
                     self.listener.lets_go()
 
     def _takes_turns(self, others: Sequence[nn.Module]) -> None:
-        """Make one model of the model and `others`, which take turns."""
+        """Join the model and `others`, which take turns, into one model."""
         assert self.model is not None
         parts = self.model.children() if type(self.model) is CompositeModel else (self.model,)
         self._give_up(whole([*parts, *others]))
@@ -506,7 +506,7 @@ class Steps:
         return {p for optimizer in self._stepped.values() for p in held_by(optimizer)} | self.by_hand.moved
 
     def _all_stepped(self) -> bool:
-        """Return True if each optimizer known to update the model has updated in this step."""
+        """Return True if every optimizer known to update the model has done so in this step."""
         assert self.model is not None
         mine = ids(self.model.parameters())
         known = [key for key, optimizer in self._optimizers.items() if mine & held_by(optimizer)]

@@ -43,7 +43,9 @@ class StepListener:
         raise NotImplementedError
 
     def precedes(self, module: nn.Module) -> None:
-        """Record that `module` was called, but not trained, since the last step; the step may have begun with it."""
+        """Record a call of `module`, which was not trained, since the last step: the step may have begun with that
+        call.
+        """
 
     def continues(self, batch: Any) -> None:
         """Continue a step: the program is about to call a module with `batch`."""
@@ -63,7 +65,7 @@ class StepListener:
         raise NotImplementedError
 
     def is_left_by(self, model: nn.Module, other: nn.Module) -> bool:
-        """Return True if the program holds `model` no longer, and has called `other` instead."""
+        """Return True if no variable holds `model` any longer, and the program has called `other` instead."""
         return False
 
     def finds(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:

@@ -119,12 +119,12 @@ class Bindings:
             self.store(contents)
 
     def _contents(self, now: list[Any]) -> list[Any]:
-        """Return the `held` contents, with loose ones resolved."""
+        """Return the `held` contents, with weak references resolved."""
         pairs = zip_longest(self.held, now[: len(self.held)], fillvalue=Missing)
         return [held.content(current) if type(held) is WeakContent else held for held, current in pairs]
 
     def counts(self) -> Iterator[tuple[str, Any]]:
-        """Yield numbers and strings that have changed, by the name of their place, and a changed number of places."""
+        """Yield changed numbers and strings by the names of their places, and a changed number of places."""
         now = self.current()
         if len(now) != len(self.held):
             yield "", len(now)

@@ -1,4 +1,4 @@
-"""Draws of a call from random number generators of the model's own, which a replay would repeat.
+"""Random numbers that a call draws from the model's own generators, which a replay would draw once more.
 
 A replay restores torch's RNG state, the generators of its modules and arguments, and the global ones of Python and
 NumPy. It does not restore other generators that the model's code can reach: a call that draws from one of them is not

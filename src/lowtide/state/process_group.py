@@ -89,7 +89,9 @@ def check_waits_for_no_process(sent_before: int) -> None:
 
 
 def n_with_new_buckets(modules: Iterable[torch.nn.Module]) -> int:
-    """Count the modules that send gradients in the order of their first arrival. Memory moves when this begins."""
+    """Count the DDP modules that have rebuilt their buckets in the order in which gradients arrive. Memory moves when
+    they do.
+    """
     return sum(isinstance(module, DistributedDataParallel) and has_new_buckets(module) for module in modules)
 
 

@@ -142,7 +142,7 @@ class ReachableState:
 
 
 def is_state(tensor: Tensor) -> bool:
-    """Return True if a tensor that no module owns may be state of a step: no data, no result of a graph."""
+    """Return True if a tensor outside modules may be state of a step, and not data or a graph's result."""
     return is_leaf_tensor(tensor) and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_inference())
 
 

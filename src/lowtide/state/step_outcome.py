@@ -140,7 +140,7 @@ class Outcome:
         )
 
     def made(self, before: Outcome) -> set[str]:
-        """Return the kinds in which the step has left something that is new or changed since `before`."""
+        """Return the kinds of result that are new or changed since `before`."""
         return {kind for kind, names in before.differences(self).items() if any(n in self.digests[kind] for n in names)}
 
     def differences(self, other: Outcome) -> dict[str, tuple[str, ...]]:

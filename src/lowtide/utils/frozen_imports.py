@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def imports_frozen() -> Iterator[None]:
-    """Hide all objects that exist now from the garbage collector during the block.
+    """Hide all existing objects from the garbage collector during the block.
 
     A rehearsed step collects garbage and searches the live objects for tensors and optimizers. Imported modules hold
     some 200,000 objects, none of them a tensor or an optimizer. Nothing is hidden where the program itself called

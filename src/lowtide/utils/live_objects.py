@@ -57,7 +57,9 @@ class LiveObjectFinder:
 
 
 class _Marker:
-    """An object among the youngest: `gc.get_freeze_count` would tell of a freeze too, but counts what is frozen."""
+    """Young object whose move reveals a freeze: `gc.get_freeze_count` would reveal one too, but counts all frozen
+    objects.
+    """
 
 
 _HAS_GENERATIONS = sys.version_info < (3, 14)

@@ -105,7 +105,8 @@ def _between(large: Any, small: Any) -> Iterator[Varying]:
 
 
 def _by_itself(given: list[Tensor]) -> Iterator[Varying]:
-    """Yield the second dimension of tokens and of equally long tensors; without tokens the first dimension of all.
+    """Yield the dimension to vary by default: of token batches the second one, in all tensors of that length; else the
+    first one of all.
 
     Integer tables are tokens unless another tensor of the batch, such as images, has another length.
     """
@@ -121,7 +122,7 @@ def _by_itself(given: list[Tensor]) -> Iterator[Varying]:
 
 
 def shapes_between(small: dict[str, Shapes], large: dict[str, Shapes], share: float) -> dict[str, Shapes]:
-    """Interpolate the shapes of calls that both sizes make; calls of different forms are left out."""
+    """Interpolate the shapes of calls that occur at both sizes; calls of different forms are left out."""
     shapes = {}
     for path in small.keys() & large.keys():
         one, other = small[path], large[path]
@@ -132,7 +133,7 @@ def shapes_between(small: dict[str, Shapes], large: dict[str, Shapes], share: fl
 
 
 class Calls(Engine):
-    """An engine that only records the shapes of calls of the model, or of a part of it called by itself."""
+    """An engine that only records the shapes of the model's calls, also of parts called on their own."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, {})

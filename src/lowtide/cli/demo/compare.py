@@ -187,7 +187,7 @@ class _Duel:
         self._plain.exclude_from_entry()
 
     def skip(self) -> None:
-        """Count the steps of a run that is left out as done."""
+        """Advance the progress past the steps of a run that is left out."""
         self.pace.skip(self._steps_of_a_run)
 
     @property
@@ -224,7 +224,7 @@ class _Pace:
         return loss
 
     def through(self, *_: object) -> None:
-        """Count a step, up to the stage's number of steps, so that the total stays correct."""
+        """Count a step; beyond the stage's number of steps, count nothing, so that the total stays correct."""
         self._done = min(self._done + 1, self._stop)
         self._tell()
 

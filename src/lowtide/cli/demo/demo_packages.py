@@ -17,7 +17,7 @@ _SETTINGS = {
 
 
 def need(module: str) -> Any:
-    """Import `module`, untyped, so that slow packages load only where used. Raises PackageMissing if that fails."""
+    """Import and return `module`, which belongs to a slow package. Raises PackageMissing if that fails."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     try:

@@ -28,7 +28,7 @@ class Training:
 
     @property
     def fastest_ms(self) -> float:
-        """Time of the fastest step: the one least disturbed by other load on the machine."""
+        """Time of the fastest step, the one that other load on the machine disturbed least."""
         return min(self.step_ms)
 
     def differences(self, other: "Training") -> tuple[str, ...]:

@@ -54,7 +54,7 @@ class _Line:
 
 
 class DiscardedGradients:
-    """Check for gradients that are computed, and reset before their optimizer has read them, in each step.
+    """Check for gradients that each step computes and resets before their optimizer reads them.
 
     Counts only if another optimizer has read the other gradients of the same pass, as in a GAN whose discriminator is
     trained on images that are not detached: gradients that the user's own code reads are reset without any update.

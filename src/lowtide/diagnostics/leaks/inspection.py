@@ -110,9 +110,7 @@ class InspectionInput:
 
 
 def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
-    """Return all objects that the step left alive, the largest first; small ones too, because many may share a
-    holder.
-    """
+    """Return all objects that the step left alive, largest first. Small ones count too: one holder may have many."""
     excused = live.standing | {0}
     tensors = live.tensors
     held = [index for index in range(len(tensors)) if held_by_python(tensors, index, 1)]  # 1: the list itself

@@ -132,7 +132,7 @@ def _summands(nodes: Iterable[Node]) -> Iterator[Node]:
 
 
 def _is_scalar(node: Node) -> bool:
-    """Return True if the node's first output has one element for each term of a sum."""
+    """Return True if a node's first output is a scalar, or has one element for each term of a sum."""
     if not is_numbered(node):
         return False
     try:

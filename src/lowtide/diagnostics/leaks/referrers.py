@@ -383,7 +383,7 @@ _CACHED = "cache "
 
 
 def _variable_of_function(function: FunctionType, inner: _ReferencePath) -> str | None:
-    """Return the variable or argument by which a function holds what `inner` leads to; None if it is neither."""
+    """Return the variable or argument through which a function refers to `inner`; None if it does so in another way."""
     if not inner.path or not inner.path[0].strip("[]").isdigit():
         return None
     index = int(inner.path[0].strip("[]"))
@@ -442,7 +442,7 @@ def _path(path: tuple[str, ...]) -> str:
 
 
 def _holding_attribute(obj: Any, inner: Any) -> str | None:
-    """Return the attribute by which an object refers to `inner`, without running any property."""
+    """Return the attribute through which an object refers to `inner`, without running any property."""
     slots = [name for cls in type(obj).__mro__ for name in cls.__dict__.get("__slots__", ())]
     for name in slots if not hasattr(obj, "__dict__") else [*vars(obj), *slots]:
         try:

@@ -1,4 +1,4 @@
-"""Variables of running functions, by the objects that they refer to.
+"""The variables of running functions, looked up by the objects that they refer to.
 
 The garbage collector does not see these: a frame exposes its references only once its function has ended.
 """
@@ -27,7 +27,7 @@ class Variable(NamedTuple):
 
 
 class RunningFrames:
-    """Variables of all running functions except torch's and Lowtide's, by object.
+    """The variables of all running functions but torch's and Lowtide's, looked up by object.
 
     Holds no reference to user objects. Valid only until user code continues.
     """

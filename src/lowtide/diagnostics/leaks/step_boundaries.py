@@ -71,7 +71,7 @@ class StepBoundaries:
         return self.has_time() and (is_power_of_two or self._has_grown())
 
     def has_time(self) -> bool:
-        """Return True if later inspections have taken no more than their share of the time so far."""
+        """Return True if inspections after the first have taken no more than their allowed share of the time so far."""
         return self._spent - self._exempt <= MOST_TIME * (time.perf_counter() - self._began)
 
     def _has_grown(self) -> bool:

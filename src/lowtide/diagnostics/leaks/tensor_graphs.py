@@ -76,7 +76,7 @@ def computing(nodes: Iterable[Node]) -> list[Node]:
 
 
 def split_by_leaves(graph: Iterable[Node], leaves: set[int]) -> tuple[list[Node], list[Node]] | None:
-    """Return the nodes of `graph` that lead to no leaves but these (given by `id`), and all other nodes.
+    """Split `graph`: the nodes that lead to no leaves but these (given by `id`), and all other nodes.
 
     None if gradients flow through a node that uses these leaves to other ones.
     """
@@ -151,7 +151,7 @@ def graphs_of(
 
 
 def _leading_to(keeping: set[Node], ends: list[tuple[int, Node]]) -> set[int]:
-    """Return the tensors that have one of the nodes `keeping` upstream."""
+    """Return the tensors among `ends` that were computed from one of the nodes `keeping`."""
     in_vain: set[Node] = set()
     keepers = set()
     for index, root in ends:

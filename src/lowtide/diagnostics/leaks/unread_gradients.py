@@ -58,7 +58,7 @@ class _Idle:
 
 
 class UnreadGradients:
-    """Check for gradients that no optimizer reads, made after an early update and after a later one."""
+    """Check for gradients that no optimizer reads: it compares them after an early and after a later update."""
 
     def __init__(self, log: FindingLog) -> None:
         self._log = log

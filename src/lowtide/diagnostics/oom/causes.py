@@ -220,7 +220,9 @@ def _leak(m: Message, f: Facts) -> Cause | None:
 
 
 def _would_do(n_bytes: int, m: Message) -> bool:
-    """Return True if the request would have fitted without these bytes, and they are a sizable part of the capacity."""
+    """Return True if the request would have fitted without these bytes, and they are a sizable share of the GPU's
+    memory.
+    """
     return n_bytes > 0 and n_bytes >= (m.tried_bytes or 0) and n_bytes >= _SHARE * (m.allocated_bytes or 0)
 
 
@@ -384,7 +386,9 @@ def is_of_windows(m: Message) -> bool:
 
 
 def is_of_a_set(m: Message) -> bool:
-    """Return True if the array that failed has the rows of a set and the columns of a vocabulary."""
+    """Return True if the failed array has a row for each example of a data set, and a column for each word of a
+    vocabulary.
+    """
     shape = m.shape or ()
     return len(shape) > 2 and shape[0] >= _ROWS_OF_A_SET and shape[-1] >= _ROWS_OF_A_SET
 
@@ -498,7 +502,7 @@ def _host(m: Message, f: Facts) -> Cause | None:
 
 
 def runs_only(m: Message, f: Facts) -> str:
-    """Return the program that was running a model without training it; empty if none is known."""
+    """Return the name of the inference program that ran out of memory; empty if none is known."""
     return {"SGLang's graphs": "SGLang"}.get(m.form, f.inference)
 
 

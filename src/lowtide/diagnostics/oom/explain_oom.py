@@ -126,7 +126,7 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
 
 
 def _address_space() -> mmap.mmap | None:
-    """Return reserved address space; None if even that is not to be had."""
+    """Return the reserved address space in bytes; None if it can't be read either."""
     with contextlib.suppress(OSError, ValueError, MemoryError):
         return mmap.mmap(-1, _RESERVED_BYTES)
     return None

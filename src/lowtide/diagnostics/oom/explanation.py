@@ -84,7 +84,7 @@ def _parts(piece: str) -> Iterator[str]:
 
 
 def _with_last(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Yield each part of the text with False, then an empty one with True, which marks the end."""
+    """Yield each part with False, then an empty part with True, which marks the end of the text."""
     yield from ((part, False) for part in parts)
     yield "", True
 

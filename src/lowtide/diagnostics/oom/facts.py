@@ -200,7 +200,7 @@ class Facts(Record):
 
     @property
     def inference(self) -> str:
-        """Program that was running a model without training it; empty if none is known."""
+        """Name of the inference program that ran out of memory; empty if none is known."""
         if self.shows(Sign.TRAINS, Sign.IN_TRAINING_FILE, Sign.IN_OPTIMIZER):
             return ""
         named = (name for place in reversed(self.places) for name, sign in _INFERENCE.items() if sign.matches(place))
@@ -388,7 +388,7 @@ def _place(kind: str, match: re.Match[str], process: str | None) -> Place:
 
 
 def _informative(places: list[Place]) -> list[Place]:
-    """Return the last of very many places, and earlier ones that carry a fact of their own."""
+    """Return the last of many places, and the earlier ones that show a fact."""
     if len(places) < 2 * MOST_PLACES:
         return places
     before, last = places[:-MOST_PLACES], places[-MOST_PLACES:]

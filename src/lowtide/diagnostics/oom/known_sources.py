@@ -29,7 +29,7 @@ _LESS_HOST_MEMORY = (
 
 
 def _host_memory(claim: str, evidence: str, *actions: str) -> Source:
-    """Return a source of host memory; less of it helps, besides `actions`."""
+    """Return a source that ran out of host memory: it gets `actions`, and the advice to use less."""
     return _source("host-memory", claim, evidence, *actions, *_LESS_HOST_MEMORY)
 
 

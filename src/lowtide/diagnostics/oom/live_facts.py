@@ -110,7 +110,8 @@ def _storages(graph: LiveGraph) -> dict[int, int]:
 
 
 def _evaluated(graphs: list[LiveGraph], model: nn.Module | None) -> list[LiveGraph]:
-    """Return the graphs with memory that go through a model in evaluation mode: the newest, and those of kept outputs.
+    """Return the graphs that hold memory and go through a model in evaluation mode: the newest, and those of kept
+    outputs.
 
     Frozen parts of a model in training do not count. Trained graphs hold nothing after their backward.
     """

@@ -80,7 +80,7 @@ class Message(Record):
 
     @property
     def sure_others_bytes(self) -> int:
-        """Least memory of other processes, in case one of the listed processes is this one."""
+        """Memory that other processes hold at least: one of the listed processes may be this one."""
         own = [other.bytes for other in self.others if other.name in self.maybe_own]
         return self.others_bytes - (max(own, default=0) if self.process_bytes is None else 0)
 
@@ -95,7 +95,7 @@ class Message(Record):
 
     @property
     def known_own_bytes(self) -> int | None:
-        """Memory of this process that the message states, at most: in all, else reserved, else (`async`) allocated."""
+        """Memory of this process by the largest amount stated: in all, else reserved, else (`async`) allocated."""
         stated = self.reserved_bytes if self.process_bytes is None else self.process_bytes
         return self.allocated_bytes if stated is None and self.form == "async" else stated
 

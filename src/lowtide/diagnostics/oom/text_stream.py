@@ -68,7 +68,7 @@ class PatternFinder:
 
 
 class LineJoiner:
-    """Text without colours, prefixes of processes, and line breaks."""
+    """Cleaner of text that comes in pieces: removes colours, process prefixes and line breaks."""
 
     def __init__(self) -> None:
         self.processes: list[tuple[int, str]] = []

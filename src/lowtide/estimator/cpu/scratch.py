@@ -202,7 +202,7 @@ _SMALLEST_OF_BLAS = 400
 
 
 def blas_reads(factor: Tensor) -> bool:
-    """Return True if the rows, or the columns, of a matrix or of a batch's matrices are contiguous and disjoint."""
+    """Return True if BLAS reads `factor` without a copy: its rows, or its columns, are contiguous and disjoint."""
     (down, across), (rows, columns) = factor.stride()[-2:], factor.shape[-2:]
     return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
 

@@ -36,7 +36,7 @@ class NullStream:
         pass
 
     def elapsed_time(self, end: object) -> float:
-        """Return one millisecond in any case, because rates are divided by it."""
+        """Return one millisecond: programs divide by the elapsed time, so it is never 0."""
         return 1.0
 
     def query(self) -> bool:

@@ -124,7 +124,9 @@ def _variable(kind: type, data: Any = None, requires_grad: bool = False, volatil
 
 
 def _asking(frame: FrameType) -> FrameType:
-    """Return the frame that made the call, not those of function modes, such as a default device's, that pass it on."""
+    """Return the frame that made the call; frames of function modes that pass it on, such as a default device's, don't
+    count.
+    """
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame
@@ -135,7 +137,7 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _place(func: Any, args: Any, kwargs: Any) -> Literal["cuda", "cpu"] | Tensor | None:
-    """Return the device requested for a result, or the tensor whose device is requested; None if neither was given."""
+    """Return the device that a call requests, or the tensor whose device it requests; None if it names neither."""
     if func is torch.Tensor.cuda:
         return "cuda"
     if func is torch.Tensor.cpu:

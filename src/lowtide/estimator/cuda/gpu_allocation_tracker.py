@@ -47,7 +47,9 @@ _AS_ON_CPU = CudaOp()
 
 
 class _AtHome(FakeTensors):
-    """Fake counterparts on the tensor's device; those of tensors on a real GPU are on the rehearsed GPU."""
+    """Fake counterparts of tensors: each on the tensor's own device, except that tensors of a real GPU go to the
+    rehearsed one.
+    """
 
     def _place(self, tensor: Tensor) -> torch.device | str:
         return NAME if tensor.device.type == "cuda" else tensor.device

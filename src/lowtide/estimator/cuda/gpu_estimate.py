@@ -76,7 +76,9 @@ class GpuMemoryEstimate(MemoryEstimate):
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict for `gpu`, next to a CUDA context; "unknown" if unknown memory could matter."""
+        """Answer to the question if the step fits on `gpu` beside a CUDA context; "unknown" if unknown memory could
+        matter.
+        """
         return self.outcome.on(self.gpu)
 
     @property
@@ -91,7 +93,7 @@ class GpuMemoryEstimate(MemoryEstimate):
 
     @property
     def is_sure(self) -> bool:
-        """Return True if the step fits, and no memory is counted as measured on one GPU or as reported of NCCL."""
+        """Return True if the step fits without relying on memory measured on a single GPU, or reported of NCCL."""
         return self.fits and not self.measured and self.processes is None
 
     @property

@@ -132,7 +132,7 @@ def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Ten
 
 
 def is_given(tensor: Tensor) -> bool:
-    """Return True if a step may use a tensor as given: a leaf, or computed only from leaves other than parameters.
+    """Return True if a step may use a tensor unchanged: a leaf, or one computed only from leaves other than parameters.
 
     An example of the latter are points in space at which derivatives are taken.
     """

@@ -57,7 +57,7 @@ def simulated_group(processes: AbsentProcesses) -> Iterator[tuple[Any, str, Any]
 
 
 def wrappers_by_themselves() -> Iterator[tuple[Any, str, Any]]:
-    """Return the stand-ins by which DDP keeps a process's own gradients, as (owner, name, function).
+    """Return the stand-ins that leave DDP with this process's own gradients, as (owner, name, function).
 
     The results of a simulated group's collectives are not those that DDP's reducer expects.
     """

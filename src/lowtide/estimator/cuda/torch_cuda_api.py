@@ -282,9 +282,7 @@ def _of_accelerator(gpu: GpuSpec, usage: Usage) -> dict[str, Callable[..., Any]]
 
 
 def _unless_torch_asks(true: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that gives torch's own code the true answer, because it would otherwise pin memory for a
-    GPU.
-    """
+    """Return a function that answers torch's own code truthfully; otherwise torch would pin memory for a GPU."""
 
     def ask(*args: Any, **kwargs: Any) -> Any:
         return (true if is_own(sys._getframe(1)) else answer)(*args, **kwargs)

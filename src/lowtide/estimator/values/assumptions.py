@@ -155,7 +155,9 @@ class ValueOracle:
             return value.tolist()
 
     def is_score(self, tensor: Tensor) -> bool:
-        """Return True for a tensor that only rates choices, such as an accuracy, and does not count chosen elements."""
+        """Return True for a tensor that only rates predictions, such as an accuracy, and does not count chosen
+        elements.
+        """
         return contents.assumed(tensor) == EVENLY and (tensor.dtype.is_floating_point or is_counted())
 
     def pass_on(self, tensor: Tensor, copy: Tensor) -> None:
@@ -182,7 +184,7 @@ class ValueOracle:
     # --- operators
 
     def before(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[bool, Any]:
-        """Return True and the result if an operator is answered without running it."""
+        """Return (True, result) if an operator's result is known without running it."""
         if func in _AS_NUMBER:
             return True, self._number(args[0])
         if func in COMPARING:
@@ -221,7 +223,7 @@ class ValueOracle:
         return bool(self._run(func, args, kwargs))
 
     def places_of_masks(self, func: Any, args: Any) -> list[int]:
-        """Return the bytes of the integer index that an operator computes from each known mask among its indices.
+        """Return, for each known mask among an operator's indices, the bytes of the integer index that replaces it.
 
         aten/src/ATen/native/IndexingUtils.h: expandTensors; a single number written everywhere is filled in instead
         (TensorAdvancedIndexing.cpp: _index_put_impl_). torch 2.13.
@@ -486,7 +488,7 @@ def _assume_balanced(choices: Tensor, count: int) -> Tensor:
 
 
 def _assume_continues(func: Any, args: Any) -> bool | None:
-    """Return the result of an LBFGS comparison with which its search goes on: steps and gradients are far from 0.
+    """Answer a comparison in LBFGS so that its search goes on: steps and gradients are assumed to be far from 0.
 
     A tensor is compared with bounds above and below it, and with another tensor to test if a point is good enough.
     """

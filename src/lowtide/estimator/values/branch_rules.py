@@ -102,7 +102,8 @@ class Source:
         return False
 
     def _deciding(self, scope: ast.AST, returned: bool) -> set[str]:
-        """Return the names that are read elsewhere than in harmless conditions, in texts, or on the way to such names.
+        """Return the names that may decide about memory: those read outside harmless conditions and texts, and names
+        that they flow from.
 
         `returned`: include names that are only returned.
         """
@@ -123,7 +124,9 @@ class Source:
         return names
 
     def _read_into(self, node: ast.AST, returned: bool) -> set[str] | None:
-        """Return the names that a value flows into: none if only reported, compared or saved; None if it may decide."""
+        """Return the names that a value is assigned to: none if it is only reported, compared or saved; None if it may
+        decide about memory.
+        """
         parent, compared = self._parents[node], False
         while isinstance(parent, _PASSING) or (isinstance(parent, ast.Call) and _name(parent) in _NUMBERS):
             if isinstance(parent, ast.IfExp) and node is parent.test and self.choice(parent) is None:

@@ -65,7 +65,7 @@ def value(tensor: Tensor) -> Tensor | None:
 
 
 def alike(tensor: Tensor, assumed: str) -> bool | None:
-    """Return the value of all elements of a boolean tensor if they are known by the assumption `assumed`; else None."""
+    """Return the value that a boolean tensor has everywhere by the assumption `assumed`; None without one."""
     contents = _of(tensor)
     if contents is None or contents.alike is None or contents.assumed != assumed:
         return None

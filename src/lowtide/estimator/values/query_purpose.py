@@ -94,7 +94,7 @@ def is_only_reported() -> bool:
 
 
 def is_counted() -> bool:
-    """Return True if the queried value is only reported, or becomes part of a sum or a fraction."""
+    """Return True if the queried value is only reported, or only added to a sum or a fraction."""
     frame = _asking()
     span = None if frame is None else _span(frame)
     if frame is None or span is None:
@@ -185,7 +185,7 @@ def _searched(source: str) -> _Places:
 
 
 def _asked(test: ast.expr, passes: bool, span: _Span) -> bool | None:
-    """Return the value of the part of a condition at `span` for which the whole is `passes`; None if more than `not`,
+    """Return the value that makes a whole condition equal `passes`, for its part at `span`; None unless only `not`,
     `and` and `or` combine the parts.
     """
     while True:

@@ -22,7 +22,7 @@ _BY_NUMBER = "it decides by a number from a tensor"
 
 
 class Unknown(float):
-    """An unknown number, taken as 1: fit to be printed, averaged, passed on, and compared in checks."""
+    """An unknown number, which counts as 1: it can be printed, averaged, passed on, and compared in checks."""
 
     _answers: ValueOracle
     _last: ClassVar[ValueOracle]

@@ -1,4 +1,4 @@
-"""Gradients of a loss in which rows see each other, in pieces, by cached representations.
+"""Gradients, in pieces, of a loss that compares rows with each other: representations are computed first and cached.
 
 A contrastive loss compares each row with all others, so it is no sum over pieces. But rows meet in the loss alone, and
 before it each row's representation is computed by itself. So:
@@ -112,7 +112,7 @@ def _filled(outline: Any, leaves: Sequence[Tensor]) -> Any:
 
 
 def _leaves(made: Any, rows: int) -> list[Tensor]:
-    """Return the tensors in the representations of a piece. Raises LowtideError if they have other rows."""
+    """Return the tensors in a piece's representations. Raises LowtideError if their rows are not the piece's."""
     leaves = tree_leaves(made)
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != rows:

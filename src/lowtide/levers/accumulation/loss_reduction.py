@@ -82,7 +82,7 @@ def note_average(loss: Tensor, average: Callable[[], Average]) -> None:
 
 
 def average_of(loss: Tensor, weight: Weight = None) -> Average | None:
-    """Return the average that `loss` takes; None if it can't be read from the node."""
+    """Return the reduction by which `loss` averages its terms; None if it can't be read from the node."""
     node, divided = _find_reduction(loss, weight)
     average = None if node is None else _average_by(node)
     return None if divided and average is not None and average.kind != "sum" else average
@@ -208,7 +208,9 @@ def _terms(node: Node) -> int | None:
 
 
 def reduces_before(loss: Tensor, weight: Weight = None) -> bool:
-    """Return True if `loss` depends on another reduction to one number: its node then reveals a part of the average."""
+    """Return True if `loss` contains an earlier reduction to one number: its node then reveals only a part of the
+    average.
+    """
     node, _ = _find_reduction(loss, weight)
     assert node is not None
     smoothed = _match_smoothing(node)
@@ -321,7 +323,7 @@ def _normalized(counts: Sequence[float]) -> list[float]:
 
 
 def _count_terms(average: Average, target: Tensor, parts: Sequence[Any]) -> list[float] | None:
-    """Return for each part the divisor of its mean, from the tensor in the batch that the labels were taken from.
+    """Return the divisor of each part's mean, counted in the batch's tensor of labels.
 
     Several tensors may equal the labels in the first part, such as a language model's tokens without padding. The rest
     of the batch distinguishes them: only labels contain ignored ones.

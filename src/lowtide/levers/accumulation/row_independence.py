@@ -46,8 +46,7 @@ def check_rows_are_independent(
     shared: Collection[str],
     check_graph: Callable[[Sequence[Tensor]], None],
 ) -> None:
-    """Compare the loss of the first two of `parts` together with the sum of their separate losses, once for each
-    function.
+    """Compare the loss of the first two `parts` together with the sum of their separate losses; done once per function.
 
     Raises LowtideError if they differ, and whatever `check_graph` raises for the loss of the first piece. The state of
     the random number generators is restored.

@@ -62,7 +62,7 @@ class FreeBlocks:
         self.unmapped: list[Block] = []
 
     def first(self, size: int) -> int:
-        """Return the index in `blocks` from which blocks have at least `size` bytes."""
+        """Return the index in `blocks` of the first block of at least `size` bytes."""
         return bisect_left(self.keys, size << ADDRESS_BITS)
 
     def add(self, block: Block) -> None:

@@ -16,7 +16,7 @@ class ForwardMemory:
         self._windows: dict[int, Ints] = {}
 
     def peak(self, call: int, kept_storages: tuple[int, ...]) -> int:
-        """Return the peak bytes of one more forward of `call`, if it leaves the storages in `kept_storages`."""
+        """Return the peak bytes of one more forward of `call` that keeps the storages `kept_storages`."""
         if (call, kept_storages) not in self._peaks:
             enter, exit_ = int(self.index.enter[call]), int(self.index.exit[call])
             if enter == exit_:

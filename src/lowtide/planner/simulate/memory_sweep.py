@@ -171,7 +171,9 @@ class Sweeper:
         return [clocks.extra_ms(host, device)]
 
     def _running_copies(self, runs: Ints, waits: Ints) -> Ints:
-        """Return copies for running nodes: at each position the largest need, beyond the bytes computed later."""
+        """Return the memory of running recomputes: at each position the largest need, beyond the bytes that are
+        computed later.
+        """
         runs = runs[:, np.argsort(-runs[2], kind="stable")]
         _, first = np.unique(runs[0], return_index=True)
         when, node, need = runs[:, first]

@@ -221,7 +221,7 @@ class Index:
         return call in self.around[int(self.slot_call[row])]
 
     def _clock_weights(self) -> tuple[float, float]:
-        """Return the weights of host and device in `weighted_ms`: less for the clock that the other one hides."""
+        """Return the weights of host and device in `weighted_ms`: the clock that the other one hides weighs less."""
         if self.clocks is None:
             return 0.0, 1.0
         is_host_bound = 2 * self.clocks.critical_position() > self.first_read + self.end
@@ -254,7 +254,7 @@ class Index:
         return nodes
 
     def _flag_shared(self, saved: set[int]) -> Flags:
-        """Flag recomputable values outside `saved` that several recomputes need, also through unsaved views."""
+        """Flag recomputable values outside `saved` that several recomputes need, also through unsaved views of them."""
         needed_by = [0] * self.n_values
         for value in reversed(range(self.n_values)):
             is_view = value not in saved and not self.value_bytes[value]

@@ -40,7 +40,7 @@ def step_ns(host: Ints, device: Ints) -> int:
 
 
 def hand_overs(host: Ints, device: Ints) -> Ints:
-    """Return, for each position, the nanoseconds of the path that follows the host up to there, and the device from
+    """Return, for each position, the length in ns of the path that follows the host up to there and the device from
     there on.
     """
     ways: Ints = host.cumsum() + device[::-1].cumsum()[::-1]

@@ -168,7 +168,9 @@ class GreedySearch:
         )
 
     def _storages_without_room(self, sweep: Sweep, limit: int) -> Flags:
-        """Return flags of storages that exceed `limit` if kept from forward until recompute; runs no simulation."""
+        """Flag the storages that would exceed `limit` if they were kept from forward until their recompute; runs no
+        simulation.
+        """
         index = self.simulator.index
         node, start = sweep.copies.node, sweep.copies.start
         stored = node < index.n_values

@@ -328,8 +328,8 @@ class CoveringProblem:
         return rows, early
 
     def _other_ways(self, call: int, storage: int) -> dict[int, float]:
-        """Return the variables of the ways to restore a storage saved in `call`, other than the replay of `call`:
-        replays of calls inside it, and advances.
+        """Return the variables by which a storage saved in `call` is restored without replaying `call`: replays inside
+        it, and advances.
         """
         value = self.sole_value[storage]
         inner = (self.runs[c] for c in self._restoring_calls[value] if c != call and call in self.index.around[c])

@@ -162,7 +162,7 @@ class Moves:
         return worth
 
     def detours(self, choice: DecisionVector, sweep: Sweep) -> list[Move]:
-        """Return moves for a peak that no further drop lowers: keep values that are needed there, or replay inner
+        """Return moves for a peak that dropping more storages does not lower: keep values needed there, or replay inner
         calls.
         """
         at = int(sweep.usage.argmax())

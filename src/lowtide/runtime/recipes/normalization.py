@@ -22,8 +22,8 @@ EPS_IN_USE = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-3)
 
 
 def first_with(rstd: Tensor, op: Callable[[float | None], Tensor], *eps: float | None) -> Tensor:
-    """Call `op` with each `eps` until its last result, the reciprocal deviation, equals `rstd`; return the first result
-    of that call.
+    """Find the `eps` with which the last result of `op`, the reciprocal deviation, equals `rstd`; return the first
+    result of that call.
     """
     if rstd.dtype not in (torch.float32, torch.float64):
         raise RuntimeError(f"its eps is not recorded, and its statistics are rounded to {rstd.dtype}")

@@ -36,7 +36,7 @@ aten: Aten = torch.ops.aten
 
 
 class Source(Protocol):
-    """Node, as `read_off` functions see it."""
+    """The view of an autograd node that `read_off` functions get."""
 
     def constant(self, name: str) -> Any:
         """Return the constant `name`. Raises CannotRecompute if the node does not record it."""

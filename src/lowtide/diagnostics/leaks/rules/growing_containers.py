@@ -78,8 +78,8 @@ class RunningSumOfGraphs(Rule):
         return _accumulates(item) and item.is_scalar and is_over_steps and item.goes_through_calls
 
     def refined(self, stats: SiteStats) -> Rule:
-        """Return the rule for forwards that need no graph, if no backward pass reaches any of the site's: without their
-        graphs the sum has none either.
+        """Return the rule for forwards that need no graph if no backward pass reaches the site's graphs: without them,
+        the sum has none either.
         """
         return self if stats.n_reached else RULES["LT002"]
 

@@ -43,7 +43,9 @@ class AliveInNextStep(Rule):
     fix_of_function = "drop the function that holds `{name}` at the end of the step, or give it a number instead"
 
     def names_part(self, holder: Holder, history: History) -> bool:
-        """Return True if one entry or attribute has a name of its own; a container of several can be deleted."""
+        """Return True if the advice should name the entry or attribute: a container of several tensors is deleted as a
+        whole.
+        """
         return "[..]" not in holder.part and super().names_part(holder, history)
 
     def fix_for(self, item: RetainedObject, history: History) -> str:

@@ -39,7 +39,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Properties of a call of attention on which the choice of a kernel depends."""
+    """The properties of an attention call by which CUDA's kernel is chosen."""
 
     query: Tensor
     key: Tensor

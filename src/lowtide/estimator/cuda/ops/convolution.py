@@ -108,7 +108,7 @@ def _workspace(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> list[Scra
 
 
 def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
-    """Return True if a kernel on channels-last tensors is expected."""
+    """Return True if cuDNN is expected to run a tensor-core kernel, which takes channels-last tensors."""
     if x.dtype in HALF:
         return capability()[0] >= 7
     in_tf32 = x.dtype is torch.float32 and torch.backends.cudnn.allow_tf32

@@ -73,9 +73,7 @@ def _embedding(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]
 
 
 def _sums(gradient: Tensor, partial: int, segments: int, table: int, each: int) -> ScratchBlock:
-    """Return the scratch of the partial sums: that of the one-pass kernel for few rows per multiprocessor, else of two
-    passes.
-    """
+    """Return the scratch of partial sums: of one pass if each multiprocessor has few rows, else of two passes."""
     width = gradient.shape[-1]
     accumulated = 8 if gradient.dtype is torch.float64 else 4
     two_passes = partial * width * accumulated
@@ -92,7 +90,7 @@ def _sums(gradient: Tensor, partial: int, segments: int, table: int, each: int) 
 
 
 def _sorting(n: int, each: int) -> ScratchBlock:
-    """Return the block that sorts `n` pairs of key and index: second arrays for both, and histograms."""
+    """Return the block for sorting `n` pairs of key and index: a second array of each, and histograms."""
     return ScratchBlock(n * each, 0, n * (each + 1) + _HISTOGRAMS, through=0)
 
 

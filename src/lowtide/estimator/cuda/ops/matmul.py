@@ -49,13 +49,13 @@ LT_WORKSPACE = "cublaslt::workspace"
 
 @cuda_op(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, of=_FACTORS)
 def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Return the blocks for copies of those of the two factors (the last tensor arguments) that cuBLAS can't read."""
+    """Return the blocks for copies of the factors (the last two tensor arguments) that cuBLAS can't read directly."""
     factors = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
     return [ScratchBlock.exactly(t.numel() * t.element_size()) for t in factors if is_strided(t) and not _is_taken(t)]
 
 
 def _is_taken(factor: Tensor) -> bool:
-    """Return True if cuBLAS can read a factor in its layout, or transposed."""
+    """Return True if cuBLAS can read a factor without a copy, as it is or transposed."""
     if factor.dim() == 2 and (factor.is_contiguous() or factor.t().is_contiguous()):
         return True
     return blas_reads(factor) or (factor.is_contiguous() and 0 not in factor.stride()[-2:])

@@ -139,8 +139,8 @@ def _group_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock
 
 @cuda_op(aten.native_group_norm_backward.default, of=_GROUP_NORM)
 def _group_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    """Return the blocks for two sums a channel and, if the input has a gradient, two float32 numbers a group and one a
-    channel.
+    """Return the blocks of two sums for each channel; if the input has a gradient, also two float32 numbers for each
+    group and one for each channel.
     """
     x, weight = args[1], args[4]
     examples, channels, pixels, groups, wanted = args[5:10]
