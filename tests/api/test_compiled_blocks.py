@@ -12,7 +12,7 @@ from torch._inductor import config as inductor_config
 
 import lowtide
 from lowtide._torch.joint_graph import kernels_left_out
-from lowtide.script.fit_steps import COMPARED
+from lowtide.script.run_verdict import COMPARED
 
 pytestmark = pytest.mark.usefixtures("inductor")
 

@@ -17,8 +17,8 @@ from lowtide.api.fit import FORECAST
 from lowtide.errors import RehearsalError
 from lowtide.profiler.compiled_bits import compiled_bits
 from lowtide.script.compiled_functions import trained_modules
-from lowtide.script.fit_steps import COMPARED
 from lowtide.script.rehearse_steps import WHOLE_IN_PROCESSES, WHOLE_TOGETHER
+from lowtide.script.run_verdict import COMPARED
 
 Compile = Callable[[nn.Module], Callable[[Tensor], Tensor]]
 """Function from a model to the loss of a batch, computed by compiled code."""
@@ -139,7 +139,7 @@ def with_other_bits(monkeypatch: pytest.MonkeyPatch, *, only_one: bool) -> list[
         gradients = {**outcome.digests["gradients"], "0.0.weight (0)": "other"}
         return replace(outcome, digests={**outcome.digests, "gradients": gradients})
 
-    monkeypatch.setattr("lowtide.script.fit_steps.compiled_bits", other_bits)
+    monkeypatch.setattr("lowtide.script.compiled_checks.compiled_bits", other_bits)
     return culprits
 
 

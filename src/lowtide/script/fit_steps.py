@@ -13,51 +13,44 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
 
-from lowtide._torch.compiled_code import n_compiled
-from lowtide._torch.joint_graph import always_partitioned, kernels_left_out
-from lowtide.api.apply import Applied, apply
-from lowtide.api.differing_bits import REFUSED, differing_addresses, with_kept
+from lowtide.api.apply import Applied
+from lowtide.api.differing_bits import REFUSED, with_kept
 from lowtide.api.fit import (
     COMPILED_REPAIRS,
     REPAIRS,
-    SCHEDULED,
     as_measured,
-    cheapest_within,
-    compiled_over,
     forecast_plan,
     over_budget,
     with_excess,
 )
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError
-from lowtide.levers.selection import Choice
 from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.memory.events import Busy
 from lowtide.planner import plan
 from lowtide.planner.planning import forecast_peak, smallest_plan
 from lowtide.planner.records import Plan
-from lowtide.profiler.compiled_bits import compiled_bits, scheduled_calls
+from lowtide.profiler.compiled_bits import compiled_bits
 from lowtide.profiler.online import NOT_RUN, PATIENCE
-from lowtide.report.run_record import Proof
 from lowtide.report.text_table import added_time, decisions, lever_lines, listed
-from lowtide.runtime.batch_tensors import in_words, tensors_in
-from lowtide.runtime.call_shapes import elements, no_larger, shapes_in
+from lowtide.runtime.call_shapes import no_larger, shapes_in
 from lowtide.runtime.composite_model import name_of
 from lowtide.runtime.fingerprint import check_made_for, fingerprint, place_of
 from lowtide.runtime.planned_engine import most_elements
 from lowtide.script.alternating_models import PATIENCE as TURNS
 from lowtide.script.alternating_models import caller_has_other_optimizers
+from lowtide.script.compiled_checks import CompiledChecks, addresses_with_other_bits, error_of_other_bits
+from lowtide.script.larger_batches import LargerBatches
 from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.script.rehearse_steps import Rehearsing
-from lowtide.state.process_group import several_processes
-from lowtide.units import format_apart, format_bytes, format_change, format_ratio
+from lowtide.script.run_verdict import RunVerdict
+from lowtide.units import format_bytes, format_change, format_ratio
 from lowtide.utils.amounts import BudgetFor
 from lowtide.utils.progress import Stage, showing
-from lowtide.utils.rendering import Displayed, short_repr
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,52 +64,8 @@ OnInfeasible = Literal["raise", "smallest", "plain"]
 plan.
 """
 
-GROWTHS: Final = 12
-"""Largest number of plans made for larger batches, one after the other: enough for ten thousand random sizes."""
-
-AUDITED: Final = "every recipe and replay was compared with the original tensors, bit by bit"
-COMPARED: Final = "compiled code under the plan was compared with the plain compiled code on a batch, bit by bit"
 WHOLE_NEXT: Final = "That was inside compiled blocks: they are rehearsed again, to be replayed as a whole"
 SMALLEST_FOR_LARGER: Final = "The plan with the smallest peak is in force for these batches"
-NOT_COMPARED: Final = "there was no room to compare bits"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class RunVerdict(Displayed):
-    """Memory of the steps that a plan was made for, as measured in training."""
-
-    budget_bytes: int
-    predicted_peak_bytes: int
-    measured_peak_bytes: int | None
-    """Largest peak of the measured steps, static memory included; in reserved bytes if the budget is for those. None if
-    no step could be measured.
-    """
-    budget_for: BudgetFor = "requested"
-    is_of_planned_size: bool
-    """False if only smaller batches than the planned ones came."""
-    proof: str = AUDITED
-    """Result of comparing the bits, in words."""
-
-    @property
-    def within_budget(self) -> bool:
-        """Return True if the measured peak is within the budget."""
-        return self.measured_peak_bytes is not None and self.measured_peak_bytes <= self.budget_bytes
-
-    def to_proof(self) -> Proof:
-        """Return this verdict as the proof in a report."""
-        return Proof(measured_peak_bytes=self.measured_peak_bytes, is_within_budget=self.within_budget, text=str(self))
-
-    def __repr__(self) -> str:
-        return short_repr(type(self).__name__, str(self))
-
-    def __str__(self) -> str:
-        if self.measured_peak_bytes is None:
-            return f"NOT MEASURED: no step of the planned size came; {self.proof}"
-        budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
-        size = "" if self.is_of_planned_size else " on smaller batches than the planned ones"
-        relation = "within" if self.within_budget else "OVER"
-        peak = "reserved peak" if self.budget_for == "reserved" else "peak"
-        return f"{measured} {peak} measured{size}: {relation} the budget of {budget}; {self.proof}"
 
 
 class _InForce(Applied):
@@ -177,30 +126,14 @@ class Fitting(PlanMonitor):
         """Counts, by name, of models called between steps."""
         self._n_waited = 0
         """Number of steps after the rehearsal in which other models that take turns were waited for."""
-        self._smaller: list[Plan] = []
-        """Plans for smaller batches than those of `plan`, the smallest first."""
         self._in_force: weakref.ref[_InForce] | None = None
         """The plans that stay in force after the last step that is observed."""
-        self._is_outgrown = False
-        """True once a batch has come that is larger than the batches of all plans."""
-        self._n_looked: int | None = None
-        """Number of steps in which another batch of the outgrown size was waited for; None if none is awaited."""
-        self._is_rehearsed = False
-        """True if this step's batch is larger than all planned ones."""
-        self._has_optimizers = False
-        """False if the program updates the model without an optimizer of torch."""
-        self._n_growths = 0
-        self._proof = AUDITED
-        self._compared: Plan | None = None
-        """Plan under which compiled code was compared last."""
+        self._larger = LargerBatches()
+        self._checks = CompiledChecks(say)
         self._n_calls = self._n_planned_calls = 0
         """Number of calls of the model in this step, and in the rehearsed one."""
         self._has_said_calls = False
         """True once a step with more calls than the rehearsed one has been reported."""
-        self._n_compiled = 0
-        """Number of graphs that torch.compile had compiled when the measured step began."""
-        self._n_compiling = 0
-        """Number of steps under the plan in which code was compiled."""
 
     @property
     def n_missing(self) -> int:
@@ -220,7 +153,7 @@ class Fitting(PlanMonitor):
     @property
     def plans(self) -> tuple[Plan, ...]:
         """All plans in force, the one for the smallest batches first."""
-        return (*self._smaller, *([] if self.plan is None else [self.plan]))
+        return (*self._larger.smaller, *([] if self.plan is None else [self.plan]))
 
     def precedes(self, module: nn.Module) -> None:
         """Count a model called between steps: its memory is outside all steps."""
@@ -230,7 +163,7 @@ class Fitting(PlanMonitor):
         """Rehearse this step, or run it under the plan and measure it."""
         super().begins(model, batch, optimizers)
         self._n_calls = 1
-        self._has_optimizers = bool(optimizers)
+        self._larger.has_optimizers = bool(optimizers)
         if self.unplanned is not None:
             self._rehearsing.leaves()
             self.done = True
@@ -243,7 +176,7 @@ class Fitting(PlanMonitor):
             self._rehearsing.begins(model, batch, optimizers)
             if self._rehearsing.n_hidden == 1 > hidden:
                 self._say("the script runs its own recorder, such as a profiler: steps after it are rehearsed")
-        elif self._n_looked is not None:
+        elif self._larger.is_awaited:
             self._looks_for_larger(self.plan, model, batch, optimizers)
         else:
             made = self._put_in_force(model, batch)
@@ -260,8 +193,8 @@ class Fitting(PlanMonitor):
         assert self._applied is not None
         current, planned = fingerprint(model, batch).batch, made.fingerprint.batch
         self._n_others += current != planned
-        if current == planned or (not self._smaller and no_larger(shapes_in(current), shapes_in(planned))):
-            self._n_compiled = n_compiled()
+        if current == planned or (not self._larger.smaller and no_larger(shapes_in(current), shapes_in(planned))):
+            self._checks.begin_step()
             with contextlib.suppress(Busy):  # another recording by the script is active, so a later step is measured
                 self._shows(f"verifying the plan for {self.model_name}", model)
                 self._open = Measured(model, batch, optimizers, self._applied, self._budget_for)
@@ -293,18 +226,16 @@ class Fitting(PlanMonitor):
                 )
             if self._rehearsing.profile is not None and not self._awaits_others(model):
                 self._make_plan(self._rehearsing.profile, model)
-        elif self._is_rehearsed:
-            self._is_rehearsed = False
+        elif self._larger.is_rehearsed:
+            self._larger.is_rehearsed = False
             self._plan_for_larger(self.plan, model)
-        elif self._n_looked is not None and self._n_looked >= PATIENCE:
-            self._n_looked, self.done = None, True
+        elif self._larger.has_waited_enough:
+            self._larger.end_wait()
+            self.done = True
         elif self._open is not None:
             step, self._open = self._open, None
             measured_bytes = step.peak_bytes()
-            is_compiling = bool(self.plan.graphs) and n_compiled() != self._n_compiled
-            self._n_compiling += is_compiling
-            # code was compiled in this step, which takes memory: a later step counts
-            if not is_compiling or self._n_compiling >= PATIENCE:
+            if self._checks.can_judge(self.plan):
                 over_bytes = measured_bytes - self.plan.budget_bytes
                 if over_bytes > 0 and self._n_calls > self._n_planned_calls and not self._has_said_calls:
                     self._say_more_calls(over_bytes)
@@ -371,9 +302,7 @@ class Fitting(PlanMonitor):
                 f"the plan for that {name} is removed: from here on the script trains another model, which is rehearsed"
             )
         self.plan, self.verdict, self.unplanned, self._over, self._n_waited = None, None, None, [], 0
-        self._smaller, self._in_force, self._n_looked = [], None, None
-        self._proof, self._compared, self._n_compiling = AUDITED, None, 0
-        self._is_outgrown = self._is_rehearsed = False
+        self._in_force, self._larger, self._checks = None, LargerBatches(), CompiledChecks(self._say)
         self._preceding.clear()
 
     def lets_go(self) -> None:
@@ -386,7 +315,7 @@ class Fitting(PlanMonitor):
 
     def finish(self) -> None:
         """Keep the plan in force, even if only smaller batches came."""
-        if self.plan is not None and self._n_others and not self.done and self._n_looked is None:
+        if self.plan is not None and self._n_others and not self.done and not self._larger.is_awaited:
             self._keep(self.plan)
 
     def leaves(self) -> None:
@@ -415,7 +344,7 @@ class Fitting(PlanMonitor):
             measured_peak_bytes=measured_bytes,
             budget_for=self._budget_for,
             is_of_planned_size=is_of_planned_size,
-            proof=self._proof,
+            proof=self._checks.proof,
         )
         self.when_kept(made)
         self.done = True
@@ -431,20 +360,19 @@ class Fitting(PlanMonitor):
             return self.plan
         if self._applied is not None:
             self._applied.remove()
-        plain = None
-        recompiles = bool(self.plan.graphs) and self.plan.predicted != self.plan.plain
-        is_compared = recompiles and self._compared is not self.plan
+        plain, code = None, self.compiled or model
+        is_compared = self._checks.must_compare(self.plan)
         if is_compared:  # before the rehearsal ends, under which code has torch's own partition
-            plain = compiled_bits(model, self.compiled or model, batch)
+            plain = compiled_bits(model, code, batch)
         self._rehearsing.leaves()
         if is_compared and not self._schedule(self.plan, model, batch):
             return None
         self._force(self.plan, model)
         if is_compared:
-            kinds = self._compare(self.plan, model, batch, plain)
+            kinds = self._checks.compare(self.plan, plain, model, code, batch)
             if kinds and plain is not None and (following := self._with_kept(self.plan, model, batch, plain)):
                 self._force(following, model)
-                kinds = self._compare(following, model, batch, plain)
+                kinds = self._checks.compare(following, plain, model, code, batch)
             if kinds and self.plan is not None:
                 self._refuse(kinds, model)
         return self.plan
@@ -461,29 +389,12 @@ class Fitting(PlanMonitor):
     def _schedule(self, made: Plan, model: nn.Module, batch: Any) -> bool:
         """Replace a plan for compiled code by the cheapest of a few whose code inductor schedules within the budget.
 
-        Only on a CPU and on a batch of the planned size, on which plans are measured without kernels. Returns False if
-        none is within the budget and no plan is to be in force, as `on_infeasible` says. Raises Infeasible.
+        Returns False if none is within the budget and no plan is to be in force, as `on_infeasible` says. Raises
+        Infeasible.
         """
-        profile = self._rehearsing.profile
-        is_planned = fingerprint(model, batch).batch == made.fingerprint.batch
-        if profile is None or not is_planned or self._budget_for == "reserved" or place_of(model).type != "cpu":
-            return True
-
-        def peak_of(tried: Plan) -> int | None:
-            with kernels_left_out(), always_partitioned(), apply(model, tried, say=lambda what: None):
-                calls = scheduled_calls(model, self.compiled or model, batch)
-            return None if calls is None else self._rehearsing.peak_with(calls)
-
-        choice = Choice(profile, made.plain)
-        n_scheduled, best = cheapest_within(choice, made, peak_of, SCHEDULED)
-        if best is None:
-            return True
-        peak_bytes = best.predicted.peak_bytes
-        plans = "one plan" if n_scheduled == 1 else f"{n_scheduled} plans"
-        self._say(f"inductor scheduled {plans} without kernels: {format_bytes(peak_bytes)} peak")
-        if peak_bytes > made.budget_bytes:
-            why = compiled_over(choice, best, f"plans that were scheduled by inductor and measured: {n_scheduled}")
-            if self._n_growths:
+        best, why = self._checks.scheduled(made, self._rehearsing, model, self.compiled or model, batch)
+        if why is not None:
+            if self._larger.has_begun:
                 self._say(f"{_first_line(why)} {SMALLEST_FOR_LARGER}")
             elif not self._accepts_over(why, model):
                 self.plan = None
@@ -493,30 +404,13 @@ class Fitting(PlanMonitor):
         self.plan = best
         return True
 
-    def _compare(self, made: Plan, model: nn.Module, batch: Any, plain: Outcome | None) -> dict[str, tuple[str, ...]]:
-        """Compare compiled code under the plan with `plain`; return the names of results with other bits, by kind."""
-        self._compared = made
-        planned = None if plain is None else compiled_bits(model, self.compiled or model, batch)
-        if plain is None or planned is None:
-            self._proof = NOT_COMPARED
-            return {}
-        self._proof = COMPARED
-        return {kind: names for kind, names in plain.differences(planned).items() if names}
-
     def _with_kept(self, made: Plan, model: nn.Module, batch: Any, plain: Outcome) -> Plan | None:
         """Return a plan that keeps the values by which the bits under `made` differ from `plain`; None if none fits."""
         profile = self._rehearsing.profile
         if self._applied is None or profile is None or not made.recompute:
             return None
-
-        def is_identical(addresses: tuple[str, ...]) -> bool:
-            recompute = {address: made.recompute[address] for address in addresses}
-            with apply(model, replace(made, recompute=recompute), say=lambda what: None):
-                planned = compiled_bits(model, self.compiled or model, batch)
-            return planned is not None and not any(plain.differences(planned).values())
-
         self._applied.remove()
-        kept = differing_addresses(tuple(made.recompute), is_identical)
+        kept = addresses_with_other_bits(made, plain, model, self.compiled or model, batch)
         self._rehearsing.profile = with_kept(profile, kept)
         try:
             following = forecast_plan(self._rehearsing.profile, made.budget_bytes)
@@ -531,19 +425,13 @@ class Fitting(PlanMonitor):
 
     def _refuse(self, kinds: dict[str, tuple[str, ...]], model: nn.Module) -> None:
         """Take the plan off. Raises RehearsalError, or goes on without a plan as `on_infeasible` says."""
-        kind, names = next(iter(kinds.items()))
-        why = RehearsalError(
-            f"under the plan the results of compiled code differ in bits: {kind} ({len(names)}, first {names[0]}). "
-            "Where saved tensors are recomputed, inductor fuses other kernels, which may round or add in another "
-            "order.\n  Give a larger budget, or compile the repeated blocks instead, each in its place: `for "
-            "block in model.layers: block.compile()`."
-        )
+        why = error_of_other_bits(kinds)
         assert self._applied is not None
         self._applied.remove()
         self._applied = None
         if self._rehearsing.replays_blocks(model):
             self._say(f"{_first_line(why)} {WHOLE_NEXT}")
-            self.plan, self._proof = None, AUDITED
+            self.plan, self._checks = None, CompiledChecks(self._say)
             return
         if self._on_infeasible != "plain":
             raise why
@@ -558,7 +446,7 @@ class Fitting(PlanMonitor):
         )
         for line in (decisions(plan), *lever_lines(plan)):
             self._say(line)
-        if self._smaller:
+        if self._larger.smaller:
             return
         for name in [name for name, n in self._preceding.items() if n > 1]:
             another = "another " * (name in re.split(", | and ", str(self.model_name)))
@@ -610,21 +498,21 @@ class Fitting(PlanMonitor):
         if made.graphs and self._rehearsing.replays_blocks(model):
             self._say(f"{_first_line(why)} {WHOLE_NEXT}")
             self._to_remove, self._applied, self.plan, self._over = self._applied, None, None, []  # until the next step
-            self._proof = AUDITED
+            self._checks = CompiledChecks(self._say)
             return
         self._stays_over(made, why)
 
     def _as_measured(self, made: Plan, measured_bytes: int) -> Plan:
         """Take the measured peak of compiled code as the plan's prediction, instead of the forecast."""
         assert self._applied is not None
-        self.plan = self._compared = self._applied.plan = made = as_measured(made, measured_bytes)
+        self.plan = self._checks.compared = self._applied.plan = made = as_measured(made, measured_bytes)
         return made
 
     def _stays_over(self, made: Plan, why: OverBudget) -> None:
         """Continue as `on_infeasible` says if no plan keeps to the budget. Raises OverBudget."""
-        if self._on_infeasible == "raise" and not self._n_growths:
+        if self._on_infeasible == "raise" and not self._larger.has_begun:
             raise why
-        if self._on_infeasible == "plain" and not self._n_growths:
+        if self._on_infeasible == "plain" and not self._larger.has_begun:
             self._go_on_plain(why)
             self._to_remove = self._applied  # removed in the next step, where hooks may be changed
             self._applied = self.plan = None
@@ -636,34 +524,31 @@ class Fitting(PlanMonitor):
 
     def wants_more(self) -> bool:
         """Return True if a batch exceeded all planned sizes: the next one of such a size is rehearsed."""
-        if not self._is_outgrown:
+        if not self._larger.is_outgrown:
             return False
-        self._is_outgrown = False
+        self._larger.is_outgrown = False
         if self._in_force is None or (applied := self._in_force()) is None:
             return False
         self._applied, self._rehearsing, self._in_force = applied, applied.rehearsing, None
-        self._n_looked, self.done = 0, False
+        self._larger.await_next()
+        self.done = False
         return True
 
     def _outgrown(self, what: str) -> bool:
         """Return True if the model gets another plan for a batch that is larger than the planned ones."""
         assert self.plan is not None
-        # otherwise a part of a large step would get the plan for a small one
-        is_one_size = len(self.plan.input_shapes) == 1
-        if not is_one_size or not self._has_optimizers or several_processes() or self._n_growths >= GROWTHS:
+        if not self._larger.can_be_planned(self.plan):
             return False
         self._say(
             f"{self.model_name} {what}: the peak may be above the budget, though larger batches run under the plan "
             "with the smallest peak. The next one is rehearsed, for a separate plan"
         )
-        self._is_outgrown = True
+        self._larger.is_outgrown = True
         return True
 
     def _looks_for_larger(self, made: Plan, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Rehearse this step if its batch exceeds those that `made` is for; else run it under its plan."""
-        assert self._n_looked is not None
-        self._n_looked += 1
-        if elements(shapes_in(in_words(tensors_in(batch)))) <= most_elements(made):
+        if not self._larger.has_come(made, batch):
             self._put_in_force(model, batch)
             return
         if self._applied is not None:
@@ -671,7 +556,7 @@ class Fitting(PlanMonitor):
             self._applied = None
         try:
             self._rehearsing.begins(model, batch, optimizers)
-            self._is_rehearsed = True
+            self._larger.is_rehearsed = True
         except RehearsalError as why:
             self._leave_growth(why)
             self._put_in_force(model, batch)
@@ -685,8 +570,7 @@ class Fitting(PlanMonitor):
         profile = self._rehearsing.profile
         if profile is None:
             return
-        self._n_looked = None
-        self._n_growths += 1
+        self._larger.count_plan()
         try:
             larger = plan(profile, made.budget_bytes)
         except Infeasible as why:
@@ -694,7 +578,7 @@ class Fitting(PlanMonitor):
             self._say(f"{_first_line(why)} {SMALLEST_FOR_LARGER}")
         if len(larger.input_shapes) == 1 and most_elements(larger) > most_elements(made):
             if not larger.graphs:  # compiled code has one partition for all sizes
-                self._smaller.append(made)
+                self._larger.smaller.append(made)
             self.plan = replace(larger, budget_for=made.budget_for)
             self._over, self._n_others, self._most = [], 0, 0
             self._announce(larger)
@@ -702,8 +586,7 @@ class Fitting(PlanMonitor):
     def _leave_growth(self, why: RehearsalError) -> None:
         """Leave larger batches under the plan with the smallest peak."""
         self._say(f"larger batches are not planned for: {why}")
-        self._n_growths = GROWTHS
-        self._n_looked = None
+        self._larger.give_up()
 
 
 def check_on_infeasible(asked: str) -> OnInfeasible:

@@ -13,9 +13,10 @@ from lowtide.memory.device_budget import check_on_device
 from lowtide.report.text_table import decisions, extra_time, lever_lines
 from lowtide.runtime.fingerprint import place_of
 from lowtide.script.calling_code import end_search_here
-from lowtide.script.fit_steps import Fitting, OnInfeasible, RunVerdict, check_on_infeasible
+from lowtide.script.fit_steps import Fitting, OnInfeasible, check_on_infeasible
 from lowtide.script.repeat_step import count_in_words
 from lowtide.script.run_listened import watched, why_not
+from lowtide.script.run_verdict import RunVerdict
 from lowtide.units import format_bytes, format_change
 from lowtide.utils.amounts import BudgetFor
 from lowtide.utils.interrupts import entering, resend_dropped_interrupts, whole

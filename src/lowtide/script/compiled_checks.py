@@ -1,0 +1,123 @@
+"""Checks of compiled code under a plan: the memory that its schedule takes, and its bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lowtide._torch.compiled_code import n_compiled
+from lowtide._torch.joint_graph import always_partitioned, kernels_left_out
+from lowtide.api.apply import apply
+from lowtide.api.differing_bits import differing_addresses
+from lowtide.api.fit import SCHEDULED, cheapest_within, compiled_over
+from lowtide.errors import Infeasible, RehearsalError
+from lowtide.levers.selection import Choice
+from lowtide.profiler.compiled_bits import compiled_bits, scheduled_calls
+from lowtide.profiler.online import PATIENCE
+from lowtide.runtime.fingerprint import fingerprint, place_of
+from lowtide.script.run_verdict import AUDITED, COMPARED, NOT_COMPARED
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowtide.planner.records import Plan
+    from lowtide.script.rehearse_steps import Rehearsing
+    from lowtide.state.step_outcome import Outcome
+
+
+class CompiledChecks:
+    """Checks that each plan of one model has to pass before it is in force, or measured, if code is compiled for it."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.proof = AUDITED
+        """Result of comparing the bits, in words."""
+        self.compared: Plan | None = None
+        """Plan under which compiled code was compared last."""
+        self._say = say
+        self._n_compiled = 0
+        """Number of graphs that torch.compile had compiled when the measured step began."""
+        self._n_compiling = 0
+        """Number of steps under the plan in which code was compiled."""
+
+    def begin_step(self) -> None:
+        """Note the code that is compiled so far, as a measured step begins."""
+        self._n_compiled = n_compiled()
+
+    def can_judge(self, made: Plan) -> bool:
+        """Return False if code was compiled in this step, which takes memory: a later step counts, up to `PATIENCE`."""
+        is_compiling = bool(made.graphs) and n_compiled() != self._n_compiled
+        self._n_compiling += is_compiling
+        return not is_compiling or self._n_compiling >= PATIENCE
+
+    def must_compare(self, made: Plan) -> bool:
+        """Return True if other code is compiled under `made` than without it, and was not compared yet."""
+        return bool(made.graphs) and made.predicted != made.plain and self.compared is not made
+
+    def scheduled(
+        self, made: Plan, rehearsing: Rehearsing, model: nn.Module, code: Callable[..., Any], batch: Any
+    ) -> tuple[Plan, Infeasible | None]:
+        """Return the cheapest of a few plans whose code inductor schedules within the budget.
+
+        Only on a CPU and on a batch of the planned size, on which plans are measured without kernels; elsewhere `made`
+        is returned. If all plans are over the budget, the one with the smallest peak is returned with the error.
+        """
+        profile = rehearsing.profile
+        is_planned = fingerprint(model, batch).batch == made.fingerprint.batch
+        if profile is None or not is_planned or made.budget_for == "reserved" or place_of(model).type != "cpu":
+            return made, None
+
+        def peak_of(tried: Plan) -> int | None:
+            with kernels_left_out(), always_partitioned(), apply(model, tried, say=lambda what: None):
+                calls = scheduled_calls(model, code, batch)
+            return None if calls is None else rehearsing.peak_with(calls)
+
+        choice = Choice(profile, made.plain)
+        n_scheduled, best = cheapest_within(choice, made, peak_of, SCHEDULED)
+        if best is None:
+            return made, None
+        peak_bytes = best.predicted.peak_bytes
+        plans = "one plan" if n_scheduled == 1 else f"{n_scheduled} plans"
+        self._say(f"inductor scheduled {plans} without kernels: {format_bytes(peak_bytes)} peak")
+        if peak_bytes <= made.budget_bytes:
+            return best, None
+        tried = f"plans that were scheduled by inductor and measured: {n_scheduled}"
+        return best, compiled_over(choice, best, tried)
+
+    def compare(
+        self, made: Plan, plain: Outcome | None, model: nn.Module, code: Callable[..., Any], batch: Any
+    ) -> dict[str, tuple[str, ...]]:
+        """Compare compiled code under the plan with `plain`; return the names of results with other bits, by kind."""
+        self.compared = made
+        planned = None if plain is None else compiled_bits(model, code, batch)
+        if plain is None or planned is None:
+            self.proof = NOT_COMPARED
+            return {}
+        self.proof = COMPARED
+        return {kind: names for kind, names in plain.differences(planned).items() if names}
+
+
+def addresses_with_other_bits(
+    made: Plan, plain: Outcome, model: nn.Module, code: Callable[..., Any], batch: Any
+) -> tuple[str, ...]:
+    """Return the recomputed values by which the bits under `made` differ from `plain`, as far as a few trials tell."""
+
+    def is_identical(addresses: tuple[str, ...]) -> bool:
+        recompute = {address: made.recompute[address] for address in addresses}
+        with apply(model, replace(made, recompute=recompute), say=lambda what: None):
+            planned = compiled_bits(model, code, batch)
+        return planned is not None and not any(plain.differences(planned).values())
+
+    return differing_addresses(tuple(made.recompute), is_identical)
+
+
+def error_of_other_bits(kinds: dict[str, tuple[str, ...]]) -> RehearsalError:
+    """Build the error for compiled code whose results differ under the plan."""
+    kind, names = next(iter(kinds.items()))
+    return RehearsalError(
+        f"under the plan the results of compiled code differ in bits: {kind} ({len(names)}, first {names[0]}). "
+        "Where saved tensors are recomputed, inductor fuses other kernels, which may round or add in another "
+        "order.\n  Give a larger budget, or compile the repeated blocks instead, each in its place: `for "
+        "block in model.layers: block.compile()`."
+    )

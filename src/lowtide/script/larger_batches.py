@@ -1,0 +1,81 @@
+"""Batches that are larger than the planned ones: when the next one is rehearsed, and the plans made so far."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from lowtide.profiler.online import PATIENCE
+from lowtide.runtime.batch_tensors import in_words, tensors_in
+from lowtide.runtime.call_shapes import elements, shapes_in
+from lowtide.runtime.planned_engine import most_elements
+from lowtide.state.process_group import several_processes
+
+if TYPE_CHECKING:
+    from lowtide.planner.records import Plan
+
+GROWTHS: Final = 12
+"""Largest number of plans made for larger batches, one after the other: enough for ten thousand random sizes."""
+
+
+class LargerBatches:
+    """The search for batches that exceed all planned sizes, each of which gets a plan next to those before it."""
+
+    def __init__(self) -> None:
+        self.smaller: list[Plan] = []
+        """Plans for smaller batches than those of the current plan, the smallest first."""
+        self.has_optimizers = False
+        """False if the program updates the model without an optimizer of torch."""
+        self.is_outgrown = False
+        """True once a batch has come that is larger than the batches of all plans."""
+        self.is_rehearsed = False
+        """True if this step's batch is larger than all planned ones."""
+        self._n_looked: int | None = None
+        """Number of steps in which another batch of the outgrown size was waited for; None if none is awaited."""
+        self._n_growths = 0
+
+    @property
+    def is_awaited(self) -> bool:
+        """Return True if another batch of the outgrown size is waited for, to be rehearsed."""
+        return self._n_looked is not None
+
+    @property
+    def has_waited_enough(self) -> bool:
+        """Return True if no batch of the outgrown size came in many steps."""
+        return self._n_looked is not None and self._n_looked >= PATIENCE
+
+    @property
+    def has_begun(self) -> bool:
+        """Return True once a plan for larger batches was tried: from then on a budget that no plan fits does not end
+        training.
+        """
+        return self._n_growths > 0
+
+    def can_be_planned(self, made: Plan) -> bool:
+        """Return True if a batch larger than those of `made` can get another plan."""
+        # with several sizes in a step, a part of a large step would get the plan for a small one
+        is_one_size = len(made.input_shapes) == 1
+        return is_one_size and self.has_optimizers and not several_processes() and self._n_growths < GROWTHS
+
+    def await_next(self) -> None:
+        """Begin to wait for another batch of the outgrown size."""
+        self._n_looked = 0
+
+    def has_come(self, made: Plan, batch: Any) -> bool:
+        """Count this step; return True if its batch exceeds those that `made` is for."""
+        assert self._n_looked is not None
+        self._n_looked += 1
+        return elements(shapes_in(in_words(tensors_in(batch)))) > most_elements(made)
+
+    def end_wait(self) -> None:
+        """Stop waiting; the current plan stays."""
+        self._n_looked = None
+
+    def count_plan(self) -> None:
+        """Stop waiting, because a batch of the outgrown size was rehearsed."""
+        self._n_looked = None
+        self._n_growths += 1
+
+    def give_up(self) -> None:
+        """Make no more plans for larger batches."""
+        self._n_looked = None
+        self._n_growths = GROWTHS
