@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -170,6 +171,28 @@ def test_ddp_never_misses_its_buckets() -> None:
             peaks[n] = estimate.peak_bytes
     gradients = sum(p.nbytes for p in net().parameters())
     assert peaks[2] - peaks[1] >= gradients
+
+
+def test_a_communication_hook_of_torch_sends_a_copy_of_the_bucket_and_another_is_unknown() -> None:
+    def own(state: object, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        raise AssertionError("an estimate calls no hook")
+
+    peaks, unknown = {}, {}
+    for hook in (None, fp16_compress_hook, own):
+        with lowtide.absent_processes(2):
+            model = DistributedDataParallel(nn.Linear(64, 64))
+            if hook is not None:
+                model.register_comm_hook(None, hook)
+
+            def step(batch: Tensor, model: nn.Module = model) -> None:
+                model(batch).sum().backward()
+                model.zero_grad()
+
+            estimate = lowtide.estimate(model, step, torch.ones(1, 64), device="2 x h100-80")
+            peaks[hook], unknown[hook] = estimate.peak_bytes, estimate.unknown
+    assert peaks[fp16_compress_hook] - peaks[None] == 2 * (64 * 64 + 64)
+    assert unknown[fp16_compress_hook] == unknown[None]
+    assert any("own, which sends gradients" in line for line in unknown[own])
 
 
 def test_memory_of_one_stream_is_not_given_to_another() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch._dynamo  # optimizers import it: once for all processes
 from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -35,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "DDP": {"wrap": {}},
     "DDP, gradients are views of buckets": {"wrap": {"gradient_as_bucket_view": True}},
     "DDP, two micro-batches": {"wrap": {}, "n_parts": 2},
+    "DDP, sent in float16": {"wrap": {}, "hook": fp16_compress_hook, "n_parts": 2},
     "FSDP2": {},
     "FSDP2, reshard_after_forward=True": {"settings": {"reshard_after_forward": True}},
     "FSDP2, reshard_after_forward=False": {"settings": {"reshard_after_forward": False}},
@@ -91,14 +93,23 @@ class Net(nn.Module):
 
 
 def build(
-    mesh: str = "", settings: Any = None, wrap: Any = None, checkpointed: bool = False, on: str = "cpu", **_: Any
+    mesh: str = "",
+    settings: Any = None,
+    wrap: Any = None,
+    checkpointed: bool = False,
+    on: str = "cpu",
+    hook: Any = None,
+    **_: Any,
 ) -> Any:
     """Return a model, spread over the processes."""
     torch.manual_seed(0)
     with torch.device(on):
         model: Any = Net(checkpointed)
     if wrap is not None:
-        return DistributedDataParallel(model, **wrap)
+        model = DistributedDataParallel(model, **wrap)
+        if hook is not None:
+            model.register_comm_hook(None, hook)
+        return model
     sizes = {"": (N,), "tensor": (N,)}.get(mesh, (2, N // 2))
     names = {"": None, "tensor": ("tensor",), "hsdp": ("replicate", "shard"), "both": ("data", "tensor")}[mesh]
     grid = distributed.init_device_mesh("cpu", sizes, mesh_dim_names=names)

@@ -46,13 +46,9 @@ def test_a_llama_is_estimated_and_saves_nothing(way: str, estimate, tmp_path: Pa
 @pytest.mark.parametrize("options", [(), ("views",), ("hook",)])
 def test_ddp_is_estimated(options: tuple[str, ...], estimate) -> None:
     code, out, _ = estimate("images.py", *options)
+    assert code == 0
     assert "communication buffers" in out
-    if "hook" in options:
-        assert code == 1
-        assert "bf16_compress_hook, which sends gradients of DistributedDataParallel (register_comm_hook)" in out
-    else:
-        assert code == 0
-        assert "it fits" in out
+    assert "it fits" in out
 
 
 def test_synchronized_batch_norm_keeps_no_more_than_batch_norm(estimate, tmp_path: Path) -> None:

@@ -122,9 +122,19 @@ def bucket_limits(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[l
     return first, then or [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
 
 
-def communication_hooks(wrapper: torch.nn.parallel.DistributedDataParallel) -> list[str]:
-    """Return the names of functions that send a wrapper's gradients in place of torch. Torch 2.13, since 2.1."""
-    return [getattr(hook, "__name__", str(hook)) for hook, _ in wrapper._comm_hooks]
+def communication_hooks(
+    wrapper: torch.nn.parallel.DistributedDataParallel,
+) -> tuple[list[str], list[torch.dtype]]:
+    """Return the names of functions that send a wrapper's gradients in place of torch, without torch's own; and the
+    dtypes in which torch's own send copies of the buckets. Torch 2.13, since 2.1.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as own
+
+    dtypes = {own.fp16_compress_hook: torch.float16, own.bf16_compress_hook: torch.bfloat16}
+    hooks = [hook for hook, _ in wrapper._comm_hooks]
+    others = [hook for hook in hooks if hook not in dtypes and hook is not own.allreduce_hook]
+    names = [getattr(hook, "__name__", str(hook)) for hook in others]
+    return names, [dtypes[hook] for hook in hooks if hook in dtypes]
 
 
 def assign_buckets(

@@ -57,7 +57,6 @@ class Reducers:
         return [
             f"{hook}, which sends gradients of DistributedDataParallel (register_comm_hook): the memory that it takes"
             for hook in dict.fromkeys(hook for reducer in self._reducers for hook in reducer.hooks)
-            if hook != "allreduce_hook"
         ]
 
     def __enter__(self) -> Self:
@@ -90,7 +89,11 @@ class _Reducer:
         self.maps: list[Tensor] = []
         """DDP's maps of the parameters that took part: one element per parameter."""
         self._views: dict[int, Tensor] = {}
-        self.hooks = communication_hooks(wrapper)
+        self.hooks, self._sent_as = communication_hooks(wrapper)
+        self._awaited: dict[int, set[int]] = {}
+        """Numbers of the parameters whose gradients are missing in each bucket, by the bucket's storage."""
+        self._sent: list[Tensor] = []
+        """Copies of buckets in a smaller dtype, which torch's hooks send; processes may wait for them until the end."""
 
     def begin(self, stack: contextlib.ExitStack) -> None:
         """Replace the wrapper's reducer until `stack` is closed."""
@@ -168,9 +171,27 @@ class _Reducer:
             self._order[number] = None
             if not self._delays:
                 self._copy(number)
+            if self._sent_as and number in self._views:
+                self._send(number)
+
+    def _send(self, number: int) -> None:
+        """Copy a bucket in the dtype in which it is sent, once all its gradients have arrived."""
+        if not self._awaited:
+            for each, view in self._views.items():
+                self._awaited.setdefault(storage_id(view), set()).add(each)
+        awaited, view = self._awaited[storage_id(self._views[number])], self._views[number]
+        awaited.discard(number)
+        if not awaited and view.dtype not in self._sent_as:
+            n_elements = view.untyped_storage().nbytes() // view.element_size()
+            with torch.no_grad(), without_function_modes(), self._ledger.purpose("communication buffers"):
+                self._sent += [
+                    torch.empty(n_elements, dtype=dtype, device=self._ledger.device) for dtype in self._sent_as
+                ]
 
     def _is_over(self) -> None:
         self._expects = False
+        self._sent.clear()
+        self._awaited.clear()
 
     def _copy(self, number: int) -> None:
         """Move a gradient into its bucket if it is to be a view of the bucket."""
