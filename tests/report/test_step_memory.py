@@ -1,5 +1,6 @@
 """Memory over a step: its parts add up to the planner's numbers and the recorder's, and no peak is lost."""
 
+import re
 import resource
 from random import Random
 
@@ -13,7 +14,8 @@ from lowtide.planner.records import Decisions, Profile, Static
 from lowtide.planner.simulate.simulator import predict
 from lowtide.report.page import asset
 from lowtide.report.page import memory as picture
-from lowtide.report.pictures import slug
+from lowtide.report.pictures import legend, slug
+from lowtide.report.run_text import peak_sentence
 from lowtide.report.step_memory import CATEGORIES, MOST_MOMENTS, NAMED, predicted_memory, recorded_memory
 from planner.profiles import chain, random_profile, transformer
 
@@ -90,6 +92,10 @@ def test_memory_from_before_is_below_what_the_step_adds() -> None:
     over_entry = recorded_memory(Timeline(stream), "measured")
     assert over_entry.totals == (100, 60, 120)
     assert over_entry.floor_bytes == -40
+    *parts, total = map(int, re.findall(r'data-bytes="(-?\d+)"', legend(over_entry, 2, over_entry.bytes)))
+    assert (sum(parts), total) == (120, 120)
+    assert 'style="width:100.0%"' in legend(over_entry, 2, over_entry.bytes)  # of 160 bytes, not of 120
+    assert ": 160 B of temporaries, less 40 B that was there at entry and is freed." in peak_sentence(over_entry)
 
 
 @pytest.mark.parametrize("category", events.CATEGORIES)

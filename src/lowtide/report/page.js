@@ -38,14 +38,15 @@
       slider.setAttribute("aria-valuetext", reading.textContent);
       cursor.hidden = !points;
       cursor.style.left = `${100 * track.x[moment]}%`;
-      for (const row of figure.querySelectorAll(".lt-legend tbody tr")) {
+      const parts = Object.values(track.bytes).reduce((sum, column) => sum + column[moment], 0);
+      for (const row of figure.querySelectorAll(".lt-legend tbody tr:not([data-floor])")) {
         const name = row.dataset.category;
         const n = name === undefined ? total : (track.bytes[name] || [])[moment] || 0;
         const cell = row.querySelector(".lt-bytes");
         cell.textContent = bytes(n);
         cell.dataset.bytes = n;
         const bar = row.querySelector(".lt-bar i");
-        if (bar) bar.style.width = `${total > 0 ? Math.max(0, (100 * n) / total).toFixed(1) : 0}%`;
+        if (bar) bar.style.width = `${parts > 0 ? Math.max(0, (100 * n) / parts).toFixed(1) : 0}%`;
       }
       const alive = track.tensors.filter(([, , , first, stop]) => first <= moment && moment < stop);
       alive.sort((a, b) => b[2] - a[2]);

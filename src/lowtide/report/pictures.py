@@ -173,13 +173,19 @@ def _memory_marks(
 def legend(memory: StepMemory, moment: int, names: Collection[str]) -> str:
     """Return the table of categories at a moment: name, bytes, share."""
     total = memory.totals[moment]
+    parts = total - memory.floor_bytes
     rows = []
     for name in (each for each in reversed(CATEGORIES) if each in names):
         n = memory.bytes[name][moment] if name in memory.bytes else 0
         rows.append(
             f'<tr data-category="{escape(name)}"><th scope="row"><i class="lt-swatch lt-{slug(name)}"></i>'
             f'{escape(name)}</th><td class="lt-bytes" data-bytes="{n}">{format_bytes(n)}</td>'
-            f'<td class="lt-bar"><i class="lt-{slug(name)}" style="width:{_percent(n, total)}"></i></td></tr>'
+            f'<td class="lt-bar"><i class="lt-{slug(name)}" style="width:{_percent(n, parts)}"></i></td></tr>'
+        )
+    if memory.floor_bytes:
+        rows.append(
+            f'<tr data-floor><th scope="row">less: at entry</th><td class="lt-bytes" data-bytes="{memory.floor_bytes}">'
+            f"{format_bytes(memory.floor_bytes)}</td><td></td></tr>"
         )
     rows.append(
         f'<tr class="lt-total"><th scope="row">all together</th><td class="lt-bytes" data-bytes="{total}">'

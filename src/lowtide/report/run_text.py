@@ -112,9 +112,10 @@ def peak_sentence(memory: StepMemory) -> str:
     during = f" in {phase}" if phase else ""
     at = f", at {module}" if module else ""
     over = "" if not memory.floor_bytes and "parameters" in memory.bytes else " over the level at entry"
-    return (
-        f"The peak is {format_bytes(memory.peak_bytes)}{over}{during}{at}: {parts_in_words(memory.parts_at(moment))}."
-    )
+    parts = memory.parts_at(moment)
+    freed = -memory.floor_bytes - parts.pop("left from before", 0) if memory.floor_bytes else 0
+    less = f", less {format_bytes(freed)} that was there at entry and is freed" if freed else ""
+    return f"The peak is {format_bytes(memory.peak_bytes)}{over}{during}{at}: {parts_in_words(parts)}{less}."
 
 
 def parts_in_words(parts: Mapping[str, int]) -> str:
