@@ -28,7 +28,7 @@ def sections() -> Iterator[str]:
     by_file = sorted(RECIPES.values(), key=lambda recipe: recipe.function.__module__)
     for name, recipes in groupby(by_file, key=lambda recipe: recipe.function.__module__):
         rows = [row(recipe) for recipe in recipes]
-        head = "| node | op | cost | tensors | constants | |\n|---|---|---|---|---|---|\n"
+        head = "| node | op | cost | tensors | constants | notes |\n|---|---|---|---|---|---|\n"
         about = (sys.modules[name].__doc__ or "").strip()
         yield f"### {name.rpartition('.')[2].capitalize()}\n\n{about}\n\n{head}{''.join(rows)}"
 

@@ -62,7 +62,7 @@ COMMANDS = {
         target="lowtide.cli.plan:plan", summary="Make plan files, read them, compare them.", needs_torch=False
     ),
     "frontier": Lazy(
-        target="lowtide.cli.frontier:frontier", summary="List the cost of each budget.", needs_torch=False
+        target="lowtide.cli.frontier:frontier", summary="List budgets with the extra time of each.", needs_torch=False
     ),
     "explain": Lazy(
         target="lowtide.cli.explain:explain",

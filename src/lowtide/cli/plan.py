@@ -39,8 +39,8 @@ def make(budget: str, cheap: bool, to: str | None, levers: tuple[str, ...], sour
     """Plan for a budget.
 
     PROFILE is a file that `lowtide rehearse --json` wrote; its name ends in .json. A SCRIPT is rehearsed first. With
-    --processes that takes one process, on one GPU or on a CPU: the plan is the one that N processes would make, and
-    `torchrun ... lowtide run --plan FILE` takes it. With --device it takes two steps on fake tensors, and needs no GPU.
+    --processes N, one process on one GPU or on a CPU makes the plan that each of N processes would make, for
+    `torchrun ... lowtide run --plan FILE`. With --device the script takes two steps on fake tensors, and needs no GPU.
     Exit code 1: no plan fits the budget.
     """
     check_budget(budget)

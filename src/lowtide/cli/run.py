@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 @click.option(
     "--plan", "plan_file", type=click.Path(exists=True, dir_okay=False), help="A plan file, instead of --budget."
 )
-@output_option("--save", "save_to", "Write the plan that --budget led to; --plan takes it the next time.")
+@output_option("--save", "save_to", "Write the plan for --budget to FILE, which --plan can read the next time.")
 @report_option
 @lever_option
 @in_place_option
-@click.option("--no-progress", is_flag=True, help="Show no bars during rehearsal and planning; lines remain.")
+@click.option("--no-progress", is_flag=True, help="Show no progress bars; lines are still written.")
 @click.option(
     "--retry", is_flag=True, help="If a step runs out of memory, repeat it once under the plan with the smallest peak."
 )
@@ -70,9 +70,10 @@ def run(
 ) -> int:
     """Run a training SCRIPT within a memory budget, or under a plan.
 
-    With --budget the first two steps of training are rehearsed; the third is the first under the plan, and its peak is
-    measured. Each step trains the model as without Lowtide, bit for bit, unless --lever changes the step. With --plan
-    the plan is in force from the first step on, and the peak of the second step is measured.
+    With --budget the first two steps of training are rehearsed: every allocation is recorded, and a plan is made. The
+    third step is the first under the plan, and its peak is measured. Each step trains the model as without Lowtide, bit
+    for bit, unless --lever changes the step. With --plan the plan is in force from the first step on, and the peak of
+    the second step is measured.
 
     The budget does not bind rehearsed steps. Their peak is about that of checkpointing every block; if batches are of
     several sizes, or the model is compiled as a whole, a step may need as much memory as the plain one.
@@ -84,12 +85,13 @@ def run(
     With --retry, a step that runs out of memory is repeated once under the plan with the smallest peak, and trains the
     model to the same bits; if it can't be repeated, the error says why.
 
-    Options of this command come before SCRIPT; everything after it is passed to the script. The exit code is the
-    script's; 1 also if no plan fits the budget or the measured peak is above it, and 2 also if no plan can be made for
-    the script, or the script ends before a plan was in force, for example because it trains nothing.
+    Options of this command come before SCRIPT; everything after it is passed to the script.
 
-    New and little tested: a model, or its blocks, compiled by torch.compile, tried on small models on a CPU; several
-    processes (torchrun), tried with two on a CPU.
+    Exit code: the script's own, but 1 if no plan fits the budget or the measured peak is above it, and 2 if no plan can
+    be made, or the script ends before a plan is in force (for example because it trains nothing).
+
+    New, and tested little: models and blocks compiled by torch.compile (small models on a CPU), and several processes
+    of torchrun (two on a CPU).
     """
     if (budget is None) == (plan_file is None):
         raise click.UsageError(

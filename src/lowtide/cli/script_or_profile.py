@@ -91,7 +91,8 @@ def in_place_option(body: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--no-in-place",
         is_flag=True,
-        help="Write no gradient over the one that it is computed from, and register no kernels for that with torch.",
+        help="Never write a gradient into the memory of the gradient that it is computed from, and register no kernels "
+        "with torch for such writes.",
     )(body)
 
 

@@ -31,7 +31,7 @@ from lowtide.runtime.static_memory import static_bytes
 from lowtide.units import format_bytes
 
 STEPS = 2
-"""Default number of steps of a run: few, so that the demo takes about a minute on two cores."""
+"""Default number of steps of a run: few, so that the demo takes about two minutes on two cores."""
 
 _REHEARSING, _FITTING = 5, 5  # approximate numbers of plain steps
 

@@ -13,8 +13,8 @@ from lowtide.runtime.recipes.registry import aten, recipe
 
 @recipe("ReluBackward0", edges={"self": 0})
 def relu(self: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Recompute ReLU, also in place: then from the overwritten tensor, such as a batch norm's output, which is
-    recomputed first.
+    """Recompute ReLU. The in-place form has overwritten its input, such as a batch norm's output: that is recomputed
+    first.
     """
     return torch.relu(self) if out is None else torch.relu_(out)
 

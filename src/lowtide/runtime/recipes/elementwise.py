@@ -94,7 +94,7 @@ def mul(self: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 @recipe("MulBackward1", edges={"self": 0})
 def mul_scalar(self: Tensor, *, other: float, out: Tensor | None = None) -> Tensor:
-    """Recompute a product with a number, as called by torch's own code."""
+    """Recompute a product with a number. Only torch's own code makes this node."""
     return torch.mul(self, other, out=out)
 
 
@@ -106,7 +106,7 @@ def div(self: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 @recipe("DivBackward1", edges={"self": 0})
 def div_scalar(self: Tensor, *, other: float, out: Tensor | None = None) -> Tensor:
-    """Recompute a quotient by a number, as called by torch's own code."""
+    """Recompute a quotient by a number. Only torch's own code makes this node."""
     return torch.div(self, other, out=out)
 
 
