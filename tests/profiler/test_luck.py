@@ -153,8 +153,10 @@ def test_draws_are_as_they_were_once_a_block_is_over():
     assert [vars(owner).get(name) for owner, name in places] == own
 
 
-def test_a_block_that_was_not_rehearsed_gets_what_another_of_its_class_and_list_got():
+@pytest.mark.parametrize("container", [nn.ModuleList, lambda blocks: nn.ModuleDict(dict(zip("0123", blocks)))])
+def test_a_block_that_was_not_rehearsed_gets_what_another_of_its_class_and_container_got(container):
     model = Drawn(list)
+    model.layers = container(model.layers)
     table = actions_for({"layers.1.wide#0:0": "AddmmBackward0"}, ["layers.1#0"])
     found = with_like_blocks(model, table)
     assert set(found) == {f"layers.{n}{part}" for n in range(4) for part in ("", ".wide")}

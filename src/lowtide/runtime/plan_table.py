@@ -121,13 +121,13 @@ def actions_for(
 
 
 def with_like_blocks(model: nn.Module, table: Mapping[str, dict[int, Actions]]) -> dict[str, dict[int, Actions]]:
-    """Return `table`, in which blocks without decisions get those of a block of their class in the same list.
+    """Return `table`, in which blocks without decisions get those of a block of their class in the same container.
 
     Used for plans of steps that skip blocks at random, because a rehearsal may not have run every block.
     """
     completed = dict(table)
     for path, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
         inside = {}
         for name, child in module.named_children():
