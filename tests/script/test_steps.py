@@ -227,9 +227,12 @@ def test_modules_that_are_trained_together_are_parts_of_one() -> None:
     assert [name for name, _ in parts.named_children()] == ["Sequential", "Sequential2", "Linear"]
 
 
-def test_parameters_of_no_module_are_parts_of_one_with_the_frozen_model_that_they_go_through() -> None:
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor.requires_grad_], ids=["parameter", "tensor"])
+def test_parameters_of_no_module_are_parts_of_one_with_the_frozen_model_that_they_go_through(
+    kind: Callable[[Tensor], Tensor],
+) -> None:
     model, teacher = net().requires_grad_(False), net().requires_grad_(False)
-    prompt = nn.Parameter(torch.randn(4, 8))
+    prompt = kind(torch.randn(4, 8))
     optimizer = torch.optim.SGD([prompt], lr=0.1)
 
     def loop() -> None:

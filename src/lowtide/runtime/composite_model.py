@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 class CompositeModel(nn.Module):
     """Modules that are trained together but not called as a whole, each under the name of its class.
 
-    `alone`: parameters outside modules whose gradients pass through these modules.
+    `alone`: parameters outside modules whose gradients pass through these modules. They may be plain tensors, such as
+    an image that is optimized, which `register_parameter` would reject.
     """
 
     def __init__(self, modules: Iterable[nn.Module], alone: Iterable[nn.Parameter] = ()) -> None:
         super().__init__()
         self.alone = tuple(alone)
-        for number, parameter in enumerate(self.alone):
-            self.register_parameter(f"alone{number}", parameter)
+        self._parameters.update((f"alone{number}", parameter) for number, parameter in enumerate(self.alone))
         count: Counter[str] = Counter()
         for module in modules:
             name = type(module).__name__
