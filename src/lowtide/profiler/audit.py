@@ -48,7 +48,7 @@ from lowtide.state.appended_items import undo_appends
 from lowtide.state.bitwise import identical
 from lowtide.state.own_generators import DRAWS, OwnGenerators
 from lowtide.state.process_group import n_sent
-from lowtide.state.side_effects import CHANGES, ITERATES, CodeState
+from lowtide.state.side_effects import CodeState
 from lowtide.utils import progress
 
 if TYPE_CHECKING:
@@ -292,8 +292,8 @@ class Audit(RecomputeAudit, Observer):
         if why is not None:
             return why
         assert own is not None
-        if own.iterates or own.has_changed():
-            return ITERATES if own.iterates else CHANGES
+        if (why := own.why_not_again()) is not None:
+            return why
         frame.held, first, states = [], next_sequence_number(), self._own_draws.states()
         freed = self.values_to_free(call, module, returned) if module in self._freed else {}
         self.freed_values.free()

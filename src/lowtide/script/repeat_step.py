@@ -44,7 +44,7 @@ from lowtide.runtime.call_context import Again, CallContext, MutableState
 from lowtide.runtime.call_interceptor import OuterInterceptor
 from lowtide.runtime.composite_model import CompositeModel, name_of
 from lowtide.state.process_group import several_processes
-from lowtide.state.side_effects import CHANGES, ITERATES, CodeState
+from lowtide.state.side_effects import CodeState
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.units import format_bytes
 from lowtide.utils.removable import Removable
@@ -407,9 +407,7 @@ def _with_graph(output: Any) -> dict[int, Tensor]:
 
 
 def _changes(own: CodeState | None) -> str | None:
-    if own is None:
-        return None
-    return ITERATES if own.iterates else CHANGES if own.has_changed() else None
+    return None if own is None else own.why_not_again()
 
 
 def _outside(tensors: Iterable[Tensor]) -> Iterator[Any]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lowtide._torch.fake_modes import bytes_of, uncompiled
 from lowtide._torch.tensors import is_leaf_tensor, is_plain
+from lowtide.runtime.exposed_memory import Contents
 from lowtide.state.bindings import Cell, Variables
 from lowtide.state.introspection import is_user_code, variables
 from lowtide.state.reachable_state import ReachableState, is_torch_function
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.call_context import CallContext
 
 CHANGES = "it changes something outside its modules, which a replay would change once more"
+WRITES = "it writes to its parameters, which a replay would write to once more"
 ITERATES = "its code has an iterator, and what that has given can't be given back"
 
 LARGEST_BYTES = 2**22
@@ -52,6 +54,8 @@ class CodeState(ReachableState):
         tables = {id(vars(part)) for part in parts}
         self._watched = [obj for obj in self.visited if id(obj) not in tables]
         self._before = list(map(_comparable, self._watched))
+        gathered = () if context.reach.units else parts  # parameters of units come and go
+        self._parameters = [(p, Contents(p)) for part in gathered for p in part._parameters.values() if p is not None]
 
     def _is_of_interest(self, obj: Any) -> bool:
         return id(obj) not in self._restored and type(obj).__module__.partition(".")[0] != "lowtide"
@@ -68,10 +72,18 @@ class CodeState(ReachableState):
         return super()._function(function)
 
     def has_changed(self) -> bool:
-        """Return True if any of the state has changed."""
+        """Return True if any of the state outside the modules has changed."""
         if any(places.current()[0] is not places.held[0] for places in self._bound):
             return True
         return any(_comparable(obj) != before for obj, before in zip(self._watched, self._before, strict=True))
+
+    def why_not_again(self) -> str | None:
+        """Return the reason why the call can't be run again, once it is over, or None."""
+        if self.iterates:
+            return ITERATES
+        if any(not contents.are_in(parameter) for parameter, contents in self._parameters):
+            return WRITES
+        return CHANGES if self.has_changed() else None
 
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
