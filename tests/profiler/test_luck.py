@@ -25,6 +25,10 @@ class Block(nn.Module):
         return x + self.narrow(F.gelu(self.wide(self.norm(x))))
 
 
+def as_dict(blocks):
+    return nn.ModuleDict({str(n): block for n, block in enumerate(blocks)})
+
+
 class Drawn(nn.Module):
     """Layers of which `choose` gives those that run, in order."""
 
@@ -153,7 +157,7 @@ def test_draws_are_as_they_were_once_a_block_is_over():
     assert [vars(owner).get(name) for owner, name in places] == own
 
 
-@pytest.mark.parametrize("container", [nn.ModuleList, lambda blocks: nn.ModuleDict(dict(zip("0123", blocks)))])
+@pytest.mark.parametrize("container", [nn.ModuleList, as_dict])
 def test_a_block_that_was_not_rehearsed_gets_what_another_of_its_class_and_container_got(container):
     model = Drawn(list)
     model.layers = container(model.layers)
