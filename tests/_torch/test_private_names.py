@@ -298,11 +298,23 @@ def test_a_function_mode_is_left_out() -> None:
 # --- compiled code --------------------------------------------------------------------------------------------------
 
 
+class Doubled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
 def test_compiled_modules_are_recognized() -> None:
-    module = torch.nn.Linear(2, 2)
-    assert compiled_code.is_compiled(torch.compile(module, backend="eager"))  # type: ignore[arg-type]
-    assert not compiled_code.is_compiled(module)
-    module.compile(backend="eager")
+    module, linear = Doubled(), torch.nn.Linear(2, 2)
+    for each in (module, linear):
+        assert compiled_code.is_compiled(torch.compile(each, backend="eager"))  # type: ignore[arg-type]
+        assert not compiled_code.is_compiled(each)
+        each.compile(backend="eager")
+    n_compiled = compiled_code.n_compiled()
+    linear(torch.ones(2, 2))  # torch leaves its own layers alone in their place
+    assert compiled_code.n_compiled() == n_compiled
+    assert not compiled_code.is_compiled(linear)
+    module(torch.ones(2, 2))
+    assert compiled_code.n_compiled() == n_compiled + 1
     assert compiled_code.is_compiled(module)
     plan = OuterInterceptor(module, lambda inner, args, kwargs: inner(*args, **kwargs))
     assert compiled_code.is_compiled(module)

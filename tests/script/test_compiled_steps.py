@@ -55,6 +55,11 @@ def for_all_sizes(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda x: compiled(x).square().mean()
 
 
+def in_its_place(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    model.compile(backend="eager")
+    return lambda x: model(x).square().mean()
+
+
 def trained(how: Compile, rows: list[int]) -> tuple[list[float], nn.Module]:
     """Losses of a loop, and the model after it."""
     torch.manual_seed(0)
@@ -176,6 +181,20 @@ def test_a_loop_whose_bits_would_be_others_under_any_plan_is_refused_or_goes_on_
     assert run.plan is None
 
 
+def test_layers_of_torch_that_compile_leaves_alone_are_planned_as_eager_ones(recwarn: pytest.WarningsRecorder) -> None:
+    expected, plain = trained(in_its_place, [1024] * 6)
+    with lowtide.within("80%") as run:
+        losses, model = trained(in_its_place, [1024] * 6)
+    assert losses == expected
+    assert equal(model.state_dict(), plain.state_dict())
+    assert run.plan is not None
+    assert run.plan.recompute
+    assert not run.plan.graphs
+    assert run.verdict is not None
+    assert run.verdict.within_budget
+    assert not recwarn.list
+
+
 def test_code_of_another_backend_is_refused_with_what_to_do() -> None:
     torch.manual_seed(0)
     model: Any = torch.compile(nn.Linear(4, 4), backend="eager")
@@ -274,8 +293,8 @@ def test_compiled_code_in_several_processes_is_replayed_as_a_whole_and_that_is_s
     monkeypatch.setattr("lowtide.script.rehearse_steps.several_processes", lambda: True)
 
     def train() -> None:
-        model = nn.Sequential(widens(), widens())
-        model[0].compile(backend="eager")
+        compiled: Any = torch.compile(widens(), backend="eager")
+        model = nn.Sequential(compiled, widens())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(6):
             model(torch.randn(1024, 64)).square().mean().backward()

@@ -45,7 +45,19 @@ def _compiled_front(module: torch.nn.Module) -> Any:
     front = module.__dict__.get(CALL)
     while front is not None and not hasattr(front, "_torchdynamo_orig_callable"):
         front = getattr(front, "before", None)
-    return front
+    return None if compiles_nothing(front, module) else front
+
+
+def compiles_nothing(front: object, module: torch.nn.Module) -> bool:
+    """Return True if `front`, in CALL of `module`, is of `module.compile()` and compiles nothing: torch compiles the
+    frames of forward below it, but not those of its own layers and containers, such as `nn.Sequential`. Torch 2.13.
+    """
+    return hasattr(front, "_torchdynamo_orig_callable") and all(map(_is_left_alone, module.modules()))
+
+
+def _is_left_alone(module: torch.nn.Module) -> bool:
+    is_torchs = type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)
+    return is_torchs and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def is_compiled_function(obj: object) -> bool:

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lowtide._torch.backward import is_tracing
-from lowtide._torch.compiled_code import is_compiled, is_compiling_anywhere, is_compiling_here, is_traced
+from lowtide._torch.compiled_code import (
+    compiles_nothing,
+    is_compiled,
+    is_compiling_anywhere,
+    is_compiling_here,
+    is_traced,
+)
 from lowtide._torch.modules import CALL, without_function_mode
 from lowtide.runtime.call_context import MutableState
 from lowtide.runtime.class_calls import intercept_calls, past_fronts
@@ -81,7 +87,7 @@ class CallInterceptor:
         while isinstance(first, OuterInterceptor):
             last, first = first, first.before
         self.before: Callable[..., Any] | None = first
-        own: Callable[..., Any] = first or past_fronts(self.module)
+        own = _used(first, self.module) or past_fronts(self.module)
         self.inner = past_notes(own) if self.is_compiled else own
         if last is None:
             self.module.__dict__[CALL] = self
@@ -140,7 +146,7 @@ class OuterInterceptor:
         self.module, self.around, self.owner = module, around, owner
         self._thread = threading.get_ident()
         self.before: Callable[..., Any] | None = module.__dict__.get(CALL)
-        self.inner: Callable[..., Any] = self.before or past_fronts(module)
+        self.inner: Callable[..., Any] = _used(self.before, module) or past_fronts(module)
         module.__dict__[CALL] = self
         self._own_calls = intercept_calls([module])
 
@@ -220,6 +226,11 @@ class InterceptorsInside:
             for interceptor in self._interceptors:
                 if not interceptor.is_reached():  # something was put in its place
                     interceptor.install()
+
+
+def _used(front: Callable[..., Any] | None, module: nn.Module) -> Callable[..., Any] | None:
+    """Return `front`, unless it compiles nothing: below it, torch would compile Lowtide's own code."""
+    return None if compiles_nothing(front, module) else front
 
 
 def past_notes(compiled: Callable[..., Any]) -> Callable[..., Any]:
