@@ -39,7 +39,8 @@ def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float)
         raise RehearsalError(
             "inductor compiled nothing that is differentiated in this step, and only inductor lets Lowtide choose what "
             'to save for backward. Compile with backend="inductor" (the default), or give the model as it was before '
-            "torch.compile."
+            "torch.compile. If inductor is its backend, torch runs the code as in eager mode: TORCH_LOGS=graph_breaks "
+            "says where it stops, such as at a break inside a loop."
         )
     if sends := next((node.target for graph in graphs for node in graph.joint.nodes if _sends(node)), None):
         raise RehearsalError(
