@@ -17,7 +17,7 @@ from budgets import step_of, within
 from conftest import RunPython
 from lowtide.planner import smallest_peak
 from models import build
-from test_random_networks import MOVES, SIDE, Network
+from test_random_networks import MOVES, SIDE, Network, check_bits_and_peak
 from zoo import ZOO
 
 pytestmark = pytest.mark.gpu
@@ -59,15 +59,7 @@ def test_random_networks(blocks: list[list[tuple[str, int, int]]], hasty: int, r
     torch.manual_seed(0)
     model = Network(blocks, hasty=hasty, residual=residual)
     with torch.device("cuda"):
-        x, step = on_gpu(model, torch.randn(2, 3, SIDE, SIDE)), step_of(model)
-        try:
-            step(x)
-        except RuntimeError:  # what is saved is changed in place
-            return
-        _, plan, verdict = within(model, step, x, part)
-    assert verdict.identical
-    assert not verdict.drifted
-    assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes
+        check_bits_and_peak(model, on_gpu(model, torch.randn(2, 3, SIDE, SIDE)), part)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -173,7 +173,10 @@ NOTED_BEFORE = [
 def test_bits_and_peak(blocks: list[list[tuple[str, int, int]]], hasty: int, residual: bool, part: int) -> None:
     torch.manual_seed(0)
     model, x = Network(blocks, hasty=hasty, residual=residual), torch.randn(2, 3, SIDE, SIDE)
+    check_bits_and_peak(model, x, part)
 
+
+def check_bits_and_peak(model: nn.Module, x: Tensor, part: int) -> None:
     step = step_of(model)
     try:
         step(x)

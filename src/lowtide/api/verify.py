@@ -267,13 +267,7 @@ def compare_with_plain(
             advance()
             updates.follow()
             updates.undo()
-            sent = n_sent()
-            unchanged.restore_for_rerun()
-            measured = partial(recorded_peak, model, updates, batch, unchanged, plan.budget_for)
-            peaks = [measured() for _ in range(1 + plan.draws)]
-            if plan.draws:
-                peaks += peaks_with_all_blocks(measured)
-            check_waits_for_no_process(sent)
+            peaks = _measured_peaks(model, updates, batch, unchanged, plan)
             unchanged.restore_for_rerun()
             planned_ms = _timed(model, step, batch)  # not recorded, like the plain step: recording takes time
         unchanged.restore()
@@ -284,13 +278,7 @@ def compare_with_plain(
             unchanged.restore()
             with enable(model, inexact, optimizer):
                 compare_with, _ = _plain(model, step, batch, unchanged)
-        differences = None
-        if compare_with is not None:
-            made = {*planned.made(untouched), *compare_with.made(untouched), DRAWN}
-            hidden = {kind for lever in plan.levers for kind in lever_named(lever.name).unavailable_results}
-            differences = {
-                kind: names for kind, names in compare_with.differences(planned).items() if kind in made - hidden
-            }
+        differences = None if compare_with is None else _differences(plan, untouched, planned, compare_with)
 
         def once_more() -> Outcome:
             unchanged.restore()
@@ -340,6 +328,28 @@ def scheduled_peak(
             return recorded_peak(model, updates, batch, unchanged)
         except Exception:  # the caller compiles the kernels then
             return None
+
+
+def _measured_peaks(model: nn.Module, updates: Updates, batch: Any, unchanged: StepSnapshot, plan: Plan) -> list[int]:
+    """Return the peaks of further steps under the plan in force: of several if the work is drawn at random."""
+    sent = n_sent()
+    unchanged.restore_for_rerun()
+    measured = partial(recorded_peak, model, updates, batch, unchanged, plan.budget_for)
+    peaks = [measured() for _ in range(1 + plan.draws)]
+    if plan.draws:
+        peaks += peaks_with_all_blocks(measured)
+    check_waits_for_no_process(sent)
+    return peaks
+
+
+def _differences(plan: Plan, untouched: Outcome, planned: Outcome, expected: Outcome) -> dict[str, tuple[str, ...]]:
+    """Return, for each kind of result that is compared, the names whose bits differ between `planned` and `expected`.
+
+    A kind is compared if one of the two steps has changed something of it, and no lever of the plan hides it.
+    """
+    made = {*planned.made(untouched), *expected.made(untouched), DRAWN}
+    hidden = {kind for lever in plan.levers for kind in lever_named(lever.name).unavailable_results}
+    return {kind: names for kind, names in expected.differences(planned).items() if kind in made - hidden}
 
 
 def _nondeterministic(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from lowtide.estimator.memory_estimate import MemoryEstimate
     from lowtide.estimator.unrehearsed_plans import How
+    from lowtide.memory.gpu_specs import GpuSpec
     from lowtide.report.run_record import RunRecord
 
 
@@ -124,20 +125,8 @@ def estimate(
             f"--budget is a limit on this machine, and --device asks whether the step fits on {gpu.name}."
         )
     budget_bytes = None if budget is None else parse_bytes(budget)
-    if gpu is None and how != "plain":
-        raise click.UsageError("--how is for a GPU: add --device.")
-    if fewest and how != "plain":
-        raise click.UsageError("--fewest answers for each --how: leave --how out.")
-    if gpu is None and (rank is not None or fewest):
-        raise click.UsageError('--rank and --fewest are for several GPUs, as in --device "8 x H100-80".')
-    if gpu is not None and n_gpus is None and (rank is not None or fewest):
-        raise click.UsageError(f'--rank and --fewest are for several GPUs, as in --device "8 x {gpu.name}".')
-    if n_gpus is not None and rank is not None and rank >= n_gpus:
-        raise click.UsageError(f"--rank {rank}: the ranks of {n_gpus} GPUs are 0 to {n_gpus - 1}.")
-    if rank is not None and fewest:
-        raise click.UsageError("--fewest is for all processes: leave --rank out.")
-    if n_gpus is not None and rank is None and report_to is not None:
-        raise click.UsageError("--report is of one process: add --rank 0.")
+    _check_how(gpu, how, fewest=fewest)
+    _check_several(gpu, n_gpus, rank, fewest=fewest, has_report=report_to is not None)
 
     from lowtide.utils.optional_deps import require_torch
 
@@ -188,6 +177,30 @@ def estimate(
     if report_to is not None:
         write_report(_record(estimates, target), report_to)
     return 0 if all(is_within(estimate, budget_bytes, strict=strict) for estimate in estimates.values()) else 1
+
+
+def _check_how(gpu: GpuSpec | None, how: How, *, fewest: bool) -> None:
+    """Raise UsageError for a `--how` that does not go with the other options."""
+    if gpu is None and how != "plain":
+        raise click.UsageError("--how is for a GPU: add --device.")
+    if fewest and how != "plain":
+        raise click.UsageError("--fewest answers for each --how: leave --how out.")
+
+
+def _check_several(
+    gpu: GpuSpec | None, n_gpus: int | None, rank: int | None, *, fewest: bool, has_report: bool
+) -> None:
+    """Raise UsageError for options of several GPUs that do not go with `--device` or with each other."""
+    if gpu is None and (rank is not None or fewest):
+        raise click.UsageError('--rank and --fewest are for several GPUs, as in --device "8 x H100-80".')
+    if gpu is not None and n_gpus is None and (rank is not None or fewest):
+        raise click.UsageError(f'--rank and --fewest are for several GPUs, as in --device "8 x {gpu.name}".')
+    if n_gpus is not None and rank is not None and rank >= n_gpus:
+        raise click.UsageError(f"--rank {rank}: the ranks of {n_gpus} GPUs are 0 to {n_gpus - 1}.")
+    if rank is not None and fewest:
+        raise click.UsageError("--fewest is for all processes: leave --rank out.")
+    if n_gpus is not None and rank is None and has_report:
+        raise click.UsageError("--report is of one process: add --rank 0.")
 
 
 def _against(budget_bytes: int, estimates: Mapping[int | None, MemoryEstimate]) -> Iterator[str]:
