@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lowtide import cli
-from lowtide.cli.several_gpus import table, with_gpus
+from lowtide.cli.several_gpus import compared, table, with_gpus
 
 HEAD = """
 import torch
@@ -327,6 +327,37 @@ def test_blocks_that_send_are_not_replayed(estimate: Estimate, tmp_path: Path) -
 def test_plans_of_an_estimate_need_one_gpu_and_one_answer(others: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     assert cli.main(("estimate", "--how", "replayed", *others, str(tmp_path / "train.py"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("smallest", "verdict", "text"),
+    [
+        ("large", "fits", "smallest GPU: large"),
+        (None, "does not fit", "answer: does not fit; smallest GPU: none that is known"),
+    ],
+)
+def test_a_larger_last_process_is_answered_for(smallest: str | None, verdict: str, text: str) -> None:
+    def record(rank: int, gib: int, smallest: str | None, verdict: str) -> dict[str, object]:
+        peaks = {f"peak_{kind}_bytes": gib * 2**30 for kind in ("requested", "allocated", "reserved")}
+        return {"rank": rank, "smallest_gpu": smallest, "verdict": verdict, **peaks}
+
+    first = record(0, 8, "small", "fits")
+    peaks = "rank 3: 24 GiB requested, 24 GiB allocated, 24 GiB reserved"
+    assert compared(first, record(3, 24, smallest, verdict)) == f"{peaks}; {text}"
+    assert compared(first, record(3, 8, "small", "fits")) == "rank 3: the same"
+
+
+LARGER_LAST = MLP + STEPS.replace("(8, 64", "(8 if rank + 1 < world else 2**19, 64")
+"""The last of several processes has a batch of 128 MiB."""
+
+
+@pytest.mark.slow
+def test_the_number_of_gpus_that_is_enough_for_the_larger_process(estimate: Estimate, tmp_path: Path) -> None:
+    code, _, err = estimate(LARGER_LAST, "--fewest", "--json", str(tmp_path / "out.json"))
+    assert code == 0, err
+    first, last = json.loads((tmp_path / "out.json").read_text())
+    two = next(row for row in first["by_number"]["plain"] if row["n_gpus"] == 2)
+    assert two["peak_requested_bytes"] == last["peak_requested_bytes"] > 2**27 > first["peak_requested_bytes"]
 
 
 def test_each_gpu_is_listed_at_the_smallest_number_that_is_enough() -> None:

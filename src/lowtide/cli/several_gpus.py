@@ -41,6 +41,8 @@ class SeveralGpus:
         self._strict, self._snapshot_to = strict, snapshot_to
         self._n_gpus = 0
         """Number of GPUs that was requested; other numbers are tried, too."""
+        self._is_last = False
+        """True if the last process needs more than the first, as with a larger batch."""
 
     def estimate(self, n_gpus: int, json_to: str | None, *, fewest: bool) -> int:
         """Print the estimates of the first and of the last process; return the exit code.
@@ -60,10 +62,12 @@ class SeveralGpus:
             if json_to != "-":
                 click.echo(runs[0].text, nl=False)
                 if len(records) > 1:
-                    click.echo(_compared(*records))
+                    click.echo(compared(*records))
             if fewest:
+                larger = max(records, key=lambda record: record["peak_reserved_bytes"])
+                self._is_last = larger["rank"] > 0
                 with ThreadPoolExecutor() as pool:
-                    ways = pool.map(lambda how: self._by_number(Path(folder), n_gpus, records[0], how), HEADINGS)
+                    ways = pool.map(lambda how: self._by_number(Path(folder), n_gpus, larger, how), HEADINGS)
                     by_way = dict(zip(HEADINGS, ways, strict=True))
                 records[0]["by_number"] = by_way
                 if json_to != "-":
@@ -74,8 +78,8 @@ class SeveralGpus:
         return max(run.code for run in runs)
 
     def _by_number(self, folder: Path, n_gpus: int, requested: Mapping[str, Any], how: str) -> list[dict[str, Any]]:
-        """Return the memory that the first process needs for each number of GPUs that is tried, the smallest number
-        first.
+        """Return the memory that the first process needs for each number of GPUs that is tried, or the last process if
+        it needs more. The smallest number comes first.
 
         Numbers go down until no GPU of the table is large enough, and up until the smallest one is, or to MOST_GPUS.
         Numbers for which the script fails are left out; if it fails for `n_gpus`, there are none. `requested` is the
@@ -83,7 +87,7 @@ class SeveralGpus:
         """
         smallest = next(gpu.name for gpu in self._alike())
         powers = [2**power for power in range(MOST_GPUS.bit_length())]
-        run = None if how == "plain" else _Run(self, folder, n_gpus, 0, how, quiet=True).ended()
+        run = None if how == "plain" else _Run(self, folder, n_gpus, self._rank(n_gpus), how, quiet=True).ended()
         if run is not None and run.code not in (0, 1):
             return []
         rows = {n_gpus: _row(n_gpus, requested if run is None else run.record())}
@@ -96,10 +100,14 @@ class SeveralGpus:
             for n in numbers:
                 if enough(last):
                     break
-                run = _Run(self, folder, n, 0, how, quiet=True).ended()
+                run = _Run(self, folder, n, self._rank(n), how, quiet=True).ended()
                 if run.code in (0, 1):
                     last = rows[n] = _row(n, run.record())
         return with_gpus([rows[n] for n in sorted(rows)], [gpu.name for gpu in self._alike()])
+
+    def _rank(self, n_gpus: int) -> int:
+        """Return the rank, of `n_gpus`, of the process that needs most."""
+        return n_gpus - 1 if self._is_last else 0
 
     def _alike(self) -> list[GpuSpec]:
         """Return the listed GPUs of the same kernel generation as the given GPU, the smallest first."""
@@ -145,12 +153,19 @@ def _is_newer(gpu: GpuSpec) -> bool:
     return gpu.capability is None or gpu.capability >= (8, 0)
 
 
-def _compared(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
-    """Describe the last process by its peaks, or say that they equal those of the first."""
+def compared(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
+    """Describe the last process by its peaks, or say that they equal those of the first. If the answers differ, the
+    last one's is added.
+    """
     peaks = {kind: last[f"peak_{kind}_bytes"] for kind in ("requested", "allocated", "reserved")}
     if all(first[f"peak_{kind}_bytes"] == n_bytes for kind, n_bytes in peaks.items()):
         return f"rank {last['rank']}: the same"
-    return f"rank {last['rank']}: " + ", ".join(f"{format_bytes(n_bytes)} {kind}" for kind, n_bytes in peaks.items())
+    text = f"rank {last['rank']}: " + ", ".join(f"{format_bytes(n_bytes)} {kind}" for kind, n_bytes in peaks.items())
+    if last["verdict"] != first["verdict"]:
+        text += f"; answer: {last['verdict']}"
+    if last["smallest_gpu"] != first["smallest_gpu"]:
+        text += f"; smallest GPU: {last['smallest_gpu'] or 'none that is known'}"
+    return text
 
 
 def _row(n_gpus: int, record: Mapping[str, Any]) -> dict[str, Any]:
