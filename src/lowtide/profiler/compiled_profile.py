@@ -3,8 +3,8 @@
 The profile takes values, slots and costs from the joint graphs, where the profile of an eager step takes them from
 autograd's graph, so the same planner plans both. All share the step's one axis of positions: each stretch of events
 outside compiled code is a position, and so is each call inside compiled code. Levels inside are those of
-`joint_memory.py`. Recorded allocations that no value accounts for count where they were; what is left of the excess of
-the plain step's measured peak inside compiled code over its computed peak counts everywhere.
+`joint_memory.py`. Recorded allocations that no value accounts for count where they were. If the plain step's measured
+peak is still above the computed one inside compiled code, the difference counts everywhere.
 """
 
 from __future__ import annotations
