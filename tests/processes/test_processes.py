@@ -97,7 +97,7 @@ def test_estimates_are_what_four_processes_take(run_python: RunPython) -> None:
     done = run_python(str(HERE / "compared.py"), path=HERE.parent)
     assert done.returncode == 0, done.stderr
     cases = json.loads(done.stdout)
-    assert len(cases) == 18
+    assert len(cases) == 19
     for case, ranks in cases.items():
         for rank, (estimated, measured) in ranks.items():
             assert estimated == measured, (case, rank)
