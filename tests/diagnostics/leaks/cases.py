@@ -1,4 +1,4 @@
-"""Ten most reported mistakes as scripts: each once with the mistake, and once with it mended.
+"""Most reported mistakes as scripts: each once with the mistake, and once with it mended.
 
 `{...}` in a script stands for the lines of `broken` or of `mended`.
 """
@@ -28,7 +28,7 @@ class Case:
     """Code of the only finding; none if empty."""
     holder: str = ""
     made: str = ""
-    """Beginning of the statement whose line the finding names."""
+    """Beginning of the statement whose line the finding names; not looked at if empty."""
     held_bytes: int | None = None
     fix: str = ""
 
@@ -251,5 +251,197 @@ for _ in range(6):
         made="h = checkpoint(",
         held_bytes=0,
         fix="block=block",
+    ),
+    Case(
+        name="running_mean",
+        script="""
+model, head, mean = mlp(4), nn.Linear(256, 10), torch.zeros(256)
+optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.01)
+for _ in range(8):
+    h = model(torch.randn(128, 256))
+    F.cross_entropy(head(h), torch.randint(0, 10, (128,))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    mean = 0.9 * mean + 0.1 * {}.square().mean(0)
+""",
+        broken=("h",),
+        mended=("h.detach()",),
+        code="LT009",
+        holder="global variable 'mean'",
+        made="h = model(",
+        fix="add numbers to `mean`: `.detach()`",
+    ),
+    Case(
+        name="context_computed_once",
+        script="""
+encoder, head, seed = mlp(4).requires_grad_(False), mlp(2), torch.randn(128, 256, requires_grad=True)
+optimizer = torch.optim.SGD(head.parameters(), lr=0.01)
+context = {}
+for _ in range(8):
+    head(context + torch.randn(128, 256)).square().mean().backward({})
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("encoder(seed)", "retain_graph=True"),
+        mended=("torch.no_grad()(encoder)(seed)", ""),
+        code="LT003",
+        holder="global variable 'context'",
+        made="context = ",
+        fix="`.detach()` what the forward at",
+    ),
+    Case(
+        name="copies_of_a_model",
+        script="""
+import copy
+model, snapshots = mlp(4), []
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(8):
+    model(torch.randn(128, 256)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    {}
+""",
+        broken=("snapshots.append(copy.deepcopy(model))",),
+        mended=("snapshots = [copy.deepcopy(model)]",),
+        code="LT021",
+        holder="list 'snapshots' [8 entries]",
+        held_bytes=8 * 4 * (256 * 256 + 256) * FLOAT,
+        fix="its `state_dict()` on the host",
+    ),
+    Case(
+        name="optimizer_of_each_epoch",
+        script="""
+model, schedulers = mlp(4), []
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(12):
+    {}
+    model(torch.randn(128, 256)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=(
+            "optimizer = torch.optim.Adam(model.parameters()); "
+            "schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 9))",
+        ),
+        mended=("pass",),
+        code="LT021",
+        holder="list 'schedulers' [12 entries].optimizer",
+        held_bytes=11 * 2 * 4 * (256 * 256 + 256) * FLOAT,
+        fix="make one optimizer for the whole training",
+    ),
+    Case(
+        name="cache_of_a_method",
+        script="""
+import functools
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = mlp(4), nn.Linear(256, 10)
+    @functools.lru_cache(maxsize={})
+    def encode(self, step):
+        return self.body(torch.randn(128, 256))
+    def forward(self, step):
+        return self.head(self.encode(step))
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(8):
+    F.cross_entropy(model(step), torch.randint(0, 10, (128,))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("None",),
+        mended=("1",),
+        code="LT021",
+        holder="class attribute Net.encode -> cache [8 entries]",
+        held_bytes=8 * 128 * 256 * FLOAT,
+        fix="bound the cache of `Net.encode`",
+    ),
+    Case(
+        name="entries_of_a_class",
+        script="""
+class Trainer:
+    history = []
+model, head = mlp(4), nn.Linear(256, 10)
+optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.01)
+for step in range(8):
+    h = model(torch.randn(128, 256))
+    F.cross_entropy(head(h), torch.randint(0, 10, (128,))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    Trainer.history.append(dict(step=step, features={}))
+""",
+        broken=("h.detach()",),
+        mended=("h.mean().item()",),
+        code="LT021",
+        holder="class attribute Trainer.history[8 entries]['features']",
+        made="h = model(",
+        held_bytes=8 * 128 * 256 * FLOAT,
+        fix="`Trainer.history[..]['features']`",
+    ),
+    Case(
+        name="queue_that_no_thread_reads",
+        script="""
+import queue
+model, head, pending = mlp(4), nn.Linear(256, 10), queue.Queue()
+optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.01)
+for step in range(8):
+    h = model(torch.randn(128, 256))
+    F.cross_entropy(head(h), torch.randint(0, 10, (128,))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    pending.put((step, {}))
+""",
+        broken=("h.detach()",),
+        mended=("h.mean().item()",),
+        code="LT021",
+        holder="global variable 'pending' -> .queue[8 entries][1]",
+        made="h = model(",
+        held_bytes=8 * 128 * 256 * FLOAT,  # the newest one too, although `h` holds it as well
+        fix="`pending.queue[..][1]`",
+    ),
+    Case(
+        name="cache_of_a_data_set",
+        script="""
+from torch.utils.data import DataLoader, Dataset
+class Rows(Dataset):
+    def __init__(self): self.cache = dict()
+    def __len__(self): return 1024
+    def __getitem__(self, i):
+        row = torch.randn(256)
+        {}
+        return row
+model = mlp(4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for rows in DataLoader(Rows(), batch_size=128):
+    model(rows).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("self.cache[i] = row",),
+        mended=("pass",),
+        code="LT021",
+        holder="attribute Rows.cache[",
+        fix="put less in `Rows.cache`",
+    ),
+    Case(
+        name="comprehension_of_an_evaluation",
+        script="""
+model = mlp(4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def evaluate():
+    with torch.no_grad():
+        return torch.cat([{} for _ in range(20)])
+for _ in range(4):
+    model(torch.randn(128, 256)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    score = evaluate().float().mean()
+""",
+        broken=("model(torch.randn(512, 256))",),
+        mended=("model(torch.randn(512, 256)).argmax(1)",),
+        code="LT030",
+        holder="a list that is being made",
+        made="return torch.cat(",
+        fix="argmax or the metric",
     ),
 ]

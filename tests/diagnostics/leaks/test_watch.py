@@ -202,7 +202,7 @@ def test_a_script_runs_as_it_would_alone(code: str, expected: int, tmp_path: Pat
     (tmp_path / "helper.py").write_text("answer = 42\n", encoding="utf-8")
     done = run_python("-m", "lowtide", "watch", str(tmp_path / "train.py"), code, "--lr", "0.1")
     assert done.stdout == f"['{code}', '--lr', '0.1'] 42 True\n"
-    assert "lowtide watch: nothing found in 0 steps" in done.stderr
+    assert "lowtide watch: nothing found in 0 steps; no model was called with gradients on" in done.stderr
     assert done.returncode == expected
 
 

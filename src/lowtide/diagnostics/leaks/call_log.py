@@ -38,6 +38,7 @@ class Backward:
     retain_graph: bool
     create_graph: bool
     is_partial: bool  # `inputs=` was given
+    last_call: int = 0  # number of the last call before it
 
 
 @dataclass(slots=True, weakref_slot=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lowtide._torch.tensors import storage_number
 from lowtide.diagnostics.leaks.call_log import Backward, Call, SiteStats
 from lowtide.diagnostics.leaks.call_site import Place
-from lowtide.diagnostics.leaks.holder_history import History
+from lowtide.diagnostics.leaks.holder_history import GROWTHS, History
 from lowtide.diagnostics.leaks.inspection import RetainedObject
 from lowtide.diagnostics.leaks.rules import RULES, Rule
 from lowtide.report.finding import Finding
@@ -53,6 +53,8 @@ class Entry:
     sizes: list[int] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
     storages: frozenset[int] = frozenset()
+    n_unchanged: int = 0
+    """Number of inspections in a row that found the same storages as the one before."""
     outputs: list[weakref.ref[UntypedStorage]] = field(default_factory=list)
     """Memory that has to outlive the next forward for the finding to count."""
     has_lasted: bool = False
@@ -97,7 +99,7 @@ class FindingLog:
     def add(self, retained: Iterable[RetainedObject], *, least_bytes: int, largest_graph_bytes: int) -> None:
         """Add the objects that one inspection found, if their holder holds at least `least_bytes`."""
         for key, group in _by_holder(retained).items():
-            for subject in ("nodes", "evaluation"):
+            for subject in ("nodes", "evaluation", "models", "optimizers"):
                 others = [item for item in group if item.subject == subject]
                 if _unique_bytes(others) >= least_bytes:
                     self._add(f"{subject} {key}", others, largest_graph_bytes)
@@ -190,6 +192,9 @@ class FindingLog:
         born = min(s.born for s in group)
         entry = self.entries.setdefault(key, Entry(since_step=born))
         history = self._history(entry, group, largest_graph_bytes)
+        if entry.rule and entry.rule.ends_without_change and entry.n_unchanged >= GROWTHS - 1:
+            entry.rule = None
+            return
         rule = self._judge(entry, main, history)
         if rule is None:
             return
@@ -224,6 +229,7 @@ class FindingLog:
             largest_graph_bytes=largest_graph_bytes,
         )
         entry.n_inspections += 1
+        entry.n_unchanged = entry.n_unchanged + 1 if storages == entry.storages else 0
         entry.storages = storages
         return history
 
@@ -233,7 +239,7 @@ class FindingLog:
             entry.rule = None  # the container is bounded after all, as a cache of masks is
         if entry.rule and entry.rule.claims_graph and main.has_graph:
             return entry.rule
-        rules = (rule for rule in RULES.values() if rule.subject == main.subject)
+        rules = (rule for rule in RULES.values() if main.subject in rule.subjects)
         return next((rule for rule in rules if rule.matches(main, history)), None)
 
     def _note_calls(self, entry: Entry, rule: Rule, group: list[RetainedObject]) -> None:

@@ -9,14 +9,27 @@ from typing import TYPE_CHECKING, Any
 from lowtide._torch.nodes import sequence_number
 from lowtide._torch.tensors import held_by_python, storage_id
 from lowtide.diagnostics.leaks.call_log import Backward, Call, CallLog, StepNumbers, roots_among
-from lowtide.diagnostics.leaks.live_tensors import KnownStorages, LiveObjects, arrays_over, storage_bytes
+from lowtide.diagnostics.leaks.live_tensors import (
+    KnownStorages,
+    LiveObjects,
+    arrays_over,
+    parameters_of,
+    standing_storages,
+    storage_bytes,
+)
 from lowtide.diagnostics.leaks.referrers import RANK, Holder, HolderSearch
 from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
 from lowtide.diagnostics.leaks.tensor_graphs import Graph, computed_by, graphs_of
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
+
+LEAST_COPIES = 3
+"""Smallest number of models of one class, or of optimizers of the same parameters, among which idle ones are
+looked for.
+"""
 
 LEAST_NODE_BYTES = 16 * 1024
 """Empty graphs with less host memory than this are left out."""
@@ -57,8 +70,9 @@ class RetainedObject:
     """Storage number -> bytes."""
     n_tensors: int = 1
     subject: str = "tensors"
-    """Kind of the object: "tensors"; "nodes" of a graph whose saved tensors backward has freed; or "evaluation" for
-    tensors that are found during an evaluation, between calls without gradients.
+    """Kind of the object: "tensors"; "nodes" of a graph whose saved tensors backward has freed; "evaluation" for
+    tensors that are found during an evaluation, between calls without gradients; "models" and "optimizers" for copies
+    that are not in use.
     """
     is_older: bool = False
     """True if the object's graph was made before the watch began."""
@@ -78,8 +92,16 @@ class RetainedObject:
 
     @property
     def holder(self) -> Holder | None:
-        """The holder to report; a list takes precedence over the variable that refers to its last entry."""
-        return min(self.holders, key=lambda h: (RANK.index(h.kind), not h.gathers), default=None)
+        """The holder to report; a list takes precedence over the variable that refers to its last entry, and so does an
+        object with a list.
+        """
+        return min(self.holders, key=lambda h: (RANK.index(h.kind), not h.gathers, not h.entries), default=None)
+
+    @property
+    def is_used_again(self) -> bool:
+        """True if backward goes through the graph of a call again, in the pass of a later forward."""
+        passes = [call.backwards for call in self.calls if call.backwards]
+        return any(each[0].last_call < each[-1].last_call for each in passes)
 
     def is_held_as(self, kind: str) -> bool:
         """Return True if the holder to report is of the kind `kind`."""
@@ -116,6 +138,7 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
     held = [index for index in range(len(tensors)) if held_by_python(tensors, index, 1)]  # 1: the list itself
     gradients = [(i, t.grad) for i, t in enumerate(tensors) if t.is_leaf and t.grad is not None]
     graphs = graphs_of(tensors, held, gradients, new_from=view.new_from)
+    gradients.clear()
     in_graphs = {index for graph in graphs if graph.unfreed for index in graph.tensors}
     plain = {
         number for index in held if index not in in_graphs and (number := storage_id(tensors[index])) not in excused
@@ -148,7 +171,40 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
             text = f"gradient graph of {_parameters(with_graph, view, live)} (create_graph)"
             item.holders = [Holder(kind="gradient", text=text, key="gradients")]
     view.known.note(tensors, view.last_step)
-    return [item for item, _ in retained]
+    copies = [] if view.in_evaluation else _idle_copies(view, live)
+    return [item for item, _ in retained] + copies
+
+
+def _idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
+    """Return models of one class that are never called, and former optimizers of the same parameters."""
+    called = {number for stats in view.calls.stats.values() for number in stats.module_ids}
+    models: dict[object, list[nn.Module]] = {}
+    for root in roots_of(live.modules):
+        models.setdefault(type(root), []).append(root)
+    optimizers: dict[object, list[Optimizer]] = {}
+    for optimizer in live.optimizers:
+        optimizers.setdefault(tuple(map(id, parameters_of(optimizer)[:1])), []).append(optimizer)
+    found: list[tuple[str, Any, dict[int, int]]] = []
+    for same in models.values():
+        if len(same) >= LEAST_COPIES:
+            idle = (root for root in same if called.isdisjoint(map(id, root.modules())))
+            found += [("models", root, standing_storages(root)) for root in idle]
+    for others in optimizers.values():
+        if len(others) >= LEAST_COPIES:  # the last one is in use
+            found += [("optimizers", each, standing_storages(each)) for each in others[:-1]]
+    models.clear()
+    optimizers.clear()
+    items = [
+        RetainedObject(held_bytes=sum(held.values()), storages=held, subject=kind, born=view.last_step)
+        for kind, _, held in found
+    ]
+    if sum(item.held_bytes for item in items) >= view.least_bytes:
+        search = _holder_search(view, live)
+        search.ignored |= {id(found), *map(id, found)}
+        _assign_holders(
+            {n: [item] for n, item in enumerate(items)}, search, [(n, obj) for n, (_, obj, _) in enumerate(found)]
+        )
+    return items
 
 
 def _is_relevant(index: int, graph: Graph, item: RetainedObject, live: LiveObjects) -> bool:
@@ -224,10 +280,8 @@ def _retained_storage(
 
 
 def _find_holders(retained: list[tuple[RetainedObject, list[int]]], view: InspectionInput, live: LiveObjects) -> None:
-    names = module_names(view.model, live.modules)
-    search = HolderSearch(
-        names, RegisteredHooks(live.modules), {id(live.tensors), id(live.modules), id(live.optimizers)}
-    )
+    search = _holder_search(view, live)
+    search.has_unnamed_lists = True
     wanted: dict[int, list[RetainedObject]] = {}
     for item, indices in retained:
         for index in indices:
@@ -236,6 +290,11 @@ def _find_holders(retained: list[tuple[RetainedObject, list[int]]], view: Inspec
     without = {index: items for index, items in wanted.items() if not items[0].holders}
     if sum(items[0].held_bytes for items in without.values()) >= view.least_bytes:
         _assign_holders(without, search, arrays_over({id(live.tensors[index]): index for index in without}))
+
+
+def _holder_search(view: InspectionInput, live: LiveObjects) -> HolderSearch:
+    names = module_names(view.model, live.modules)
+    return HolderSearch(names, RegisteredHooks(live.modules), {id(live.tensors), id(live.modules), id(live.optimizers)})
 
 
 def _assign_holders(

@@ -47,6 +47,24 @@ def arrays_over(tensors: dict[int, int]) -> list[tuple[int, Any]]:
     return list(arrays.values())
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters that an optimizer updates."""
+    return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
+
+
+def standing_storages(owner: nn.Module | Optimizer) -> dict[int, int]:
+    """Return the storages of a module's parameters, gradients and buffers, or of an optimizer's state, with their
+    bytes.
+    """
+    if isinstance(owner, nn.Module):
+        tensors = [*owner.parameters(), *owner.buffers()]
+        tensors += [parameter.grad for parameter in owner.parameters() if parameter.grad is not None]
+    else:
+        states = [state for state in getattr(owner, "state", {}).values() if isinstance(state, dict)]
+        tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return {storage_id(tensor): storage_bytes(tensor) for tensor in tensors}
+
+
 class LiveObjects:
     """Snapshot of all living objects. Valid until user code continues; refers to tensors through `tensors` only."""
 
@@ -75,7 +93,7 @@ class LiveObjects:
         for optimizer in self.optimizers:
             states = list(getattr(optimizer, "state", {}).values())
             self._record_permanent(t for state in states if isinstance(state, dict) for t in state.values())
-            self._record_permanent(p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
+            self._record_permanent(parameters_of(optimizer))
 
     def _record_permanent(self, tensors: Iterable[object]) -> None:
         for tensor in tensors:

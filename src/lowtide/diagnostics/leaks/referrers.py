@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from lowtide.diagnostics.leaks.call_site import Place, is_carried
+from lowtide.diagnostics.leaks.call_site import Place, calling_site, is_carried
 from lowtide.diagnostics.leaks.running_frames import RunningFrames, name_in_frame
 from lowtide.diagnostics.leaks.tensor_graphs import is_of_torch
-from lowtide.state.introspection import origin
+from lowtide.state.introspection import is_user_code, origin
 
 if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
@@ -49,7 +49,19 @@ _MANY = 256
 each.
 """
 
-RANK = ("exception", "notebook", "hook", "module", "context", "closure", "generator", "variable", "class", "gradient")
+RANK = (
+    "exception",
+    "notebook",
+    "hook",
+    "module",
+    "context",
+    "closure",
+    "generator",
+    "class",
+    "variable",
+    "gradient",
+    "iterator",
+)
 """Kinds of holders in order of precedence: the first one that is found is reported."""
 
 _ENTRIES = re.compile(r"\[\d+ entr(?:y|ies)\]")
@@ -104,6 +116,10 @@ class _ReferencePath:
     entries: int | None = None
     """Total number of entries of the containers inside `obj`; None without any."""
     container: type | None = None
+    attribute: str = ""
+    """The part of the path from the outermost attribute of an object of a user's class on, such as
+    `Reviews.cache[8 entries]`.
+    """
 
     @property
     def all_entries(self) -> int | None:
@@ -124,6 +140,8 @@ class HolderSearch:
     ignored: set[int] = field(default_factory=set)
     variables: RunningFrames = field(default_factory=RunningFrames)
     namespaces: dict[int, str] = field(default_factory=dict)
+    has_unnamed_lists: bool = False
+    """True if a list that only an expression refers to, such as a comprehension that still runs, counts as a holder."""
     gathered: dict[CodeType, bool] = field(default_factory=dict)
     """Code of functions with closures -> True if a container has them as entries."""
 
@@ -139,6 +157,7 @@ class HolderSearch:
         """
         holders_of: dict[int, list[Holder]] = {}
         ways = [_ReferencePath(tensor, {number}) for number, tensor in tensors]
+        unnamed: list[_ReferencePath] = []
         tensors_through: dict[int, set[int]] = {}  # ids of objects -> tensors with paths through them
         for _ in range(LEVELS):
             if not ways:
@@ -153,10 +172,12 @@ class HolderSearch:
             referrers = _referring_to(tuple(same[0].obj for same in islice(by_id.values(), MOST_TENSORS)))
             self.ignored.add(id(referrers))
             ways = []
+            reached: set[int] = set()
             for referrer in referrers:
                 if id(referrer) in self.ignored or self._is_ours(referrer):
                     continue
                 met = dict.fromkeys(number for r in gc.get_referents(referrer) if (number := id(r)) in by_id)
+                reached |= met.keys()
                 known = tensors_through.setdefault(id(referrer), set())
                 for way, inner in self._outward(referrer, [way for number in met for way in by_id[number]]):
                     if way.tensors <= known:
@@ -167,7 +188,26 @@ class HolderSearch:
                     else:
                         known |= way.tensors
                         ways.append(way)
+            looked_for = islice(by_id.items(), MOST_TENSORS)
+            unreferenced = (way for number, same in looked_for if number not in reached for way in same)
+            unnamed += [way for way in unreferenced if isinstance(way.obj, list) and way.path]
+        for way in unnamed if self.has_unnamed_lists else ():
+            way.tensors -= holders_of.keys()
+            _add(holders_of, way, self._unnamed_list(way))
         return holders_of
+
+    def _unnamed_list(self, way: _ReferencePath) -> Holder:
+        """Return the holder for a list that only an expression refers to."""
+        place = calling_site().place
+        return Holder(
+            kind="variable",
+            text=f"{place} a list that is being made {_path(way.path)}",
+            key=f"{place} list",
+            name="the list",
+            entries=way.all_entries,
+            gathers=True,
+            place=place,
+        )
 
     def _variable(self, way: _ReferencePath, name: str, place: Place, kind: str, entries: int | None) -> Holder:
         where = str(place) if place.line else str(place).rpartition(":")[0]
@@ -199,15 +239,17 @@ class HolderSearch:
             entries = way.entries if is_namespace else way.all_entries
             if labels is None:
                 container = way.container if isinstance(referrer, nn.Module) else None
-                yield _ReferencePath(referrer, way.tensors, way.path, entries, container), way
+                yield _ReferencePath(referrer, way.tensors, way.path, entries, container, way.attribute), way
             elif (label := labels.get(id(way.obj))) is not None:
                 container = tuple if isinstance(referrer, tuple) else way.container
-                yield _ReferencePath(referrer, way.tensors, (label, *way.path), entries, container), way
+                path = (label, *way.path)
+                yield _ReferencePath(referrer, way.tensors, path, entries, container, way.attribute), way
             elif (same := gathered.get(way.path)) is None:
                 n = len(referrer)
                 label = f"[{n} entr{'y' if n == 1 else 'ies'}]"
                 kind = next(k for k in _CONTAINERS if isinstance(referrer, k))
-                outer = _ReferencePath(referrer, set(way.tensors), (label, *way.path), entries, kind)
+                path = (label, *way.path)
+                outer = _ReferencePath(referrer, set(way.tensors), path, entries, kind, way.attribute)
                 gathered[way.path] = outer, way
             else:
                 same[0].tensors |= way.tensors
@@ -229,6 +271,12 @@ class HolderSearch:
         if isinstance(obj, BaseException):
             return self._exception(way, obj)
         if isinstance(obj, GeneratorType):
+            if way.attribute and origin(obj.gi_code.co_filename) != "user":
+                text, name = (
+                    f"attribute {way.attribute}, through the iterator of a loop",
+                    _ENTRIES.sub("", way.attribute),
+                )
+                return Holder(kind="iterator", text=text, key=f"attribute {name}", name=name, entries=way.entries)
             frame = obj.gi_frame
             local = name_in_frame(frame, inner.obj) if frame is not None else None
             return self._inside("generator", f"generator '{obj.__name__}'", way, local)
@@ -242,11 +290,21 @@ class HolderSearch:
             if local and self._is_gathered(obj):
                 way.path = (f".{local}", *way.path)
                 return None
-            return self._inside("closure", f"closure of '{obj.__qualname__}' at {place}", way, local)
+            kind = "default argument" if inner.obj is obj.__defaults__ else "closure"
+            return self._inside("closure", f"{kind} of '{obj.__qualname__}' at {place}", way, local)
         if isinstance(obj, type):
             name = f"{obj.__qualname__}.{_attribute(way.path[0]) if way.path else '?'}"
-            text = f"class attribute {name}{_path(way.path[1:])}"
-            return Holder(kind="class", text=text, key=f"class attribute {name}", name=name, entries=way.entries)
+            way.path = way.path[1:]
+            _, full_name, grouped = _shown(way, name, "")
+            arrow = " -> " if _CACHED in way.path else ""
+            return Holder(
+                kind="class",
+                text=f"class attribute {name}{arrow}{_path(way.path)}",
+                key=f"class attribute {grouped}",
+                name=full_name,
+                entries=way.entries,
+                is_cache=_CACHED in way.path,
+            )
         if isinstance(obj, FrameType):
             inside = name_in_frame(obj, inner.obj)
             way.path = (f"['{inside}']", *inner.path) if inside else inner.path
@@ -258,6 +316,8 @@ class HolderSearch:
             way.path = (_CACHED, *way.path)
         elif getattr(obj, "__dict__", None) is inner.obj and way.path:
             way.path = (f".{_attribute(way.path[0])}", *way.path[1:])
+            if is_user_code(type(obj)):
+                way.attribute = f"{type(obj).__qualname__}{_path(way.path)}"
         elif (held_as := _holding_attribute(obj, inner.obj)) is not None:
             way.path = (f".{held_as}", *inner.path)
         return None

@@ -158,7 +158,9 @@ class Watch(Displayed):
             return f"the watch ended early because of an internal error: {self._failure!r}"
         caveat = ""
         where = f"{self.n_steps} step{'s' * (self.n_steps != 1)}"
-        if self._has_begun and not self._boundaries.has_optimizer:
+        if not self._has_begun:
+            caveat = "no model was called with gradients on"
+        elif not self._boundaries.has_optimizer:
             where = f"{self._calls.n_calls} call{'s' * (self._calls.n_calls != 1)} of the model"
             caveat = "no optimizer has stepped, so steps cannot be distinguished"
         if not findings:
@@ -199,7 +201,7 @@ class Watch(Displayed):
 
     def backward_begins(self, roots: Iterable[Any], retain: bool, create: bool, partial: bool) -> None:
         """Handle the beginning of a backward pass at `roots`."""
-        backward = Backward(calling_site().place, self._steps.now, retain, create, partial)
+        backward = Backward(calling_site().place, self._steps.now, retain, create, partial, self._calls.n_calls)
         self._calls.running_backward = backward
         self._run_guarded(lambda: self._begin_backward(backward, list(roots)))
 

@@ -67,7 +67,9 @@ class ListOfGraphs(Rule):
     fix="add numbers to `{name}`: `.detach()` or `.item()`",
 )
 class RunningSumOfGraphs(Rule):
-    """Rule for a scalar summed over several calls at one line. Two calls in one step may share a backward pass."""
+    """Rule for a sum or running mean over several calls at one line. Two calls in one step may share a backward
+    pass.
+    """
 
     fix_of_part = "give `{owner}` numbers to add up: `.detach()` or `.item()`"
     is_refuted_by_backward = True
@@ -75,7 +77,8 @@ class RunningSumOfGraphs(Rule):
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_over_steps = len(item.steps) > 1 or not item.backwards
-        return _accumulates(item) and item.is_scalar and is_over_steps and item.goes_through_calls
+        is_sum = item.is_scalar or len(item.steps) >= GROWTHS  # two steps may share an output
+        return _accumulates(item) and is_sum and is_over_steps and item.goes_through_calls
 
     def refined(self, stats: SiteStats) -> Rule:
         """Return the rule for forwards that need no graph if no backward pass reaches the site's graphs: without them,
@@ -98,12 +101,15 @@ class RunningSumOfGraphs(Rule):
 class GrowingList(Rule):
     """Rule for a container whose bytes and entries grow over several inspections in a row."""
 
+    subjects = ("tensors", "models", "optimizers")
     gathers = True
     ends_without_growth = True
     fix_of_cache = "bound the cache of `{name}` (`lru_cache(maxsize=...)`), or call `{name}.cache_clear()` each epoch"
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
         """Return the advice; nothing can be put into the cache of a function."""
+        if item.subject in _FIX_OF_COPIES:
+            return _FIX_OF_COPIES[item.subject]
         is_cache = item.holder is not None and item.holder.is_cache
         return self.fix_of_cache if is_cache else super().fix_for(item, history)
 
@@ -111,6 +117,14 @@ class GrowingList(Rule):
         if item.has_graph or not grows(history.held_bytes):
             return False
         return grows(history.entries) or _is_added_to(item, history)
+
+
+_FIX_OF_COPIES = {
+    "models": "keep less than whole models in `{name}`: the best one, its `state_dict()` on the host (`.cpu()`), or a "
+    "file",
+    "optimizers": "make one optimizer for the whole training (and change its `param_groups`), or keep none in "
+    "`{name}`: each has a state of its own",
+}
 
 
 def _is_added_to(item: RetainedObject, history: History) -> bool:
@@ -140,7 +154,7 @@ LEAST_HOST_BYTES = 100 * 1024
 class RunningTotalOfEmptyGraphs(Rule):
     """Rule for the nodes of at least three steps that stay alive with next to no saved tensors."""
 
-    subject = "nodes"
+    subjects = ("nodes",)
     unit = "of host memory a step"
 
     def matches(self, item: RetainedObject, history: History) -> bool:
@@ -169,7 +183,7 @@ LEAST_GATHERED_BYTES = 2**20
 class GatheredOutputs(Rule):
     """Rule for a holder whose memory grows over several inspections during an evaluation."""
 
-    subject = "evaluation"
+    subjects = ("evaluation",)
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_large = history.held_bytes[-1] >= max(LEAST_GATHERED_BYTES, history.largest_graph_bytes // 4)

@@ -38,6 +38,7 @@ class AliveInNextStep(Rule):
     """Rule for a large output without a graph that is no input of the next step."""
 
     must_last = True
+    ends_without_change = True
     superseded_by = "LT006"
     fix_of_part = "`{part} = None` at the end of the step, or keep less there: a number, a small copy"
     fix_of_function = "drop the function that holds `{name}` at the end of the step, or give it a number instead"

@@ -26,10 +26,16 @@ class RetainGraph(Rule):
         "`.detach()` what is kept in `{name}`, and remove `retain_graph=True` at {backward} if no backward pass follows"
     )
     fix_of_second_order = "`del {names}` after the last backward pass"
+    fix_of_earlier_forward = (
+        "`.detach()` what the forward at {made} computes, and remove `retain_graph=True` at {backward}: the backward "
+        "pass of each later forward goes through its graph again"
+    )
     follows_from = ("LT011", "LT031")
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
         """Return the advice; another one for `create_graph=True`, whose graph is needed until the last pass."""
+        if item.is_used_again and not any(b.create_graph for b in item.backwards):
+            return self.fix_of_earlier_forward
         fix = super().fix_for(item, history)
         is_needed = fix == self.fix and all(b.create_graph for b in item.backwards if b.retain_graph)
         return self.fix_of_second_order if is_needed else fix

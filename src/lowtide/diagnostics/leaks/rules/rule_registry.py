@@ -37,12 +37,12 @@ class Rule:
     """True if the finding tells enough about calls of its site that no backward pass reached."""
     claims_graph = False
     """True if a graph stays with the holder first found for it, whatever else holds it later."""
-    subject = "tensors"
-    """Retained objects that the rule judges: "tensors", "nodes" (of empty graphs), or "evaluation" (tensors that are
-    found between calls without gradients).
-    """
+    subjects: tuple[str, ...] = ("tensors",)
+    """Retained objects that the rule judges (`RetainedObject.subject`)."""
     ends_without_growth = False
     """True if the finding is withdrawn when its container stops growing."""
+    ends_without_change = False
+    """True if the finding is withdrawn when the same memory is held through several steps: computed once, for all."""
     fix_of_container = ""
     """Fix where a container gathers the tensors, so that its name must not be deleted or set to None."""
     fix_of_part = ""
