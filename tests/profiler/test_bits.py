@@ -41,6 +41,13 @@ def test_the_number_tells_orders_apart(content_hash: Number, dtype: torch.dtype)
     assert len({*numbers}) == len(numbers)
 
 
+def test_memory_that_was_read_can_be_resized_and_its_end_is_seen() -> None:
+    # a forward hook may keep an activation until the next step, whose recording has to notice its end
+    tensor = content(torch.float32, 64, 48)
+    content_hash(tensor.t())
+    assert tensor.untyped_storage().resizable()
+
+
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("shape", [(3 * PIECE + 5,), (2, PIECE + 1), (5, 1, PIECE // 2)])
 def test_so_it_does_across_pieces(content_hash: Number, shape: tuple[int, ...]) -> None:

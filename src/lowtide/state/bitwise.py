@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from lowtide._torch.distributed import is_wrapping, own_part
 from lowtide._torch.fake_modes import is_fake
-from lowtide._torch.tensors import AS_ARRAY
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,10 +52,12 @@ def has_same_contents(one: Tensor, other: Tensor) -> bool:
 def content_hash(tensor: Tensor) -> int:
     """Return a hash of a strided tensor's contents, which depends on their order.
 
-    Strides do not matter. On the CPU no torch memory is allocated, because a step may have left none.
+    Strides do not matter. On the CPU no torch memory is allocated, because a step may have left none. `Tensor.numpy`
+    would not do there: the program's tensor could not be resized any more (torch 2.13), and a later recording would
+    not see its memory freed.
     """
     integers = _integers(tensor)
-    return _digest(AS_ARRAY(integers)) if integers.device.type == "cpu" else _weighted_sum(integers)
+    return _digest(np.from_dlpack(integers)) if integers.device.type == "cpu" else _weighted_sum(integers)
 
 
 def _digest(array: Any) -> int:
