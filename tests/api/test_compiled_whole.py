@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._guards import CompileContext, CompileId, compile_context
 from torch._inductor import config as inductor_config
+from transformers import PretrainedConfig
 
 import lowtide
 from compiled_by_hand import plan_for
@@ -253,6 +254,29 @@ def test_a_value_whose_recomputation_changes_bits_is_kept_or_the_budget_refused(
     assert fitted.verdict.within_budget
     assert any(note.startswith(f"kept: {culprits[0]} (") for note in fitted.plan.notes)
     fitted.remove()
+
+
+@pytest.mark.usefixtures("inductor")
+def test_a_model_that_its_first_call_configures_is_rehearsed_as_compiled_for_the_next_one() -> None:
+    """As transformers' classifiers do: they note the kind of problem, read from the labels, in their configuration."""
+
+    class Configured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.config = widens(), PretrainedConfig()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.config.problem_type is None:
+                self.config.problem_type = "regression"
+            return self.inner(x)
+
+    torch.manual_seed(0)
+    model, batch = Configured(), torch.randn(1024, 64)
+    compiled: Any = torch.compile(model)
+    with kernels_left_out():
+        profile = lowtide.rehearse(compiled, lambda x: compiled(x).square().mean().backward(), batch)
+    assert lowtide.plan(profile, "95%").recompute
+    assert model.config.problem_type is None  # as it was
 
 
 def test_a_plan_is_in_the_keys_of_all_caches() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lowtide._torch.compiled_code import has_compiled_modules
 from lowtide._torch.device_timing import now_ms
@@ -38,9 +38,13 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Profile
     from lowtide.runtime.joint_slots import JointSlots
 
+MOST_COMPILES: Final = 3
+"""Largest number of times that the step is recorded. One that changes what its code is compiled for, such as
+transformers' `config.problem_type`, which the first call sets, is compiled again by the next one."""
+
 CHANGING = (
-    "torch compiled code for the step again when it was given the same batch once more: let it do the same work each "
-    "time. TORCH_LOGS=recompiles says why it compiles."
+    "torch compiled code for the step again each time that it was given the same batch once more: let it do the same "
+    "work each time. TORCH_LOGS=recompiles says why it compiles."
 )
 
 
@@ -48,7 +52,7 @@ CHANGING = (
 def rehearse_compiled(
     model: nn.Module, step: Callable[[Any], Any], batch: Any, *, optimizer: Optimizers = None
 ) -> Profile:
-    """Return the profile of `step(batch)`, which is recompiled and run three times."""
+    """Return the profile of `step(batch)`, which is recompiled, and run three times or until nothing compiles."""
     check_compiled(model, step)
     graphs: list[JointSlots] = []
     partitioner = PlanPartitioner(unfused=is_addmm_unfused())
@@ -62,12 +66,15 @@ def rehearse_compiled(
         made_for = fingerprint(model, batch)
         with noted_calls(model) as inputs:
             updates.run(batch)
-        n_compiled = len(graphs)
-        updates.undo()
-        unchanged.restore_for_rerun()
-        static, places = static_bytes(model, batch, unchanged.optimizers)
-        with recorder_for(place_of(model)) as recorder, watched_calls(lambda *data: recorder.mark(CALL, data)):
-            updates.run(batch)
+        for _ in range(MOST_COMPILES):
+            n_compiled = len(graphs)
+            updates.undo()
+            unchanged.restore_for_rerun()
+            static, places = static_bytes(model, batch, unchanged.optimizers)
+            with recorder_for(place_of(model)) as recorder, watched_calls(lambda *data: recorder.mark(CALL, data)):
+                updates.run(batch)
+            if len(graphs) == n_compiled:
+                break
         updates.undo()
         unchanged.restore_for_rerun()
         began = now_ms(place_of(model))
