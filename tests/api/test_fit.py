@@ -155,6 +155,49 @@ def test_a_plan_holds_for_smaller_batches_and_shorter_sequences():
     assert same(state(plain), state(planned))
 
 
+def test_calls_beyond_the_rehearsed_ones_are_recomputed_and_reported_once():
+    """As in a solver of differential equations that takes more steps than in the rehearsal."""
+
+    class Solver(nn.Module):
+        n_steps = 3
+
+        def __init__(self):
+            super().__init__()
+            self.field = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16))
+
+        def forward(self, x):
+            for _ in range(self.n_steps):
+                x = x + self.field(x)
+            return x
+
+    torch.manual_seed(0)
+    model, batch = Solver(), torch.randn(256, 16)
+
+    def step(batch):
+        model.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def longer():
+        model.n_steps = 6
+        with lowtide.measure() as memory:
+            loss = step(batch)
+        model.n_steps = 3
+        return [loss, *(parameter.grad.clone() for parameter in model.parameters())], memory.peak_bytes
+
+    expected, plain_peak_bytes = longer()
+    with lowtide.fit(model, step, batch, budget="70%") as fitted:
+        kept = plain_peak_bytes - (fitted.profile.measured_plain_peak_bytes - fitted.plan.predicted.peak_bytes)
+        step(batch)
+        with pytest.warns(UserWarning, match="calls modules more often") as said:
+            (values, peak_bytes), (again, _) = longer(), longer()
+        assert len([each for each in said if "calls modules" in str(each.message)]) == 1
+    assert equal(values, expected)
+    assert equal(again, expected)
+    assert peak_bytes < kept  # less than if only the rehearsed calls were recomputed
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*the peak may be above the budget")
 def test_batches_that_are_larger_than_the_planned_one_and_parameters_that_are_unfrozen_are_said_once(tmp_path):

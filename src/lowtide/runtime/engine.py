@@ -30,6 +30,7 @@ from lowtide.runtime import saved_values as values
 from lowtide.runtime.advance import Advance
 from lowtide.runtime.bypassed_calls import IN_TRANSFORM, in_hooks
 from lowtide.runtime.call_interceptor import CallInterceptor, InterceptorsInside, OuterInterceptor
+from lowtide.runtime.call_shapes import elements_in
 from lowtide.runtime.class_calls import intercept_calls
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.forward_pass import CallHandler, CallScope, ForwardPass, Passthrough, ThreadState, paused, pausing
@@ -80,6 +81,8 @@ class Engine:
     captures_all: ClassVar[bool] = False
     """True if operands that autograd does not record are captured in every call, not only where the plan says so."""
 
+    draws: bool = False
+    """True if the model skips calls at random, so that their number differs from run to run."""
     learns: bool = True
     """True if all decisions are in `actions`, so that one run shows the saved tensors that are needed."""
 
@@ -135,6 +138,8 @@ class Engine:
         self.tell: Callable[[str], object] = warnings.warn
         """Function that gets the messages about the plan, each text once."""
         self._said: set[str] = set()
+        self._n_calls: dict[tuple[int, CallInterceptor], tuple[int, dict[CallInterceptor, int]]] = {}
+        """By plan and first called module, the first run's number of elements, and of calls of each module."""
         self._has_given_away = False
         """True once a copy because of an array was reported."""
 
@@ -356,6 +361,17 @@ class Engine:
                 "or its input has changed."
             )
 
+    def decide_further(self, interceptor: CallInterceptor, plan: int, number: int) -> Actions:
+        """Return decisions for a call beyond those of the first run and of the plan: those of the last one in it."""
+        self.say(
+            "this step calls modules more often than the first step under the plan did: further calls get the last "
+            "decision for their module, and the peak may be above the budget. Rehearse the step with the most calls."
+        )
+        decided = interceptor.actions[plan]
+        last = max(decided)
+        path = f"{interceptor.path}#"
+        return decided.setdefault(number, decided[last].moved(f"{path}{last}", f"{path}{number}"))
+
     def say(self, what: str) -> None:
         """Report a message, unless the same text was reported before."""
         if what not in self._said:
@@ -425,6 +441,9 @@ class Engine:
             self.learns = self.learns and self.n_learnt_again < MAX_LEARNT_AGAIN
         needed = None if is_probed or self._last_packed() is not None else self.needed[plan]
         now = ForwardPass(self, plan, needed, learns=self.learns and not is_probed and not self.builder.owners.sharded)
+        n_elements, first = elements_in(args, kwargs), self._n_calls.get((plan, interceptor))
+        if first is not None and first[0] == n_elements:
+            now.n_calls = first[1]
         alone, inside = self._alone(interceptor), self._inside.staying()
         with off_in_transforms(unpack, self.without_plan), self.now(now), alone, inside, pausing(now.pack):
             if needed is None:
@@ -435,6 +454,8 @@ class Engine:
                 now.departures.close()
                 if now.has_hooks:
                     now.switch_hooks(on=False)
+        if first is None and not self.draws:
+            self._n_calls[plan, interceptor] = n_elements, dict(now.times)
         if now.learnt:
             self.needed[plan] = self.learnt[plan]
             self.learnt[plan].learn(plan, now.learnt)

@@ -9,6 +9,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -102,6 +103,7 @@ class ForwardPass:
         "idle",
         "last_packed",
         "learnt",
+        "n_calls",
         "needed",
         "notes",
         "pack",
@@ -132,6 +134,8 @@ class ForwardPass:
         """The innermost call in progress that will be replayed."""
         self.times: defaultdict[CallInterceptor, int] = defaultdict(int)
         """Number of calls of each module so far."""
+        self.n_calls: Mapping[CallInterceptor, int] = {}
+        """Number of calls of each module in the first run with inputs of this size; empty in that run."""
         self.notes = False
         """True while operands are being captured."""
         self.departures = OffloadQueue()
@@ -154,7 +158,10 @@ class ForwardPass:
                 return interceptor.inner(*args, **kwargs)
         number = self.times[interceptor]
         self.times[interceptor] = number + 1
-        outer, actions = self.scope, interceptor.actions[self.plan].get(number, NO_ACTIONS)
+        outer, decided = self.scope, interceptor.actions[self.plan]
+        actions = decided.get(number, NO_ACTIONS)
+        if decided and actions is NO_ACTIONS and number >= self.n_calls.get(interceptor, inf) and number > max(decided):
+            actions = self.engine.decide_further(interceptor, self.plan, number)
         if needed is None:
             self.scope = scope = CallScope(interceptor.path, number, actions, None, self.learn(interceptor, number))
             is_switched = False

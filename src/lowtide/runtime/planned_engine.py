@@ -55,7 +55,8 @@ class Planned(Engine):
         super().__init__(model, *tables, in_place=[each.in_place for each in decided])
         self.builder.implementations = shared_implementations(plans)
         # where blocks are drawn at random, no two runs need the same tensors
-        self.learns = not any(plan.draws for plan in plans)
+        self.draws = any(plan.draws for plan in plans)
+        self.learns = not self.draws
         self.excluded_modules = frozenset(path for plan in plans for path in plan.excluded_modules)
         self.ambiguous_addresses = frozenset(address for plan in plans for address in plan.ambiguous_addresses)
         self.of_a_part: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None
