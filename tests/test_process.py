@@ -220,7 +220,7 @@ before = set(torch.library._impls)
 fitted = lowtide.fit(model, step, x, budget="80%", in_place=False)
 step(x)
 assert fitted.plan.in_place == {} and not fitted.plan.allows_in_place
-assert "no gradients in place, as asked" in str(fitted), str(fitted)
+assert "no gradients in place" in str(fitted), str(fitted)
 assert not {key for key in set(torch.library._impls) - before if key.startswith("aten/")}
 """
 
@@ -241,7 +241,7 @@ def test_plans_say_that_no_gradient_is_to_be_written_in_place(words, tmp_path: P
         plan = lowtide.plan(without, "100%")
         assert plan.in_place == {}
         assert plan.fallback is None or plan.fallback.in_place == {}
-        assert "no gradients in place, as asked" in str(plan)
+        assert "no gradients in place" in str(plan)
         assert Plan.from_json(plan.to_json()) == plan
         with lowtide.apply(model, plan) as applied:
             assert applied._engine._writing is None

@@ -72,7 +72,7 @@ _MOST_LISTED = 8
 
 def decisions(plan: Plan) -> str:
     """List recomputes and replays by kind: `recomputed layer norm (24), GELU (12); replayed transformer.h.{0-3}`."""
-    settings = [] if plan.allows_in_place else ["no gradients in place, as asked"]
+    settings = [] if plan.allows_in_place else ["no gradients in place"]
     if plan.decisions == Decisions():
         kept = "everything is kept: the step fits" if plan.levers else "everything is kept: the plain step fits"
         return "; ".join([kept, *settings])
