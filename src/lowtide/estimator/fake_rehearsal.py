@@ -180,7 +180,7 @@ class FakeRehearsal(TwoStepRun):
 
 
 class AbsentGpuRehearsal(FakeRehearsal, AbsentGpuRun):
-    """The same on a GPU that the machine does not have."""
+    """A rehearsal on fake tensors of a GPU that the machine does not have."""
 
 
 def rehearse_on(

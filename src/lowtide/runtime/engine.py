@@ -521,6 +521,7 @@ class Engine:
             self._writing = writing
         self.relied_on.watch()
         self.learnt, self.needed = [NeededSlots() for _ in self.tables], [None for _ in self.tables]
+        self._n_calls.clear()
         inside: set[nn.Module] = set()
         for path, module in self.model.named_modules():
             if module not in inside:
