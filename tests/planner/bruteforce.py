@@ -57,8 +57,8 @@ def _decisions(profile: Profile) -> Iterator[Decisions]:
 def _possible(profile: Profile) -> tuple[list[str], list[str], list[str], list[str]]:
     """Return the possible recomputes, replays, advances and offloads."""
     index = Simulator(profile).index
-    addresses = sorted({index.addresses[row] for row in index.slot_address[index.slot_recomputable]})
-    replays = [id_ for id_, calls in zip(index.ids, index.calls_of_id, strict=True) if calls]
-    advances = [id_ for id_, calls in zip(index.ids, index.advances_of_id, strict=True) if calls]
-    held = sorted({index.addresses[row] for row in index.slot_address}) if index.can_offload else []
+    addresses = sorted({index.slots.addresses[row] for row in index.slots.address[index.slot_recomputable]})
+    replays = [id_ for id_, calls in zip(index.calls.ids, index.reruns.replayed_by_id, strict=True) if calls]
+    advances = [id_ for id_, calls in zip(index.calls.ids, index.reruns.advanced_by_id, strict=True) if calls]
+    held = sorted({index.slots.addresses[row] for row in index.slots.address}) if index.can_offload else []
     return addresses, replays, advances, held

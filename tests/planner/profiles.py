@@ -315,13 +315,19 @@ def random_decisions(profile: Profile, seed: int) -> Decisions:
     values = recomputable(profile)
     can = sorted({slot.address for slot in profile.slots if slot.storage is not None and slot.value in values})
     index = Simulator(profile).index
-    replay = [id_ for id_, calls in zip(index.ids, index.calls_of_id, strict=True) if calls and choose.random() < 0.4]
+    replay = [
+        id_
+        for id_, calls in zip(index.calls.ids, index.reruns.replayed_by_id, strict=True)
+        if calls and choose.random() < 0.4
+    ]
     advance = [
-        id_ for id_, calls in zip(index.ids, index.advances_of_id, strict=True) if calls and choose.random() < 0.4
+        id_
+        for id_, calls in zip(index.calls.ids, index.reruns.advanced_by_id, strict=True)
+        if calls and choose.random() < 0.4
     ]
     return Decisions(
         recompute=frozenset(a for a in can if choose.random() < share),
         replay=frozenset(replay),
         advance=frozenset(advance),
-        offload=frozenset(a for a in index.addresses if index.can_offload and choose.random() < share / 2),
+        offload=frozenset(a for a in index.slots.addresses if index.can_offload and choose.random() < share / 2),
     )

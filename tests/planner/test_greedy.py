@@ -23,7 +23,7 @@ def test_values_to_keep_in_a_long_chain_are_found_without_trying_all() -> None:
     everything = search.moves.recompute_all(expensive=False)
     assert search.sweep(everything).peak > 400 * 40
     some = search.reduce(everything, 202 * 40)
-    kept = [simulator.index.addresses[n] for n in (everything.recompute & ~some.recompute).nonzero()[0]]
+    kept = [simulator.index.slots.addresses[n] for n in (everything.recompute & ~some.recompute).nonzero()[0]]
     assert len(kept) == 1
     assert abs(int(kept[0].split(":")[1]) - 200) <= 2
     assert search.swept < 100
@@ -41,7 +41,7 @@ def test_decisions_that_change_nothing_are_dropped_and_the_others_stay() -> None
         tape.op(1, alone, saves=[alone])
     simulator = Simulator(tape.profile())
     choice = simulator.keep_everything()
-    saved = {address: n for n, address in enumerate(simulator.index.addresses)}
+    saved = {address: n for n, address in enumerate(simulator.index.slots.addresses)}
     choice.recompute[[saved["model#0:1"], saved["model#0:4"]]] = True
     tidied = GreedySearch(Moves(simulator)).drop_ineffective(choice)
-    assert [simulator.index.addresses[n] for n in tidied.recompute.nonzero()[0]] == ["model#0:4"]
+    assert [simulator.index.slots.addresses[n] for n in tidied.recompute.nonzero()[0]] == ["model#0:4"]

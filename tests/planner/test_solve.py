@@ -306,7 +306,7 @@ def test_a_time_limit_gives_the_best_so_far_and_its_gap(limit_s: float) -> None:
 
 def test_another_solver_can_be_given() -> None:
     def all_of_it(simulator: Simulator, budget_bytes: int) -> Decisions:
-        return Decisions(recompute=frozenset(a for a in simulator.index.addresses if "blocks" in a and ":1" in a))
+        return Decisions(recompute=frozenset(a for a in simulator.index.slots.addresses if "blocks" in a and ":1" in a))
 
     made = plan(chain(3, inner=1), 90, solver=all_of_it)
     assert len(made.recompute) == 3

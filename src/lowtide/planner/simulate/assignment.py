@@ -31,7 +31,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.planner.simulate.profile_index import Flags, Index, Ints
+from lowtide.planner.simulate.profile_index import Index
+from lowtide.planner.simulate.profile_tables import Flags, Ints
 
 KEPT, PASSED, RECOMPUTED, REPLAYED, ADVANCED, OFFLOADED = range(6)
 """States from RECOMPUTED on: the value is produced again on demand."""
@@ -77,65 +78,126 @@ class Assignment(NamedTuple):
     """Position at which the offload of each of `offloaded_storages` has begun."""
 
 
+class _SlotStates(NamedTuple):
+    """State of each slot under a choice, as columns. A slot that exists and has none of three flags is kept."""
+
+    exists: Flags
+    """Slots that a call saves, and inputs of calls that run again."""
+    recompute: Flags
+    replay: Flags
+    offload: Flags
+    replayed_call: Ints
+    """The replayed call that restores each slot, or -1."""
+
+
 def assign(index: Index, choice: DecisionVector) -> Assignment:
     """Return the state of each node under `choice`."""
-    is_replayed = index.replayable & choice.replay[index.call_id]
-    owner = np.full(len(index.parent) + 1, -1, np.int64)  # the last entry is code outside the model
-    for calls in index.by_depth:
-        owner[calls] = np.where(is_replayed[calls], calls, owner[index.parent[calls]])
+    is_replayed = index.calls.replayable & choice.replay[index.calls.id]
+    replayed_around = _innermost_replayed(index, is_replayed)
     advanced = [
         call
         for id_ in np.flatnonzero(choice.advance)
-        for call in index.advances_of_id[id_]
-        if owner[index.parent[call]] < 0
+        for call in index.reruns.advanced_by_id[id_]
+        if replayed_around[index.calls.parent[call]] < 0
     ]
-    holds_inputs = is_replayed.copy()
-    holds_inputs[advanced] = True
+    runs_again = is_replayed.copy()
+    runs_again[advanced] = True
 
-    active = ~index.slot_is_input | holds_inputs[index.slot_call]
-    around = owner[index.slot_within]
-    held_inputs = active & index.slot_is_input & ((around < 0) | index.slot_is_state)
-    recompute = active & choice.recompute[index.slot_address] & index.slot_recomputable
-    replay = (around >= 0) & ~recompute & ~index.slot_is_state
-    follows = is_replayed[index.followed_in]
-    follower, followed = index.follower[follows], index.followed[follows]
-    # For each row the outermost call comes last, and the last write counts.
-    recompute[follower], replay[follower], around[follower] = recompute[followed], replay[followed], around[followed]
-    offload = np.zeros_like(active)
-    if index.can_offload:
-        offload = active & ~(recompute | replay | index.slot_is_state) & choice.offload[index.slot_address]
-        offload[follower] = offload[followed]
-
-    state = np.where(index.shared, RECOMPUTED, PASSED)
-    by_call = np.full(index.n_values, len(index.parent), np.int64)
-    rows = np.flatnonzero(active)[::-1]  # backwards, so that the first slot of a value is the last to write
-    state[index.slot_value[rows]] = np.where(recompute[rows], RECOMPUTED, np.where(replay[rows], REPLAYED, KEPT))
-    rows = np.flatnonzero(active & replay)
-    np.minimum.at(by_call, index.slot_value[rows], around[rows])  # calls are numbered from the outside in
-    by_call[by_call == len(index.parent)] = -1
-    state[index.slot_value[offload & (state[index.slot_value] != RECOMPUTED)]] = OFFLOADED
-    state[index.slot_value[active & ~(recompute | replay | offload)]] = KEPT
-
-    values = np.flatnonzero(state == REPLAYED)
-    allocated_at = index.allocated_at[index.value_storage[values]]
-    foreign = values[(allocated_at < index.enter[by_call[values]]) | (allocated_at >= index.exit[by_call[values]])]
-    state[foreign] = KEPT
-    for call in reversed(advanced):  # inner calls first
-        inside, value = index.rows_within[call], index.result_value[call]
-        if state[value] != ADVANCED and not any(active[row] and not replay[row] for row in inside):
-            state[value], by_call[value] = ADVANCED, call
-            foreign = foreign[foreign != value]
-    rows = np.flatnonzero(offload)
-    rows = rows[state[index.slot_value[rows]] == OFFLOADED]
-    rows = rows[np.argsort(index.slot_order[rows], kind="stable")]
-    offloaded_storages, first = np.unique(index.value_storage[index.slot_value[rows]], return_index=True)
-    offloaded_storages, rows = offloaded_storages[np.argsort(first)], rows[np.sort(first)]
+    slots = _assign_slots(index, choice, is_replayed, runs_again, replayed_around)
+    state, by_call = _assign_values(index, slots)
+    foreign = _keep_foreign(index, state, by_call)
+    foreign = _assign_advances(index, advanced, slots, state, by_call, foreign)
+    offloaded_storages, offloaded_at = _order_offloads(index, slots, state)
+    is_held = index.slots.is_state | (replayed_around[index.slots.within] < 0)
     calls = np.where(is_replayed, REPLAYED, KEPT)
     return Assignment(
         state=np.concatenate((state, calls)),
         by_call=np.concatenate((by_call, np.full_like(calls, -1))),
         foreign_values=list(zip(foreign.tolist(), by_call[foreign].tolist(), strict=True)),
-        held_inputs=np.flatnonzero(held_inputs),
+        held_inputs=np.flatnonzero(slots.exists & index.slots.is_input & is_held),
         offloaded_storages=offloaded_storages.tolist(),
-        offloaded_at=np.minimum(index.freed_at[offloaded_storages], index.slot_filled[rows]).tolist(),
+        offloaded_at=offloaded_at.tolist(),
     )
+
+
+def _innermost_replayed(index: Index, is_replayed: Flags) -> Ints:
+    """Return for each call the innermost replayed one among itself and the calls around it, or -1.
+
+    The last entry is for code outside the model, which has the number -1.
+    """
+    parent = index.calls.parent
+    innermost = np.full(len(parent) + 1, -1, np.int64)
+    for calls in index.calls.by_depth:
+        innermost[calls] = np.where(is_replayed[calls], calls, innermost[parent[calls]])
+    return innermost
+
+
+def _assign_slots(
+    index: Index, choice: DecisionVector, is_replayed: Flags, runs_again: Flags, replayed_around: Ints
+) -> _SlotStates:
+    """Return the state of each slot."""
+    slots, repeated = index.slots, index.reruns.repeated
+    replayed_call = replayed_around[slots.within]
+    exists = ~slots.is_input | runs_again[slots.call]
+    recompute = exists & choice.recompute[slots.address] & index.slot_recomputable
+    replay = (replayed_call >= 0) & ~recompute & ~slots.is_state
+    # A slot that repeats an input of a replayed call shares that input's state. The outermost call comes last for each
+    # row, and the last write counts.
+    counts = is_replayed[repeated.call]
+    row, input_row = repeated.row[counts], repeated.input_row[counts]
+    recompute[row], replay[row], replayed_call[row] = recompute[input_row], replay[input_row], replayed_call[input_row]
+    offload = np.zeros_like(exists)
+    if index.can_offload:
+        offload = exists & ~(recompute | replay | slots.is_state) & choice.offload[slots.address]
+        offload[row] = offload[input_row]
+    return _SlotStates(exists, recompute, replay, offload, replayed_call)
+
+
+def _assign_values(index: Index, slots: _SlotStates) -> tuple[Ints, Ints]:
+    """Return the state of each value, as its slots decide, and the replayed call that restores it, or -1."""
+    exists, recompute, replay, offload, replayed_call = slots
+    value, n_calls = index.slots.value, len(index.calls.parent)
+    state = np.where(index.values.shared, RECOMPUTED, PASSED)
+    rows = np.flatnonzero(exists)[::-1]  # backwards, so that the first slot of a value is the last to write
+    state[value[rows]] = np.where(recompute[rows], RECOMPUTED, np.where(replay[rows], REPLAYED, KEPT))
+    state[value[offload & (state[value] != RECOMPUTED)]] = OFFLOADED
+    state[value[exists & ~(recompute | replay | offload)]] = KEPT
+
+    by_call = np.full(index.n_values, n_calls, np.int64)
+    rows = np.flatnonzero(exists & replay)
+    np.minimum.at(by_call, value[rows], replayed_call[rows])  # calls are numbered from the outside in
+    by_call[by_call == n_calls] = -1
+    return state, by_call
+
+
+def _keep_foreign(index: Index, state: Ints, by_call: Ints) -> Ints:
+    """Keep values that were to be replayed by a call outside which they are produced; return these values."""
+    values = np.flatnonzero(state == REPLAYED)
+    allocated_at, calls = index.storages.allocated_at[index.values.storage[values]], by_call[values]
+    is_outside = (allocated_at < index.calls.enter[calls]) | (allocated_at >= index.calls.exit[calls])
+    foreign: Ints = values[is_outside]
+    state[foreign] = KEPT
+    return foreign
+
+
+def _assign_advances(
+    index: Index, advanced: list[int], slots: _SlotStates, state: Ints, by_call: Ints, foreign: Ints
+) -> Ints:
+    """Advance to results that no slot inside their call holds. Return the foreign values that are none of these."""
+    for call in reversed(advanced):  # inner calls first
+        rows, value = index.reruns.result_rows[call], index.reruns.result_value[call]
+        if state[value] != ADVANCED and not any(slots.exists[row] and not slots.replay[row] for row in rows):
+            state[value], by_call[value] = ADVANCED, call
+            foreign = foreign[foreign != value]
+    return foreign
+
+
+def _order_offloads(index: Index, slots: _SlotStates, state: Ints) -> tuple[Ints, Ints]:
+    """Return the offloaded storages in the order in which their copies start, and the position of each start."""
+    value = index.slots.value
+    rows = np.flatnonzero(slots.offload)
+    rows = rows[state[value[rows]] == OFFLOADED]
+    rows = rows[np.argsort(index.slots.order[rows], kind="stable")]
+    storages, first = np.unique(index.values.storage[value[rows]], return_index=True)
+    storages, rows = storages[np.argsort(first)], rows[np.sort(first)]
+    return storages, np.minimum(index.storages.freed_at[storages], index.slots.filled_at[rows])

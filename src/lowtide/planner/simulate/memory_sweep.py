@@ -51,7 +51,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lowtide.planner.simulate.assignment import KEPT, RECOMPUTED, Assignment, DecisionVector, assign
-from lowtide.planner.simulate.profile_index import Index, Ints
+from lowtide.planner.simulate.profile_index import Index
+from lowtide.planner.simulate.profile_tables import Ints
 from lowtide.planner.simulate.recompute_segments import Segments
 
 REMEMBERED = 2**20
@@ -103,7 +104,7 @@ class Sweeper:
         self._recent: dict[bytes, Sweep] = {}
         self._most_recent = max(REMEMBERED // (index.end + index.n_values + 1), 16)
         births = np.zeros(index.end + 1, np.int64)
-        np.add.at(births, index.allocated_at, index.storage_bytes)
+        np.add.at(births, index.storages.allocated_at, index.storages.bytes)
         self._births = births
         before = np.concatenate((index.base[:1], index.base[:-1]))
         self._rise = np.maximum(index.base - before, 0)
@@ -123,13 +124,13 @@ class Sweeper:
         index, assignment = self.index, assign(self.index, choice)
         visits = self._segments.visit_all(assignment)
 
-        rows = np.flatnonzero(assignment.state[index.slot_value] == KEPT)
-        ends = index.freed_at.copy()
-        np.maximum.at(ends, index.slot_storage[rows], index.slot_release[rows])
-        rows = assignment.held_inputs[assignment.state[index.slot_value[assignment.held_inputs]] == KEPT]
-        np.maximum.at(ends, index.slot_storage[rows], index.exit[index.slot_call[rows]])
+        rows = np.flatnonzero(assignment.state[index.slots.value] == KEPT)
+        ends = index.storages.freed_at.copy()
+        np.maximum.at(ends, index.slots.storage[rows], index.slots.released_at[rows])
+        rows = assignment.held_inputs[assignment.state[index.slots.value[assignment.held_inputs]] == KEPT]
+        np.maximum.at(ends, index.slots.storage[rows], index.calls.exit[index.slots.call[rows]])
         values, until = _concatenate((visit.holds for visit in visits), 2)
-        np.maximum.at(ends, index.value_storage[values], until)
+        np.maximum.at(ends, index.values.storage[values], until)
         leave, returning = self._offload_copies(assignment, _concatenate((visit.returns for visit in visits), 4))
         ends[assignment.offloaded_storages] = np.maximum(ends[assignment.offloaded_storages], leave)
         running = self._running_copies(
@@ -143,7 +144,7 @@ class Sweeper:
             # Exact sum, so that equal work in another order takes the same time.
             extra_ms=math.fsum(
                 chain(
-                    index.offload_ms[assignment.offloaded_storages].tolist(),
+                    index.storages.offload_ms[assignment.offloaded_storages].tolist(),
                     *(visit.times for visit in visits),
                     self._time_on_clocks(assignment, _concatenate((visit.work for visit in visits), 3)),
                 )
@@ -152,7 +153,7 @@ class Sweeper:
             state=assignment.state,
             ends=ends,
             copies=copies,
-            host_bytes=int(index.storage_bytes[assignment.offloaded_storages].sum()),
+            host_bytes=int(index.storages.bytes[assignment.offloaded_storages].sum()),
         )
 
     def _time_on_clocks(self, assignment: Assignment, work: Ints) -> list[float]:
@@ -163,10 +164,10 @@ class Sweeper:
         host, device = np.zeros((2, index.end), np.int64)
         np.add.at(host, work[0], work[1])
         np.add.at(device, work[0], work[2])
-        is_packed = ~index.slot_is_input & (assignment.state[index.slot_value] >= RECOMPUTED)
-        packed = np.bincount(index.slot_call[is_packed], minlength=len(index.n_saved))
-        kept = np.where(packed > 0, index.n_saved - packed, 0)
-        at = np.minimum(index.exit, index.end - 1)
+        is_packed = ~index.slots.is_input & (assignment.state[index.slots.value] >= RECOMPUTED)
+        packed = np.bincount(index.slots.call[is_packed], minlength=len(index.calls.n_saved))
+        kept = np.where(packed > 0, index.calls.n_saved - packed, 0)
+        at = np.minimum(index.calls.exit, index.end - 1)
         np.add.at(host, at, packed * clocks.packed_slot_ns + kept * clocks.kept_slot_ns)
         return [clocks.extra_ms(host, device)]
 
@@ -192,14 +193,14 @@ class Sweeper:
             start, end, value = back[storage]
             start = min(start, back[following][0]) if following is not None else start
             if start < end:
-                copies.append((start, end, index.bytes_of[storage], value))
+                copies.append((start, end, index.storages.bytes_of[storage], value))
         leave = [*assignment.offloaded_at[1:], self._backward][: len(assignment.offloaded_storages)]
         return np.array(leave, np.int64), np.array(copies, np.int64).reshape(-1, 4).T
 
     def _usage(self, ends: Ints, copies: Copies) -> Ints:
         """Return bytes beyond `static` at each position, if storages last to `ends` and `copies` are added."""
         changes = self._births.copy()
-        np.subtract.at(changes, ends, self.index.storage_bytes)
+        np.subtract.at(changes, ends, self.index.storages.bytes)
         np.add.at(changes, copies.start, copies.bytes)
         np.subtract.at(changes, copies.end, copies.bytes)
         usage: Ints = self.index.base + changes.cumsum()[:-1]

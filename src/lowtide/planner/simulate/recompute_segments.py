@@ -18,7 +18,8 @@ import numpy as np
 
 from lowtide.planner.simulate.assignment import ADVANCED, OFFLOADED, PASSED, RECOMPUTED, REPLAYED, Assignment
 from lowtide.planner.simulate.call_allocations import ForwardMemory
-from lowtide.planner.simulate.profile_index import Index, Ints
+from lowtide.planner.simulate.profile_index import Index
+from lowtide.planner.simulate.profile_tables import Ints
 from lowtide.planner.simulate.recompute_cost import RecomputeCost
 from lowtide.planner.simulate.two_clocks import ns_of
 
@@ -115,7 +116,7 @@ class Segments:
         self.index = index
         self._all = [Segment(index, forwards, order[start : start + length]) for start in starts]
         self._starts = np.array(starts, np.int64)
-        by_value = zip(index.read.tolist(), index.released.tolist(), strict=True)
+        by_value = zip(index.values.read_at.tolist(), index.values.released_at.tolist(), strict=True)
         self._by_backward: list[NodeDemand] = [
             *((read, until, until, 0) for read, until in by_value),
             *[(index.end, 0, 0, 0)] * calls,
@@ -196,10 +197,10 @@ class _SegmentWalk:
         if is_value and state == REPLAYED:
             call = int(self._assignment.by_call[node])
             self._demand(index.n_values + call, (when, until, held, after))
-            self._restores.setdefault(call, []).append((index.storage_of[node], until))
+            self._restores.setdefault(call, []).append((index.values.storage_of[node], until))
             return
         if state == OFFLOADED:
-            self._returns.append((index.storage_of[node], when, until, node))
+            self._returns.append((index.values.storage_of[node], when, until, node))
             return
         cost = self._cost_of(node)
         is_demanded = when < index.end
@@ -219,13 +220,13 @@ class _SegmentWalk:
         """Return the cost of producing `node`, without the memory of a forward."""
         index = self._index
         if node >= index.n_values:
-            return index.replays[node - index.n_values]
+            return index.reruns.replay_costs[node - index.n_values]
         if self._state[node] == ADVANCED:
-            return index.advances[int(self._assignment.by_call[node])]
-        for operand in index.optional[node]:
-            if self._state[operand] == PASSED and index.recomputable[operand]:
-                return index.recompute_cost(node, self._assignment.state[: index.n_values] == PASSED)
-        return index.recompute_costs[node]
+            return index.reruns.advance_costs[int(self._assignment.by_call[node])]
+        for operand in index.values.optional_operands[node]:
+            if self._state[operand] == PASSED and index.values.recomputable[operand]:
+                return index.values.recompute_cost(node, self._assignment.state[: index.n_values] == PASSED)
+        return index.values.recompute_costs[node]
 
     def _record_recompute(self, node: int, cost: RecomputeCost) -> int:
         """Record the cost of producing `node`. Return the bytes in use once it exists."""
@@ -236,21 +237,23 @@ class _SegmentWalk:
             for storage, wanted in self._restores[call]:
                 if wanted > ends.get(storage, when):
                     ends[storage] = wanted
-            self._copies += [(when, end, index.bytes_of[storage], node) for storage, end in ends.items()]
-            size = sum(index.bytes_of[storage] for storage in ends)
+            self._copies += [(when, end, index.storages.bytes_of[storage], node) for storage, end in ends.items()]
+            size = sum(index.storages.bytes_of[storage] for storage in ends)
             scratch = max(0, self._forwards.peak(call, tuple(sorted(ends))) - size)
         else:
-            size = index.value_bytes[node]
+            size = index.values.bytes_of[node]
             if self._state[node] == ADVANCED:
-                storage = index.storage_of[node]
-                size = index.bytes_of[storage]
+                storage = index.values.storage_of[node]
+                size = index.storages.bytes_of[storage]
                 scratch = max(0, self._forwards.peak(int(self._assignment.by_call[node]), (storage,)) - size)
             else:
                 ahead_of = zip(cost.operands, cost.ahead_bytes, strict=True)
                 ahead = max((ahead for operand, ahead in ahead_of if self._state[operand] >= RECOMPUTED), default=0)
                 self._waits.append((when, ahead))  # until the operand has been recomputed
                 scratch = max(0, scratch - ahead)
-            stays = until > when + 1 or index.read[node] == when  # otherwise freed when the other nodes have run
+            stays = (
+                until > when + 1 or index.values.read_at[node] == when
+            )  # otherwise freed when the other nodes have run
             self._copies.append((when, until, size if stays else 0, node))
             if not stays:
                 self._waits.append((when, size))

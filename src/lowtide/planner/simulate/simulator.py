@@ -63,30 +63,30 @@ class Simulator:
         """Return `decisions` as flags. Raises ValueError for those that the profile does not know or support."""
         index, choice = self.index, self.keep_everything()
         for address in decisions.recompute:
-            if address not in index.address_index:
+            if address not in index.slots.address_index:
                 raise ValueError(f"no slot of this profile has the address {address!r}")
-            choice.recompute[index.address_index[address]] = True
+            choice.recompute[index.slots.address_index[address]] = True
         for ids, flags in ((decisions.replay, choice.replay), (decisions.advance, choice.advance)):
             for id_ in ids:
-                if id_ not in index.id_index:
+                if id_ not in index.calls.id_index:
                     raise ValueError(f"no call of this profile has the id {id_!r}")
-                flags[index.id_index[id_]] = True
+                flags[index.calls.id_index[id_]] = True
         for address in decisions.offload:
-            if address not in index.address_index:
+            if address not in index.slots.address_index:
                 raise ValueError(f"no slot of this profile has the address {address!r}")
             if not index.can_offload:
                 raise ValueError(f"{address} can't be offloaded: the profile has no bandwidth to the host")
-            choice.offload[index.address_index[address]] = True
-        is_recomputed = choice.recompute[index.slot_address]
-        impossible = set(index.slot_address[is_recomputed]) - set(
-            index.slot_address[is_recomputed & index.slot_recomputable]
+            choice.offload[index.slots.address_index[address]] = True
+        is_recomputed = choice.recompute[index.slots.address]
+        impossible = set(index.slots.address[is_recomputed]) - set(
+            index.slots.address[is_recomputed & index.slot_recomputable]
         )
         for row in sorted(impossible):
-            raise ValueError(f"{index.addresses[row]} has no recipe that can recompute it")
+            raise ValueError(f"{index.slots.addresses[row]} has no recipe that can recompute it")
         for call in self.profile.calls:
-            if call.id in decisions.replay and not index.calls_of_id[index.id_index[call.id]]:
+            if call.id in decisions.replay and not index.reruns.replayed_by_id[index.calls.id_index[call.id]]:
                 raise ValueError(f"{call.id} can't be replayed: {call.refused}")
-            if call.id in decisions.advance and not index.advances_of_id[index.id_index[call.id]]:
+            if call.id in decisions.advance and not index.reruns.advanced_by_id[index.calls.id_index[call.id]]:
                 raise ValueError(
                     f"{call.id} can't be advanced: the profile does not say that running it again gives its result"
                 )
@@ -94,7 +94,7 @@ class Simulator:
 
     def keep_everything(self) -> DecisionVector:
         """Return the choice that keeps everything."""
-        addresses, ids = len(self.index.addresses), len(self.index.ids)
+        addresses, ids = len(self.index.slots.addresses), len(self.index.calls.ids)
         return DecisionVector(*(np.zeros(size, np.bool_) for size in (addresses, ids, ids, addresses)))
 
     def sweep(self, choice: DecisionVector) -> Sweep:
@@ -104,15 +104,15 @@ class Simulator:
     def decisions(self, choice: DecisionVector) -> Decisions:
         """Return `choice` as decisions by address and id."""
         return Decisions(
-            recompute=frozenset(self.index.addresses[address] for address in np.flatnonzero(choice.recompute)),
-            replay=frozenset(self.index.ids[id_] for id_ in np.flatnonzero(choice.replay)),
-            advance=frozenset(self.index.ids[id_] for id_ in np.flatnonzero(choice.advance)),
-            offload=frozenset(self.index.addresses[address] for address in np.flatnonzero(choice.offload)),
+            recompute=frozenset(self.index.slots.addresses[address] for address in np.flatnonzero(choice.recompute)),
+            replay=frozenset(self.index.calls.ids[id_] for id_ in np.flatnonzero(choice.replay)),
+            advance=frozenset(self.index.calls.ids[id_] for id_ in np.flatnonzero(choice.advance)),
+            offload=frozenset(self.index.slots.addresses[address] for address in np.flatnonzero(choice.offload)),
         )
 
     def _storages_at(self, sweep: Sweep, position: int) -> dict[str, int]:
         """Return the bytes by category of the storages that exist at `position`."""
-        storages = np.flatnonzero((self.index.allocated_at <= position) & (position < sweep.ends))
+        storages = np.flatnonzero((self.index.storages.allocated_at <= position) & (position < sweep.ends))
         bytes_by_category = {"activations": 0, "loss head": 0}
         for storage in storages.tolist():
             category = self.profile.storages[storage].category

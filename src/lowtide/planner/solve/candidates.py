@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.planner.simulate.profile_index import Index, Ints
+from lowtide.planner.simulate.profile_index import Index
+from lowtide.planner.simulate.profile_tables import Ints
 from lowtide.planner.simulate.recompute_cost import RecomputeCost
 
 MS_PER_FLOP = 1e-15
@@ -63,21 +64,21 @@ class Advance:
 
 def replays_of(index: Index) -> dict[int, Replay]:
     """Return the calls whose replay restores something, by id."""
-    profile = index.profile
-    brings_back = {
-        id_: frozenset(int(index.value_storage[value]) for call in calls for value in index.restorable[call])
-        for id_, calls in enumerate(index.calls_of_id)
+    calls_by_id = index.reruns.replayed_by_id
+    restored = {
+        id_: frozenset(int(index.values.storage[value]) for call in calls for value in index.reruns.restorable[call])
+        for id_, calls in enumerate(calls_by_id)
     }
-    around: dict[int, set[int]] = {id_: set() for id_, storages in brings_back.items() if storages}
+    around: dict[int, set[int]] = {id_: set() for id_, storages in restored.items() if storages}
     for id_, outer in around.items():
-        enclosing = {index.id_index[profile.calls[o].id] for call in index.calls_of_id[id_] for o in index.around[call]}
+        enclosing = {int(index.calls.id[o]) for call in calls_by_id[id_] for o in index.calls.around[call]}
         outer |= (enclosing & around.keys()) - {id_}
     return {
         id_: Replay(
             id=id_,
-            start=int(index.enter[index.calls_of_id[id_][0]]),
-            storages=brings_back[id_],
-            cost=sum(_cost(index, index.replays[call]) for call in index.calls_of_id[id_]),
+            start=int(index.calls.enter[calls_by_id[id_][0]]),
+            storages=restored[id_],
+            cost=sum(_cost(index, index.reruns.replay_costs[call]) for call in calls_by_id[id_]),
             around=frozenset(outer),
             within=frozenset(inner for inner, its in around.items() if id_ in its),
         )
@@ -88,21 +89,21 @@ def replays_of(index: Index) -> dict[int, Replay]:
 def groups_of(index: Index, replays: dict[int, Replay]) -> list[Group]:
     """Return the groups that can be recomputed, joined where they share an address or a storage."""
     joined = _join_slots(index, np.flatnonzero(index.slot_recomputable).tolist())
-    around = [set(index.around[call]) for call in index.slot_call.tolist()]
-    for row in np.flatnonzero(index.slot_is_input).tolist():
-        around[row].discard(int(index.slot_call[row]))
+    around = [set(index.calls.around[call]) for call in index.slots.call.tolist()]
+    for row in np.flatnonzero(index.slots.is_input).tolist():
+        around[row].discard(int(index.slots.call[row]))
     rows_of: dict[int, list[int]] = {}
-    for row, storage in enumerate(index.slot_storage.tolist()):
+    for row, storage in enumerate(index.slots.storage.tolist()):
         rows_of.setdefault(storage, []).append(row)
 
     groups: list[Group] = []
     for members in joined.sets():
         storages = frozenset(number for kind, number in members if kind == "storage")
         rows = [row for storage in storages for row in rows_of[storage]]
-        values = sorted({value for value in index.slot_value[rows].tolist() if index.recomputable[value]})
-        passing = set().union(*(index.shared_operands[value] for value in values))
-        costs = [index.recompute_costs[value] for value in (*values, *sorted(passing))]
-        ids = ({index.id_index[index.profile.calls[call].id] for call in around[row]} & replays.keys() for row in rows)
+        values = sorted({value for value in index.slots.value[rows].tolist() if index.values.recomputable[value]})
+        passing = set().union(*(index.values.shared_operands[value] for value in values))
+        costs = [index.values.recompute_costs[value] for value in (*values, *sorted(passing))]
+        ids = ({int(index.calls.id[call]) for call in around[row]} & replays.keys() for row in rows)
         groups.append(
             Group(
                 number=len(groups),
@@ -121,11 +122,11 @@ def advances_of(index: Index) -> list[Advance]:
     advances = [
         Advance(
             id=id_,
-            start=int(index.enter[its[0]]),
-            storages=frozenset(int(index.value_storage[index.result_value[call]]) for call in its),
-            cost=sum(_cost(index, index.advances[call]) for call in its),
+            start=int(index.calls.enter[its[0]]),
+            storages=frozenset(int(index.values.storage[index.reruns.result_value[call]]) for call in its),
+            cost=sum(_cost(index, index.reruns.advance_costs[call]) for call in its),
         )
-        for id_, its in enumerate(index.advances_of_id)
+        for id_, its in enumerate(index.reruns.advanced_by_id)
         if its
     ]
     return sorted(advances, key=lambda advance: (advance.start, advance.id))
@@ -133,7 +134,7 @@ def advances_of(index: Index) -> list[Advance]:
 
 def offloads_of(index: Index, n_groups: int) -> list[Group]:
     """Return the groups that can be offloaded, joined like recomputes; numbered after the `n_groups` of those."""
-    rows = np.flatnonzero(~index.slot_is_state).tolist() if index.can_offload else ()
+    rows = np.flatnonzero(~index.slots.is_state).tolist() if index.can_offload else ()
     groups: list[Group] = []
     for members in _join_slots(index, rows).sets():
         storages = frozenset(number for kind, number in members if kind == "storage")
@@ -142,7 +143,7 @@ def offloads_of(index: Index, n_groups: int) -> list[Group]:
                 number=n_groups + len(groups),
                 addresses=np.array(sorted(number for kind, number in members if kind == "address"), np.int64),
                 storages=storages,
-                cost=float(index.offload_ms[list(storages)].sum()),
+                cost=float(index.storages.offload_ms[list(storages)].sum()),
                 expensive=False,
                 inside=frozenset(),
             )
@@ -158,7 +159,7 @@ def _join_slots(index: Index, rows: Iterable[int]) -> _DisjointSets:
     """Return the addresses and storages of some slots, joined where one slot has both."""
     joined = _DisjointSets()
     for row in rows:
-        joined.join(("address", int(index.slot_address[row])), ("storage", int(index.slot_storage[row])))
+        joined.join(("address", int(index.slots.address[row])), ("storage", int(index.slots.storage[row])))
     return joined
 
 

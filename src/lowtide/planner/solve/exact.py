@@ -47,14 +47,16 @@ class BranchAndBound:
         ms, flops = float(covering.ms.sum()), float(covering.flops.sum())
         self.tie = TIE * ms / flops if flops else 0.0
         self.cost: Floats = covering.ms + self.tie * covering.flops
-        self._call_ids = [(v, index.id_index[simulator.profile.calls[call].id]) for call, v in covering.runs.items()]
+        self._call_ids = [(v, int(index.calls.id[call])) for call, v in covering.runs.items()]
         self._recompute_variables = [
             [covering.n_storages + storage for storage in sorted(g.storages)] for g in moves.groups
         ]
         """For each group the variable that is 1 if it is recomputed."""
-        self._advance_ids = [(v, index.id_index[simulator.profile.calls[c].id]) for c, v in covering.advances.items()]
-        calls = [[covering.runs[call] for call in calls if call in covering.runs] for calls in index.calls_of_id]
-        calls += [[covering.advances[call] for call in calls] for calls in index.advances_of_id]
+        self._advance_ids = [(v, int(index.calls.id[c])) for c, v in covering.advances.items()]
+        calls = [
+            [covering.runs[call] for call in calls if call in covering.runs] for calls in index.reruns.replayed_by_id
+        ]
+        calls += [[covering.advances[call] for call in calls] for calls in index.reruns.advanced_by_id]
         self._offload_variables = [
             [covering.offloads[storage] for storage in sorted(g.storages)] for g in moves.offloads
         ]

@@ -20,7 +20,7 @@ import numpy as np
 
 from lowtide.planner.simulate.assignment import OFFLOADED, RECOMPUTED, DecisionVector
 from lowtide.planner.simulate.memory_sweep import Sweep
-from lowtide.planner.simulate.profile_index import Flags
+from lowtide.planner.simulate.profile_tables import Flags
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.solve.candidates import Replay
 from lowtide.planner.solve.moves import Move, Moves
@@ -174,27 +174,27 @@ class GreedySearch:
         index = self.simulator.index
         node, start = sweep.copies.node, sweep.copies.start
         stored = node < index.n_values
-        stored[stored] = index.value_storage[node[stored]] >= 0
-        back = np.full(len(index.freed_at), index.end, np.int64)
-        np.minimum.at(back, index.value_storage[node[stored]], start[stored])
+        stored[stored] = index.values.storage[node[stored]] >= 0
+        back = np.full(len(index.storages.freed_at), index.end, np.int64)
+        np.minimum.at(back, index.values.storage[node[stored]], start[stored])
         back[back == index.end] = 0
         # Maxima between pairs of positions; those of pairs in descending order are not used.
-        spans = np.column_stack((index.freed_at, back)).ravel()
+        spans = np.column_stack((index.storages.freed_at, back)).ravel()
         most = np.maximum.reduceat(np.append(sweep.usage, 0), spans)[::2] if len(spans) else spans
-        full: Flags = index.storage_bytes > limit - np.where(index.freed_at < back, most, 0)
+        full: Flags = index.storages.bytes > limit - np.where(index.storages.freed_at < back, most, 0)
         return full
 
     def drop_ineffective(self, choice: DecisionVector) -> DecisionVector:
         """Return `choice` without decisions that change nothing."""
         index, sweep = self.simulator.index, self.sweep(choice)
-        calls = [call for id_ in np.flatnonzero(choice.replay) for call in index.calls_of_id[id_]]
-        calls += [call for id_ in np.flatnonzero(choice.advance) for call in index.advances_of_id[id_]]
-        effective = sweep.state[index.slot_value] == RECOMPUTED
-        effective &= ~index.slot_is_input | np.isin(index.slot_call, calls)
+        calls = [call for id_ in np.flatnonzero(choice.replay) for call in index.reruns.replayed_by_id[id_]]
+        calls += [call for id_ in np.flatnonzero(choice.advance) for call in index.reruns.advanced_by_id[id_]]
+        effective = sweep.state[index.slots.value] == RECOMPUTED
+        effective &= ~index.slots.is_input | np.isin(index.slots.call, calls)
         needed = np.zeros_like(choice.recompute)
-        needed[index.slot_address[effective]] = True
+        needed[index.slots.address[effective]] = True
         leaving = np.zeros_like(choice.offload)
-        leaving[index.slot_address[sweep.state[index.slot_value] == OFFLOADED]] = True
+        leaving[index.slots.address[sweep.state[index.slots.value] == OFFLOADED]] = True
         tidied = DecisionVector(choice.recompute & needed, choice.replay, choice.advance, choice.offload & leaving)
         same = self.sweep(tidied)
         return tidied if (same.peak, same.extra_ms) == (sweep.peak, sweep.extra_ms) else choice
@@ -233,8 +233,8 @@ class GreedySearch:
         """Return a lower bound on the peak of any choice: that of a step that holds and recomputes nothing."""
         index = self.simulator.index
         changes = np.zeros(index.end + 1, np.int64)
-        np.add.at(changes, index.allocated_at, index.storage_bytes)
-        np.subtract.at(changes, index.freed_at, index.storage_bytes)
+        np.add.at(changes, index.storages.allocated_at, index.storages.bytes)
+        np.subtract.at(changes, index.storages.freed_at, index.storages.bytes)
         return int((index.base + changes.cumsum()[:-1]).max())
 
 

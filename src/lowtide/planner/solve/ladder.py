@@ -149,7 +149,7 @@ class BudgetLadder:
         self.top = min(search.pool.candidates, key=lambda candidate: (candidate.cost, candidate.peak))
         self._first = BudgetStep(self.bottom.peak, self.bottom, search.pool, {})
         self._halvings = HALVINGS
-        storages = len(simulator.index.storage_bytes)
+        storages = len(simulator.index.storages.bytes)
         while storages > DEPTH and self._halvings > 1:
             storages, self._halvings = storages // 2, self._halvings - 1
 

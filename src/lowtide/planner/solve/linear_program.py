@@ -32,7 +32,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.planner.simulate.profile_index import Ints
+from lowtide.planner.simulate.profile_tables import Ints
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.simulate.two_clocks import NS_PER_MS, hand_overs
 
@@ -90,15 +90,15 @@ class CoveringProblem:
     def __init__(self, simulator: Simulator) -> None:
         index = self.index = simulator.index
         self.simulator = simulator
-        self.calls = [call for calls in index.calls_of_id for call in calls if index.restorable[call]]
-        n = self.n_storages = len(index.storage_bytes)
+        self.calls = [call for calls in index.reruns.replayed_by_id for call in calls if index.reruns.restorable[call]]
+        n = self.n_storages = len(index.storages.bytes)
         self.runs = {call: 2 * n + number for number, call in enumerate(self.calls)}
         """The variable of each call."""
-        passing = sorted(set().union(*index.shared_operands))
+        passing = sorted(set().union(*index.values.shared_operands))
         self.passes = {value: 2 * n + len(self.calls) + number for number, value in enumerate(passing)}
         """The variable of each value that is computed once for several recomputes."""
         first = 2 * n + len(self.calls) + len(passing)
-        given = [call for calls in index.advances_of_id for call in calls]
+        given = [call for calls in index.reruns.advanced_by_id for call in calls]
         self.advances = {call: first + number for number, call in enumerate(given)}
         """The variable of each call that can be run forward for its result."""
         first += len(given)
@@ -110,10 +110,10 @@ class CoveringProblem:
         self.n_fixed = self.n_decisions + (self.time is not None)
         self._advances_by_value: dict[int, list[int]] = {}
         for call, variable in self.advances.items():
-            self._advances_by_value.setdefault(index.result_value[call], []).append(variable)
+            self._advances_by_value.setdefault(index.reruns.result_value[call], []).append(variable)
 
-        rows = np.flatnonzero(~index.slot_is_input)
-        pairs = sorted(set(zip(index.slot_storage[rows].tolist(), index.slot_value[rows].tolist(), strict=True)))
+        rows = np.flatnonzero(~index.slots.is_input)
+        pairs = sorted(set(zip(index.slots.storage[rows].tolist(), index.slots.value[rows].tolist(), strict=True)))
         self._values: list[list[int]] = [[] for _ in range(n)]
         for storage, value in pairs:
             self._values[storage].append(value)
@@ -122,16 +122,16 @@ class CoveringProblem:
         self._storage_of = {value: storage for storage, value in self.sole_value.items()}
         self._restoring_calls: dict[int, list[int]] = {}
         for call in self.calls:
-            for value in sorted(index.restorable[call]):
+            for value in sorted(index.reruns.restorable[call]):
                 self._restoring_calls.setdefault(value, []).append(call)
         self._dependents: dict[int, list[int]] = {}
         """For each value the saved values whose recompute needs it."""
         for value in self.sole_value.values():
-            for operand in index.recompute_costs[value].operands if index.recomputable[value] else ():
+            for operand in index.values.recompute_costs[value].operands if index.values.recomputable[value] else ():
                 self._dependents.setdefault(operand, []).append(value)
         self._calls_needing: dict[int, list[int]] = {}
         for call in self.calls:
-            for value in index.inputs[call]:
+            for value in index.reruns.inputs[call]:
                 self._calls_needing.setdefault(value, []).append(call)
 
         self._memory()
@@ -142,7 +142,7 @@ class CoveringProblem:
         self.structure = _joined(structure, self.n_fixed)
         """Rows that hold at every position."""
         self._early = sorted(
-            (int(index.read[value]), storage, value)
+            (int(index.values.read_at[value]), storage, value)
             for storage, value in self.sole_value.items()
             if self.upper[storage]
             and (value in self._dependents or value in self._restoring_calls or value in self._calls_needing)
@@ -157,12 +157,14 @@ class CoveringProblem:
         start, end = np.zeros((2, n), np.int64)
         self.copy_bytes = np.zeros(n, np.int64)
         for storage, values in enumerate(self._values):
-            until[storage] = min((index.released[value] for value in values), default=0)
+            until[storage] = min((index.values.released_at[value] for value in values), default=0)
         for storage, value in self.sole_value.items():
-            start[storage], end[storage] = index.read[value], index.released[value]
-            self.copy_bytes[storage] = min(index.bytes_of[storage], index.value_bytes[value])
-        self.base = index.base + Spans(index.allocated_at, index.freed_at, index.storage_bytes).usage(index.end)
-        self.kept = Spans(index.freed_at, until, index.storage_bytes)
+            start[storage], end[storage] = index.values.read_at[value], index.values.released_at[value]
+            self.copy_bytes[storage] = min(index.storages.bytes_of[storage], index.values.bytes_of[value])
+        self.base = index.base + Spans(
+            index.storages.allocated_at, index.storages.freed_at, index.storages.bytes
+        ).usage(index.end)
+        self.kept = Spans(index.storages.freed_at, until, index.storages.bytes)
         self.copied = Spans(start, end, self.copy_bytes)
         self.all_kept = self.base + self.kept.usage(index.end)
         self.plain = max(1, int(self.all_kept.max()))
@@ -176,27 +178,28 @@ class CoveringProblem:
         self._last = np.full(self.n_fixed, index.end - 1, np.int64)
         """Last position at which the work of each variable can be done."""
         for storage, values in enumerate(self._values):
-            read = [value for value in values if index.read[value] < index.end]
+            read = [value for value in values if index.values.read_at[value] < index.end]
             restorable = (
-                index.recomputable[v] or v in self._restoring_calls or v in self._advances_by_value for v in values
+                index.values.recomputable[v] or v in self._restoring_calls or v in self._advances_by_value
+                for v in values
             )
             self.upper[storage] = (all(restorable) or index.can_offload) and bool(values)
             self.upper[n + storage] = self.upper[storage] and any(
-                index.recomputable[v] or v not in read for v in values
+                index.values.recomputable[v] or v not in read for v in values
             )
             if len(read) == len(values):
-                costs = [index.recompute_costs[value] for value in read if index.recomputable[value]]
+                costs = [index.values.recompute_costs[value] for value in read if index.values.recomputable[value]]
                 self.ms[n + storage] = min((cost.ms for cost in costs), default=0.0)
                 self.flops[n + storage] = min((cost.flops for cost in costs), default=0)
                 self._host_ms[n + storage] = min((cost.host_ms for cost in costs), default=0.0)
-                self._last[n + storage] = max((index.read[value] for value in read), default=index.end - 1)
-        costs_of = [(variable, index.replays[call]) for call, variable in self.runs.items()]
-        costs_of += [(variable, index.advances[call]) for call, variable in self.advances.items()]
-        costs_of += [(variable, index.recompute_costs[value]) for value, variable in self.passes.items()]
+                self._last[n + storage] = max((index.values.read_at[value] for value in read), default=index.end - 1)
+        costs_of = [(variable, index.reruns.replay_costs[call]) for call, variable in self.runs.items()]
+        costs_of += [(variable, index.reruns.advance_costs[call]) for call, variable in self.advances.items()]
+        costs_of += [(variable, index.values.recompute_costs[value]) for value, variable in self.passes.items()]
         for variable, cost in costs_of:
             self.ms[variable], self.flops[variable], self._host_ms[variable] = cost.ms, cost.flops, cost.host_ms
         for storage, variable in self.offloads.items():
-            self.ms[variable] = index.offload_ms[storage]
+            self.ms[variable] = index.storages.offload_ms[storage]
 
     def _time_rows(self, time: int) -> list[Row]:
         """Return rows that bound the variable `time` from below, and move all costs but those of copies to it."""
@@ -207,11 +210,11 @@ class CoveringProblem:
         device_ms = np.where(on_clocks, self.ms, 0.0)
         least_ms = np.minimum(device_ms, self._host_ms)
         packing_ms, packed_by = np.zeros(self.n_fixed), np.full(self.n_fixed, index.end, np.int64)
-        rows = np.flatnonzero(~index.slot_is_input)
-        sole = rows[np.isin(index.slot_storage[rows], list(self.sole_value))]
-        np.add.at(packing_ms, index.slot_storage[sole], clocks.packed_slot_ns / NS_PER_MS)
+        rows = np.flatnonzero(~index.slots.is_input)
+        sole = rows[np.isin(index.slots.storage[rows], list(self.sole_value))]
+        np.add.at(packing_ms, index.slots.storage[sole], clocks.packed_slot_ns / NS_PER_MS)
         packed_by[: self.n_storages] = 0
-        np.maximum.at(packed_by, index.slot_storage[sole], index.exit[index.slot_call[sole]])
+        np.maximum.at(packed_by, index.slots.storage[sole], index.calls.exit[index.slots.call[sole]])
         ways = hand_overs(clocks.host, clocks.device)
         bounds = []
         for at in self._hand_over_positions():
@@ -245,22 +248,26 @@ class CoveringProblem:
             bring |= {self.offloads[storage]} if self.offloads else set()
             rows.append(({storage: 1.0, n + storage: -1.0, **dict.fromkeys(bring, -1.0)}, 0.0))
             rows.append(({n + storage: 1.0, storage: -1.0}, 0.0))
-        follows = set(index.slot_value[index.follower].tolist())
+        follows = set(index.slots.value[index.reruns.repeated.row].tolist())
         slot_calls: dict[int, list[int]] = {}
-        for row in np.flatnonzero(~index.slot_is_input).tolist():
-            slot_calls.setdefault(int(index.slot_value[row]), []).append(int(index.slot_call[row]))
+        for row in np.flatnonzero(~index.slots.is_input).tolist():
+            slot_calls.setdefault(int(index.slots.value[row]), []).append(int(index.slots.call[row]))
         self.inside: dict[int, list[int]] = {call: [] for call in self.calls}
         """For each call the storages that its replay always restores, unless they are recomputed."""
         for storage, value in self.sole_value.items():
             for call in self._restoring_calls.get(value, ()) if value not in follows else ():
-                if all(call in index.around[inner] for inner in slot_calls[value]):
+                if all(call in index.calls.around[inner] for inner in slot_calls[value]):
                     self.inside[call].append(storage)
                     rows.append(({self.runs[call]: 1.0, storage: -1.0}, 0.0))
         recomputed = [
-            (n + storage, value) for storage, value in self.sole_value.items() if index.read[value] < index.end
+            (n + storage, value)
+            for storage, value in self.sole_value.items()
+            if index.values.read_at[value] < index.end
         ]
         for variable, value in [*recomputed, *((variable, value) for value, variable in self.passes.items())]:
-            rows += [({variable: 1.0, self.passes[need]: -1.0}, 0.0) for need in sorted(index.shared_operands[value])]
+            rows += [
+                ({variable: 1.0, self.passes[need]: -1.0}, 0.0) for need in sorted(index.values.shared_operands[value])
+            ]
         return rows
 
     def usage(self, dropped: Floats) -> Floats:
@@ -289,7 +296,7 @@ class CoveringProblem:
         ahead = [
             (storage, value)
             for read, storage, value in self._early
-            if index.freed_at[storage] <= position < min(read, index.released[value])
+            if index.storages.freed_at[storage] <= position < min(read, index.values.released_at[value])
         ][:NEAREST]
         early = {storage: first + number for number, (storage, _) in enumerate(ahead)}
         recomputed = {value: first + len(ahead) + number for number, (_, value) in enumerate(ahead)}
@@ -302,13 +309,13 @@ class CoveringProblem:
 
         def recomputed_variable(value: int) -> int | None:
             """Return the variable that says that `value` has been recomputed by now."""
-            if index.read[value] <= position:
+            if index.values.read_at[value] <= position:
                 return n + self._storage_of[value]
             return recomputed.get(value)
 
         for call in early_runs:
             for storage in self.inside[call]:
-                if index.read[self.sole_value[storage]] <= position:
+                if index.values.read_at[self.sole_value[storage]] <= position:
                     others = self._other_ways(call, storage)
                     rows.append(({self.runs[call]: 1.0, n + storage: -1.0, early_runs[call]: -1.0, **others}, 0.0))
         for storage, value in ahead:
@@ -332,7 +339,7 @@ class CoveringProblem:
         it, and advances.
         """
         value = self.sole_value[storage]
-        inner = (self.runs[c] for c in self._restoring_calls[value] if c != call and call in self.index.around[c])
+        inner = (self.runs[c] for c in self._restoring_calls[value] if c != call and call in self.index.calls.around[c])
         offload = (self.offloads[storage],) if self.offloads else ()
         return dict.fromkeys((*inner, *self._advances_by_value.get(value, ()), *offload), -1.0)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lowtide.planner.simulate.profile_index import Flags
+from lowtide.planner.simulate.profile_tables import Flags
 from lowtide.planner.solve.linear_program import CoveringProblem, Floats, Row
 from lowtide.utils.stderr_filter import without_noise
 

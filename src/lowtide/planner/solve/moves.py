@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.memory_sweep import Sweep
-from lowtide.planner.simulate.profile_index import Ints
+from lowtide.planner.simulate.profile_tables import Ints
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.solve.candidates import (
     MS_PER_FLOP,
@@ -82,10 +82,10 @@ class Moves:
         recomputed, replay around inner replays, advance one call, or offload one group.
         """
 
-        self.read = np.full(len(index.allocated_at), index.end, np.int64)
+        self.read = np.full(len(index.storages.allocated_at), index.end, np.int64)
         """First position at which backward reads each storage."""
-        stored = index.value_storage >= 0
-        np.minimum.at(self.read, index.value_storage[stored], index.read[stored])
+        stored = index.values.storage >= 0
+        np.minimum.at(self.read, index.values.storage[stored], index.values.read_at[stored])
         drops = [
             [piece.storages for piece in (*m.recompute, *m.offload)]
             + [replay.storages for replay in m.replay]
@@ -111,7 +111,7 @@ class Moves:
         self._call_cost = np.array(costs, np.float64)
         self._group_cost = np.array([group.cost for group in self.groups], np.float64)
         self._group_address = np.array([group.addresses[0] for group in self.groups], np.int64)
-        self._id_cost = np.zeros(len(index.ids))
+        self._id_cost = np.zeros(len(index.calls.ids))
         for replay in self.replays.values():
             self._id_cost[replay.id] = replay.cost
 
@@ -138,9 +138,9 @@ class Moves:
         index, n = self.simulator.index, len(self.moves)
         over = np.concatenate(([0], np.cumsum(excess > 0)))
         area = np.concatenate(([0], np.cumsum(excess)))
-        start, end = index.freed_at, np.maximum(self.read, index.freed_at)
-        relief = np.minimum(index.storage_bytes * (over[end] - over[start]), area[end] - area[start])
-        relief[sweep.ends <= index.freed_at] = 0
+        start, end = index.storages.freed_at, np.maximum(self.read, index.storages.freed_at)
+        relief = np.minimum(index.storages.bytes * (over[end] - over[start]), area[end] - area[start])
+        relief[sweep.ends <= index.storages.freed_at] = 0
         move, storage = self._relieves
         gain = np.bincount(move, relief[storage], n)
 
@@ -168,8 +168,8 @@ class Moves:
         at = int(sweep.usage.argmax())
         nodes = set(sweep.copies.at(at).node.tolist())
         index, n_values = self.simulator.index, self.simulator.index.n_values
-        storages = {int(index.value_storage[node]) for node in nodes if node < n_values}
-        ids = {index.id_index[self.simulator.profile.calls[node - n_values].id] for node in nodes if node >= n_values}
+        storages = {int(index.values.storage[node]) for node in nodes if node < n_values}
+        ids = {int(index.calls.id[node - n_values]) for node in nodes if node >= n_values}
         detours = [Move(keep=(group,)) for group in self.groups if group.storages & storages]
         detours += [Move(unoffload=(group,)) for group in self.offloads if group.storages & storages]
         detours += [Move(unadvance=(a,)) for a in self.advances if a.storages & storages and choice.advance[a.id]]
@@ -188,7 +188,7 @@ class Moves:
         """
         index = self.simulator.index
         parts: list[tuple[float, int, Move]] = [
-            (-group.cost, -min(int(index.allocated_at[s]) for s in group.storages), Move(keep=(group,)))
+            (-group.cost, -min(int(index.storages.allocated_at[s]) for s in group.storages), Move(keep=(group,)))
             for group in self.groups
             if choice.recompute[group.addresses].any()
         ]
@@ -198,7 +198,7 @@ class Moves:
             if choice.replay[replay.id]
         ]
         parts += [
-            (-group.cost, -min(int(index.allocated_at[s]) for s in group.storages), Move(unoffload=(group,)))
+            (-group.cost, -min(int(index.storages.allocated_at[s]) for s in group.storages), Move(unoffload=(group,)))
             for group in self.offloads
             if choice.offload[group.addresses].any()
         ]
@@ -212,7 +212,9 @@ class Moves:
 
     def sparse_recomputes(self) -> list[DecisionVector]:
         """Return choices that recompute all but every n-th group, in forward order: small peaks of long chains."""
-        groups = sorted(self.groups, key=lambda group: min(self.simulator.index.allocated_at[list(group.storages)]))
+        groups = sorted(
+            self.groups, key=lambda group: min(self.simulator.index.storages.allocated_at[list(group.storages)])
+        )
         everything = self.recompute_all(expensive=True)
         return [Move(keep=tuple(groups[every - 1 :: every])).apply_to(everything) for every in _strides(len(groups))]
 
