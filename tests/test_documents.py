@@ -61,6 +61,19 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+def test_each_limit_that_the_index_names_is_in_its_section() -> None:
+    page = text_of(ROOT / "docs" / "limits.md")
+    (index,) = re.findall(r"^\| your step.*?(?=\n\n)", page, re.MULTILINE | re.DOTALL)
+    sections = {
+        re.sub(r"[^\w\- ]", "", section.partition("\n")[0].lower()).replace(" ", "-"): section
+        for section in page.split("\n## ")[1:]
+    }
+    assert {*sections} == {*re.findall(r"\]\(#([\w-]+)\)", index)}
+    for anchor, names in re.findall(r"\]\(#([\w-]+)\): ((?:\*[^*]+\*(?:, )?)+)", index):
+        for name in re.findall(r"\*([^*]+)\*", names):
+            assert re.search(rf"^- \*\*{re.escape(name)}\.?\*\*", sections[anchor], re.MULTILINE), name
+
+
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
 def test_every_name_exists(page: Path) -> None:
     text = text_of(page)
