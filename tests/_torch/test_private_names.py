@@ -1,5 +1,6 @@
 """That the private names of torch in `lowtide._torch` exist and do what Lowtide relies on."""
 
+import contextlib
 import gc
 import sys
 import threading
@@ -18,6 +19,7 @@ from torch.autograd.profiler import profile
 from torch.distributed.fsdp import fully_shard
 
 from conftest import RunPython
+from lowtide import absent_processes
 from lowtide._torch import (
     backward,
     compiled_code,
@@ -1010,3 +1012,53 @@ def test_saved_tensor_hooks_are_disabled_in_a_block() -> None:
     with modes.saved_tensor_hooks_off(unpack):
         x.exp()
     assert modes.saved_tensor_hooks() is None
+
+
+def test_like_tensors_of_a_list_are_propagated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer's lists are sharded as torch shards them; the time no longer grows with the number of layers."""
+    from torch.distributed.tensor import Replicate, Shard, _sharding_prop, distribute_tensor
+
+    n_chosen = 0
+    choose = _sharding_prop._select_min_cost_strategy
+
+    def counted(*args: Any) -> Any:
+        nonlocal n_chosen
+        n_chosen += 1
+        return choose(*args)
+
+    monkeypatch.setattr(_sharding_prop, "_select_min_cost_strategy", counted)
+    aten = torch.ops.aten
+    with absent_processes(4):
+        mesh = torch.distributed.init_device_mesh("cpu", (4,))
+
+        def specs(*placements: Any) -> list[Any]:
+            shapes = (8, 4), (5,), (8, 4), (8, 4), (5,)
+            return [distribute_tensor(torch.ones(shape), mesh, placements)._spec for shape in shapes]
+
+        sharded, whole, factors = specs(Shard(0)), specs(Replicate()), [1.0, 2.0, 3.0, 4.0, 5.0]
+        factor = distribute_tensor(torch.ones(()), mesh, [Replicate()])._spec
+        settings = {
+            **dict.fromkeys(("lr", "beta1", "beta2", "weight_decay", "eps"), 0.1),
+            "amsgrad": False,
+            "maximize": False,
+        }
+        for op, args, n in (
+            (aten._foreach_add_.List, (sharded, sharded), 2),
+            (aten._foreach_mul.ScalarList, (sharded, factors), 2),
+            (aten._foreach_norm.Scalar, (sharded, 2), 2),
+            (aten._foreach_mul_.Tensor, (sharded, factor), 2),
+            (aten._foreach_mul.List, ([*sharded[:3], *whole[3:]], sharded), 9),
+            (aten._fused_adamw_.default, (sharded, sharded, sharded, sharded, [], sharded), 2),
+        ):
+            results, counts = [], []
+            propagator = distribute_tensor(torch.ones(8), mesh, [Shard(0)])._op_dispatcher.sharding_propagator
+            for propagating in (contextlib.nullcontext(), distributed.sharding_without_modes(lambda tensor: None)):
+                info = propagator.op_to_schema_info.get(op) or propagator.op_to_schema_info_for_single_dim_strategy[op]
+                schema = _sharding_prop.OpSchema(op, args, settings if op is aten._fused_adamw_.default else {}, info)
+                n_chosen = 0
+                with propagating:
+                    results.append(propagator.propagate_op_sharding_non_cached(schema))
+                counts.append(n_chosen)
+            assert results[0] == results[1], op
+            assert results[0].output_spec is None or len(results[0].output_spec) == 5
+            assert counts == [5, n], op

@@ -219,7 +219,49 @@ def sharding_without_modes(contents: Callable[[torch.Tensor], torch.Tensor | Non
             name = "_propagate_tensor_meta_non_cached"
             shapes = _without_modes(getattr(ShardingPropagator, name))
             stack.enter_context(patch.object(ShardingPropagator, name, shapes))
+            name = "propagate_op_sharding_non_cached"
+            propagate = _once_for_like_tensors(getattr(ShardingPropagator, name))
+            stack.enter_context(patch.object(ShardingPropagator, name, propagate))
         yield
+
+
+_OVER_LISTS = ("aten::_foreach_", "aten::_amp_foreach_", "aten::_fused_")
+"""Beginnings of the names of operators that treat the tensors of their lists one by one. Torch 2.13."""
+
+
+def _once_for_like_tensors(propagate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a version of DTensor's `propagate` that treats tensors of a list that are alike once. Torch 2.13.
+
+    An optimizer's lists hold all parameters, and torch's time grows with the square of their number.
+    """
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._op_schema import OpSchema
+
+    @functools.wraps(propagate)
+    def propagated(self: Any, schema: Any) -> Any:
+        lists = [arg for arg in schema.args_schema if isinstance(arg, list | tuple) and arg]
+        specs = [arg for arg in lists if isinstance(arg[0], DTensorSpec)]
+        if not schema.op.name().startswith(_OVER_LISTS) or not specs or len({*map(len, lists)}) > 1:
+            return propagate(self, schema)
+        numbers: dict[tuple[Any, ...], int] = {}
+        places = [numbers.setdefault(each, len(numbers)) for each in zip(*specs, strict=True)]
+        firsts = [places.index(number) for number in range(len(numbers))]
+
+        def shortened(arg: Any) -> Any:
+            return type(arg)(arg[place] for place in firsts) if isinstance(arg, list | tuple) and arg else arg
+
+        args = tuple(map(shortened, schema.args_schema))
+        result = propagate(self, OpSchema(schema.op, args, schema.kwargs_schema, schema.schema_info))
+        if result.needs_redistribute:
+            return propagate(self, schema)
+        if isinstance(result.output_spec, tuple):
+            outputs = [result.output_spec[number] for number in places]
+            result.output_spec = tuple(
+                spec and spec.shallow_copy_with_tensor_meta(spec.tensor_meta) for spec in outputs
+            )
+        return result
+
+    return propagated
 
 
 def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
