@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import lowtide
 from lowtide import cli
 from lowtide.cli.several_gpus import compared, table, with_gpus
 
@@ -44,6 +45,7 @@ def estimate(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Estimate:
     def command(text: str, *options: str, gpus: str = "2 x h100-80") -> tuple[int, str, str]:
         script = tmp_path / "train.py"
         script.write_text(HEAD + text, encoding="utf-8")
+        capfd.readouterr()
         code = cli.main(("estimate", "--device", gpus, *options, str(script)))
         return code, *capfd.readouterr()
 
@@ -347,6 +349,19 @@ def test_a_larger_last_process_is_answered_for(smallest: str | None, verdict: st
     assert compared(first, record(3, 8, "small", "fits")) == "rank 3: the same"
 
 
+def test_the_last_process_is_compared_with_the_budget_of_a_plan() -> None:
+    kinds = ("requested", "allocated", "reserved")
+    shared = {"smallest_gpu": "small", "verdict": "fits"}
+    first, last = (
+        {**{f"peak_{kind}_bytes": gib * 2**30 for kind in kinds}, "rank": rank, **shared}
+        for rank, gib in ((0, 7), (3, 9))
+    )
+    under = {"plan": {"peak_bytes": 9 * 2**30, "budget_bytes": 8 * 2**30, "predicted_bytes": 7 * 2**30}}
+    peaks = "rank 3: 9 GiB requested, 9 GiB allocated, 9 GiB reserved"
+    text = compared({**first, **under}, {**last, **under})
+    assert text == f"{peaks}; under the plan: 9 GiB is above its budget of 8 GiB"
+
+
 LARGER_LAST = MLP + STEPS.replace("(8, 64", "(8 if rank + 1 < world else 2**19, 64")
 """The last of several processes has a batch of 128 MiB."""
 
@@ -373,3 +388,66 @@ def test_each_gpu_is_listed_at_the_smallest_number_that_is_enough() -> None:
         "   8      2 GiB reserved on each: middle",
         "  8 may not be enough of: small",
     ]
+
+
+SHARDED = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(64, 256), nn.Linear(256, 64), nn.LayerNorm(64)
+
+    def forward(self, x):
+        return x + torch.special.erf(self.down(nn.functional.gelu(self.up(self.norm(x))))).sinh()
+
+model = nn.Sequential(*[Block() for _ in range(3)]).to(device)
+for block in model:
+    fully_shard(block, mesh=mesh)
+fully_shard(model, mesh=mesh)
+""" + STEPS.replace("(8, 64", "(512, 64")
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a plan for two GPUs that are not there."""
+    folder = tmp_path_factory.mktemp("planned")
+    script, saved = folder / "train.py", folder / "plan.json"
+    script.write_text(HEAD + SHARDED, encoding="utf-8")
+    options = ("--device", "2 x h100-80", "--budget", "60%", "-o", str(saved))
+    assert cli.main(("plan", "make", *options, str(script))) == 0
+    return saved
+
+
+def test_a_step_under_a_plan_file_peaks_where_the_plan_predicts(
+    planned: Path, estimate: Estimate, tmp_path: Path
+) -> None:
+    options = ("--rank", "1", "--plan", str(planned), "--json", str(tmp_path / "out.json"))
+    code, out, err = estimate(SHARDED, *options)
+    assert code == 0, err
+    plan = lowtide.Plan.from_json(planned)
+    under = json.loads((tmp_path / "out.json").read_text())[0]["plan"]
+    assert under["peak_bytes"] == under["predicted_bytes"] == plan.predicted.peak_bytes <= plan.budget_bytes
+    assert under["budget_bytes"] == plan.budget_bytes < plan.plain.peak_bytes
+    assert re.search("^under the plan: .* is within its budget of [^;]*$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("text", "difference"),
+    [
+        pytest.param(SHARDED.replace("(256, 64)", "(128, 64)").replace("(64, 256)", "(64, 128)"), "model", id="model"),
+        pytest.param(SHARDED.replace("(512, 64", "(513, 64"), "batch", id="batch"),
+    ],
+)
+def test_a_plan_of_another_step_is_refused(text: str, difference: str, planned: Path, estimate: Estimate) -> None:
+    code, out, err = estimate(text, "--rank", "0", "--plan", str(planned))
+    assert code == 2
+    assert not out
+    assert "this plan is not for the FSDPSequential that the script trains" in err
+    assert f"{difference}: made for" in err
+
+
+@pytest.mark.parametrize("others", [("--batch", "8", "--rank", "0"), ("--fewest",), ("--how", "replayed")])
+def test_a_plan_goes_with_one_step(others: tuple[str, ...], tmp_path: Path, estimate: Estimate) -> None:
+    (tmp_path / "plan.json").touch()
+    code, _, err = estimate(SHARDED, "--plan", str(tmp_path / "plan.json"), *others)
+    assert code == 2
+    assert "--plan is for the step and the batch that it was made for" in err

@@ -3,6 +3,7 @@
 import gc
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,6 +73,18 @@ def test_a_plan_can_be_estimated_for_its_own_model(name: str) -> None:
     other = build("bert")
     with pytest.raises(lowtide.StalePlan, match="BertForMaskedLM"):
         lowtide.estimate(other.model, other.step, other.batch, plan=plan)
+
+
+def test_a_plan_of_compiled_code_is_refused() -> None:
+    model, batch = nn.Linear(4, 4), torch.ones(2, 4)
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).sum().backward()
+
+    profile = lowtide.rehearse(model, step, batch)
+    plan = replace(lowtide.plan(profile, "100%"), graphs=("0123456789abcdef",))
+    with pytest.raises(lowtide.RehearsalError, match="this plan is of compiled code"):
+        lowtide.estimate(model, step, batch, plan=plan)
 
 
 def _small(device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -63,6 +63,12 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
     help="With --device: the step as it is, with every tensor recomputed that takes no matrix product, or with each "
     "repeated block replayed as well: the two ends of the plans that fit chooses from.",
 )
+@click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(exists=True, dir_okay=False),
+    help="A plan file: the step under this plan, for one device or for each of several GPUs.",
+)
 @click.option("--strict", is_flag=True, help="Exit code 1 also if some of the memory is not known exactly.")
 @click.option("--batch", "sizes", type=click.IntRange(1), multiple=True, help="Size of the batch; may be repeated.")
 @click.option(
@@ -83,6 +89,7 @@ def estimate(
     rank: int | None,
     fewest: bool,
     how: How,
+    plan_file: str | None,
     strict: bool,
     sizes: tuple[int, ...],
     snapshot_to: str | None,
@@ -110,6 +117,9 @@ def estimate(
     other processes do not exist, and nothing is sent. This is new: it has been compared with four processes on a CPU.
     NCCL's memory is a range from public reports, so with --strict the exit code is always 1. --batch and --report need
     --rank.
+
+    With --plan the steps run under a plan, made by `lowtide plan make` or saved by `lowtide run`. Exit code 2: the plan
+    is not for the model that the script trains.
     """
     if is_profile(target, is_module=is_module):
         raise click.UsageError(f"{target} is a profile, and an estimate needs a script: give the script.")
@@ -126,23 +136,27 @@ def estimate(
         )
     budget_bytes = None if budget is None else parse_bytes(budget)
     _check_how(gpu, how, fewest=fewest)
+    if plan_file is not None and (fewest or sizes or how != "plain"):
+        raise click.UsageError("--plan is for the step and the batch that it was made for: leave the other out.")
     _check_several(gpu, n_gpus, rank, fewest=fewest, has_report=report_to is not None)
 
     from lowtide.utils.optional_deps import require_torch
 
     require_torch("lowtide estimate")
-    from lowtide.cli.estimate_table import is_within, record, sweep
+    from lowtide.cli.estimate_table import is_within, record, sweep, under_plan
     from lowtide.estimator.absent_processes import AbsentProcesses
+    from lowtide.planner.records import Plan
     from lowtide.script.estimate_steps import estimate_script
     from lowtide.script.runner import INTERRUPTED, Script
 
+    plan = None if plan_file is None else Plan.from_json(Path(plan_file))
     script = Script(target=target, args=args, is_module=is_module)
     if gpu is not None and n_gpus is not None and rank is None:
         if sizes:
             raise click.UsageError("--batch works with one GPU. For several, set the batch size in the script.")
         from lowtide.cli.several_gpus import SeveralGpus
 
-        several = SeveralGpus(gpu, script, how, strict=strict, snapshot_to=snapshot_to)
+        several = SeveralGpus(gpu, script, how, plan_file, strict=strict, snapshot_to=snapshot_to)
         return several.estimate(n_gpus, json_to, fewest=fewest)
     processes = None if n_gpus is None else AbsentProcesses(size=n_gpus, rank=rank or 0)
     estimates: dict[int | None, MemoryEstimate] = {}
@@ -155,6 +169,7 @@ def estimate(
                 on_entered=lambda: say(_STAND_INS) if not estimates else None,
                 processes=processes,
                 how=how,
+                plan=plan,
             )
         if estimate is None:
             if code != INTERRUPTED:
@@ -165,11 +180,13 @@ def estimate(
             estimate.to_snapshot(snapshot_to)
         if json_to != "-" and len(sizes) < 2:
             click.echo(str(estimate))
+            if plan is not None:
+                click.echo(under_plan(plan, estimate))
     if json_to != "-" and len(sizes) > 1:
         click.echo(sweep(estimates))
     if json_to != "-" and budget_bytes is not None:
         click.echo("\n".join(_against(budget_bytes, estimates)))
-    text = json.dumps([record(estimate, size, budget_bytes) for size, estimate in estimates.items()], indent=1)
+    text = json.dumps([record(estimate, size, budget_bytes, plan) for size, estimate in estimates.items()], indent=1)
     if json_to is not None:
         write(text, json_to)
     if record_to is not None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 from lowtide.estimator.memory_estimate import MemoryEstimate
-from lowtide.units import format_bytes
+from lowtide.planner.records import Plan
+from lowtide.units import format_apart, format_bytes
 from lowtide.utils.tables import Table
 
 
@@ -41,9 +42,37 @@ def is_within(estimate: MemoryEstimate, budget_bytes: int | None, *, strict: boo
     return budget_bytes is None or estimate.peak_bytes <= budget_bytes
 
 
-def record(estimate: MemoryEstimate, size: int | None, budget_bytes: int | None = None) -> dict[str, Any]:
+def under_plan(plan: Plan, estimate: MemoryEstimate) -> str:
+    """Compare the peak of a step under `plan` with the plan's budget, and with its prediction if that is another."""
+    text = f"under the plan: {against_budget(_bounded_bytes(plan, estimate), plan.budget_bytes)}"
+    predicted = plan.predicted.peak_bytes
+    return text if predicted == estimate.peak_bytes else f"{text}; {format_bytes(predicted)} was predicted"
+
+
+def against_budget(peak_bytes: int, budget_bytes: int) -> str:
+    """Compare a peak with a plan's budget."""
+    budget, peak = format_apart(budget_bytes, peak_bytes)
+    return f"{peak} is {'within' if peak_bytes <= budget_bytes else 'above'} its budget of {budget}"
+
+
+def _bounded_bytes(plan: Plan, estimate: MemoryEstimate) -> int:
+    """Return the peak of the bytes that the plan's budget bounds."""
+    if plan.budget_for == "reserved" and isinstance(estimate, GpuMemoryEstimate):
+        return estimate.peak_reserved_bytes
+    return estimate.peak_bytes
+
+
+def record(
+    estimate: MemoryEstimate, size: int | None, budget_bytes: int | None = None, plan: Plan | None = None
+) -> dict[str, Any]:
     """Return the estimate as plain data; amounts are bytes."""
-    about = {"unknown": list(estimate.unknown), "assumed": list(estimate.assumed)}
+    about: dict[str, Any] = {"unknown": list(estimate.unknown), "assumed": list(estimate.assumed)}
+    if plan is not None:
+        about["plan"] = {
+            "budget_bytes": plan.budget_bytes,
+            "predicted_bytes": plan.predicted.peak_bytes,
+            "peak_bytes": _bounded_bytes(plan, estimate),
+        }
     if not isinstance(estimate, GpuMemoryEstimate):
         static = estimate.static
         return {

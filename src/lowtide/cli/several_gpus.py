@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lowtide.cli.estimate_table import against_budget
 from lowtide.cli.script_or_profile import write
 from lowtide.memory.gpu_specs import GPUS, GpuSpec
 from lowtide.units import format_bytes
@@ -36,8 +37,10 @@ HEADINGS = {
 class SeveralGpus:
     """Runs of a script, each in its own process, because a process has only one default process group."""
 
-    def __init__(self, gpu: GpuSpec, script: Script, how: str, *, strict: bool, snapshot_to: str | None) -> None:
-        self._gpu, self._script, self._how = gpu, script, how
+    def __init__(
+        self, gpu: GpuSpec, script: Script, how: str, plan_file: str | None, *, strict: bool, snapshot_to: str | None
+    ) -> None:
+        self._gpu, self._script, self._how, self._plan_file = gpu, script, how, plan_file
         self._strict, self._snapshot_to = strict, snapshot_to
         self._n_gpus = 0
         """Number of GPUs that was requested; other numbers are tried, too."""
@@ -118,6 +121,8 @@ class SeveralGpus:
         options = ["--device", f"{n_gpus} x {self._gpu.name}", "--rank", str(rank), "--how", how]
         options += ["--record", str(record_to)]
         options += ["--strict"] * self._strict
+        if self._plan_file is not None:
+            options += ["--plan", self._plan_file]
         if self._snapshot_to is not None and (n_gpus, rank, how) == (self._n_gpus, 0, self._how):
             options += ["--snapshot", self._snapshot_to]
         target = ["-m", self._script.target] if self._script.is_module else [self._script.target]
@@ -161,6 +166,8 @@ def compared(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
     if all(first[f"peak_{kind}_bytes"] == n_bytes for kind, n_bytes in peaks.items()):
         return f"rank {last['rank']}: the same"
     text = f"rank {last['rank']}: " + ", ".join(f"{format_bytes(n_bytes)} {kind}" for kind, n_bytes in peaks.items())
+    if "plan" in last:
+        text += f"; under the plan: {against_budget(last['plan']['peak_bytes'], last['plan']['budget_bytes'])}"
     if last["verdict"] != first["verdict"]:
         text += f"; answer: {last['verdict']}"
     if last["smallest_gpu"] != first["smallest_gpu"]:

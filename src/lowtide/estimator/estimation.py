@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
+from lowtide.estimator.fake_step import planned
 from lowtide.estimator.memory_estimate import MemoryEstimate
 from lowtide.estimator.sharded_units import check_estimated
 from lowtide.estimator.two_step_run import TwoStepRun
@@ -12,6 +13,7 @@ from lowtide.levers import enable_plan_levers
 from lowtide.memory.gpu_specs import GpuSpec, parse_gpus
 from lowtide.planner.records import Plan
 from lowtide.profiler.preconditions import check_step
+from lowtide.runtime.fingerprint import device_of
 from lowtide.state.containers import container_restorer
 
 if TYPE_CHECKING:
@@ -103,7 +105,8 @@ def estimate(
 
         gpu, n = parse_gpus(device)
         return estimate_on(gpu, model, step, batch, plan=plan, optimizer=optimizer, allocator=allocator, n_gpus=n or 1)
-    with enable_plan_levers(plan, model, optimizer), TwoStepRun(model, batch, (step, optimizer), plan=plan) as run:
+    engine = planned(model, batch, plan, device_of(model).replace("meta", "cpu"))
+    with enable_plan_levers(plan, model, optimizer), TwoStepRun(model, batch, (step, optimizer), engine=engine) as run:
         hand_back = container_restorer(batch)
         step(batch)
         hand_back()

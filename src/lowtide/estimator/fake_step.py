@@ -123,6 +123,11 @@ def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None 
             )
     if plan is None:
         return Planned(model)
+    if plan.graphs:
+        raise RehearsalError(
+            "this plan is of compiled code, which an estimate runs as it was written, without the plan. "
+            "`lowtide run --plan` measures a step under it."
+        )
     check_made_for(plan.fingerprint, model, device=device or plan.fingerprint.device)
     return Planned(model, plan)
 

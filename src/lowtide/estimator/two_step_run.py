@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lowtide._torch.fake_modes import FakeTensorMode
-    from lowtide.planner.records import Plan, Static
+    from lowtide.planner.records import Static
     from lowtide.runtime.engine import Engine
 
 
@@ -56,9 +56,10 @@ class TwoStepRun:
     _ledger: AllocationTracker
     _reducers: Reducers
 
-    def __init__(self, model: nn.Module, batch: Any, reached: tuple[Any, ...], *, plan: Plan | None = None) -> None:
+    def __init__(self, model: nn.Module, batch: Any, reached: tuple[Any, ...], *, engine: Engine | None = None) -> None:
         self._device = device_of(model).replace("meta", "cpu")
-        self._begin(model, batch, fake_mode(nested=RehearsalError(NESTED)), planned(model, batch, plan, self._device))
+        engine = planned(model, batch, None) if engine is None else engine
+        self._begin(model, batch, fake_mode(nested=RehearsalError(NESTED)), engine)
         self._trials = Trials()
         self._scratch = Scratch(self._device, self._trials)
         self._ledger = AllocationTracker(self._device, self._fakes, self.answers, self._scratch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -12,16 +13,20 @@ from torch import nn
 
 from lowtide._torch.modes import saved_tensor_hooks
 from lowtide._torch.tensors import storage_id
-from lowtide.errors import LowtideError, RehearsalError
+from lowtide.errors import LowtideError, RehearsalError, StalePlan
 from lowtide.estimator.batch_search import resized, size_of
 from lowtide.estimator.cuda.absent_gpu_run import AbsentGpuRun
 from lowtide.estimator.cuda.deferred_placement import DeferredCudaModule
 from lowtide.estimator.cuda.placement import is_given
-from lowtide.estimator.fake_step import COMPILED
+from lowtide.estimator.fake_step import COMPILED, planned
 from lowtide.estimator.packed_sequences import sizes_in
 from lowtide.estimator.two_step_run import TwoStepRun
 from lowtide.estimator.unrehearsed_plans import How, engine_for
+from lowtide.levers import enable_plan_levers
 from lowtide.runtime.batch_tensors import in_words, tensors_in
+from lowtide.runtime.call_shapes import no_larger, shapes_in
+from lowtide.runtime.composite_model import name_of
+from lowtide.runtime.fingerprint import fingerprint
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.script.alternating_models import PATIENCE, caller_has_other_optimizers, held_by, ids
 from lowtide.script.calling_code import caller_optimizers, caller_variables
@@ -41,7 +46,10 @@ if TYPE_CHECKING:
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
     from lowtide.estimator.memory_estimate import MemoryEstimate
     from lowtide.estimator.values.assumptions import ValueOracle
+    from lowtide.levers import LeverStack
     from lowtide.memory.gpu_specs import GpuSpec
+    from lowtide.planner.records import Plan
+    from lowtide.runtime.engine import Engine
 
 
 BY_HAND = "a step is over when the model is called after its parameters changed: no torch.optim.Optimizer updates them"
@@ -74,11 +82,16 @@ class Estimating(StepListener):
         processes: AbsentProcesses | None = None,
         *,
         how: How = "plain",
+        plan: Plan | None = None,
     ) -> None:
         self.done = False
         self.estimate: MemoryEstimate | None = None
         self._gpu, self._size, self._on_entered, self._processes = gpu, size, on_entered, processes
         self._how: How = how
+        self._plan = plan
+        self._differences: tuple[str, ...] = ()
+        """Differences between the plan's model and batch and those of the last step."""
+        self._levers: LeverStack | None = None
         self._rehearsal: TwoStepRun | None = None
         self._model: nn.Module | None = None
         self._optimizers: tuple[Optimizer, ...] = ()
@@ -118,11 +131,13 @@ class Estimating(StepListener):
                 return
             self._enter(model, batch, resizing)
         elif model is not self._model:
-            self._turn_to(model)
+            self._turn_to(model, batch)
         self._resize(resizing)
         assert self._rehearsal is not None
         if self._n_steps == 1:
             self._rehearsal.second(batch)
+            if self._plan is not None and not self._differences:
+                self._differences = self._differences_from(self._plan, model, batch)
             is_other_size = before and before != self._sizes and kinds_before == self._kinds
             if is_other_size and self._size is None and model is self._model:
                 self._rehearsal.answers.notes[
@@ -144,12 +159,12 @@ class Estimating(StepListener):
         reached = ids(ReachableState(*caller_variables(), other).visited)
         return not reached & ids(model.modules())
 
-    def _turn_to(self, model: nn.Module) -> None:
+    def _turn_to(self, model: nn.Module, batch: Any) -> None:
         """Switch to another model. If the former one was freed, both steps are to be those of the new one."""
         assert self._rehearsal is not None
         former = None if self._model is None else weakref.ref(self._model)
         self._model = model
-        self._rehearsal.turn_to(model, caller_variables(), engine_for(self._how, model))
+        self._rehearsal.turn_to(model, caller_variables(), self._engine_for(model, batch))
         if former is not None and former() is None:
             self._n_steps = 0
 
@@ -259,10 +274,32 @@ class Estimating(StepListener):
 
     def _run(self, model: nn.Module, batch: Sequence[Tensor], reached: tuple[Any, ...]) -> TwoStepRun:
         """Return the run of the two steps."""
+        engine = self._engine_for(model, batch)
         if self._gpu is None:
-            return TwoStepRun(model, batch, reached)
-        engine = engine_for(self._how, model)
+            return TwoStepRun(model, batch, reached, engine=engine)
         return AbsentGpuRun(self._gpu, model, batch, reached, engine=engine, **self._on_gpu())
+
+    def _engine_for(self, model: nn.Module, batch: Any) -> Engine | None:
+        """Return the engine that runs steps of `model`: under the plan, if `model` and its batch are the plan's."""
+        if self._plan is None:
+            return engine_for(self._how, model)
+        self._differences = self._differences_from(self._plan, model, batch)
+        if self._differences:
+            return None
+        self._levers = enable_plan_levers(self._plan, model, ())
+        return planned(model, batch, self._plan)
+
+    def _differences_from(self, plan: Plan, model: nn.Module, batch: Any) -> tuple[str, ...]:
+        """Return in words how `model` and `batch` differ from the plan's; a smaller batch does not.
+
+        A plan for any device may be estimated on a GPU.
+        """
+        made, current = plan.fingerprint, fingerprint(model, batch)
+        if self._gpu is not None:
+            current = replace(current, device=made.device)
+        if no_larger(shapes_in(current.batch), shapes_in(made.batch)):
+            current = replace(current, batch=made.batch)
+        return made.differences(current)
 
     def _on_gpu(self) -> dict[str, Any]:
         """Return the settings of a script's run on an absent GPU."""
@@ -287,6 +324,12 @@ class Estimating(StepListener):
         """End the rehearsal and restore everything."""
         rehearsal = self._rehearsal
         assert rehearsal is not None
+        if self._differences:
+            assert self._model is not None
+            raise StalePlan(
+                f"this plan is not for the {name_of(self._model)} that the script trains.",
+                differences=self._differences,
+            )
         if self.compiles:
             rehearsal.answers.note(COMPILED)
         if self._processes is not None and not torch.distributed.is_initialized():
@@ -328,6 +371,8 @@ class Estimating(StepListener):
         if self._rehearsal is not None:
             rehearsal, self._rehearsal = self._rehearsal, None
             rehearsal.__exit__(None, None, None)
+        if self._levers is not None:
+            self._levers.remove()
 
 
 @overload
@@ -339,6 +384,7 @@ def estimate_script(
     on_entered: Callable[[], None] = ...,
     processes: AbsentProcesses | None = None,
     how: How = "plain",
+    plan: Plan | None = None,
 ) -> tuple[int, GpuMemoryEstimate | None]: ...
 
 
@@ -351,6 +397,7 @@ def estimate_script(
     on_entered: Callable[[], None] = ...,
     processes: AbsentProcesses | None = None,
     how: How = "plain",
+    plan: Plan | None = None,
 ) -> tuple[int, MemoryEstimate | None]: ...
 
 
@@ -362,16 +409,18 @@ def estimate_script(
     on_entered: Callable[[], None] = lambda: None,
     processes: AbsentProcesses | None = None,
     how: How = "plain",
+    plan: Plan | None = None,
 ) -> tuple[int, MemoryEstimate | None]:
     """Run `script` up to two steps without memory; return its exit code and the estimate.
 
     With `gpu` the script runs on that GPU, as one of `processes`. `on_entered` is called when the script's tensors are
-    real for the last time. `how` says if the steps on `gpu` run plainly or with recomputes.
+    real for the last time. `how` says if the steps on `gpu` run plainly or with recomputes; with `plan` they run under
+    it.
 
-    Raises the errors of a rehearsal, with the line of the script that caused them, and RehearsalError for a script that
-    failed after it had saved.
+    Raises the errors of a rehearsal, with the line of the script that caused them, RehearsalError for a script that
+    failed after it had saved, and StalePlan for a plan of another model or a smaller batch.
     """
-    listener = Estimating(gpu, size, on_entered, processes, how=how)
+    listener = Estimating(gpu, size, on_entered, processes, how=how, plan=plan)
     return run_on_fakes(script, listener, gpu, processes), listener.estimate
 
 
