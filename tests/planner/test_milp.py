@@ -20,8 +20,8 @@ def test_the_worst_positions_are_added_each_with_room_around_it() -> None:
 
 def test_only_new_positions_are_added() -> None:
     covering = covering_of(Simulator(chain(3)))
-    problem = MilpProblem(covering, 60, covering.ms)
-    usage = covering.usage(np.zeros(covering.n_storages))
+    problem = MilpProblem(covering, 60, covering.costs.ms)
+    usage = covering.memory.usage(np.zeros(covering.variables.n_storages))
     assert problem.add(usage)
     assert problem.positions == worst_positions(usage, 60, [])
     while problem.add(usage):
@@ -31,14 +31,14 @@ def test_only_new_positions_are_added() -> None:
 
 def test_a_relaxation_fits_at_every_position_and_costs_no_more_than_decisions() -> None:
     covering = covering_of(Simulator(chain(3)))
-    problem = MilpProblem(covering, 250, covering.ms)
+    problem = MilpProblem(covering, 250, covering.costs.ms)
     relaxed = problem.solve_relaxation()
     decided = problem.solve_decisions()
     assert relaxed.variables is not None
     assert decided.variables is not None
-    assert covering.usage(relaxed.variables[: covering.n_storages]).max() <= 250 * (1 + 1e-6)
+    assert covering.memory.usage(relaxed.variables[: covering.variables.n_storages]).max() <= 250 * (1 + 1e-6)
     assert 0 < relaxed.bound <= decided.cost
     assert max(decided.usage.values()) <= 250 * (1 + 1e-6)
-    assert set(np.unique(decided.variables[: covering.n_decisions].round(6))) <= {0.0, 1.0}
+    assert set(np.unique(decided.variables[: covering.variables.n_decisions].round(6))) <= {0.0, 1.0}
     assert relaxed.bound <= problem.tighten_bound(decided.cost) <= decided.cost
     assert problem.tighten_bound(1.004 * relaxed.bound) == relaxed.bound  # too close to be worth the time

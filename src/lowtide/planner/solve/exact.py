@@ -17,10 +17,11 @@ import numpy as np
 from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.solve.greedy import GreedySearch
-from lowtide.planner.solve.linear_program import Floats, Row, covering_of
+from lowtide.planner.solve.linear_program import covering_of
 from lowtide.planner.solve.milp import MilpProblem, is_over
 from lowtide.planner.solve.moves import Moves
 from lowtide.planner.solve.pareto_pool import Candidate, CostRange
+from lowtide.planner.solve.program_variables import Floats, Row
 
 Bytes = dict[int, float]
 """Bytes by position."""
@@ -44,21 +45,22 @@ class BranchAndBound:
         self.simulator = simulator
         self.moves = moves
         covering = self.covering = covering_of(simulator)
-        ms, flops = float(covering.ms.sum()), float(covering.flops.sum())
+        variables = covering.variables
+        ms, flops = float(covering.costs.ms.sum()), float(covering.costs.flops.sum())
         self.tie = TIE * ms / flops if flops else 0.0
-        self.cost: Floats = covering.ms + self.tie * covering.flops
-        self._call_ids = [(v, int(index.calls.id[call])) for call, v in covering.runs.items()]
+        self.cost: Floats = covering.costs.ms + self.tie * covering.costs.flops
+        self._call_ids = [(v, int(index.calls.id[call])) for call, v in variables.runs.items()]
         self._recompute_variables = [
-            [covering.n_storages + storage for storage in sorted(g.storages)] for g in moves.groups
+            [variables.n_storages + storage for storage in sorted(g.storages)] for g in moves.groups
         ]
         """For each group the variable that is 1 if it is recomputed."""
-        self._advance_ids = [(v, int(index.calls.id[c])) for c, v in covering.advances.items()]
+        self._advance_ids = [(v, int(index.calls.id[c])) for c, v in variables.advances.items()]
         calls = [
-            [covering.runs[call] for call in calls if call in covering.runs] for calls in index.reruns.replayed_by_id
+            [variables.runs[call] for call in calls if call in variables.runs] for calls in index.reruns.replayed_by_id
         ]
-        calls += [[covering.advances[call] for call in calls] for calls in index.reruns.advanced_by_id]
+        calls += [[variables.advances[call] for call in calls] for calls in index.reruns.advanced_by_id]
         self._offload_variables = [
-            [covering.offloads[storage] for storage in sorted(g.storages)] for g in moves.offloads
+            [variables.offloads[storage] for storage in sorted(g.storages)] for g in moves.offloads
         ]
         """For each group the variable that is 1 if it is offloaded."""
         self._equalities: list[Row] = []
@@ -89,9 +91,26 @@ class BranchAndBound:
             relaxed = problem.solve_relaxation()
         if relaxed.variables is None:
             return relaxed.bound, omitted_bytes
+        choice, fits, omitted_bytes = self._correct_rounds(problem, search, span, omitted_bytes)
+        if is_over(until):
+            return relaxed.bound, omitted_bytes
+        if not fits:
+            choice = search.reduce(choice, limit)
+        if search.fits(choice, limit) and (not fits or any(problem.omitted_bytes.values())):
+            search.prune(choice, limit)  # too much may have been subtracted from the capacity
+        return relaxed.bound, omitted_bytes
+
+    def _correct_rounds(
+        self, problem: MilpProblem, search: GreedySearch, span: CostRange, omitted_bytes: Bytes
+    ) -> tuple[DecisionVector, bool, Bytes]:
+        """Solve and simulate in turn, correcting `problem` by each simulation, until decisions fit at costs in `span`.
+
+        Returns the last decisions, True if they fit, and the omitted memory at the positions that mattered.
+        """
+        limit = problem.limit
         choice, fits = search.simulator.keep_everything(), False
         for _ in range(ROUNDS):
-            if is_over(until):
+            if is_over(problem.until):
                 break
             # A capacity with omitted memory subtracted is a guess: accept any decisions that are found quickly.
             answer = problem.solve_decisions(accept_any=any(problem.omitted_bytes.values()))
@@ -112,21 +131,12 @@ class BranchAndBound:
                 break
             if fits:
                 problem.rows += self._within(span)
-            for position in problem.positions:
-                if (over := float(sweep.usage[position])) > limit:
-                    more = problem.omitted_bytes.get(position, 0.0) + over - answer.usage[position]
-                    problem.omitted_bytes[position] = max(more, 0.0)
+            problem.subtract_omitted(sweep.usage, answer.usage)
             if is_rough(problem.omitted_bytes, limit):
                 omitted_bytes |= problem.omitted_bytes
                 break
             problem.add(sweep.usage.astype(np.float64))
-        if is_over(until):
-            return relaxed.bound, omitted_bytes
-        if not fits:
-            choice = search.reduce(choice, limit)
-        if search.fits(choice, limit) and (not fits or any(problem.omitted_bytes.values())):
-            search.prune(choice, limit)  # too much may have been subtracted from the capacity
-        return relaxed.bound, omitted_bytes
+        return choice, fits, omitted_bytes
 
     def cost_of(self, candidate: Candidate) -> float:
         """Return the objective of a simulated choice."""
@@ -151,7 +161,7 @@ class BranchAndBound:
 
     def _within(self, span: CostRange) -> list[Row]:
         """Return rows that keep times within `span`, scaled by the largest possible time."""
-        ms = self.covering.ms
+        ms = self.covering.costs.ms
         total = float(ms.sum())
         if not total:
             return []

@@ -26,32 +26,26 @@ positions.
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from lowtide.planner.simulate.profile_index import Index
 from lowtide.planner.simulate.profile_tables import Ints
 from lowtide.planner.simulate.simulator import Simulator
-from lowtide.planner.simulate.two_clocks import NS_PER_MS, hand_overs
+from lowtide.planner.solve.program_costs import VariableCosts
+from lowtide.planner.solve.program_variables import Floats, Row, SavedValues, Variables
 
-Floats = npt.NDArray[np.float64]
-Row = tuple[dict[int, float], float]
-"""Coefficients by variable, and an upper limit of their weighted sum."""
 IGNORED = 0.0005
 """Share of the plain step's peak below which memory recomputed early is omitted."""
-HAND_OVERS = 8
-"""Number of positions at which the extra time is bounded from below, besides the first, the last, and the plain step's
-critical
-one. They divide the plain step's times into equal parts.
-"""
 NEAREST = 16
 """Largest number of values whose early recompute is considered at one position."""
 
 
 class Rows(NamedTuple):
-    """Rows of a program as columns: one entry for each coefficient. Variables from `CoveringProblem.n_fixed` on are
+    """Rows of a program as columns: one entry for each coefficient. Variables from `Variables.n_fixed` on are
     used in these rows only.
     """
 
@@ -84,252 +78,158 @@ class Spans(NamedTuple):
         return usage
 
 
-class CoveringProblem:
-    """Rows and costs for one profile. Memory is in bytes beyond `static`, costs are in milliseconds."""
+class StorageMemory:
+    """Lifetime and bytes of each storage in three cases: alive by itself, kept for backward, and recomputed."""
 
-    def __init__(self, simulator: Simulator) -> None:
-        index = self.index = simulator.index
-        self.simulator = simulator
-        self.calls = [call for calls in index.reruns.replayed_by_id for call in calls if index.reruns.restorable[call]]
-        n = self.n_storages = len(index.storages.bytes)
-        self.runs = {call: 2 * n + number for number, call in enumerate(self.calls)}
-        """The variable of each call."""
-        passing = sorted(set().union(*index.values.shared_operands))
-        self.passes = {value: 2 * n + len(self.calls) + number for number, value in enumerate(passing)}
-        """The variable of each value that is computed once for several recomputes."""
-        first = 2 * n + len(self.calls) + len(passing)
-        given = [call for calls in index.reruns.advanced_by_id for call in calls]
-        self.advances = {call: first + number for number, call in enumerate(given)}
-        """The variable of each call that can be run forward for its result."""
-        first += len(given)
-        self.offloads = {storage: first + storage for storage in range(n)} if index.can_offload else {}
-        """The variable of each storage that can be copied to the host."""
-        self.n_decisions = first + len(self.offloads)
-        self.time = None if index.clocks is None else self.n_decisions
-        """The variable of the extra time, as a share of the most that all decisions could take; None without clocks."""
-        self.n_fixed = self.n_decisions + (self.time is not None)
-        self._advances_by_value: dict[int, list[int]] = {}
-        for call, variable in self.advances.items():
-            self._advances_by_value.setdefault(index.reruns.result_value[call], []).append(variable)
-
-        rows = np.flatnonzero(~index.slots.is_input)
-        pairs = sorted(set(zip(index.slots.storage[rows].tolist(), index.slots.value[rows].tolist(), strict=True)))
-        self._values: list[list[int]] = [[] for _ in range(n)]
-        for storage, value in pairs:
-            self._values[storage].append(value)
-        self.sole_value = {storage: values[0] for storage, values in enumerate(self._values) if len(values) == 1}
-        """The only saved value of each storage that has just one."""
-        self._storage_of = {value: storage for storage, value in self.sole_value.items()}
-        self._restoring_calls: dict[int, list[int]] = {}
-        for call in self.calls:
-            for value in sorted(index.reruns.restorable[call]):
-                self._restoring_calls.setdefault(value, []).append(call)
-        self._dependents: dict[int, list[int]] = {}
-        """For each value the saved values whose recompute needs it."""
-        for value in self.sole_value.values():
-            for operand in index.values.recompute_costs[value].operands if index.values.recomputable[value] else ():
-                self._dependents.setdefault(operand, []).append(value)
-        self._calls_needing: dict[int, list[int]] = {}
-        for call in self.calls:
-            for value in index.reruns.inputs[call]:
-                self._calls_needing.setdefault(value, []).append(call)
-
-        self._memory()
-        self._costs()
-        structure = self._structure()
-        if self.time is not None:
-            structure += self._time_rows(self.time)
-        self.structure = _joined(structure, self.n_fixed)
-        """Rows that hold at every position."""
-        self._early = sorted(
-            (int(index.values.read_at[value]), storage, value)
-            for storage, value in self.sole_value.items()
-            if self.upper[storage]
-            and (value in self._dependents or value in self._restoring_calls or value in self._calls_needing)
-            and self.copy_bytes[storage] > IGNORED * self.plain
-        )
-        self._at: dict[int, Rows] = {}
-
-    def _memory(self) -> None:
-        """Compute the lifetime and bytes of each storage for three cases: always alive, kept, and recomputed."""
-        index, n = self.index, self.n_storages
-        until = np.zeros(n, np.int64)
+    def __init__(self, index: Index, saved: SavedValues) -> None:
+        storages, values, n = index.storages, index.values, len(saved.by_storage)
+        kept_until = np.zeros(n, np.int64)
         start, end = np.zeros((2, n), np.int64)
         self.copy_bytes = np.zeros(n, np.int64)
-        for storage, values in enumerate(self._values):
-            until[storage] = min((index.values.released_at[value] for value in values), default=0)
-        for storage, value in self.sole_value.items():
-            start[storage], end[storage] = index.values.read_at[value], index.values.released_at[value]
-            self.copy_bytes[storage] = min(index.storages.bytes_of[storage], index.values.bytes_of[value])
-        self.base = index.base + Spans(
-            index.storages.allocated_at, index.storages.freed_at, index.storages.bytes
-        ).usage(index.end)
-        self.kept = Spans(index.storages.freed_at, until, index.storages.bytes)
+        for storage, saved_values in enumerate(saved.by_storage):
+            kept_until[storage] = min((values.released_at[value] for value in saved_values), default=0)
+        for storage, value in saved.sole.items():
+            start[storage], end[storage] = values.read_at[value], values.released_at[value]
+            self.copy_bytes[storage] = min(storages.bytes_of[storage], values.bytes_of[value])
+        self.base = index.base + Spans(storages.allocated_at, storages.freed_at, storages.bytes).usage(index.end)
+        self.kept = Spans(storages.freed_at, kept_until, storages.bytes)
         self.copied = Spans(start, end, self.copy_bytes)
         self.all_kept = self.base + self.kept.usage(index.end)
         self.plain = max(1, int(self.all_kept.max()))
         """Approximate peak of the plain step, by which rows are scaled."""
 
-    def _costs(self) -> None:
-        """Compute the cost of each variable, in ms and in FLOPs, and its upper limit."""
-        index, n = self.index, self.n_storages
-        self.ms, self.flops, self.upper = np.zeros(self.n_fixed), np.zeros(self.n_fixed), np.ones(self.n_fixed)
-        self._host_ms = np.zeros(self.n_fixed)
-        self._last = np.full(self.n_fixed, index.end - 1, np.int64)
-        """Last position at which the work of each variable can be done."""
-        for storage, values in enumerate(self._values):
-            read = [value for value in values if index.values.read_at[value] < index.end]
-            restorable = (
-                index.values.recomputable[v] or v in self._restoring_calls or v in self._advances_by_value
-                for v in values
-            )
-            self.upper[storage] = (all(restorable) or index.can_offload) and bool(values)
-            self.upper[n + storage] = self.upper[storage] and any(
-                index.values.recomputable[v] or v not in read for v in values
-            )
-            if len(read) == len(values):
-                costs = [index.values.recompute_costs[value] for value in read if index.values.recomputable[value]]
-                self.ms[n + storage] = min((cost.ms for cost in costs), default=0.0)
-                self.flops[n + storage] = min((cost.flops for cost in costs), default=0)
-                self._host_ms[n + storage] = min((cost.host_ms for cost in costs), default=0.0)
-                self._last[n + storage] = max((index.values.read_at[value] for value in read), default=index.end - 1)
-        costs_of = [(variable, index.reruns.replay_costs[call]) for call, variable in self.runs.items()]
-        costs_of += [(variable, index.reruns.advance_costs[call]) for call, variable in self.advances.items()]
-        costs_of += [(variable, index.values.recompute_costs[value]) for value, variable in self.passes.items()]
-        for variable, cost in costs_of:
-            self.ms[variable], self.flops[variable], self._host_ms[variable] = cost.ms, cost.flops, cost.host_ms
-        for storage, variable in self.offloads.items():
-            self.ms[variable] = index.storages.offload_ms[storage]
-
-    def _time_rows(self, time: int) -> list[Row]:
-        """Return rows that bound the variable `time` from below, and move all costs but those of copies to it."""
-        index, clocks = self.index, self.index.clocks
-        assert clocks is not None
-        on_clocks = np.ones(self.n_fixed, np.bool_)
-        on_clocks[list(self.offloads.values())] = False
-        device_ms = np.where(on_clocks, self.ms, 0.0)
-        least_ms = np.minimum(device_ms, self._host_ms)
-        packing_ms, packed_by = np.zeros(self.n_fixed), np.full(self.n_fixed, index.end, np.int64)
-        rows = np.flatnonzero(~index.slots.is_input)
-        sole = rows[np.isin(index.slots.storage[rows], list(self.sole_value))]
-        np.add.at(packing_ms, index.slots.storage[sole], clocks.packed_slot_ns / NS_PER_MS)
-        packed_by[: self.n_storages] = 0
-        np.maximum.at(packed_by, index.slots.storage[sole], index.calls.exit[index.slots.call[sole]])
-        ways = hand_overs(clocks.host, clocks.device)
-        bounds = []
-        for at in self._hand_over_positions():
-            ms = np.where(self._last <= at, self._host_ms, np.where(index.first_read >= at, device_ms, least_ms))
-            ms += np.where(packed_by <= at, packing_ms, 0.0)
-            bounds.append((ms, (clocks.plain_ns - int(ways[at])) / NS_PER_MS))
-        total = max(float(ms.sum()) for ms, _ in bounds)
-        self.ms = np.where(on_clocks, 0.0, self.ms)
-        self.ms[time] = total
-        if not total:
-            return []
-        return [
-            ({**{v: float(ms[v]) / total for v in ms.nonzero()[0].tolist()}, time: -1.0}, slack / total)
-            for ms, slack in bounds
-        ]
-
-    def _hand_over_positions(self) -> list[int]:
-        """Return the positions at which `_time_rows` bounds the extra time."""
-        clocks = self.index.clocks
-        assert clocks is not None
-        elapsed = (clocks.host + clocks.device).cumsum()
-        shares = elapsed[-1] * np.arange(1, HAND_OVERS + 1) // (HAND_OVERS + 1)
-        between = np.minimum(np.searchsorted(elapsed, shares), self.index.end - 1).tolist()
-        return sorted({0, self.index.end - 1, clocks.critical_position(), *between})
-
-    def _structure(self) -> list[Row]:
-        index, n, rows = self.index, self.n_storages, list[Row]()
-        for storage, values in enumerate(self._values):
-            bring = {self.runs[call] for value in values for call in self._restoring_calls.get(value, ())}
-            bring |= {variable for value in values for variable in self._advances_by_value.get(value, ())}
-            bring |= {self.offloads[storage]} if self.offloads else set()
-            rows.append(({storage: 1.0, n + storage: -1.0, **dict.fromkeys(bring, -1.0)}, 0.0))
-            rows.append(({n + storage: 1.0, storage: -1.0}, 0.0))
-        follows = set(index.slots.value[index.reruns.repeated.row].tolist())
-        slot_calls: dict[int, list[int]] = {}
-        for row in np.flatnonzero(~index.slots.is_input).tolist():
-            slot_calls.setdefault(int(index.slots.value[row]), []).append(int(index.slots.call[row]))
-        self.inside: dict[int, list[int]] = {call: [] for call in self.calls}
-        """For each call the storages that its replay always restores, unless they are recomputed."""
-        for storage, value in self.sole_value.items():
-            for call in self._restoring_calls.get(value, ()) if value not in follows else ():
-                if all(call in index.calls.around[inner] for inner in slot_calls[value]):
-                    self.inside[call].append(storage)
-                    rows.append(({self.runs[call]: 1.0, storage: -1.0}, 0.0))
-        recomputed = [
-            (n + storage, value)
-            for storage, value in self.sole_value.items()
-            if index.values.read_at[value] < index.end
-        ]
-        for variable, value in [*recomputed, *((variable, value) for value, variable in self.passes.items())]:
-            rows += [
-                ({variable: 1.0, self.passes[need]: -1.0}, 0.0) for need in sorted(index.values.shared_operands[value])
-            ]
-        return rows
-
     def usage(self, dropped: Floats) -> Floats:
         """Return the bytes at each position if the shares `dropped` of the storages are dropped, without values
         recomputed early.
         """
-        return self.base + self.kept.usage(self.index.end, 1.0 - dropped) + self.copied.usage(self.index.end, dropped)
+        n_positions = len(self.base)
+        return self.base + self.kept.usage(n_positions, 1.0 - dropped) + self.copied.usage(n_positions, dropped)
+
+
+class CoveringProblem:
+    """Rows and costs for one profile. Memory is in bytes beyond `static`, costs are in milliseconds."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self.variables = Variables(index)
+        self.saved = SavedValues(index, self.variables)
+        self.memory = StorageMemory(index, self.saved)
+        self.costs = VariableCosts(index, self.variables, self.saved)
+        self._inside = self._always_restored()
+        structure = self._structure()
+        if self.variables.time is not None:
+            structure += self.costs.move_to_clocks(index, self.variables, self.saved)
+        self.structure = _joined(structure, self.variables.n_fixed)
+        """Rows that hold at every position."""
+        self._early = sorted(
+            (int(index.values.read_at[value]), storage, value)
+            for storage, value in self.saved.sole.items()
+            if self.costs.upper[storage]
+            and (
+                value in self.saved.dependents
+                or value in self.saved.restoring_calls
+                or value in self.saved.dependent_calls
+            )
+            and self.memory.copy_bytes[storage] > IGNORED * self.memory.plain
+        )
+        """Values whose early recompute can matter: when backward reads each, its storage, and the value."""
+        self._at: dict[int, Rows] = {}
+
+    def _always_restored(self) -> dict[int, list[int]]:
+        """Return for each call the storages that its replay always restores, unless they are recomputed."""
+        index, saved = self.index, self.saved
+        repeating = set(index.slots.value[index.reruns.repeated.row].tolist())
+        slot_calls: dict[int, list[int]] = {}
+        for row in np.flatnonzero(~index.slots.is_input).tolist():
+            slot_calls.setdefault(int(index.slots.value[row]), []).append(int(index.slots.call[row]))
+        inside: dict[int, list[int]] = {call: [] for call in self.variables.runs}
+        for storage, value in saved.sole.items():
+            for call in saved.restoring_calls.get(value, ()) if value not in repeating else ():
+                if all(call in index.calls.around[inner] for inner in slot_calls[value]):
+                    inside[call].append(storage)
+        return inside
+
+    def _structure(self) -> list[Row]:
+        """Return the rows `dropped` and `passing`, which hold at every position."""
+        variables, saved, n, rows = self.variables, self.saved, self.variables.n_storages, list[Row]()
+        for storage, values in enumerate(saved.by_storage):
+            restoring = {variables.runs[call] for value in values for call in saved.restoring_calls.get(value, ())}
+            restoring |= {variable for value in values for variable in saved.advances.get(value, ())}
+            restoring |= {variables.offloads[storage]} if variables.offloads else set()
+            rows.append(({storage: 1.0, n + storage: -1.0, **dict.fromkeys(restoring, -1.0)}, 0.0))
+            rows.append(({n + storage: 1.0, storage: -1.0}, 0.0))
+        for storage, value in saved.sole.items():
+            for call in saved.restoring_calls.get(value, ()):
+                if storage in self._inside[call]:
+                    rows.append(({variables.runs[call]: 1.0, storage: -1.0}, 0.0))
+        recomputed = [
+            (n + storage, value)
+            for storage, value in saved.sole.items()
+            if self.index.values.read_at[value] < self.index.end
+        ]
+        recomputed += [(variable, value) for value, variable in variables.passes.items()]
+        for variable, value in recomputed:
+            for need in sorted(self.index.values.shared_operands[value]):
+                rows.append(({variable: 1.0, variables.passes[need]: -1.0}, 0.0))
+        return rows
 
     def at(self, position: int) -> Rows:
         """Return the rows for one position. The last is its capacity: at most 0, plus the caller's limit / `plain`."""
         if position not in self._at:
             rows, early = self._early_recomputes(position)
             capacity: dict[int, float] = {}
-            kept, copied = self.kept.at(position), self.copied.at(position)
+            memory = self.memory
+            kept, copied = memory.kept.at(position), memory.copied.at(position)
             for storage in np.flatnonzero(kept | copied).tolist():
-                capacity[storage] = float(copied[storage] - kept[storage]) / self.plain
+                capacity[storage] = float(copied[storage] - kept[storage]) / memory.plain
             for storage, variable in early.items():
-                capacity[variable] = float(self.copy_bytes[storage]) / self.plain
-            rows.append((capacity, -int(self.all_kept[position]) / self.plain))
-            self._at[position] = _joined(rows, self.n_fixed)
+                capacity[variable] = float(memory.copy_bytes[storage]) / memory.plain
+            rows.append((capacity, -int(memory.all_kept[position]) / memory.plain))
+            self._at[position] = _joined(rows, self.variables.n_fixed)
         return self._at[position]
 
     def _early_recomputes(self, position: int) -> tuple[list[Row], dict[int, int]]:
         """Return rows for values recomputed before backward reads them, and the variable of each, by storage."""
-        index, n, rows, first = self.index, self.n_storages, list[Row](), self.n_fixed
+        index, variables, saved, n = self.index, self.variables, self.saved, self.variables.n_storages
         ahead = [
             (storage, value)
             for read, storage, value in self._early
             if index.storages.freed_at[storage] <= position < min(read, index.values.released_at[value])
         ][:NEAREST]
-        early = {storage: first + number for number, (storage, _) in enumerate(ahead)}
-        recomputed = {value: first + len(ahead) + number for number, (_, value) in enumerate(ahead)}
-        runs = {
+        calls = {
             call
             for _, value in ahead
-            for call in (*self._restoring_calls.get(value, ()), *self._calls_needing.get(value, ()))
+            for call in (*saved.restoring_calls.get(value, ()), *saved.dependent_calls.get(value, ()))
         }
-        early_runs = {call: first + 2 * len(ahead) + number for number, call in enumerate(sorted(runs))}
+        numbers = itertools.count(variables.n_fixed)
+        early = {storage: next(numbers) for storage, _ in ahead}
+        recomputed = {value: next(numbers) for _, value in ahead}
+        early_runs = {call: next(numbers) for call in sorted(calls)}
 
         def recomputed_variable(value: int) -> int | None:
             """Return the variable that says that `value` has been recomputed by now."""
             if index.values.read_at[value] <= position:
-                return n + self._storage_of[value]
+                return n + saved.storage_of[value]
             return recomputed.get(value)
 
+        rows: list[Row] = []
         for call in early_runs:
-            for storage in self.inside[call]:
-                if index.values.read_at[self.sole_value[storage]] <= position:
+            for storage in self._inside[call]:
+                if index.values.read_at[saved.sole[storage]] <= position:
                     others = self._other_ways(call, storage)
-                    rows.append(({self.runs[call]: 1.0, n + storage: -1.0, early_runs[call]: -1.0, **others}, 0.0))
+                    rows.append(({variables.runs[call]: 1.0, n + storage: -1.0, early_runs[call]: -1.0, **others}, 0.0))
         for storage, value in ahead:
-            variables = [v for u in self._dependents.get(value, ()) if (v := recomputed_variable(u)) is not None]
-            variables += [early_runs[call] for call in self._calls_needing.get(value, ())]
-            for variable in variables:
+            needing = [v for u in saved.dependents.get(value, ()) if (v := recomputed_variable(u)) is not None]
+            needing += [early_runs[call] for call in saved.dependent_calls.get(value, ())]
+            restoring = dict.fromkeys((early_runs[call] for call in saved.restoring_calls.get(value, ())), -1.0)
+            restoring |= dict.fromkeys(saved.advances.get(value, ()), -1.0)
+            restoring |= {variables.offloads[storage]: -1.0} if variables.offloads else {}
+            for variable in needing:
                 rows.append(({variable: 1.0, storage: 1.0, early[storage]: -1.0}, 1.0))
                 rows.append(({variable: 1.0, n + storage: 1.0, recomputed[value]: -1.0}, 1.0))
-                bringing = dict.fromkeys((early_runs[call] for call in self._restoring_calls.get(value, ())), -1.0)
-                bringing |= dict.fromkeys(self._advances_by_value.get(value, ()), -1.0)
-                bringing |= {self.offloads[storage]: -1.0} if self.offloads else {}
-                rows.append(({variable: 1.0, storage: 1.0, n + storage: -1.0, **bringing}, 1.0))
-            for call in self._restoring_calls.get(value, ()):
-                if storage in self.inside[call]:
+                rows.append(({variable: 1.0, storage: 1.0, n + storage: -1.0, **restoring}, 1.0))
+            for call in saved.restoring_calls.get(value, ()):
+                if storage in self._inside[call]:
                     others = self._other_ways(call, storage)
                     rows.append(({early_runs[call]: 1.0, n + storage: -1.0, early[storage]: -1.0, **others}, 0.0))
         return rows, early
@@ -338,16 +238,17 @@ class CoveringProblem:
         """Return the variables by which a storage saved in `call` is restored without replaying `call`: replays inside
         it, and advances.
         """
-        value = self.sole_value[storage]
-        inner = (self.runs[c] for c in self._restoring_calls[value] if c != call and call in self.index.calls.around[c])
-        offload = (self.offloads[storage],) if self.offloads else ()
-        return dict.fromkeys((*inner, *self._advances_by_value.get(value, ()), *offload), -1.0)
+        variables, saved, around = self.variables, self.saved, self.index.calls.around
+        value = saved.sole[storage]
+        inner = (variables.runs[c] for c in saved.restoring_calls[value] if c != call and call in around[c])
+        offload = (variables.offloads[storage],) if variables.offloads else ()
+        return dict.fromkeys((*inner, *saved.advances.get(value, ()), *offload), -1.0)
 
 
 @lru_cache(maxsize=4)
 def covering_of(simulator: Simulator) -> CoveringProblem:
     """Return the covering problem of `simulator`, built once for the solver and for the bound."""
-    return CoveringProblem(simulator)
+    return CoveringProblem(simulator.index)
 
 
 def _joined(rows: list[Row], n_fixed: int) -> Rows:

@@ -32,9 +32,9 @@ def lower_bound(
     covering = covering_of(simulator)
     limit = budget_bytes - simulator.profile.static.total
     if limit <= 0:
-        return np.inf if int(covering.base.max()) > limit else 0.0
-    problem = MilpProblem(covering, limit, covering.ms, until=until)
-    slack = SLACK * float(covering.ms.sum())
+        return np.inf if int(covering.memory.base.max()) > limit else 0.0
+    problem = MilpProblem(covering, limit, covering.costs.ms, until=until)
+    slack = SLACK * float(covering.costs.ms.sum())
     shares = problem.solve_relaxation().bound
     if shares in (0.0, np.inf):
         return shares

@@ -10,12 +10,14 @@ solution found with little slack is good, takes a tenth of the time, and tells t
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from lowtide.planner.simulate.profile_tables import Flags
-from lowtide.planner.solve.linear_program import CoveringProblem, Floats, Row
+from lowtide.planner.simulate.profile_tables import Flags, Ints
+from lowtide.planner.solve.linear_program import CoveringProblem
+from lowtide.planner.solve.program_variables import Floats, Row
 from lowtide.utils.stderr_filter import without_noise
 
 AT_ONCE = 4
@@ -90,18 +92,25 @@ class MilpProblem:
         self.positions += new
         return bool(new)
 
+    def subtract_omitted(self, simulated: Ints, solved: Mapping[int, float]) -> None:
+        """Add to `omitted_bytes` the excess of simulated over solved memory, at positions over the limit."""
+        for position in self.positions:
+            if (over := float(simulated[position])) > self.limit:
+                more = self.omitted_bytes.get(position, 0.0) + over - solved[position]
+                self.omitted_bytes[position] = max(more, 0.0)
+
     def solve_relaxation(self) -> Solution:
         """Return the cheapest shares of decisions, with positions added until none is over the limit."""
         covering = self.covering
         if not self.positions:
-            self.add(covering.usage(np.zeros(covering.n_storages)))
-        best = Solution(np.zeros(covering.n_fixed), 0.0, 0.0, {})
+            self.add(covering.memory.usage(np.zeros(covering.variables.n_storages)))
+        best = Solution(np.zeros(covering.variables.n_fixed), 0.0, 0.0, {})
         for _ in range(ROUNDS if self.positions else 0):
             answer = self._relaxation().answer
             if answer.variables is None:
                 return answer if answer.bound == np.inf else best
             best = answer
-            if not self.add(covering.usage(answer.variables[: covering.n_storages])):
+            if not self.add(covering.memory.usage(answer.variables[: covering.variables.n_storages])):
                 break
         return best
 
@@ -138,7 +147,7 @@ class MilpProblem:
         slack = known - least
         if relaxed.answer.variables is None or slack <= CLOSE * least:
             return least
-        is_small = self.covering.n_fixed <= SMALL
+        is_small = self.covering.variables.n_fixed <= SMALL
         if relaxed.n_open > (FEW_OPEN if slack > FAR * least else MANY_OPEN) and not is_small:
             return least
         return max(least, min(relaxed.rows.solve_integers(relaxed.fixed_variables(slack)).bound, known))
@@ -169,12 +178,12 @@ class _Relaxation:
     def n_open(self) -> int:
         """Return the number of decisions that the relaxation leaves between 0 and 1."""
         assert self.answer.variables is not None
-        decisions = self.answer.variables[: self.rows.covering.n_decisions]
+        decisions = self.answer.variables[: self.rows.covering.variables.n_decisions]
         return int(np.count_nonzero(np.abs(decisions - 0.5) < 0.5 - OPEN))
 
     def fixed_variables(self, slack: float) -> tuple[Flags, Flags]:
         """Return the decisions that are 0, and those that are 1, in every solution that costs at most `slack` more."""
-        fixed = np.arange(self.rows.n) < self.rows.covering.n_decisions
+        fixed = np.arange(self.rows.n) < self.rows.covering.variables.n_decisions
         return fixed & (self.cost_above_zero > slack), fixed & (self.cost_below_one > slack)
 
 
@@ -187,7 +196,7 @@ class _MatrixForm:
         self.problem = problem
         covering = self.covering = problem.covering
         rows, variables, values, most = [], [], [], []
-        n_rows, n_own, n_fixed = 0, 0, covering.n_fixed
+        n_rows, n_own, n_fixed = 0, 0, covering.variables.n_fixed
         self.capacity: list[int] = []
         """Rows of the memory capacity, one for each position."""
         for part in (covering.structure, *map(covering.at, problem.positions)):
@@ -211,9 +220,9 @@ class _MatrixForm:
         self.matrix = csr_array(entries, shape=(n_rows, self.n))
         self.most: Floats = np.concatenate(most)
         room = [problem.limit - problem.omitted_bytes.get(position, 0.0) for position in problem.positions]
-        self.most[self.capacity] += np.array(room, np.float64) / covering.plain
+        self.most[self.capacity] += np.array(room, np.float64) / covering.memory.plain
         self.cost = np.concatenate([problem.cost, np.zeros(n_own)])
-        self.upper = np.concatenate([covering.upper, np.ones(n_own)])
+        self.upper = np.concatenate([covering.costs.upper, np.ones(n_own)])
 
     def solve_relaxation(self) -> _Relaxation:
         """Return the solution in shares of decisions."""
@@ -239,7 +248,7 @@ class _MatrixForm:
         with without_noise(1, NOISE):
             solution = milp(
                 self.cost,
-                integrality=np.arange(self.n) < self.covering.n_decisions,
+                integrality=np.arange(self.n) < self.covering.variables.n_decisions,
                 bounds=Bounds(lower, upper),
                 constraints=LinearConstraint(self.matrix, -np.inf, self.most),
                 options=options,
@@ -250,9 +259,9 @@ class _MatrixForm:
 
     def _answer(self, variables: Floats, bound: float) -> Solution:
         slack = (self.matrix @ variables - self.most)[self.capacity]
-        usage = slack * self.covering.plain + self.problem.limit
+        usage = slack * self.covering.memory.plain + self.problem.limit
         at = dict(zip(self.problem.positions, usage.tolist(), strict=True))
-        return Solution(variables[: self.covering.n_fixed], float(self.cost @ variables), max(0.0, bound), at)
+        return Solution(variables[: self.covering.variables.n_fixed], float(self.cost @ variables), max(0.0, bound), at)
 
 
 def worst_positions(usage: Floats, limit: int, known: list[int]) -> list[int]:
