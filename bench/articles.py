@@ -221,12 +221,14 @@ HEADS = {
 WORDS = {
     "en": {
         "same": "the same",
-        "other": "others",
+        "other": "differ",
         "smallest": "smallest budget possible",
         "hand": "peak by hand",
         "layers": "layers",
-        "plain": "plain",
-        "by hand": "by hand",
+        "plain": "plain: peak",
+        "by hand": "by hand: peak",
+        "within": "Lowtide: peak",
+        "time": "time",
         "refused": "ends with an error",
     },
     "ja": {
@@ -235,8 +237,10 @@ WORDS = {
         "smallest": "可能な最小の予算",
         "hand": "手作業のピーク",
         "layers": "層",
-        "plain": "元のまま",
-        "by hand": "手作業",
+        "plain": "元のまま: ピーク",
+        "by hand": "手作業: ピーク",
+        "within": "Lowtide: ピーク",
+        "time": "時間",
         "refused": "エラーで終了",
     },
 }
@@ -265,7 +269,7 @@ def table(runs: Sequence[Run], language: str) -> str:
 def depth_table(results: Results, language: str) -> str:
     """Return peaks and times over depths as a table."""
     words = WORDS[language]
-    head = (words["layers"], words["plain"], words["by hand"], "", "Lowtide", "")
+    head = (words["layers"], words["plain"], words["by hand"], words["time"], words["within"], words["time"])
     lines = [_row(head), "|---:|---:|---:|---:|---:|---:|"]
     for name, runs in results.runs.items():
         if not name.startswith("sqrt_depth") or not runs[-1].within:
