@@ -3,11 +3,14 @@
     python bench/compiled.py                   # some 8 minutes on two cores; writes docs/compiled.md
     python bench/compiled.py --models llama    # prints the rows of this model alone
 
-Each repeated block is compiled in place by inductor. *Peak* is the most memory of the CPU allocator. *Time* is the
-fastest of 8 steps, divided by the fastest of 8 plain steps before them; it scatters by about 10 %. *Bits* compares
-loss, gradients and buffers with those of a plain step with the same compiled blocks. In the table with dropout, `other`
-bits under `activation_memory_budget` mean wrong gradients: with a budget below 1, torch draws the random numbers again
-in backward and gets different ones.
+Each repeated block is compiled in place by inductor. The plain step, in the first row, has the same compiled blocks and
+saves no memory.
+
+- *peak*: the highest use of the CPU allocator.
+- *time*: the fastest of 8 steps, divided by the fastest of 8 plain steps just before them. It varies by about 10 %.
+- *bits*: loss, gradients and buffers, compared with the plain step's. In the table with dropout, `other` bits under
+  `activation_memory_budget` mean wrong gradients: with a budget below 1, torch draws the random numbers again in
+  backward and gets different ones.
 """
 
 from __future__ import annotations

@@ -6,13 +6,16 @@
     python bench/compiled_whole.py --page            # only writes the page again, from docs/compiled_whole.json
     KERNELS=0 python bench/compiled_whole.py ...     # soon: leaves out inductor's kernels, and compares no bits
 
-Each model is compiled by `torch.compile(model)` with inductor. Peaks are the CPU allocator's, parameters and gradients
-included. *MFLOP again* counts the matrix products, convolutions and attention that backward computes again, as torch
-counts FLOPs. Lowtide's budgets are the peaks of the other methods, and shares of the plain step's peak. Up to four
-plans are scheduled by inductor without kernels, and their steps measured; the best of them is compiled, and at most two
-more if its peak is above the budget. Gradients are compared bit by bit with those of the compiled step without a
-budget, but only in rows for which inductor compiled its kernels. In the other rows (*not compared*), code that writes
-zeros and needs the same memory takes the kernels' place. If backward draws other random numbers, gradients are wrong.
+Each model is compiled by `torch.compile(model)` with inductor.
+
+- *way*: Lowtide's budgets are the peaks of the other methods, and shares of the plain step's peak.
+- *peak*: the highest use of the CPU allocator, parameters and gradients included.
+- *MFLOP again*: matrix products, convolutions and attention that backward computes again, as torch counts FLOPs.
+- *gradients*: compared bit by bit with those of the compiled step without a budget, if inductor compiled the row's
+  kernels. In the other rows (*not compared*), code that writes zeros and needs the same memory takes the kernels'
+  place. If backward draws other random numbers, gradients are wrong.
+- last column: the predicted peak (*forecast*). Inductor *schedules* up to four plans without kernels, and their steps
+  are measured. The best plan is *compiled*, and at most two more if its peak is above the budget.
 """
 
 from __future__ import annotations
@@ -246,10 +249,10 @@ COLUMNS = ("| way | peak | of plain | MFLOP again | gradients | |", "|---|---:|-
 def write_page(doc: str) -> None:
     """Write the page of all rows that are stored."""
     stored = json.loads(RESULTS.read_text())
-    about = " ".join(doc.split("\n\n")[-1].split())
     days = sorted({row["date"] for entry in stored.values() for row in entry["rows"]})
     on = f"torch {torch.__version__}, Python {platform.python_version()}, one thread; measured on {' and '.join(days)}."
-    lines = ["# Models compiled as a whole", "", f"`python bench/compiled_whole.py`. {about}", "", on]
+    about = tables.text_after_commands(doc)
+    lines = ["# Models compiled as a whole", "", "Made by `python bench/compiled_whole.py`.", "", *about, "", on]
     for name in MODELS:
         if name in stored:
             rows = [Row(**fields) for fields in stored[name]["rows"]]

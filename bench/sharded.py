@@ -6,11 +6,14 @@
     python bench/sharded.py --published       # writes only the last two sections again; four minutes of one core
 
 Each repeated block, and then the whole model, is sharded with `fully_shard` over two processes, which communicate by
-gloo and have one core each. The plain step is FSDP2 alone. *Peak* is the most memory of the CPU allocator in the first
-process, with its shards of parameters and of AdamW's state, and the batch. *FLOPs* are those beyond the plain step's.
-*Time* is the fastest of 5 steps, divided by the fastest of 5 plain steps before them; it scatters by up to 30 %.
-*Collectives* is the number of collective operations in a step. *Bits* compares the parameters after two steps, in both
-processes, with those after two plain steps.
+gloo and have one core each. The plain step, in the first row, is FSDP2 alone.
+
+- *peak*: the highest use of the CPU allocator in the first process, including its shards of parameters and of AdamW's
+  state, and the batch.
+- *FLOPs*: those in addition to the plain step's.
+- *time*: the fastest of 5 steps, divided by the fastest of 5 plain steps just before them. It varies by up to 30 %.
+- *collectives*: the number of collective operations in a step.
+- *bits*: the parameters after two steps, in both processes, compared with those after two plain steps.
 """
 
 from __future__ import annotations
@@ -201,10 +204,10 @@ def four_processes() -> Iterator[str]:
     """Yield the table of small models that four processes share."""
     yield from ("", PROCESSES_HEADING, "")
     yield (
-        "A small model of three blocks, with AdamW, on a CPU. *Estimated* is made in one process; the other processes "
-        "do not exist. *Measured* is the smallest of four steps of four processes that communicate by gloo, because "
-        "gloo's threads keep what they have sent for a moment. Both count all memory of a process: parameters, "
-        "optimizer, batch and the step itself."
+        "A small model of three blocks, with AdamW, on a CPU. *Estimated* is the peak that one process estimates, "
+        "while the other processes do not exist. *Measured* is the peak of a process of four that communicate by "
+        "gloo; the smallest of four steps counts, because gloo's threads may hold sent tensors for a moment longer. "
+        "Both count all memory of a process: parameters, optimizer, batch and the step itself."
     )
     yield from ("", "| way | rank | estimated | measured | difference |", "|---|---:|---:|---:|---:|")
     for case, ranks in compared.compare([*compared.CASES]):
@@ -228,18 +231,20 @@ def published() -> Iterator[str]:
     """Yield the table of steps that others have measured; it needs no GPU and no other process."""
     yield from ("", PUBLISHED_HEADING, "")
     yield (
-        "The estimates are those of `lowtide estimate --device ... --rank 0 bench/published/llama3.py`. *Published* "
-        "is the memory that the sources report, measured on H100s with 95 GiB and a torch of 2024; that of Llama 2 is "
-        "reported in percent of 95.04 GiB. *Active* (`active_bytes`) is compared with the estimate's allocated bytes. "
-        "The sources do not say which allocator setting was used, so both are shown: *expandable* is "
-        "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. The estimates assume that the root's parameters stay "
-        "gathered between forward and backward, and that attention runs the kernel that torch 2.13 selects. The pull "
-        "request does not name its model: its batch is that of torchtitan's configuration for Llama 2 7B. There the "
-        "estimates also assume that the float32 logits live until the next ones replace them, as in the pull "
-        "request's code; without these 1.95 GiB, active is estimated 4.0 % and 8.7 % too low. That assumption was "
-        "found by looking for the cause of this difference. Published reserved bytes of Llama 2 are from 1,000 steps, "
-        "estimated ones from two. The other rows of the sources use compiled models, FSDP1, Float8, pipelines or "
-        "context parallelism and are left out. Four rows are too few to validate the estimates."
+        "Four rows are too few to validate the estimates. The estimates are those of `lowtide estimate --device ... "
+        "--rank 0 bench/published/llama3.py`. The other rows of the sources use compiled models, FSDP1, Float8, "
+        "pipelines or context parallelism and are left out.\n\n"
+        "- *published*: the memory that the sources report, measured on H100s with 95 GiB and a torch of 2024. That "
+        "of Llama 2 is reported in percent of 95.04 GiB.\n"
+        "- *active*: `active_bytes`, which are compared with the estimate's allocated bytes.\n"
+        "- *reserved*: published reserved bytes of Llama 2 are from 1,000 steps, estimated ones from two.\n"
+        "- *expandable*: the estimated reserved bytes with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. The "
+        "sources do not say which allocator setting was used, so both are shown.\n\n"
+        "The estimates assume that the root's parameters stay gathered between forward and backward, and that "
+        "attention runs the kernel that torch 2.13 selects. The pull request does not name its model: its batch is "
+        "that of torchtitan's configuration for Llama 2 7B. For its rows the estimates also assume that the float32 "
+        "logits live until the next ones replace them, as in the pull request's code. Without these 1.95 GiB, active "
+        "is estimated 4.0 % and 8.7 % too low. That assumption was found by looking for the cause of this difference."
     )
     yield ""
     yield (

@@ -1,5 +1,6 @@
 """README, its Japanese version and docs: links and names exist, code runs, tables match the source."""
 
+import ast
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from contest.tables import text_after_commands
 from torch import Tensor, nn
 
 import api_page
@@ -116,6 +118,16 @@ def test_the_site_has_every_page_and_every_public_name() -> None:
         entry.partition("/")[0] for entry in entries
     }
     assert text_of(ROOT / "docs" / "api.md") == api_page.page()
+
+
+@pytest.mark.parametrize("name", ["compiled", "compiled_whole", "sharded"])
+def test_a_measured_page_says_what_its_script_says(name: str) -> None:
+    doc = ast.get_docstring(ast.parse(text_of(ROOT / "bench" / f"{name}.py")), clean=False)
+    assert doc is not None
+    caption = "\n".join(text_after_commands(doc))
+    assert "- *peak*: " in caption
+    page = text_of(ROOT / "docs" / f"{name}.md")
+    assert f"Made by `python bench/{name}.py`.\n\n{caption}\n\n" in page
 
 
 def test_the_table_of_folders_has_every_folder() -> None:

@@ -68,11 +68,19 @@ def rows_of(description: str, columns: Sequence[str], rows: Iterable[Measured]) 
         yield row.line(plain_bytes)
 
 
+def text_after_commands(doc: str) -> list[str]:
+    """Return the lines of a script's docstring that follow its commands, which are indented."""
+    _, _, text = doc.rpartition("\n    python ")
+    return text.partition("\n\n")[2].rstrip().splitlines()
+
+
 def head(page: str, title: str, doc: str, runs_in: str) -> Iterator[str]:
-    """What a page says before its tables: the last paragraph of its script's own words, and what it ran on."""
+    """Yield the text before a page's tables: its script's docstring after the commands, and what the script ran on."""
     yield f"# {title}"
     yield ""
-    yield f"`python bench/{page}.py`. " + " ".join(doc.split("\n\n")[-1].split())
+    yield f"Made by `python bench/{page}.py`."
+    yield ""
+    yield from text_after_commands(doc)
     yield ""
     yield f"torch {torch.__version__}, Python {platform.python_version()}, {runs_in}, with"
     yield " ".join(f"`{key}={value}`" for key, value in allocator.SETTINGS.items()) + "."
