@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -80,37 +81,22 @@ def plan(
     """
     Profile.expect(profile, "plan")
     simulator = simulator_of(profile, offload=offload)
-    plain_bytes = plain_peak_bytes(profile)
+    unplanned, plain_bytes = unplanned_step(profile), plain_peak_bytes(profile)
     budget_bytes = parse_budget(budget, of=plain_bytes)
-    decisions, bound_ms = Decisions(), 0.0
-    unplanned = unplanned_step(profile)
+    decisions, predicted, bound_ms = Decisions(), unplanned, 0.0
     if plain_bytes > budget_bytes:
         until = None if time_limit_s is None else time.monotonic() + time_limit_s
-        search = solver if solver is not solve else functools.partial(solve, until=until)
         make_simulator = functools.partial(simulator_of, profile, allow, offload=offload)
-        results = {
-            n: _solve_with_in_place(simulator, make_simulator(minimize, in_place=n), budget_bytes, n, search)
-            for n in prefix_lengths(profile)
-        }
-        feasible = [each for each in results.values() if isinstance(each, Decisions)]
-        if not feasible:
-            # the error reports the time of the smallest peak, and the costs in this profile are not times
-            if minimize == "flops":
-                solver(make_simulator(in_place=len(profile.in_place)), budget_bytes)
-            raise next(each for each in reversed(results.values()) if isinstance(each, Infeasible))
-        decisions = min(feasible, key=lambda each: _cost(simulator.predict(each), minimize))
-        if minimize == "time":
-            bound_ms = min(
-                _bound_ms(simulator, make_simulator(in_place=n), budget_bytes, n, results[n], until) for n in results
-            )
-    predicted = simulator.predict(decisions) if plain_bytes > budget_bytes else unplanned
+        decisions, bound_ms = _search(simulator, make_simulator, budget_bytes, minimize, solver, until)
+        predicted = simulator.predict(decisions)
+        assert predicted.peak_bytes <= budget_bytes or decisions == Decisions(), (
+            "the solver's decisions are over the budget"
+        )
     levers_ms = sum(lever.extra_ms for lever in profile.levers)
-    assert predicted.peak_bytes <= budget_bytes or decisions == Decisions(), (
-        "the solver's decisions are over the budget"
-    )
-    all_ = len(profile.in_place)
-    most = minimize_peak(simulator_of(profile, allow, minimize, offload=offload, in_place=all_))
-    larger = with_free_recomputes(simulator, replace(most, in_place=frozenset(nodes_in_prefix(profile, all_))))
+    n_in_place = len(profile.in_place)
+    most = minimize_peak(simulator_of(profile, allow, minimize, offload=offload, in_place=n_in_place))
+    most = replace(most, in_place=frozenset(nodes_in_prefix(profile, n_in_place)))
+    larger = with_free_recomputes(simulator, most)  # decisions for batches larger than the profile's
     return Plan(
         **_decided_fields(profile, decisions),
         fingerprint=profile.fingerprint,
@@ -131,6 +117,38 @@ def plan(
         allows_in_place=profile.allows_in_place,
         graphs=profile.graphs,
         notes=profile.notes,
+    )
+
+
+def _search(
+    simulator: Simulator,
+    make_simulator: Callable[..., Simulator],
+    budget_bytes: int,
+    minimize: Objective,
+    solver: Solver,
+    until: float | None,
+) -> tuple[Decisions, float]:
+    """Return the best decisions over all numbers of gradients in place, and a lower bound on their time.
+
+    `make_simulator` gives the simulator of the decisions that are allowed. Raises Infeasible if none fit.
+    """
+    profile = simulator.profile
+    search = solver if solver is not solve else functools.partial(solve, until=until)
+    results = {
+        n: _solve_with_in_place(simulator, make_simulator(minimize, in_place=n), budget_bytes, n, search)
+        for n in prefix_lengths(profile)
+    }
+    feasible = [each for each in results.values() if isinstance(each, Decisions)]
+    if not feasible:
+        # the error reports the time of the smallest peak, and the costs in this profile are not times
+        if minimize == "flops":
+            solver(make_simulator(in_place=len(profile.in_place)), budget_bytes)
+        raise next(each for each in reversed(results.values()) if isinstance(each, Infeasible))
+    decisions = min(feasible, key=lambda each: _cost(simulator.predict(each), minimize))
+    if minimize == "flops":
+        return decisions, 0.0
+    return decisions, min(
+        _bound_ms(simulator, make_simulator(in_place=n), budget_bytes, n, results[n], until) for n in results
     )
 
 
