@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lowtide._torch.device_timing import now_ms
 from lowtide._torch.joint_graph import always_partitioned, kernels_left_out
@@ -262,45 +262,38 @@ def compare_with_plain(
         step = updates.step
         outcome = partial(Outcome.of, model, counts=unchanged.counts)
         untouched = outcome(lambda _: None, batch)
-        with apply(model, plan, optimizer=optimizer) as applied:
-            planned = outcome(step, batch, copies=copies)
-            advance()
-            updates.follow()
-            updates.undo()
-            peaks = _measured_peaks(model, updates, batch, unchanged, plan)
-            unchanged.restore_for_rerun()
-            planned_ms = _timed(model, step, batch)  # not recorded, like the plain step: recording takes time
+        planned = _run_planned(model, updates, batch, plan, optimizer, unchanged, copies=copies)
         unchanged.restore()
         advance()
-        plain, plain_ms = _plain(model, step, batch, unchanged, copies=copies)
-        compare_with = plain
+        plain, plain_ms = _run_plain(model, step, batch, unchanged, copies=copies)
+        expected = plain
         if inexact:
             unchanged.restore()
             with enable(model, inexact, optimizer):
-                compare_with, _ = _plain(model, step, batch, unchanged)
-        differences = None if compare_with is None else _differences(plan, untouched, planned, compare_with)
+                expected, _ = _run_plain(model, step, batch, unchanged)
+        differences = None if expected is None else _differences(plan, untouched, planned.outcome, expected)
 
-        def once_more() -> Outcome:
+        def repeat_expected() -> Outcome:
             unchanged.restore()
             with enable(model, inexact, optimizer):
                 return outcome(step, batch)
 
         advance()
-        nondeterministic = _nondeterministic(differences or {}, compare_with, once_more)
-        stage.result = f"verified the plan for {name}: {format_bytes(max(peaks))} peak measured"
+        nondeterministic = _nondeterministic(differences or {}, expected, repeat_expected)
+        stage.result = f"verified the plan for {name}: {format_bytes(planned.peak_bytes)} peak measured"
     return Verdict(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.predicted.peak_bytes,
-        measured_peak_bytes=max(peaks),
+        measured_peak_bytes=planned.peak_bytes,
         budget_for=plan.budget_for,
-        planned_ms=planned_ms,
+        planned_ms=planned.ms,
         plain_ms=plain_ms,
         predicted_extra=plan.predicted.extra_ms / plan.step_ms if plan.step_ms else None,
         differences=differences,
         levers=tuple(lever.name for lever in inexact),
-        relative_differences=plain.relative_differences(planned) if copies and plain is not None else None,
+        relative_differences=plain.relative_differences(planned.outcome) if copies and plain is not None else None,
         nondeterministic=nondeterministic,
-        drifted=tuple(sorted(applied.drifted)),
+        drifted=planned.drifted,
         changes=unchanged.changes,
     )
 
@@ -328,6 +321,51 @@ def scheduled_peak(
             return recorded_peak(model, updates, batch, unchanged)
         except Exception:  # the caller compiles the kernels then
             return None
+
+
+class _PlannedRun(NamedTuple):
+    """Results of the steps that a verification runs under the plan."""
+
+    outcome: Outcome
+    peak_bytes: int
+    ms: float
+    drifted: tuple[str, ...]
+
+
+def _run_planned(
+    model: nn.Module,
+    updates: Updates,
+    batch: Any,
+    plan: Plan,
+    optimizer: Optimizers,
+    unchanged: StepSnapshot,
+    *,
+    copies: bool,
+) -> _PlannedRun:
+    """Run a step under the plan to compare, others to measure the peak, and one to time."""
+    with apply(model, plan, optimizer=optimizer) as applied:
+        outcome = Outcome.of(model, updates.step, batch, copies=copies, counts=unchanged.counts)
+        advance()
+        updates.follow()
+        updates.undo()
+        peaks = _measured_peaks(model, updates, batch, unchanged, plan)
+        unchanged.restore_for_rerun()
+        ms = _timed(model, updates.step, batch)  # not recorded, like the plain step: recording takes time
+    return _PlannedRun(outcome, max(peaks), ms, tuple(sorted(applied.drifted)))
+
+
+def _run_plain(
+    model: nn.Module, step: Callable[[Any], Any], batch: Any, unchanged: StepSnapshot, *, copies: bool = False
+) -> tuple[Outcome | None, float | None]:
+    """Return the outcome of a step without the plan, and the time of another in ms; None, None if out of memory."""
+    try:
+        outcome = Outcome.of(model, step, batch, copies=copies, counts=unchanged.counts)
+        unchanged.restore_for_rerun()
+        return outcome, _timed(model, step, batch)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    return None, None
 
 
 def _measured_peaks(model: nn.Module, updates: Updates, batch: Any, unchanged: StepSnapshot, plan: Plan) -> list[int]:
@@ -373,16 +411,3 @@ def _timed(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> float:
     began = now_ms(place)
     step(batch)
     return now_ms(place) - began
-
-
-def _plain(
-    model: nn.Module, step: Callable[[Any], Any], batch: Any, unchanged: StepSnapshot, *, copies: bool = False
-) -> tuple[Outcome | None, float | None]:
-    try:
-        outcome = Outcome.of(model, step, batch, copies=copies, counts=unchanged.counts)
-        unchanged.restore_for_rerun()
-        return outcome, _timed(model, step, batch)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    return None, None
