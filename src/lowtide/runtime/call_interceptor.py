@@ -162,7 +162,7 @@ class OuterInterceptor:
         self.around, self.owner = pass_on, None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling_here() or is_tracing():  # a trace is of the model alone
+        if is_traced() or (is_compiling_anywhere() and is_compiling_here()) or is_tracing():
             return self.inner(*args, **kwargs)
         if threading.get_ident() != self._thread:
             caller = sys._getframe(1).f_locals.get("self")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from operator import attrgetter
 from typing import Any
 
 from lowtide.runtime.call_arguments import tensors_in_call
+
+_SHAPE = attrgetter("shape")
 
 Shapes = tuple[tuple[int, ...], ...]
 """Shapes of all tensors passed to a call, in order."""
@@ -14,7 +17,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
     """Return the shapes of a call's tensors; 0-dimensional ones, such as a token count, are left out."""
-    return tuple([tuple(tensor.shape) for tensor in tensors_in_call(args, kwargs) if tensor.dim()])
+    return tuple(filter(None, map(_SHAPE, tensors_in_call(args, kwargs))))
 
 
 def shapes_in(words: str) -> Shapes:
@@ -46,7 +49,7 @@ def have_one_form(one: Shapes, other: Shapes) -> bool:
 
 def elements_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return `elements` of the shapes of a call's tensors."""
-    return sum([tensor.numel() for tensor in tensors_in_call(args, kwargs) if tensor.dim()])
+    return elements(shapes_of(args, kwargs))
 
 
 def elements(shapes: Shapes) -> int:

@@ -16,7 +16,7 @@ from lowtide._torch.compiled_code import called_between_graphs
 from lowtide.runtime.batch_tensors import in_words
 from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.call_interceptor import OuterInterceptor, pass_on
-from lowtide.runtime.call_shapes import Shapes, elements, no_larger, shapes_in
+from lowtide.runtime.call_shapes import Shapes, elements, no_larger, shapes_in, shapes_of
 from lowtide.runtime.composite_model import name_of
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.live_optimizers import is_of, optimizers_of, state_bytes
@@ -72,10 +72,10 @@ class PlanGuard:
         """Check a training call of the model, or of a part of it."""
         if self._is_over:
             return
-        tensors = tensors_in_call(args, kwargs)
-        shapes = tuple([tensor.shape for tensor in tensors if tensor.dim()])
+        shapes = shapes_of(args, kwargs)
         if shapes not in self._fitting and not self._fits(shapes):
-            what = f"was given {in_words(tensors)}, and the plan is for {' and for '.join(self._plan.input_shapes)}"
+            given, planned = in_words(tensors_in_call(args, kwargs)), " and for ".join(self._plan.input_shapes)
+            what = f"was given {given}, and the plan is for {planned}"
             if elements(shapes) > self._most and self._is_taken(what):
                 self._stop()
             else:
@@ -151,17 +151,18 @@ STATE_LOOKS = 2
 def more_state(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> RemovableHandle:
     """Warn once if optimizers of the model have more state after an update than the plan counts."""
     reference, counted_bytes = weakref.ref(model), plan.plain.parts.get("optimizer", 0)
-    looks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+    looks: dict[weakref.ref[Optimizer], int] = {}  # a WeakKeyDictionary takes a call of a Python function to look into
     is_said = False
 
     @called_between_graphs
     def updated(optimizer: Optimizer, *_: Any) -> None:
         nonlocal is_said
         model = reference()
-        if model is None or is_said or looks.get(optimizer, 0) == STATE_LOOKS:
+        n_looks = looks.get(weakref.ref(optimizer), 0)
+        if model is None or is_said or n_looks == STATE_LOOKS:
             return
-        looks[optimizer] = looks.get(optimizer, 0) + 1
-        mine = [o for o in looks if is_of(model, o)]
+        looks[weakref.ref(optimizer)] = n_looks + 1
+        mine = [o for look in looks if (o := look()) is not None and is_of(model, o)]
         if optimizer in mine and (more_bytes := state_bytes(mine, place_of(model)) - counted_bytes) > 0:
             is_said = True
             say(

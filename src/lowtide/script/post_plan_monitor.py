@@ -34,7 +34,7 @@ class PostPlanMonitor:
         self.model = weakref.ref(model)
         self._modules = [weakref.ref(module) for module in model.modules()]
         mine = ids(model.parameters())
-        self._known = {id(o): weakref.ref(o) for o in optimizers if mine & held_by(o)}
+        self.known = {weakref.ref(o): None for o in optimizers if mine & held_by(o)}
         """Optimizers of the model, including those that were first observed after the plan was made."""
         self._place = place_of(model)
         self._timed: int | None = None
@@ -46,12 +46,7 @@ class PostPlanMonitor:
 
     def optimizers(self) -> list[Optimizer]:
         """Return the model's optimizers that are alive."""
-        return [optimizer for known in self._known.values() if (optimizer := known()) is not None]
-
-    def knows(self, optimizer: Optimizer) -> bool:
-        """Return True if an optimizer is known to be the model's."""
-        known = self._known.get(id(optimizer))
-        return known is not None and known() is optimizer
+        return [optimizer for known in self.known if (optimizer := known()) is not None]
 
     def count_time(self, optimizer: Optimizer) -> None:
         """Count an update, and tell the listener the mean time of a step after the last of those that are timed."""
@@ -71,7 +66,7 @@ class PostPlanMonitor:
             return
         modules = [module for reference in self._modules if (module := reference()) is not None]
         if any(held_by(optimizer) & ids(module.parameters(recurse=False)) for module in modules):
-            self._known[id(optimizer)] = weakref.ref(optimizer)
+            self.known[weakref.ref(optimizer)] = None
         else:
             self._modules.clear()
             self._listener.passes_over()

@@ -406,7 +406,7 @@ class Steps:
 
     def _updates_afterwards(self, monitor: PostPlanMonitor, optimizer: Optimizer) -> None:
         """Count an update, and detect steps again if more are needed. It runs in every step, so it makes few calls."""
-        if not monitor.knows(optimizer):
+        if weakref.ref(optimizer) not in monitor.known:
             if self._is_elsewhere(optimizer):
                 return
             monitor.updated(optimizer)

@@ -88,11 +88,12 @@ def delay_interrupts() -> Callable[[], None]:
 
 def install_handler() -> None:
     """Install Lowtide's handler in front of the process's handler, if another one has been set since."""
+    # the function in C: the one of `signal` looks up an Enum first, in every step
+    handler: Any = _signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Handler) or not callable(handler):
+        return
     if threading.get_ident() == threading.main_thread().ident:
-        # the function in C: the one of `signal` looks up an Enum first, in every step
-        handler: Any = _signal.getsignal(signal.SIGINT)
-        if callable(handler) and not isinstance(handler, _Handler):
-            signal.signal(signal.SIGINT, _Handler(handler))
+        signal.signal(signal.SIGINT, _Handler(handler))
 
 
 def _release_claim(claim: object) -> None:
