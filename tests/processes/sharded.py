@@ -8,6 +8,8 @@ import torch
 from together import refused
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import lowtide
@@ -141,6 +143,68 @@ def fits_half_precision(rank: int) -> None:
 
 def fits_what_stays_whole(rank: int) -> None:
     compare(rank, kept_whole)
+
+
+def copied(model: Any) -> None:
+    grid = distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=("copied", "sharded"))
+    for unit in (*model.transformer.h, model):
+        fully_shard(unit, mesh=grid)
+
+
+def fits_copies(rank: int) -> None:
+    """HSDP sums gradients over processes that have the same shards."""
+    compare(rank, copied)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.special.erf(self.down(nn.functional.gelu(self.up(self.norm(x))))).sinh()
+
+
+def fits_tensor_parallel(rank: int) -> None:
+    """Products are shared, and norms have parts of the sequences: each block gathers, scatters and sums."""
+
+    def built() -> tuple[nn.Module, Step]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Mlp() for _ in range(3)])
+        plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1))}
+        for block in model:
+            parallelize_module(block, mesh(), plan | {"down": RowwiseParallel(output_layouts=Shard(1))})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+        def step(batch: Tensor) -> Tensor:
+            loss: Tensor = model(batch).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return model, step
+
+    def trained(model: nn.Module, step: Step) -> tuple[list[Tensor], int]:
+        for _ in range(3):
+            before = n_collectives()
+            step(batch)
+        return own_parts(model), n_collectives() - before
+
+    batch = torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(rank))
+    plain, sent = trained(*built())
+    model, step = built()
+    parts, before = own_parts(model), n_collectives()
+    with lowtide.fit(model, step, batch, budget="97%") as fitted:
+        assert n_collectives() == before, "a rehearsal waits for others"
+        assert equal(parts, own_parts(model))
+        assert fitted.plan.recompute
+        assert fitted.plan.predicted.peak_bytes == pytest.approx(fitted.verdict.measured_peak_bytes, rel=0.01)
+        planned, planned_sent = trained(model, step)
+        assert not fitted.applied.drifted
+    assert equal(plain, planned), "other bits"
+    assert planned_sent == sent > 0, "something was sent once more"
 
 
 def fits_units_in_units(rank: int) -> None:

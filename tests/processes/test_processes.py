@@ -42,6 +42,8 @@ WAYS = (
             (
                 "sharded.fits",
                 "sharded.fits_what_stays_whole",
+                "sharded.fits_copies",
+                "sharded.fits_tensor_parallel",
                 "sharded.fits_units_in_units",
                 "sharded.fits_steps_of_micro_batches",
                 "sharded.is_as_it_was",

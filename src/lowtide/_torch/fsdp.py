@@ -173,17 +173,6 @@ def forget_step(module: Any) -> None:
         group.forget_gradients()
 
 
-def sum_over_processes(how: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Sum distributed tensors with `how`, for example for the norm in gradient clipping. Return the previous function.
-
-    Torch 2.13, since 2.5.
-    """
-    functional: Any = torch.distributed._functional_collectives
-    before: Callable[..., torch.Tensor] = functional.all_reduce
-    functional.all_reduce = how
-    return before
-
-
 @contextlib.contextmanager
 def purposes_known(
     inside: Callable[[Purpose], AbstractContextManager[None]], becomes: Callable[[torch.Tensor, Purpose], None]

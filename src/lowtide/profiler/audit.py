@@ -47,7 +47,7 @@ from lowtide.runtime.view_geometry import producer
 from lowtide.state.appended_items import undo_appends
 from lowtide.state.bitwise import identical
 from lowtide.state.own_generators import DRAWS, OwnGenerators
-from lowtide.state.process_group import n_sent
+from lowtide.state.process_group import n_computed
 from lowtide.state.side_effects import CodeState
 from lowtide.utils import progress
 
@@ -283,7 +283,7 @@ class Audit(RecomputeAudit, Observer):
 
     def _n_sent(self) -> int:
         """Return the number of collective operations so far, without those that gathered parameters."""
-        return n_sent() - self._units.n_sent
+        return n_computed() - self._units.n_sent
 
     def try_all(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> str | None:
         """Replay a call, and advance a block to its result. Return the reason why it can't be replayed, or None."""

@@ -2,8 +2,9 @@
 
 Each process decides by itself how many steps a rehearsal takes. So during a rehearsal modules wrapped in
 DistributedDataParallel send nothing, neither gradients nor buffers, as inside its `no_sync()`, and modules sharded by
-`fully_shard` (FSDP2) use their own part of each parameter in place of all the other parts. A step that waits for other
-processes all the same, such as one with SyncBatchNorm, is refused.
+`fully_shard` (FSDP2) use their own part of each parameter in place of all the other parts. So do the collectives of
+distributed tensors, as in tensor parallel models. A step that waits for other processes all the same, such as one with
+SyncBatchNorm, is refused.
 """
 
 from __future__ import annotations
@@ -16,8 +17,15 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lowtide._torch.distributed import awaits_first_backward, has_new_buckets, n_collectives
-from lowtide._torch.fsdp import ShardGroup, forget_step, shard_groups, sum_over_processes
+from lowtide._torch.distributed import (
+    awaits_first_backward,
+    collectives_alone,
+    has_new_buckets,
+    is_wrapping,
+    n_collectives,
+    n_local_collectives,
+)
+from lowtide._torch.fsdp import ShardGroup, forget_step, shard_groups
 from lowtide.errors import RehearsalError
 from lowtide.runtime.fsdp_scopes import units
 
@@ -31,6 +39,11 @@ def several_processes() -> bool:
 def n_sent() -> int:
     """Return the number of collective operations that this process has taken part in so far."""
     return n_collectives() if several_processes() else 0
+
+
+def n_computed() -> int:
+    """Return the number of collective operations so far, with those that a rehearsal computed in this process alone."""
+    return n_sent() + n_local_collectives()
 
 
 def check_sharding(modules: Iterable[torch.nn.Module]) -> None:
@@ -121,8 +134,8 @@ class NoSync:
         for group in groups:
             self._undo.callback(setattr, group, "senders", group.senders)
             group.senders = _LocalShard(), _LocalShard()
-        if self._units:
-            self._undo.callback(sum_over_processes, sum_over_processes(_own_sum))
+        if any(is_wrapping(type(parameter)) for module in modules for parameter in module.parameters(recurse=False)):
+            self._undo.enter_context(collectives_alone())
 
     def forget_step(self) -> None:
         """Reset the units to the state between two steps, also after an aborted step."""
@@ -132,11 +145,6 @@ class NoSync:
     def end(self) -> None:
         """Allow gradients to be sent to other processes again."""
         self._undo.close()
-
-
-def _own_sum(tensor: torch.Tensor, *_: Any, **settings: Any) -> torch.Tensor:
-    """Return the sum over this process alone: the tensor itself, copied."""
-    return tensor.clone()
 
 
 class _LocalShard:
