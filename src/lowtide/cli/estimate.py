@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -126,14 +126,12 @@ def estimate(
     if snapshot_to is not None and len(sizes) > 1:
         raise click.UsageError("--snapshot records one step: give --batch once.")
 
+    # invalid values are rejected before torch is loaded
     from lowtide.memory.gpu_specs import parse_gpus
     from lowtide.utils.amounts import parse_bytes
 
-    gpu, n_gpus = (None, None) if device is None else parse_gpus(device)  # reject invalid values before torch is loaded
-    if gpu is not None and budget is not None:
-        raise click.UsageError(
-            f"--budget is a limit on this machine, and --device asks whether the step fits on {gpu.name}."
-        )
+    gpu, n_gpus = (None, None) if device is None else parse_gpus(device)
+    _check_budget(gpu, budget)
     budget_bytes = None if budget is None else parse_bytes(budget)
     _check_how(gpu, how, fewest=fewest)
     if plan_file is not None and (fewest or sizes or how != "plain"):
@@ -186,14 +184,19 @@ def estimate(
         click.echo(sweep(estimates))
     if json_to != "-" and budget_bytes is not None:
         click.echo("\n".join(_against(budget_bytes, estimates)))
-    text = json.dumps([record(estimate, size, budget_bytes, plan) for size, estimate in estimates.items()], indent=1)
-    if json_to is not None:
-        write(text, json_to)
-    if record_to is not None:
-        Path(record_to).write_text(text, encoding="utf-8")
+    records = [record(estimate, size, budget_bytes, plan) for size, estimate in estimates.items()]
+    _write_files(records, json_to, record_to)
     if report_to is not None:
         write_report(_record(estimates, target), report_to)
     return 0 if all(is_within(estimate, budget_bytes, strict=strict) for estimate in estimates.values()) else 1
+
+
+def _check_budget(gpu: GpuSpec | None, budget: str | None) -> None:
+    """Raise UsageError for a `--budget` beside `--device`."""
+    if gpu is not None and budget is not None:
+        raise click.UsageError(
+            f"--budget is a limit on this machine, and --device asks whether the step fits on {gpu.name}."
+        )
 
 
 def _check_how(gpu: GpuSpec | None, how: How, *, fewest: bool) -> None:
@@ -226,6 +229,15 @@ def _against(budget_bytes: int, estimates: Mapping[int | None, MemoryEstimate]) 
         budget, peak = format_apart(budget_bytes, estimate.peak_bytes)
         words = "is within" if estimate.peak_bytes <= budget_bytes else "is above"
         yield f"{'' if size is None else f'batch {size}: '}{peak} {words} the budget of {budget}"
+
+
+def _write_files(records: list[dict[str, Any]], json_to: str | None, record_to: str | None) -> None:
+    """Write the estimates as JSON to the files of `--json` and `--record`."""
+    text = json.dumps(records, indent=1)
+    if json_to is not None:
+        write(text, json_to)
+    if record_to is not None:
+        Path(record_to).write_text(text, encoding="utf-8")
 
 
 def _record(estimates: Mapping[int | None, MemoryEstimate], target: str) -> RunRecord:

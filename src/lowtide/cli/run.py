@@ -22,8 +22,11 @@ from lowtide.errors import Infeasible, LowtideError, OverBudget
 from lowtide.utils.messages import say
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lowtide.planner.records import Plan
     from lowtide.report.run_record import RunRecord
+    from lowtide.script.fit_steps import Fitting
     from lowtide.script.plan_monitor import PlanMonitor
     from lowtide.script.runner import Script
     from lowtide.utils.amounts import BudgetFor
@@ -93,25 +96,21 @@ def run(
     New, and tested little: models and blocks compiled by torch.compile (small models on a CPU), and several processes
     of torchrun (two on a CPU).
     """
-    if (budget is None) == (plan_file is None):
-        raise click.UsageError(
-            "give either --budget or --plan, before the script: everything after it is passed to the script."
-        )
-    needing_budget = {
-        "--report": (report_to, "comes from another run's rehearsal"),
-        "--save": (save_to, "is in a file already"),
-        "--lever": (levers, "says which levers it has"),
-        "--no-in-place": (no_in_place, "says what it writes in place"),
-        "--budget-for": (budget_for == "reserved", "says which bytes it bounds"),
-    }
-    for option, (is_given, why) in needing_budget.items():
-        if is_given and budget is None:
-            raise click.UsageError(f"{option} needs --budget: the plan of --plan {why}.")
+    _check_options(
+        budget,
+        plan_file,
+        {
+            "--report": (bool(report_to), "comes from another run's rehearsal"),
+            "--save": (bool(save_to), "is in a file already"),
+            "--lever": (bool(levers), "says which levers it has"),
+            "--no-in-place": (no_in_place, "says what it writes in place"),
+            "--budget-for": (budget_for == "reserved", "says which bytes it bounds"),
+        },
+    )
 
     from lowtide.levers import parse_script_lever
     from lowtide.memory.device_budget import check_on_device
     from lowtide.planner.records import Plan
-    from lowtide.report.run_record import record_of, with_frontier
     from lowtide.script.apply_plan import Applying
     from lowtide.script.fit_steps import Fitting
     from lowtide.script.runner import Script
@@ -132,27 +131,63 @@ def run(
         retry=retry,
         progress=not no_progress,
     )
-    records: list[RunRecord] = []
-
-    def keep(plan: Plan) -> None:
-        if save_to is not None:
-            _save(save_to, plan)
-        if report_to is not None and monitor.verdict is not None:
-            proof = monitor.verdict.to_proof()
-            records[:] = [record_of(command, profile=monitor.profile, plan=plan, proof=proof)]
-
-    command = command_line()
-    monitor.when_kept = keep
+    kept = _KeptPlan(monitor, save_to, report_to)
+    monitor.when_kept = kept.keep
     try:
         code = _train(script, monitor)
     except (Infeasible, OverBudget) as why:
-        if report_to is not None and monitor.profile is not None:
-            refused = replace(record_of(command, profile=monitor.profile), refusal=str(why))
-            write_report(with_frontier(refused), report_to)
+        kept.report_refusal(why)
         raise
-    if report_to is not None and records:
-        write_report(with_frontier(records[0]), report_to)
+    kept.report()
     return code
+
+
+def _check_options(budget: str | None, plan_file: str | None, needing_budget: Mapping[str, tuple[bool, str]]) -> None:
+    """Raise UsageError unless there is one of `--budget` and `--plan`, and no option that needs the other one.
+
+    `needing_budget` has for each option of `--budget` True if it is given, and what a plan file does instead.
+    """
+    if (budget is None) == (plan_file is None):
+        raise click.UsageError(
+            "give either --budget or --plan, before the script: everything after it is passed to the script."
+        )
+    for option, (is_given, why) in needing_budget.items():
+        if is_given and budget is None:
+            raise click.UsageError(f"{option} needs --budget: the plan of --plan {why}.")
+
+
+class _KeptPlan:
+    """The plan that stays in force: saved at once, and reported when the script has ended."""
+
+    def __init__(self, monitor: Fitting, save_to: str | None, report_to: str | None) -> None:
+        self._monitor, self._save_to, self._report_to = monitor, save_to, report_to
+        self._command = command_line()
+        self._record: RunRecord | None = None
+
+    def keep(self, plan: Plan) -> None:
+        """Save the plan, and remember its record for the report."""
+        from lowtide.report.run_record import record_of
+
+        if self._save_to is not None:
+            _save(self._save_to, plan)
+        if self._report_to is not None and self._monitor.verdict is not None:
+            proof = self._monitor.verdict.to_proof()
+            self._record = record_of(self._command, profile=self._monitor.profile, plan=plan, proof=proof)
+
+    def report(self) -> None:
+        """Write the report, if one is wanted and a plan was kept."""
+        from lowtide.report.run_record import with_frontier
+
+        if self._report_to is not None and self._record is not None:
+            write_report(with_frontier(self._record), self._report_to)
+
+    def report_refusal(self, why: LowtideError) -> None:
+        """Write a report of the rehearsed step and of the error, if one is wanted and a step was rehearsed."""
+        from lowtide.report.run_record import record_of, with_frontier
+
+        if self._report_to is not None and self._monitor.profile is not None:
+            refused = replace(record_of(self._command, profile=self._monitor.profile), refusal=str(why))
+            write_report(with_frontier(refused), self._report_to)
 
 
 def _train(script: Script, monitor: PlanMonitor) -> int:
