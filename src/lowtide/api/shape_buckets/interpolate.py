@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lowtide.planner.records import StepClocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lowtide.planner.records import Fingerprint, Profile
+    from lowtide.planner.records import Call, Fingerprint, InPlace, Profile, Value
 
 
 PREDICTED = "predicted from two rehearsed sizes"
@@ -34,78 +34,78 @@ def between(small: Profile, large: Profile, share: float, fingerprint: Fingerpri
 
     Bytes are rounded up.
     """
-
-    def line(a: float, b: float) -> float:
-        return a + share * (b - a)
-
-    def whole(a: int, b: int) -> int:
-        return math.ceil(line(a, b) - 1e-6)
-
-    def part(a: int, b: int) -> int:
-        return math.floor(line(a, b) + 1e-6)
-
-    pairs = zip(small.storages, large.storages, strict=True)
-    values = zip(small.values, large.values, strict=True)
-    calls = zip(small.calls, large.calls, strict=True)
+    line = _Line(share)
     peaks = small.measured_plain_peak_bytes, large.measured_plain_peak_bytes
     return replace(
         large,
         fingerprint=fingerprint,
-        static=replace(large.static, inputs=whole(small.static.inputs, large.static.inputs)),
-        base_bytes=_each(whole, small.base_bytes, large.base_bytes),
-        gradient_bytes=_each(whole, small.gradient_bytes, large.gradient_bytes),
-        storages=tuple(replace(b, bytes=whole(a.bytes, b.bytes)) for a, b in pairs),
-        values=tuple(
-            replace(
-                b,
-                bytes=whole(a.bytes, b.bytes),
-                cost_ms=line(a.cost_ms, b.cost_ms),
-                host_ms=line(a.host_ms, b.host_ms),
-                flops=whole(a.flops, b.flops),
-                transient_bytes=whole(a.transient_bytes, b.transient_bytes),
-            )
-            for a, b in values
+        static=replace(large.static, inputs=line.up(small.static.inputs, large.static.inputs)),
+        base_bytes=_each(line.up, small.base_bytes, large.base_bytes),
+        gradient_bytes=_each(line.up, small.gradient_bytes, large.gradient_bytes),
+        storages=tuple(
+            replace(b, bytes=line.up(a.bytes, b.bytes)) for a, b in zip(small.storages, large.storages, strict=True)
         ),
-        calls=tuple(
-            replace(
-                b,
-                cost_ms=line(a.cost_ms, b.cost_ms),
-                host_ms=line(a.host_ms, b.host_ms),
-                flops=whole(a.flops, b.flops),
-                advance_ms=line(a.advance_ms, b.advance_ms),
-                advance_host_ms=line(a.advance_host_ms, b.advance_host_ms),
-                advance_flops=whole(a.advance_flops, b.advance_flops),
-                begins_at=None if a.begins_at is None or b.begins_at is None else part(a.begins_at, b.begins_at),
-            )
-            for a, b in calls
-        ),
-        in_place=tuple(
-            replace(
-                b,
-                nodes={node: math.floor(line(a.nodes[node], least)) for node, least in b.nodes.items()},
-                saved_bytes=_each(part, a.saved_bytes, b.saved_bytes),
-                extra_ms=line(a.extra_ms, b.extra_ms),
-            )
-            for a, b in zip(small.in_place, large.in_place, strict=True)
-        ),
-        step_ms=line(small.step_ms, large.step_ms),
-        clocks=_clocks(small.clocks, large.clocks, line),
-        measured_plain_peak_bytes=None if peaks[0] is None or peaks[1] is None else whole(peaks[0], peaks[1]),
+        values=tuple(map(line.value, small.values, large.values)),
+        calls=tuple(map(line.call, small.calls, large.calls)),
+        in_place=tuple(map(line.in_place, small.in_place, large.in_place)),
+        step_ms=line.at(small.step_ms, large.step_ms),
+        clocks=None if small.clocks is None or large.clocks is None else line.clocks(small.clocks, large.clocks),
+        measured_plain_peak_bytes=None if peaks[0] is None or peaks[1] is None else line.up(peaks[0], peaks[1]),
         notes=(*large.notes, PREDICTED),
     )
 
 
-def _clocks(
-    small: StepClocks | None, large: StepClocks | None, line: Callable[[float, float], float]
-) -> StepClocks | None:
-    if small is None or large is None:
-        return None
-    return StepClocks(
-        host_ms=tuple(map(line, small.host_ms, large.host_ms)),
-        device_ms=tuple(map(line, small.device_ms, large.device_ms)),
-        kept_slot_ms=line(small.kept_slot_ms, large.kept_slot_ms),
-        packed_slot_ms=line(small.packed_slot_ms, large.packed_slot_ms),
-    )
+class _Line(NamedTuple):
+    """Interpolation at `share` of the way from a part of a small profile, `a`, to that of a large one, `b`."""
+
+    share: float
+
+    def at(self, a: float, b: float) -> float:
+        return a + self.share * (b - a)
+
+    def up(self, a: int, b: int) -> int:
+        return math.ceil(self.at(a, b) - 1e-6)
+
+    def down(self, a: int, b: int) -> int:
+        return math.floor(self.at(a, b) + 1e-6)
+
+    def value(self, a: Value, b: Value) -> Value:
+        return replace(
+            b,
+            bytes=self.up(a.bytes, b.bytes),
+            cost_ms=self.at(a.cost_ms, b.cost_ms),
+            host_ms=self.at(a.host_ms, b.host_ms),
+            flops=self.up(a.flops, b.flops),
+            transient_bytes=self.up(a.transient_bytes, b.transient_bytes),
+        )
+
+    def call(self, a: Call, b: Call) -> Call:
+        return replace(
+            b,
+            cost_ms=self.at(a.cost_ms, b.cost_ms),
+            host_ms=self.at(a.host_ms, b.host_ms),
+            flops=self.up(a.flops, b.flops),
+            advance_ms=self.at(a.advance_ms, b.advance_ms),
+            advance_host_ms=self.at(a.advance_host_ms, b.advance_host_ms),
+            advance_flops=self.up(a.advance_flops, b.advance_flops),
+            begins_at=None if a.begins_at is None or b.begins_at is None else self.down(a.begins_at, b.begins_at),
+        )
+
+    def in_place(self, a: InPlace, b: InPlace) -> InPlace:
+        return replace(
+            b,
+            nodes={node: math.floor(self.at(a.nodes[node], least)) for node, least in b.nodes.items()},
+            saved_bytes=_each(self.down, a.saved_bytes, b.saved_bytes),
+            extra_ms=self.at(a.extra_ms, b.extra_ms),
+        )
+
+    def clocks(self, a: StepClocks, b: StepClocks) -> StepClocks:
+        return StepClocks(
+            host_ms=tuple(map(self.at, a.host_ms, b.host_ms)),
+            device_ms=tuple(map(self.at, a.device_ms, b.device_ms)),
+            kept_slot_ms=self.at(a.kept_slot_ms, b.kept_slot_ms),
+            packed_slot_ms=self.at(a.packed_slot_ms, b.packed_slot_ms),
+        )
 
 
 def _each(line: Callable[[int, int], int], few: tuple[int, ...], many: tuple[int, ...]) -> tuple[int, ...]:
