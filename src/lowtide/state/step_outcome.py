@@ -113,31 +113,19 @@ class Outcome:
                     hooks.callback(hook.remove)
             result = step(batch)
         digest_gradients(len(optimizers))
-        unique = {id(optimizer): optimizer for optimizer in optimizers}.values()
-        parameters = [(o, p) for o in unique for group in o.param_groups for p in group["params"]]
-        state = [t for o, p in parameters if p in o.state for t in tensors_in(o.state[p])]
-        random = RandomState.now()
+        random_numbers = _digest_random_numbers()
         for number, tensor in enumerate(tensors_in(result)):
             copy("loss", str(number), tensor)
         for name, parameter in model.named_parameters():
             copy("parameters", name, parameter)
-        return cls(
-            {
-                "loss": {str(i): digest(t) for i, t in enumerate(tensors_in(result))},
-                "gradients": gradients or arrived,
-                "parameters": {name: digest(p) for name, p in model.named_parameters()},
-                "buffers": {name: digest(b) for name, b in model.named_buffers()},
-                "optimizer state": {str(i): digest(t) for i, t in enumerate(state)},
-                "counters": counts(),
-                "random numbers": {
-                    "cpu": digest(random.torch_cpu),
-                    **{f"GPU {gpu}": digest(state) for gpu, state in random.torch_gpus.items()},
-                    "python": _text_digest(repr(random.python)),
-                    "numpy": _text_digest(repr(random.numpy)),
-                },
-            },
-            copied,
-        )
+        digests = {
+            "loss": {str(i): digest(t) for i, t in enumerate(tensors_in(result))},
+            "gradients": gradients or arrived,
+            **_digest_state(model, optimizers),
+            "counters": counts(),
+            "random numbers": random_numbers,
+        }
+        return cls(digests, copied)
 
     def made(self, before: Outcome) -> set[str]:
         """Return the kinds of result that are new or changed since `before`."""
@@ -194,3 +182,26 @@ def _parts(tensor: Tensor) -> Iterable[Tensor]:
 
 def _text_digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _digest_state(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, dict[str, str]]:
+    """Return digests of the model's parameters and buffers, and of the state of the optimizers."""
+    unique = {id(optimizer): optimizer for optimizer in optimizers}.values()
+    parameters = [(o, p) for o in unique for group in o.param_groups for p in group["params"]]
+    state = [t for o, p in parameters if p in o.state for t in tensors_in(o.state[p])]
+    return {
+        "parameters": {name: digest(p) for name, p in model.named_parameters()},
+        "buffers": {name: digest(b) for name, b in model.named_buffers()},
+        "optimizer state": {str(i): digest(t) for i, t in enumerate(state)},
+    }
+
+
+def _digest_random_numbers() -> dict[str, str]:
+    """Return digests of the states of all random number generators."""
+    random = RandomState.now()
+    return {
+        "cpu": digest(random.torch_cpu),
+        **{f"GPU {gpu}": digest(state) for gpu, state in random.torch_gpus.items()},
+        "python": _text_digest(repr(random.python)),
+        "numpy": _text_digest(repr(random.numpy)),
+    }
