@@ -75,6 +75,7 @@ class RecomputePath:
 
     def follow(self, builder: Builder, node: Node, output: int, like: Tensor | None) -> Value | None:
         """Return a value that recomputes the output of `node`, as the builder would; None if the path has changed."""
+        # one function: each call of Python here would cost host time for each recomputed tensor of each step
         recipe = self.recipe
         if recipe.device is not None and output_metadata(node, output).device.type != recipe.device:
             return None
@@ -120,19 +121,19 @@ class RecomputePath:
                     return None
                 operands.append(Handle(further))
             elif kind == CAPTURED:
-                if (found := noted(node, name)) is None or isinstance(found[1], NUMBERS):
+                if (captured := noted(node, name)) is None or isinstance(captured[1], NUMBERS):
                     return None
-                sites |= {found[0]}
-                operands.append(Handle(found[1] if isinstance(found[1], Value) else Value(found[1])))
+                sites |= {captured[0]}
+                operands.append(Handle(captured[1] if isinstance(captured[1], Value) else Value(captured[1])))
             else:
                 if not constants[recipe.unless[name]]:
                     return None
                 operands.append(None)
         for name in self.numbers:
-            if (found := noted(node, name)) is None or not isinstance(found[1], NUMBERS):
+            if (captured := noted(node, name)) is None or not isinstance(captured[1], NUMBERS):
                 return None
-            sites |= {found[0]}
-            constants[name] = found[1]
+            sites |= {captured[0]}
+            constants[name] = captured[1]
         if (self.owned or self.computed) and not self.look_up(builder, node, output, like, constants):
             return None
         stride = None if like is None else like.stride()
@@ -248,8 +249,8 @@ def turn_to(
             path = builder.paths[operand.value]
             return None if path is None else Turn(FURTHER, name, empty, edge, path)
         return Turn(EDGE, name, empty, edge)
-    found = noted(node, name)
-    return Turn(CAPTURED, name, empty) if found is not None and not isinstance(found[1], NUMBERS) else None
+    captured = noted(node, name)
+    return Turn(CAPTURED, name, empty) if captured is not None and not isinstance(captured[1], NUMBERS) else None
 
 
 if native is not None:
