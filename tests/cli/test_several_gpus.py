@@ -406,6 +406,35 @@ fully_shard(model, mesh=mesh)
 """ + STEPS.replace("(8, 64", "(512, 64")
 
 
+FROM_META = """
+with torch.device("meta"):
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+fully_shard(model, mesh=mesh)
+model.to_empty(device=device)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model.unshard(async_op=True)
+    model(torch.randn(8, 64, device=device)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_model_from_the_meta_device_is_gathered_ahead(estimate: Estimate) -> None:
+    code, out, err = estimate(FROM_META, "--rank", "0")
+    assert code == 0, err
+    assert "gathered parameters" in out
+
+
+def test_an_evaluation_of_a_model_from_the_meta_device_is_refused(estimate: Estimate) -> None:
+    evaluates = "with torch.no_grad():\n    model(torch.randn(8, 64, device=device))\n"
+    code, out, err = estimate(FROM_META.replace("for _ in", f"{evaluates}for _ in"), "--rank", "0")
+    assert code == 2
+    assert not out
+    assert "the model is called before its first training step" in err
+    assert "Traceback" not in err
+
+
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a plan for two GPUs that are not there."""

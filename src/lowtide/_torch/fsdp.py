@@ -218,6 +218,43 @@ def purposes_known(
 
 
 @contextlib.contextmanager
+def meta_parameters_ungathered(refuse: Callable[[], None]) -> Iterator[None]:
+    """Let `unshard` gather no parameters on the meta device in this block; a forward with them calls `refuse`. Torch
+    2.13, since 2.6.
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    unshard: Callable[..., Any] = FSDPModule.unshard
+    check: Callable[..., Any] = FSDPParamGroup._validate_no_meta_params
+
+    @functools.wraps(unshard)
+    def gather(module: Any, async_op: bool = False) -> Any:
+        if not any(parameter.is_meta for parameter in module.parameters()):
+            return unshard(module, async_op)
+        return _Gathered() if async_op else None
+
+    @functools.wraps(check)
+    def checked(group: Any) -> None:
+        if any(parameter.sharded_param.is_meta for parameter in group.fsdp_params):
+            refuse()
+        check(group)
+
+    with (
+        patch.object(FSDPModule, "unshard", gather),
+        patch.object(FSDPParamGroup, "_validate_no_meta_params", checked),
+    ):
+        yield
+
+
+class _Gathered:
+    """Handle of a finished `unshard`."""
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+
+@contextlib.contextmanager
 def observe_resizes(on_resize: Callable[[torch.UntypedStorage], None], devices: Iterable[str]) -> Iterator[None]:
     """Call `on_resize` after each resize of a storage on one of `devices` inside this `with` block. Torch 2.13.
 

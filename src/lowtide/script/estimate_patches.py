@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -16,8 +16,10 @@ from torch import nn
 from lowtide._torch.backward import ENGINE
 from lowtide._torch.distributed import meshes_on
 from lowtide._torch.fake_modes import function_modes_in_backward
+from lowtide._torch.fsdp import meta_parameters_ungathered
 from lowtide._torch.modules import apply_to_tensors
 from lowtide._torch.patching import replace_function
+from lowtide.errors import RehearsalError
 from lowtide.estimator.compiled_collectives import compile_as_written
 from lowtide.estimator.cuda import process_groups as groups
 from lowtide.estimator.cuda.memory_stats import Usage
@@ -71,6 +73,7 @@ def cuda_for_a_script(gpu: GpuSpec, listener: Estimating, processes: AbsentProce
             stack.enter_context(processes.around())
             stack.enter_context(meshes_on("cpu"))
             stack.enter_context(patch.object(nn.Module, "to_empty", _on_meta(nn.Module.to_empty, listener)))
+            stack.enter_context(meta_parameters_ungathered(_refuse_evaluation))
         for owner, name, function in groups.replacements(processes):
             stack.enter_context(patch.object(owner, name, function))
         if not torch.cuda.is_available():
@@ -78,6 +81,13 @@ def cuda_for_a_script(gpu: GpuSpec, listener: Estimating, processes: AbsentProce
             stack.enter_context(cuda_is_there(gpu, listener.asked, usage))
             stack.enter_context(function_modes_in_backward())
         yield
+
+
+def _refuse_evaluation() -> NoReturn:
+    raise RehearsalError(
+        "the model is called before its first training step, as for an evaluation, and its parameters are on the meta "
+        "device: `to_empty` takes no memory in an estimate.\n  Leave that call out for the estimate."
+    )
 
 
 def _on_meta(to_empty: Callable[..., Any], listener: Estimating) -> Callable[..., Any]:
