@@ -8,7 +8,8 @@ from lowtide.diagnostics.leaks.rules import RULES, Rule
 
 _HEAD = """# Findings of `lowtide watch`
 
-Every problem that the watch can find in a training loop. Codes are stable; a retired code is never reused. This page is
+All mistakes in a training loop that `lowtide watch` reports: tensors and graphs that stay in memory longer than needed,
+work done for nothing, and checkpoints that change results. Codes are stable; a retired code is never reused. This page is
 generated from the rules: `python tools/findings_page.py > docs/findings.md`.
 
 ```python
@@ -18,12 +19,15 @@ with lowtide.watch(model) as watched:
 print(watched)
 ```
 
-`lowtide watch train.py` does the same for an unmodified script; its exit code is 1 if it found something.
-Nothing below 16 KiB or 1 % of a forward's graph is reported, and no output below 5 %.
+`lowtide watch train.py` does the same for an unmodified script; its exit code is 1 if there are findings.
+A finding is reported if it holds at least 16 KiB and 1 % of the memory of a forward's graph; an output, 5 %.
 
-Watching costs little: steps of the demo's GPT-2 take as long as without it (within 3 %, `python bench/watch.py`), after
-five steps that are looked at closely, 0.35 s in all. A loop of tiny steps (0.7 ms) takes 2.2 times as long,
-and 7.4 times under `lowtide.measure` (`--tiny`).
+Watching takes time mainly in the first five steps, which are inspected closely: 0.35 s in all for the demo's GPT-2. Its
+later steps take as long as without the watch (within 3 %, `python bench/watch.py`). A loop of tiny steps (0.7 ms) takes
+2.2 times as long, and 7.4 times under `lowtide.measure` (`--tiny`).
+
+In the fixes below, `NAME` stands for the variable, attribute or container that holds the memory, and train.py:42 for the
+line to look at. A real finding names both.
 """
 
 _REMEDIES = {"LT024": "run the forward at train.py:42 under `torch.no_grad()`"}
@@ -38,7 +42,7 @@ def page() -> str:
 
 def _section(rule: Rule) -> str:
     remedy = _REMEDIES.get(rule.code, "")
-    fix = rule.fix.format(name="x", names="x", owner="x", made="train.py:42", backward="train.py:43", remedy=remedy)
+    fix = rule.fix.format(name="NAME", names="NAME", owner="NAME", made="train.py:42", backward="train.py:43", remedy=remedy)
     return (
         f"## {rule.code} {rule.name}\n\n{rule.what}\n\n**Why it is bad.** {rule.why}\n\n"
         f"```python\n{rule.bad}\n```\n\nUse instead:\n\n```python\n{rule.good}\n```\n\n**Fix**, as reported: {fix}\n"
