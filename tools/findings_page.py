@@ -8,9 +8,9 @@ from lowtide.diagnostics.leaks.rules import RULES, Rule
 
 _HEAD = """# Findings of `lowtide watch`
 
-All mistakes in a training loop that `lowtide watch` reports: tensors and graphs that stay in memory longer than needed,
-work done for nothing, and checkpoints that change results. Codes are stable; a retired code is never reused. This page is
-generated from the rules: `python tools/findings_page.py > docs/findings.md`.
+All mistakes in a training loop that `lowtide watch` reports: tensors and graphs that stay in memory longer than
+needed, work done for nothing, and checkpoints that change results. Codes are stable; a retired code is never reused.
+This page is generated from the rules: `python tools/findings_page.py > docs/findings.md`.
 
 ```python
 with lowtide.watch(model) as watched:
@@ -26,8 +26,8 @@ Watching takes time mainly in the first five steps, which are inspected closely:
 later steps take as long as without the watch (within 3 %, `python bench/watch.py`). A loop of tiny steps (0.7 ms) takes
 2.2 times as long, and 7.4 times under `lowtide.measure` (`--tiny`).
 
-In the fixes below, `NAME` stands for the variable, attribute or container that holds the memory, and train.py:42 for the
-line to look at. A real finding names both.
+In the fixes below, `NAME` stands for the variable, attribute or container that holds the memory, and train.py:42 for
+the line to look at. A real finding names both.
 """
 
 _REMEDIES = {"LT024": "run the forward at train.py:42 under `torch.no_grad()`"}
@@ -42,7 +42,8 @@ def page() -> str:
 
 def _section(rule: Rule) -> str:
     remedy = _REMEDIES.get(rule.code, "")
-    fix = rule.fix.format(name="NAME", names="NAME", owner="NAME", made="train.py:42", backward="train.py:43", remedy=remedy)
+    names = dict.fromkeys(("name", "names", "owner"), "NAME")
+    fix = rule.fix.format(**names, made="train.py:42", backward="train.py:43", remedy=remedy)
     return (
         f"## {rule.code} {rule.name}\n\n{rule.what}\n\n**Why it is bad.** {rule.why}\n\n"
         f"```python\n{rule.bad}\n```\n\nUse instead:\n\n```python\n{rule.good}\n```\n\n**Fix**, as reported: {fix}\n"

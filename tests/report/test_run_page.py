@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lowtide.planner.records import Fingerprint
+from lowtide.planner.records import Fingerprint, InPlace
 from lowtide.report.decision_tree import decision_tree
 from lowtide.report.page import run_page
 from lowtide.report.run_record import RunRecord, record_of
@@ -36,18 +36,35 @@ def test_its_numbers_are_the_records() -> None:
 
 
 def test_the_page_says_which_sizes_were_measured_and_what_a_recompute_is() -> None:
-    assert "less, measured" in PAGE
+    assert "under the plan: 35 % less, measured" in PAGE
+    assert "peak without Lowtide, predicted" in PAGE
     assert "computed again in backward: by their own operator" in PAGE
     made = run()
     assert made.plan is not None
     untimed = run_page(replace(made, proof=None, plan=replace(made.plan, step_ms=0.0)))
-    assert "a step, predicted; no plain step was timed to compare with" in untimed
+    assert "per step, predicted; the step without Lowtide was not timed" in untimed
     assert "less, predicted" in untimed
     peak_bytes = made.proof.measured_peak_bytes if made.proof else 0
     assert peak_bytes
     for over_bytes, n_exact in ((0, 0), (1, 2)):  # three figures would not tell a peak from a budget below it
         close = replace(made, plan=replace(made.plan, budget_bytes=peak_bytes - over_bytes))
         assert verdict(close)[1].count(" B)") == n_exact
+
+
+def test_exact_bytes_of_a_proof_are_grouped() -> None:
+    assert RUN.proof is not None
+    page = run_page(replace(RUN, proof=replace(RUN.proof, text="70682552 B peak measured: within the budget of 9 MiB")))
+    assert "70,682,552 B peak measured: within the budget of 9 MiB." in page
+
+
+def test_the_page_explains_a_gradient_in_place_where_there_is_one() -> None:
+    explained = "written over the gradient that it is computed from"
+    assert RUN.plan is not None
+    assert RUN.profile is not None
+    assert explained not in PAGE
+    saving = InPlace(nodes={"GeluBackward0": 1}, saved_bytes=(0,) * len(RUN.profile.base_bytes))
+    profile, plan = replace(RUN.profile, in_place=(saving,)), replace(RUN.plan, in_place={"GeluBackward0": 1})
+    assert explained in run_page(replace(RUN, profile=profile, plan=plan))
 
 
 def test_reserved_bytes_are_kept_apart_from_requested_ones() -> None:

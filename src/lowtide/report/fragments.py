@@ -61,12 +61,12 @@ def _sections(record: object) -> list[Section]:
     sections = [
         ("fits", escape(about(run)) or "Does it fit?", fits(run)),
         ("memory", "Where memory goes", memory(run.before, run.after, run.requested_budget_bytes)),
-        ("decided", "What was decided", decided(run) if run.plan is not None else ""),
+        ("decided", "What Lowtide decided", decided(run) if run.plan is not None else ""),
         ("outlives", "What outlives its step", outlives(run) if run.findings is not None else ""),
     ]
     if isinstance(record, RunRecord):
         sections += [
-            ("else", "What else could be decided", alternatives(run.frontier, run.plan)),
+            ("else", "What other budgets cost", alternatives(run.frontier, run.plan)),
             ("how", "How this was obtained", obtained(run)),
         ]
     return [each for each in sections if each[2]]

@@ -43,8 +43,8 @@ def run_page(run: RunRecord) -> str:
     sections = [
         ("fits", "What was found" if made_for is None and not run.needs else "Does it fit?", fits(run)),
         ("memory", "Where memory goes", memory(run.before, run.after, run.requested_budget_bytes)),
-        ("decided", "What was decided", decided(run)),
-        ("else", "What else could be decided", alternatives(run.frontier, run.plan)),
+        ("decided", "What Lowtide decided", decided(run)),
+        ("else", "What other budgets cost", alternatives(run.frontier, run.plan)),
         ("outlives", "What outlives its step", outlives(run)),
         ("how", "How this was obtained", obtained(run)),
     ]
@@ -89,6 +89,7 @@ def fits(run: RunRecord) -> str:
 
 
 def _sentence(text: str) -> str:
+    text = re.sub(r"\b\d{4,}(?= B\b)", lambda digits: f"{int(digits[0]):,}", text)
     return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
 
 
@@ -96,15 +97,15 @@ def _tiles(run: RunRecord) -> str:
     plain, peak = run.plain_peak_bytes, run.peak_bytes
     tiles: list[tuple[str, str, str, int | None]] = []
     if run.plan is not None:
-        tiles.append(("budget", format_bytes(run.plan.budget_bytes), "", run.plan.budget_bytes))
+        tiles.append(("budget", format_bytes(run.plan.budget_bytes), "for the peak of a step", run.plan.budget_bytes))
     if plain is not None and run.plan is not None:
         is_known = run.profile is not None and run.profile.measured_plain_peak_bytes is not None
         how = "measured" if is_known else "predicted"
-        tiles.append(("before", format_bytes(plain), f"the plain step's peak, {how}", plain))
+        tiles.append(("before", format_bytes(plain), f"peak without Lowtide, {how}", plain))
     if peak is not None and run.plan is not None:
         less = f"{format_ratio(1 - peak / plain)} less" if plain and peak < plain else "as before"
         how = "predicted" if run.proof is None or run.peak_bytes != run.proof.measured_peak_bytes else "measured"
-        tiles.append(("after", format_bytes(peak), f"{less}, {how}", peak))
+        tiles.append(("after", format_bytes(peak), f"under the plan: {less}, {how}", peak))
         if (reserved := run.reserved_peak_bytes) is not None:
             tiles.append(("reserved", format_bytes(reserved), "by the allocator, which the budget is for", reserved))
         cost = extra(run.plan.predicted.extra_ms, run.plan.step_ms).removesuffix(" time").removesuffix(" a step")
@@ -113,7 +114,7 @@ def _tiles(run: RunRecord) -> str:
         tiles.append(("peak of a step", format_bytes(peak), "everything included", peak))
     if run.proof is not None:
         proven = {True: "same bits", False: "other bits", None: "audited"}[run.proof.is_proven]
-        words = "as the plain step" if run.proof.is_proven is not None else "each recompute, bit by bit"
+        words = "as without Lowtide" if run.proof.is_proven is not None else "each recompute compared, bit by bit"
         tiles.append(("proof", proven, words, None))
     if run.findings is not None:
         n = len(run.findings)
@@ -136,8 +137,8 @@ def _cost(run: RunRecord) -> str:
     if run.proof is not None and run.proof.extra is not None:
         return f"predicted; {format_ratio(run.proof.extra, signed=True)} in one measured step"
     if not run.plan.step_ms:
-        return "a step, predicted; no plain step was timed to compare with"
-    return f"predicted, {format_time(run.plan.predicted.extra_ms)} a step"
+        return "per step, predicted; the step without Lowtide was not timed"
+    return f"predicted: {format_time(run.plan.predicted.extra_ms)} per step"
 
 
 def _bars(run: RunRecord) -> str:
@@ -203,7 +204,7 @@ def memory(
     before: StepMemory | None,
     after: StepMemory | None,
     budget_bytes: int | None = None,
-    words: tuple[str, str] = ("before: the plain step", "after: under the plan"),
+    words: tuple[str, str] = ("before: without Lowtide", "after: under the plan"),
 ) -> str:
     """Return the memory plot of one step or two, which `words` name, with a description of each moment."""
     tracks = [(name, each) for name, each in (("before", before), ("after", after)) if each is not None]
@@ -228,12 +229,12 @@ def memory(
     )
     names = {category for _, each in tracks for category in each.bytes}
     how = {
-        "predicted": "Predicted from the rehearsed step, to the byte where nothing else is said.",
+        "predicted": "Predicted from the rehearsed step; sizes are exact unless a note says otherwise.",
         "measured": "Measured: every allocation of one step.",
-        "estimated": "Estimated: every allocation of a step that was run without memory.",
+        "estimated": "Estimated: every allocation of a step on tensors without memory.",
     }[shown.how]
     if any(m.n_events > len(m.at) for _, m in tracks):
-        how += f" Of {shown.n_events:,} moments {len(shown.at)} are drawn, the highest of each part of the step."
+        how += f" {len(shown.at)} of {shown.n_events:,} moments are drawn: the highest of each part of the step."
     return (
         f'{said}<figure class="lt-memory" data-shown="{name}">{choice}{memory_plot(tracks, budget_bytes=budget_bytes)}'
         f'<input type="range" class="lt-moment" min="0" max="{len(shown.at) - 1}" value="{moment}" '
@@ -241,7 +242,7 @@ def memory(
         f'<p class="lt-reading" aria-live="polite">{escape(reading(shown, moment))}</p>'
         f'<div class="lt-columns">{legend(shown, moment, names)}<div><h3>Largest tensors there</h3>'
         f'<ol class="lt-tensors">{tensors(shown, moment)}</ol></div></div>'
-        f"<figcaption>{how} Point at the picture, or move the slider, to read another moment.</figcaption>"
+        f"<figcaption>{how} Point at the picture, or move the slider, to see another moment.</figcaption>"
         f'<script type="application/json" class="lt-data">{_data(tracks)}</script></figure>'
     )
 
@@ -293,7 +294,7 @@ def _data(tracks: Sequence[tuple[str, StepMemory]]) -> str:
     return json.dumps({"tracks": by_track, "categories": CATEGORIES}, separators=(",", ":")).replace("<", "\\u003c")
 
 
-# --- what was decided
+# --- what Lowtide decided
 
 
 def decided(run: RunRecord) -> str:
@@ -311,6 +312,9 @@ def decided(run: RunRecord) -> str:
         rows = "".join(f"<li><code>{escape(line)}</code></li>" for line in blocks(plan))
         return f"{listing}<ul>{rows}</ul>"
     tree = decision_tree(run.profile, plan)
+    in_place = ""
+    if plan.in_place:
+        in_place = " A gradient in place is written over the gradient that it is computed from."
     chips = "".join(
         f'<span class="lt-chip lt-decision-{decision}" data-bytes="{tree.bytes[decision]}"><i></i>{decision} '
         f"<b>{format_bytes(tree.bytes[decision])}</b></span>"
@@ -320,10 +324,11 @@ def decided(run: RunRecord) -> str:
     return (
         f'<p class="lt-chips">{chips}</p>'
         "<p>Kept tensors stay in memory from forward to backward. Recomputed and replayed ones are freed in forward "
-        f"and computed again in backward: by their own operator, or by running their module once more.</p>{listing}"
-        "<p>Bytes are of tensors saved for backward, by the module that saves them. Times are of its own recomputes "
-        "and replays; all together, with what these need on the way, they take "
-        f"{added_time(plan.predicted.extra_ms, plan.step_ms).removeprefix('+')}.</p>"
+        "and computed again in backward: by their own operator, or by running their module once more."
+        f"{in_place}</p>{listing}"
+        "<p>For each module: the bytes of the tensors that it saves for backward, and the time of their recomputes and "
+        "replays. With all tensors that these recompute on the way, the plan takes "
+        f"{added_time(plan.predicted.extra_ms, plan.step_ms).removeprefix('+')} more.</p>"
         f'<div class="lt-tree">{"".join(_branch(tree, tree.total, 0, plan.step_ms))}</div>'
     )
 
@@ -357,7 +362,7 @@ def _branch(branch: Branch, whole: int, depth: int, step_ms: float) -> Iterator[
     yield "</details>"
 
 
-# --- what else could be decided
+# --- what other budgets cost
 
 
 def alternatives(frontier: Frontier | None, plan: Plan | None) -> str:

@@ -127,7 +127,7 @@ class RunComparison:
         sections = [
             ("fits", "What changed", html),
             ("memory", "Where memory goes", memory(_own(self.first), _own(self.second), words=self.names)),
-            ("decided", "What was decided", plans),
+            ("decided", "What Lowtide decided", plans),
             ("outlives", "What outlives its step", f"<ul>{findings}</ul>" if findings else ""),
             ("how", "How the second run was obtained", obtained(self.second)),
         ]

@@ -16,6 +16,8 @@ Answer = Literal["yes", "no", "open", "plain"]
 
 _PARTS = 3
 """Number of parts of a peak that a sentence names."""
+_NOUNS = {"recomputed": "recomputed tensors", "left from before": "tensors left from before"}
+"""Categories that are no nouns, as a sentence names them."""
 
 
 def show(run: RunRecord) -> str:
@@ -121,9 +123,9 @@ def peak_sentence(memory: StepMemory) -> str:
 def parts_in_words(parts: Mapping[str, int]) -> str:
     """Return the largest parts of a total: `412 MiB of activations, 157 MiB of parameters and 80 MiB of others`."""
     largest = sorted(((n, name) for name, n in parts.items() if n > 0), reverse=True)
-    named = [f"{format_bytes(n)} of {name}" for n, name in largest[:_PARTS]]
+    named = [f"{format_bytes(n)} of {_NOUNS.get(name, name)}" for n, name in largest[:_PARTS]]
     if rest := sum(n for n, _ in largest[_PARTS:]):
-        named.append(f"{format_bytes(rest)} of all else")
+        named.append(f"{format_bytes(rest)} of everything else")
     return listed(named) if named else "nothing beyond what was there"
 
 
