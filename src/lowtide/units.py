@@ -27,7 +27,7 @@ def format_change(before_bytes: int, after_bytes: int) -> str:
 
 
 def format_apart(one_bytes: int, other_bytes: int, *, round_up: bool = False) -> tuple[str, str]:
-    """Format two amounts, to the byte if three figures would hide their difference. `round_up` applies to the other."""
+    """Format two amounts, to the byte if three figures would hide their difference. `round_up` is for `other_bytes`."""
     one, other = format_bytes(one_bytes), format_bytes(other_bytes, round_up=round_up)
     if one == other and one_bytes != other_bytes:
         return f"{one_bytes} B", f"{other_bytes} B"

@@ -313,7 +313,7 @@ _OVER_LISTS = ("aten::_foreach_", "aten::_amp_foreach_", "aten::_fused_")
 
 
 def _once_for_like_tensors(propagate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a version of DTensor's `propagate` that treats tensors of a list that are alike once. Torch 2.13.
+    """Return a version of DTensor's `propagate` that runs once for all like tensors of a list. Torch 2.13.
 
     An optimizer's lists hold all parameters, and torch's time grows with the square of their number.
     """

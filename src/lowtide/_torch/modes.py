@@ -67,7 +67,7 @@ def saved_tensor_hooks_off(unpack: Callable[[Any], torch.Tensor]) -> Iterator[No
 
 
 class _OffInTransforms(threading.local):
-    """Saved-tensor hooks, per thread, that are disabled inside transforms of torch.func; replaces torch's function."""
+    """Saved-tensor hooks of each thread, disabled inside transforms of torch.func; replaces a function of torch."""
 
     _lock, _n_blocks, _torchs = threading.Lock(), 0, staticmethod(graph.disable_saved_tensors_hooks)
 

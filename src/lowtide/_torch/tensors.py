@@ -49,7 +49,7 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 
 
 def storage_number(storage: torch.UntypedStorage) -> int:
-    """Return a number that identifies a storage during its lifetime, for all its Python objects. Torch 2.13."""
+    """Return a number that identifies a storage while it is alive, whichever Python object wraps it. Torch 2.13."""
     return int(storage._cdata)
 
 

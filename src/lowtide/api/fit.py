@@ -480,7 +480,7 @@ def _following(profile: Profile, aim_bytes: int) -> Plan:
 
 
 def _rank(measured: Plan) -> tuple[bool, float]:
-    """Return a sort key for measured plans: those within the budget by time, before all others by peak."""
+    """Return a sort key for measured plans: first those within the budget, by time; then the others, by peak."""
     peak_bytes = measured.predicted.peak_bytes
     is_over = peak_bytes > measured.budget_bytes
     return is_over, peak_bytes if is_over else measured.predicted.extra_ms

@@ -43,7 +43,7 @@ def is_within(estimate: MemoryEstimate, budget_bytes: int | None, *, strict: boo
 
 
 def under_plan(plan: Plan, estimate: MemoryEstimate) -> str:
-    """Compare the peak of a step under `plan` with the plan's budget, and with its prediction if that is another."""
+    """Compare the peak of a step under `plan` with the plan's budget, and with its prediction if they differ."""
     text = f"under the plan: {against_budget(_bounded_bytes(plan, estimate), plan.budget_bytes)}"
     predicted = plan.predicted.peak_bytes
     return text if predicted == estimate.peak_bytes else f"{text}; {format_bytes(predicted)} was predicted"

@@ -143,7 +143,7 @@ def run(
 
 
 def _check_options(budget: str | None, plan_file: str | None, needing_budget: Mapping[str, tuple[bool, str]]) -> None:
-    """Raise UsageError unless there is one of `--budget` and `--plan`, and no option that needs the other one.
+    """Raise UsageError unless exactly one of `--budget` and `--plan` is given, and only with options that go with it.
 
     `needing_budget` has for each option of `--budget` True if it is given, and what a plan file does instead.
     """

@@ -147,7 +147,7 @@ def largest_batch(
 
 @contextlib.contextmanager
 def _at(size: int, peaks: Mapping[int, int], budget: int) -> Iterator[None]:
-    """Say, in an error of the step at a small size, why that size was tried (batch norm fails with one row)."""
+    """Add the reason why a small size was tried to an error of its step (batch norm fails with one row)."""
     try:
         yield
     except (ValueError, RuntimeError) as error:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MemoryEstimate(Displayed):
-    """Memory that a training step will need, from a run without memory. `print` it for a table."""
+    """Memory that a training step will need, from a run on fake tensors. `print` it for a table."""
 
     timeline: Timeline
     """Timeline like a measured one: bytes above those in use at entry."""

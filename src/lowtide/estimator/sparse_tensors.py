@@ -37,7 +37,7 @@ def is_sparse(arg: Any) -> bool:
 
 
 def is_compressed(tensor: Tensor) -> bool:
-    """Return True for the other sparse layouts, such as CSR, whose fake tensors have no elements."""
+    """Return True for sparse layouts other than COO, such as CSR, whose fake tensors have no elements."""
     return tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 

@@ -143,7 +143,7 @@ class TwoStepRun:
         return bool(self._state.optimizers)
 
     def turn_to(self, model: nn.Module, in_use: Iterable[Any], engine: Engine | None = None) -> None:
-        """Switch to training another, possibly new, model. A call of `second` has to follow.
+        """Switch to training another, possibly new, model. A call of `second` must follow.
 
         What neither this model nor the objects `in_use` reach is released, and its memory no longer counts.
         """

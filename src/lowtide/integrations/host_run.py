@@ -41,7 +41,7 @@ class HostRun:
         left_over.append(self._leave_if_over)
 
     def end(self) -> None:
-        """Restore the model when training is over. Raises an error of the plan that the loop has caught."""
+        """Restore the model when training is over. An error of the plan that the loop has caught is raised again."""
         if self._is_open:
             assert self.run is not None
             self._close()

@@ -137,7 +137,7 @@ class CpuRecorder(Recorder):
         self._annotate(Mark(label, data))
 
     def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
-        """Return the bytes of the storages watched at entry, without those at `addresses`."""
+        """Return the bytes of the storages watched at entry, except those at `addresses`."""
         return sum(n for where, n in self.entry_bytes.items() if where not in addresses)
 
     @whole

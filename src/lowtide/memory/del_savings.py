@@ -202,9 +202,7 @@ class DelObserver:
                 yield self._del(group, moment, looks, levels, ends)
 
     def _names_of(self, look: _Inspection) -> Iterable[str]:
-        """Return the variables of an inspection. Of the first inspection, return only those that the step rebinds:
-        leftovers.
-        """
+        """Return the variables of an inspection; for the first one, only leftovers: those that the step rebinds."""
         return [name for name in look.names if name in self._rebound] if look.is_first else look.names
 
     def _del(

@@ -35,7 +35,7 @@ def exclude_from_entry(copy: Tensor) -> Tensor:
 
 
 def is_excluded(storage: UntypedStorage) -> bool:
-    """Return True if `storage` is excluded from those that exist at entry."""
+    """Return True if `storage` is not counted among the storages that exist at entry."""
     return _excluded.get(storage.data_ptr()) is not None
 
 

@@ -86,7 +86,7 @@ def held_by_variables(frame: FrameType) -> Held:
 
 
 class _Owners:
-    """Objects that variables lead to, and for each a mask of its holders: a bit per variable, and _OTHERS."""
+    """Objects reachable from variables, each with a bit mask of its holders: one bit per variable, and _OTHERS."""
 
     def __init__(self, frame: FrameType) -> None:
         self._objects: list[Any] = []

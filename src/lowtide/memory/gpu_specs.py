@@ -98,7 +98,7 @@ def parse_gpu(text: str | GpuSpec) -> GpuSpec:
 
 
 def parse_gpus(text: str | GpuSpec) -> tuple[GpuSpec, int | None]:
-    """Return the GPU that a text names, and the number of them: "8 x H100-80"; None for a GPU without a number."""
+    """Return the GPU that a text names, and the number of GPUs if it has one, as in "8 x H100-80"; else None."""
     several = re.fullmatch(r"\s*([0-9]+)\s*[x*]\s*(.+)", text, re.IGNORECASE) if isinstance(text, str) else None
     if several is None:
         return parse_gpu(text), None

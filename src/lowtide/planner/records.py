@@ -225,7 +225,7 @@ class Profile(Record):
     fingerprint: Fingerprint
     static: Static
     base_bytes: tuple[int, ...]
-    """For each position the most bytes live at once beyond `static`, without those of slots and recomputes."""
+    """For each position, the most bytes live at once beyond `static`, except those of slots and recomputes."""
     gradient_bytes: tuple[int, ...]
     """Gradients in `base_bytes`: negative where gradients that `static` includes were freed."""
     phases: dict[str, int]

@@ -282,7 +282,7 @@ class Audit(RecomputeAudit, Observer):
         progress.advance()
 
     def _n_sent(self) -> int:
-        """Return the number of collective operations so far, without those that gathered parameters."""
+        """Return the number of collective operations so far, except those that gathered parameters."""
         return n_computed() - self._units.n_sent
 
     def try_all(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> str | None:

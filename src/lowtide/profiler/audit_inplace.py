@@ -99,7 +99,7 @@ def _ms(calls: list[float]) -> float:
 
 
 def _allocated(stream: EventStream) -> dict[tuple[str, int], int]:
-    """Return the most bytes that torch's own kernels allocated at once, by node and bytes of the gradient."""
+    """Return the peak bytes that torch's own kernels allocated, by the node's name and the size of the gradient."""
     most: dict[tuple[str, int], int] = defaultdict(int)
     for (node, gradient_bytes), n_bytes in peak_between(stream, OwnKernelStarted, OwnKernelEnded):
         most[node, gradient_bytes] = max(most[node, gradient_bytes], n_bytes)

@@ -189,7 +189,7 @@ class _Graph:
         return sum(self.slots.joint.nodes[root].bytes for root in self.slots.roots)
 
     def saved_bytes(self, phase: int, at: int) -> int:
-        """Return the bytes of all slots that backward reads, at a position of forward (0) or backward (1)."""
+        """Return the bytes of slots that backward reads, held at node `at` of forward (`phase` 0) or backward (1)."""
         half, nodes = self.saved[phase], self.slots.joint.nodes
         read = [slot.node for slot in self.slots.slots if slot.node in self.saved[1].last]
         read = [node for node in read if nodes[node].kind != "input"]
@@ -230,9 +230,7 @@ class _Records:
         self._base: list[int] = []
         """For each position the bytes that no slot holds."""
         self._live_bytes: list[int] = []
-        """For each call the bytes of the step that are in memory when its forward begins, without those that slots
-        hold.
-        """
+        """For each call, the bytes of the step in memory when its forward begins, except those that slots hold."""
         self._at: dict[tuple[int, int], int] = {}
         """First position of each call of a graph, by its number and 0 for forward or 1 for backward."""
         self._put_on_axis(stream)

@@ -1,8 +1,8 @@
 """Choose, for each kind of autograd node, the fastest implementation of its recipe that gives the same bits.
 
 Every implementation is run in the audit, on each saved tensor that the first one recomputes exactly. One that differs
-in a single bit, or fails, at any of them is dropped for this kind of node. Of the others the one that took least in all
-is taken, in the engine for the whole model. A recompute that only passes through such a node runs the first one.
+in a single bit, or fails, at any of them is dropped for this kind of node. The fastest remaining one, over all of
+them, is used in the engine for the whole model. A recompute that only passes through such a node runs the first one.
 """
 
 from __future__ import annotations

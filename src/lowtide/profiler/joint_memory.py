@@ -272,7 +272,7 @@ def _half(
 
 
 def _allocating(joint: JointGraph, value: int, inside: Collection[int]) -> int:
-    """Return the call that allocates a written value: one of several results is there as soon as the others are."""
+    """Return the call that allocates a written value; the results of one call are allocated together."""
     nodes = joint.nodes
     source = nodes[value].args[0] if nodes[value].target == "getitem" else value
     return source if source in inside and nodes[source].kind == "extern" else value

@@ -217,7 +217,7 @@ class OnlineProfiler:
     def restart(self) -> None:
         """Start over for larger batches; one traced step is enough, which any size covered by the audits gives.
 
-        Of the earlier steps only the audits are kept.
+        Only the audits of earlier steps are kept.
         """
         self.profile, self._best, self._largest, self._fullest = None, None, None, None
         self._steps_of.clear()
@@ -259,7 +259,7 @@ class _Audited:
     """The audit of one training step, and what later steps need of it."""
 
     def __init__(self, fingerprint: Fingerprint, audit: Audit, recorder: Recorder) -> None:
-        """Settle the audit of a step. Raises _Unusable and RehearsalError."""
+        """Complete the audit of a step. Raises _Unusable and RehearsalError."""
         if len(audit.streams) > 1:
             raise RehearsalError(SEVERAL_STREAMS)
         check_saved(audit.model, audit)

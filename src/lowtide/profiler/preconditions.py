@@ -160,7 +160,7 @@ def is_planned_by_its_compiler(model: torch.nn.Module, step: Any) -> bool:
 
 
 def has_planned_blocks(model: torch.nn.Module) -> bool:
-    """Return True if inductor compiles modules inside the model, not the model, and plans can decide what they save."""
+    """Return True if inductor compiles blocks of the model, not all of it, and plans can decide what they save."""
     if is_compiled(model) or not any(map(is_compiled_by_inductor, model.modules())):
         return False
     return not several_processes() and not any(True for _ in hindrances())

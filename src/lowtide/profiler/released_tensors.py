@@ -39,7 +39,7 @@ class FreedValues:
         value.keep(tensor.detach())
 
     def free(self) -> None:
-        """Free again, in forward, the freed values that a trial has recomputed."""
+        """Free the values again that a trial in forward has recomputed."""
         for value in self._values:
             value.tensor = None
 

@@ -65,9 +65,7 @@ Mark = Callable[[str, object], None]
 
 
 class MaxSavingEngine(Engine):
-    """An engine that frees every tensor that an audit found recomputable; the trace shows which of them are not, after
-    all.
-    """
+    """An engine that frees every tensor that an audit found recomputable; the trace then shows the exceptions."""
 
     is_measured = True
     captures_all = True
@@ -115,7 +113,7 @@ class Trace(Observer):
         self._slots: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self._deaths: dict[int, weakref.ref[Handle]] = {}
         self._arguments: dict[int, weakref.ref[Tensor]] = {}
-        """Tensors that calls got, by `id`: the end of one tells if others hold its memory."""
+        """Arguments of calls by `id`; when one is freed, it shows whether other tensors hold its memory."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -256,7 +256,7 @@ def _predicted_columns(profile: Profile, sweep: Sweep) -> dict[str, Ints]:
 
 
 def _alive(first: Ints, stop: Ints, amounts: Ints, n: int) -> Ints:
-    """Return for each of `n` positions the sum of the amounts alive there: those with `first <= position < stop`."""
+    """Return, for each of `n` positions, the sum of the amounts alive there: those with `first <= position < stop`."""
     changes = np.zeros(n + 1, np.int64)
     np.add.at(changes, first, amounts)
     np.subtract.at(changes, np.maximum(first, stop), amounts)

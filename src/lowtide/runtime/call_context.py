@@ -383,7 +383,7 @@ class CallContext:
             undo.append(partial(block.__exit__, None, None, None))
 
     def _restore_parameters_and_buffers(self) -> None:
-        """Restore the call's parameters and buffers, if others have taken their places (as in `functional_call`).
+        """Restore the call's parameters and buffers if other tensors have taken their places (as in `functional_call`).
 
         A parameter that was changed in place since is replaced by a tensor that raises on use: an optimizer that steps
         inside backward changes only parameters that backward has finished with, and a replay that is needed after that
@@ -428,9 +428,9 @@ class CallContext:
 
 
 class Again:
-    """Context manager that restores the state at the start of a call; afterwards the state is the current one again.
+    """Context manager that restores the state at the start of a call, and at its end the present state.
 
-    Of the modules' hooks only those in `acting` run inside the block.
+    Inside the block no hooks of modules run except those in `acting`.
     """
 
     __slots__ = ("_acting", "_context", "_undo")
@@ -480,7 +480,7 @@ class _Changed(torch.Tensor):
 
 
 def gpus(devices: Iterable[torch.device]) -> frozenset[torch.device]:
-    """Return the devices with random number generators besides the CPU's."""
+    """Return the devices, other than the CPU, that have random number generators."""
     return frozenset(device for device in devices if device.type not in ("cpu", "meta"))
 
 

@@ -33,7 +33,7 @@ def within(one: Shapes, other: Shapes) -> bool:
 
 
 def no_larger(one: Shapes, other: Shapes) -> bool:
-    """Return True if the call is `within` the other; calls of different forms are compared by their total elements.
+    """Return True if `one` is `within` `other`; calls of different forms are compared by their total elements.
 
     Forms differ, for example, by an optional mask.
     """

@@ -51,7 +51,7 @@ def _runs_by_itself(kind: type) -> bool:
 
 
 def intercept_calls(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
-    """Make calls of such `modules` use CALL first, until each of the returned functions is called."""
+    """Make modules whose class has its own `__call__` use CALL first, until each returned function is called."""
     kinds = {kind for module in modules if (kind := class_of_call(module)) is not None}
     asked = functools.partial(functools.partial, _ask_first)
     return [replace_function(kind, "__call__", asked, innermost=True) for kind in kinds]

@@ -550,7 +550,7 @@ class Engine:
     def copied(self, tensor: Tensor, who: str) -> None:
         """Report a tensor that was copied before a write, because a recompute or replay still reads it.
 
-        Of the tensors whose memory arrays share, the first one is reported: a histogram makes arrays of all weights.
+        Only the first of several tensors that share memory with arrays is reported, as in a histogram of all weights.
         """
         if who == SHARES_MEMORY:
             if self._has_given_away:

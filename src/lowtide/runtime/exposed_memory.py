@@ -51,7 +51,7 @@ class Contents:
 
 
 def note_alias(data: Tensor) -> None:
-    """Remember that `data`, which `tensor.data` has returned, counts versions of its own."""
+    """Remember that `data`, which `tensor.data` has returned, has a version counter of its own."""
     global n_exposures
     key, storage = id(data), storage_id(data)
 

@@ -28,7 +28,7 @@ _PYTHONS_WORDS: Final = struct.Struct("=i624I")
 
 
 def _pythons_memory() -> ctypes.Array[ctypes.c_char] | None:
-    """Return the memory of Python's generator; None if it does not match its state."""
+    """Return the memory of Python's random generator; None if its contents do not match `random.getstate()`."""
     if type(_PYTHONS).__base__.__basicsize__ < object.__basicsize__ + _PYTHONS_WORDS.size:  # type: ignore[union-attr]
         return None
     memory = (ctypes.c_char * _PYTHONS_WORDS.size).from_address(id(_PYTHONS) + object.__basicsize__)
@@ -114,7 +114,7 @@ def _memory() -> bytes | None:
 
 
 def memory() -> tuple[Any, ...] | None:
-    """Return an object that compares equal until a number is drawn from one of the two; None if that is unknown."""
+    """Return an object that compares equal until Python's or NumPy's generator draws a number; None if unknown."""
     generator, numpys = _numpys
     if _PYTHONS_MEMORY is None or numpys is None or _of_numpy[1][_HAS_NORMAL]:
         return None

@@ -37,10 +37,10 @@ _NO_WRITERS = frozenset({
 """Methods that change what is known about a tensor, not its contents."""
 
 SHARES_MEMORY: Final = "Tensor.numpy"
-"""Writer that gives away the tensor's memory, to which others may write."""
+"""Writer that gives away the tensor's memory, to which other code may write."""
 
 ALIAS: Final = "Tensor.data"
-"""Writer that returns another tensor of the same memory, to which others may write: in-place methods report that."""
+"""Writer that returns another tensor of the same memory; in-place methods report later writes to it."""
 
 
 class _Here(threading.local):

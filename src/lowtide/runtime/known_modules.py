@@ -83,7 +83,7 @@ class KnownModules:
         return values if is_known else None
 
     def rebind(self, values: list[Any]) -> None:
-        """Undo every binding that was made, changed or removed since `current` returned these values."""
+        """Undo every binding that was made, changed or removed since the tables had `values`."""
         if not self._binds(values):
             pairs = zip(self._names, values, strict=True)
             rebind([(table, dict(islice(pairs, n))) for table, n in zip(self._tables, self._sizes, strict=True)])

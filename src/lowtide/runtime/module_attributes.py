@@ -103,7 +103,7 @@ class Attributes:
 
     @property
     def plain(self) -> list[Any]:
-        """Return the captured attributes that hold no tensors; with a shared capture, its attributes."""
+        """Return the captured attributes that hold no tensors."""
         return [value for _, _, value, _ in self._plain]
 
     @property

@@ -29,7 +29,7 @@ class _Look(NamedTuple):
 
 
 class AsPlanned:
-    """The modules that a call runs, with their paths, as they were at construction."""
+    """Snapshot of the modules that a call runs, with their paths."""
 
     __slots__ = ("_global", "_looks")
 

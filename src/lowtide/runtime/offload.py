@@ -107,7 +107,7 @@ _Layout = tuple[torch.dtype, "Geometry"]
 
 
 def copying_for(device: torch.device) -> Copying | None:
-    """Return the copier for memory of `device`; None if there is none."""
+    """Return the copier for memory of `device`; None if offloading from it is not supported."""
     if device.type == "cuda":
         if device not in _gpus:
             _gpus[device] = CudaCopier(device)
@@ -159,8 +159,9 @@ class OffloadedStorage:
             self._back = self._copying.back(self._host)
 
     def arrive(self) -> Tensor:
-        """Return the bytes, back on the device, and store them in the values that wait for them; start the copy back of
-        the storage that was offloaded before.
+        """Wait for the copy back to the device, store it in the values that need it, and return it.
+
+        The copy back of the storage that was offloaded just before this one starts now.
 
         Raises RuntimeError if the tensor was changed in place during its copy to the host.
         """
@@ -180,7 +181,7 @@ class OffloadedStorage:
         return data
 
     def awaited(self) -> bool:
-        """Return True if a handle has still to read from this storage in this backward pass."""
+        """Return True if a handle still has to read from this storage in this backward pass."""
         there = (value for reference, _ in self.offloaded_values if (value := reference()) is not None)
         number = backward_number()
         return any(v.tensor is None and (v.last_backward != number or v.reads < v.readers) for v in there)

@@ -33,7 +33,7 @@ def most_elements(plan: Plan) -> float:
 
 
 def shared_implementations(plans: Sequence[Plan]) -> dict[str, str]:
-    """Return the implementations of recipes that all plans name; other nodes have the first one, which is as exact."""
+    """Return the implementations of recipes that all plans name; nodes of other kinds use the first one."""
     common = dict(plans[0].implementations) if plans else {}
     return {
         node: name

@@ -177,7 +177,7 @@ class ReplayFrame:
         return Handle(value)
 
     def value(self, tensor: Tensor, base: Tensor) -> Value:
-        """Return a value of `base` that a replay brings back: `tensor`, a view of it or itself, was just saved."""
+        """Return a value that a replay restores, for `base`: the saved `tensor`, or the tensor that it is a view of."""
         value = Value()
         value.version = base._version
         self._bring_back(value, tensor, base)

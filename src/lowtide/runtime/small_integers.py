@@ -83,7 +83,7 @@ def _smallest_type(lowest: Any, highest: Any) -> torch.dtype:
 
 
 def _parts(bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the lowest index at each point, and the distances from it in the shape of all indices."""
+    """Return the two parts of packed indices: the lowest index at each point, and each index's distance from it."""
     points = shape[LEADING[len(shape)] :]
     n_bytes = LOWEST.itemsize * math.prod(points)
     base = bits[:n_bytes].view(LOWEST).view([1] * LEADING[len(shape)] + [*points])

@@ -2,11 +2,11 @@
 
 Autograd checks the version of each tensor that it has saved. A recompute also reads others, such as a bias, rows of an
 embedding, or an added mask; and a replay reads every parameter of its call. A plain step tolerates a write to one of
-these before backward. Most writers appear in a rehearsal, and no recompute uses the tensors they write to. Of later
-writers, optimizers, embeddings with `max_norm`, which torch renormalises in each forward, and in-place methods are
-known in advance: tensors that are still to be read are copied before the write. Others are detected in backward, too
-late for that step: by the version, or by the contents of memory that was exposed (`exposed_memory.py`). From then on no
-recompute uses such a tensor.
+these before backward. Most writers appear in a rehearsal, and no recompute uses the tensors they write to. Some
+later writers are known in advance: optimizers, embeddings with `max_norm`, which torch renormalises in each forward,
+and in-place methods. Tensors that are still to be read are copied before their write. Other writers are detected in
+backward, too late for that step: by the version, or by the contents of memory that was exposed (`exposed_memory.py`).
+From then on no recompute uses such a tensor.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ class ReliedOn:
 
 
 def _drop_dead(references: list[weakref.ref[Any]]) -> None:
-    """Remove the references to freed objects; those that another thread adds meanwhile stay."""
+    """Remove references to freed objects; references that another thread adds at the same time stay."""
     n = len(references)
     references[:n] = [reference for reference in references[:n] if reference() is not None]
 

@@ -33,7 +33,7 @@ def producer(tensor: Tensor) -> tuple[Tensor, Node | None, int, Geometry | None]
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Return the same elements with these strides, from the beginning of a storage, as saved geometries assume.
+    """Return the elements of a tensor with other strides, from the beginning of a storage, as saved geometries assume.
 
     A recipe returns another layout than the operator did if the operator got one that autograd does not record, as in
     `contiguous()`.

@@ -256,7 +256,7 @@ class Estimating(StepListener):
             self._rehearsal.put(tensors, lambda tensor: resized(tensor, 0, tensor.shape[0], size))
 
     def _enter(self, model: nn.Module, batch: Any, resizing: Sequence[Tensor] = ()) -> None:
-        """Put the model and reachable tensors on the GPU; `resizing` tensors follow later, in another size."""
+        """Put the model and reachable tensors on the GPU, except `resizing`, which get another size first."""
         for unit in units(model.modules()):
             unit.reshard()  # type: ignore[operator]  # whole after an evaluation, and gathered again by the next forward
         state = ReachableState(*caller_variables())

@@ -18,7 +18,7 @@ GROWTHS: Final = 12
 
 
 class LargerBatches:
-    """The search for batches that exceed all planned sizes, each of which gets a plan next to those before it."""
+    """The search for batches that exceed all planned sizes: each gets its own plan, and earlier plans stay."""
 
     def __init__(self) -> None:
         self.smaller: list[Plan] = []

@@ -43,7 +43,7 @@ class PlanMonitor(StepListener):
     """A plan in force on the model, whose steps are measured."""
 
     def __init__(self, say: Callable[[str], None], *, retry: bool = False) -> None:
-        """Begin without a plan; with `retry` a step that runs out of memory under one is repeated once."""
+        """Begin without a plan. With `retry`, a step that runs out of memory under a plan is repeated once."""
         self.done = False
         self.n_repeated = 0
         """Number of steps that ran out of memory and were repeated."""

@@ -49,7 +49,7 @@ class PostPlanMonitor:
         return [optimizer for known in self.known if (optimizer := known()) is not None]
 
     def count_time(self, optimizer: Optimizer) -> None:
-        """Count an update, and tell the listener the mean time of a step after the last of those that are timed."""
+        """Count an update; after the last timed step, report the mean time of a step to the listener."""
         self._timed = self._timed or id(optimizer)
         if id(optimizer) != self._timed:
             return

@@ -124,7 +124,7 @@ class _Program:
 
 
 _LAST: list[_Program] = []
-"""Snapshot for the script that ended last, if any."""
+"""Snapshot of the script that ended last, if any."""
 
 
 def _restore_last() -> None:

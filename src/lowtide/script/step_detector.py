@@ -368,7 +368,7 @@ class Steps:
             self._updating[id(optimizer)] = Search(optimizer)
 
     def _search(self) -> Search | None:
-        """Return the search that calls the model, if any: each of its evaluations is a step."""
+        """Return the update in progress that evaluates the model several times, if any; each evaluation is a step."""
         return next((search for search in self._updating.values() if search.evaluates_often), None)
 
     @called_between_graphs
@@ -480,7 +480,7 @@ class Steps:
         self.listener.gives_up(given_up)
 
     def _replace(self, other: nn.Module) -> None:
-        """Give up the model for one with which a step begins now."""
+        """Switch to another model, with which a step begins now."""
         self._give_up(other)
         self._is_open = False
 

@@ -111,7 +111,7 @@ class Bindings:
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Store the same objects again, if others have replaced them."""
+        """Put the held objects back into their places."""
         if (now := self.current()) and len(now) == len(self.held) and all(map(is_, now, self.held)):
             return
         contents = self._contents(now)

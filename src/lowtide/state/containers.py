@@ -15,8 +15,7 @@ LARGEST = 10_000
 def container_restorer(batch: Any) -> Callable[[], None]:
     """Return a function that restores the present contents of all containers in a batch.
 
-    Containers that are data by their size are excluded. Of other objects in a batch, mappings and dataclasses are
-    searched.
+    Containers so large that they must be data are excluded. Mappings and dataclasses in a batch are searched too.
     """
     bindings: list[Bindings] = []
     visited: dict[int, Any] = {}

@@ -28,7 +28,7 @@ class OwnGenerators:
         self._generators = ReachableState(model, *(module.forward for module in model.modules())).generators
 
     def states(self) -> list[tuple[Callable[[Any], object], Any]]:
-        """Return for each generator the function that sets its state, and the present state."""
+        """Return, for each generator, the function that sets its state, and the present state."""
         return list(map(state_of, self._generators))
 
     def restore(self, before: list[tuple[Callable[[Any], object], Any]]) -> bool:

@@ -44,7 +44,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def token_ids(tokenizer: Any, texts: Iterable[str], between: tuple[int, ...] = ()) -> Tensor:
-    """Return all tokens of `texts` in a row, [tokens] int64, with the tokens `between` after each text."""
+    """Return the tokens of all `texts`, [tokens] int64, each text followed by the tokens `between`."""
     ids: list[int] = []
     for text in texts:
         ids += tokenizer.encode(text, add_special_tokens=False).ids

@@ -65,7 +65,7 @@ class _Tree:
         return max(producers, key=lambda index: (self._depth[index], index), default=-1)
 
     def _readers(self) -> dict[int, int]:
-        """Return for each node its least indented reader, under which it is written out."""
+        """Return, for each node, its least indented reader, under which it is written out."""
         indent = {root.producer.index: 0 for root in self._graph.roots if root.producer is not None}
         reader: dict[int, int] = {}
         for node in reversed(self._graph.nodes):
@@ -112,7 +112,7 @@ class _Tree:
 
 
 def depths(graph: Graph) -> list[int]:
-    """Return for each node the number of nodes on the longest path from it to a leaf."""
+    """Return, for each node, the number of nodes on the longest path from it to a leaf."""
     depth: list[int] = []
     for node in graph.nodes:
         depth.append(1 + max((depth[v.producer.index] for v in node.inputs if v.producer is not None), default=0))

@@ -106,8 +106,9 @@ def _place(boxes: list[Box], rows: list[list[int]]) -> float:
 
 
 def _settle(row: list[Box], wanted: list[float]) -> None:
-    """Place boxes of a row, without overlaps, near the wanted positions: the mean of a pass from the left and one from
-    the right.
+    """Place the boxes of a row near the wanted positions, without overlaps.
+
+    Each position is the mean of two passes, one from the left and one from the right.
     """
     from_left, from_right = list(wanted), list(wanted)
     for i in range(1, len(row)):

@@ -321,7 +321,7 @@ def module_names(model: nn.Module | None, modules: Iterable[nn.Module]) -> dict[
 
 
 def roots_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules that no other of these modules contains."""
+    """Return the outermost of some modules: those that no other one contains."""
     inside = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inside]
 

@@ -109,7 +109,7 @@ def kept_by(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def kept_beside(nodes: Iterable[Node], *others: Iterable[Tensor]) -> dict[int, int]:
-    """Return bytes by storage of all tensors that these nodes keep, without the storages of `others`."""
+    """Return bytes by storage of all tensors that these nodes keep, except the storages of `others`."""
     saved, context = kept_by(nodes)
     excused = {storage_id(tensor) for group in others for tensor in group}
     return {number: n_bytes for number, n_bytes in {**saved, **context}.items() if number not in excused}

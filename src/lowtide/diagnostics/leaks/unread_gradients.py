@@ -152,7 +152,7 @@ def _bytes_without_gradients(graph: list[Node], module: nn.Module) -> int | None
 
 
 def _outside_optimizers(live: LiveObjects) -> Iterator[Tensor]:
-    """Yield parameters with a gradient that are in no optimizer; none unless an optimizer has others."""
+    """Yield parameters with a gradient that are in no optimizer; none if no optimizer has any parameters."""
     trained = {
         id(p)
         for optimizer in live.optimizers

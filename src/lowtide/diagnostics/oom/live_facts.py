@@ -104,7 +104,7 @@ def _leftover(graphs: list[LiveGraph]) -> tuple[int, int]:
 
 
 def _storages(graph: LiveGraph) -> dict[int, int]:
-    """Return the storages that a graph keeps alive, without parameters."""
+    """Return the storages that a graph keeps alive, except those of parameters."""
     kept = (kept for node in graph_behind(graph.roots, None).nodes for kept in node.kept if not kept.parameter)
     return {each.storage: each.bytes for each in kept}
 

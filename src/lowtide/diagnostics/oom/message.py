@@ -80,7 +80,7 @@ class Message(Record):
 
     @property
     def sure_others_bytes(self) -> int:
-        """Memory that other processes hold at least: one of the listed processes may be this one."""
+        """Least memory that other processes hold: one of the listed processes may be this one."""
         own = [other.bytes for other in self.others if other.name in self.maybe_own]
         return self.others_bytes - (max(own, default=0) if self.process_bytes is None else 0)
 

@@ -683,4 +683,4 @@ HEADS = (
     ),
     _head("MemoryError", r"\bMemoryError\b(?!: (?:Unable to allocate|std::bad_alloc))", "cpu", "Python"),
 )
-"""Of several heads that begin at the same place the first wins."""
+"""Heads of messages. If several match at the same place, the first one wins."""

@@ -76,7 +76,7 @@ class GpuMemoryEstimate(MemoryEstimate):
 
     @property
     def verdict(self) -> Verdict:
-        """Answer to the question if the step fits on `gpu` beside a CUDA context; "unknown" if unknown memory could
+        """Verdict on whether the step fits on `gpu` together with a CUDA context; "unknown" if unknown memory could
         matter.
         """
         return self.outcome.on(self.gpu)
@@ -248,7 +248,7 @@ class Outcome:
     def _surely_fits(self, gpu: GpuSpec) -> bool:
         """Return True if the step fits whatever the context, unknown memory and driver addresses are.
 
-        A step is never sure to fit where the GPU's memory is the host's, which others take from.
+        A step is never sure to fit where the GPU shares its memory with the host, whose programs take from it.
         """
         if gpu not in self._sure:
             most = context_bytes(gpu)[1] + self._beside[1]

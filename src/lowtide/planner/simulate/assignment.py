@@ -121,7 +121,7 @@ def assign(index: Index, choice: DecisionVector) -> Assignment:
 
 
 def _innermost_replayed(index: Index, is_replayed: Flags) -> Ints:
-    """Return for each call the innermost replayed one among itself and the calls around it, or -1.
+    """Return, for each call, the innermost replayed one among itself and the calls around it, or -1.
 
     The last entry is for code outside the model, which has the number -1.
     """

@@ -217,7 +217,7 @@ class _SegmentWalk:
         self._demands[node] = wanted if known is None else combine_demands(known, wanted)
 
     def _cost_of(self, node: int) -> RecomputeCost:
-        """Return the cost of producing `node`, without the memory of a forward."""
+        """Return the cost of producing `node`, except the memory of a forward."""
         index = self._index
         if node >= index.n_values:
             return index.reruns.replay_costs[node - index.n_values]

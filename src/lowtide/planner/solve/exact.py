@@ -103,7 +103,7 @@ class BranchAndBound:
     def _correct_rounds(
         self, problem: MilpProblem, search: GreedySearch, span: CostRange, omitted_bytes: Bytes
     ) -> tuple[DecisionVector, bool, Bytes]:
-        """Solve and simulate in turn, correcting `problem` by each simulation, until decisions fit at costs in `span`.
+        """Alternate between solving and simulating, which corrects `problem`, until decisions fit at costs in `span`.
 
         Returns the last decisions, True if they fit, and the omitted memory at the positions that mattered.
         """

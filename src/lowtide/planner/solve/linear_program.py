@@ -136,7 +136,7 @@ class CoveringProblem:
         self._at: dict[int, Rows] = {}
 
     def _always_restored(self) -> dict[int, list[int]]:
-        """Return for each call the storages that its replay always restores, unless they are recomputed."""
+        """Return, for each call, the storages that its replay always restores, unless they are recomputed."""
         index, saved = self.index, self.saved
         repeating = set(index.slots.value[index.reruns.repeated.row].tolist())
         slot_calls: dict[int, list[int]] = {}

@@ -61,7 +61,7 @@ class Move:
 
 
 class Moves:
-    """The groups and replays of a profile, and the moves made of them."""
+    """The groups and replays of a profile, and the moves that decide on them."""
 
     def __init__(self, simulator: Simulator) -> None:
         index = simulator.index
@@ -129,8 +129,7 @@ class Moves:
         return sweep.extra_ms + sweep.extra_flops * MS_PER_FLOP
 
     def worth(self, choice: DecisionVector, sweep: Sweep, excess: Ints) -> Floats:
-        """Return for each move an upper bound of the `excess` (bytes over the budget, by position) that it removes per
-        cost.
+        """Return, for each move, an upper bound on the removed `excess` (bytes over the budget, by position) per cost.
 
         0 if nothing is left to gain. Decisions that a move undoes are not counted, so a solver simulates a move
         before accepting it.

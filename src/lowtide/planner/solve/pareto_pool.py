@@ -44,7 +44,7 @@ class CostRange(NamedTuple):
 
 
 class ParetoPool:
-    """Simulated choices, none as good as another in both peak and cost. The first of equal ones stays."""
+    """Simulated choices, none matched or beaten by another in both peak and cost. The first of equals stays."""
 
     def __init__(self) -> None:
         self.candidates: list[Candidate] = []

@@ -83,7 +83,7 @@ class VariableCosts:
 
 
 def _packing(index: Index, clocks: TwoClocks, variables: Variables, saved: SavedValues) -> tuple[Floats, Ints]:
-    """Return for each variable the host time of packing its slots, and the position by which they are packed."""
+    """Return, for each variable, the host time of packing its slots, and the position by which they are packed."""
     packing_ms, packed_by = np.zeros(variables.n_fixed), np.full(variables.n_fixed, index.end, np.int64)
     rows = np.flatnonzero(~index.slots.is_input)
     sole = rows[np.isin(index.slots.storage[rows], list(saved.sole))]

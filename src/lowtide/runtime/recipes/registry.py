@@ -88,7 +88,7 @@ class Recipe:
     recorded: tuple[tuple[str, str], ...] = field(init=False)
     """Constants that the node may record, each with the node's attribute for it."""
     computed: tuple[str, ...] = field(init=False)
-    """The other constants."""
+    """Constants that no node records."""
     saved: tuple[tuple[str, str], ...] = field(init=False)
     """Operands, with the node's attributes for their slots."""
 

@@ -87,9 +87,9 @@ class PartialBackward(Rule):
 
 
 def is_sizable(item: RetainedObject, history: History) -> bool:
-    """Return True if much of a forward's graph is left.
+    """Return True if a large part of a forward's graph is still in memory.
 
-    Two losses that go backward in turns, the first with `retain_graph=True`, leave the end of the first one's graph.
+    Two losses that go backward in turns, the first with `retain_graph=True`, leave only the end of the first graph.
     """
     passes = [call.backwards for call in item.calls if call.backwards]
     in_turns = any(each[0].retain_graph and not each[-1].retain_graph for each in passes)
