@@ -312,11 +312,11 @@ def test_compiled_modules_are_recognized() -> None:
         assert not compiled_code.is_compiled(each)
         each.compile(backend="eager")
     n_compiled = compiled_code.n_compiled()
-    linear(torch.ones(2, 2))  # torch leaves its own layers alone in their place
-    assert compiled_code.n_compiled() == n_compiled
-    assert not compiled_code.is_compiled(linear)
+    linear(torch.ones(2, 2))  # torch 2.13 leaves its own layers alone in their place, 2.15 does not
+    compiles_own_layers = compiled_code.n_compiled() > n_compiled
+    assert compiled_code.is_compiled(linear) == compiles_own_layers
     module(torch.ones(2, 2))
-    assert compiled_code.n_compiled() == n_compiled + 1
+    assert compiled_code.n_compiled() == n_compiled + compiles_own_layers + 1
     assert compiled_code.is_compiled(module)
     plan = OuterInterceptor(module, lambda inner, args, kwargs: inner(*args, **kwargs))
     assert compiled_code.is_compiled(module)

@@ -50,9 +50,17 @@ def _compiled_front(module: torch.nn.Module) -> Any:
 
 def compiles_nothing(front: object, module: torch.nn.Module) -> bool:
     """Return True if `front`, in CALL of `module`, is of `module.compile()` and compiles nothing: torch compiles the
-    frames of forward below it, but not those of its own layers and containers, such as `nn.Sequential`. Torch 2.13.
+    frames of forward below it, but not those of its own layers and containers, such as `nn.Sequential`. Torch 2.13; not
+    so in 2.15.
     """
-    return hasattr(front, "_torchdynamo_orig_callable") and all(map(_is_left_alone, module.modules()))
+    if not hasattr(front, "_torchdynamo_orig_callable") or _compiles_own_layers():
+        return False
+    return all(map(_is_left_alone, module.modules()))
+
+
+def _compiles_own_layers() -> bool:
+    """Return True if `module.compile()` compiles torch's own layers as well. Torch 2.15."""
+    return hasattr(sys.modules["torch._dynamo.eval_frame"].OptimizedModule, "_should_wrap_module_call_impl")
 
 
 def _is_left_alone(module: torch.nn.Module) -> bool:

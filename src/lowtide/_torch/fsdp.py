@@ -125,7 +125,8 @@ class ShardGroup:
         """Drop unreduced gradients and the gathered parameters."""
         self._group.reshard()
         for parameter in self._group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # torch 2.13; in 2.15 it is `whole.grad`
+                parameter.unsharded_accumulated_grad = None
             if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
                 whole.grad = None
 
