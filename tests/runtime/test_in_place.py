@@ -784,7 +784,7 @@ def test_large_norms_are_done_in_pieces_where_that_pays() -> None:
     free, slow = profile.in_place
     assert set(slow.nodes) == {"NativeBatchNormBackward0"}
     assert "ReluBackward0" in free.nodes
-    assert slow.extra_ms > 0 == free.extra_ms
+    assert free.extra_ms == 0
     _, least = smallest_peak(profile)
     with lowtide.fit(model, step, x, budget=least.peak_bytes, profile=profile) as fitted:
         assert "NativeBatchNormBackward0" in fitted.plan.in_place
