@@ -15,6 +15,7 @@ from lowtide.errors import RehearsalError
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
 from lowtide.memory.memory_timeline import Timeline
+from lowtide.utils.live_objects import live_objects
 
 
 @pytest.fixture(autouse=True)
@@ -370,3 +371,9 @@ def test_the_allocator_warns_of_nothing_in_recording_after_recording(capfd):
             del before
         del after
     assert capfd.readouterr().err == ""
+
+
+def test_a_recording_makes_no_tensors_of_its_own():
+    before = {id(tensor) for tensor in live_objects(torch.Tensor)}
+    with CpuRecorder():
+        assert {id(tensor) for tensor in live_objects(torch.Tensor)} == before

@@ -1,4 +1,5 @@
 import gc
+import sys
 import threading
 import weakref
 from typing import Any
@@ -274,6 +275,25 @@ def test_marks_change_no_peak(model: nn.Sequential) -> None:
     # The prediction, its sum and the sum's gradient; and the ReLU's backward as above.
     assert peaks == 2 * [OUT + 4 + 4 + 3 * HIDDEN + W2 + B2]
     assert "in phase backward" in str(memory)
+
+
+def test_the_inspections_of_a_step_look_at_young_objects_only(model: nn.Sequential) -> None:
+    optimizer = torch.optim.SGD(model.parameters())
+    searches: list[str] = []
+
+    def note(frame: Any, event: str, function: Any) -> None:
+        if event == "c_call" and function is gc.get_objects:
+            searches.append(frame.f_code.co_name)
+
+    gc.disable()  # a collection makes the next search a full one
+    sys.setprofile(note)
+    try:
+        with measure(model, optimizer):
+            train(model, optimizer)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    assert searches == ["live_objects"] + ["find"] * 2 * 4  # two young generations at each of four moments
 
 
 def test_garbage_of_before_does_not_lower_the_peak() -> None:

@@ -82,7 +82,7 @@ class CpuRecorder(Recorder):
         self._marks: list[Mark | Free] = []
         self._reader = _Reader()
         self._profile: profile | None = None
-        self._spare: list[torch.Tensor] = []
+        self._spare: list[torch.UntypedStorage] = []
         self._stream: EventStream | None = None
         self._thread: int | None = None
 
@@ -156,7 +156,8 @@ class CpuRecorder(Recorder):
         return EventStream(tuple(self._reader.events), self.device)
 
     def _start(self) -> None:
-        self._spare = [torch.empty(1, dtype=torch.uint8) for _ in range(_SPARE_BLOCKS)]
+        # Storages, not tensors: inspections during the recording look at all tensors that exist.
+        self._spare = [torch.UntypedStorage(1) for _ in range(_SPARE_BLOCKS)]  # type: ignore[no-untyped-call]
         session = profile(profile_memory=True, use_cpu=True)
         with without_noise(2, *NOISE) as held_back:
             try:

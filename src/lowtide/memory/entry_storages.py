@@ -17,10 +17,12 @@ from torch import Tensor, UntypedStorage
 from lowtide._torch.autograd_graph import nodes_behind
 from lowtide._torch.nodes import raw_saved
 from lowtide._torch.tensors import is_leaf_tensor, parts_of
-from lowtide.utils.live_objects import live_objects
+from lowtide.utils.live_objects import LiveObjectFinder
 
 _MEMORY_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
 """Paths of mapped files that are memory, not files on a disk: shared memory of processes."""
+
+_finder = LiveObjectFinder(Tensor, torch.jit.ScriptModule)
 
 _excluded: weakref.WeakValueDictionary[int, UntypedStorage] = weakref.WeakValueDictionary()
 """Storages, by address, of copies that a rehearsal holds and that are not the program's own."""
@@ -69,18 +71,27 @@ def existing_tensors() -> Iterator[Tensor]:
     Parts of sparse tensors and parameters of TorchScript are included. Not found: other tensors that only C++ holds,
     and objects that `gc.freeze` has hidden.
     """
-    held: list[Tensor] = []
-    scripts: list[torch.jit.ScriptModule] = []
-    objects: list[Any] = live_objects(Tensor, torch.jit.ScriptModule)
-    for obj in objects:
-        (held if isinstance(obj, Tensor) else scripts).append(obj)
-    del objects
+    held, scripts = _living()
     yield from held
     for script in scripts:
         with contextlib.suppress(Exception):  # a module whose constructor still runs
             yield from (*script.parameters(), *script.buffers())
     yield from (leaf.grad for leaf in held if _is_leaf(leaf) and leaf.grad is not None)
     yield from _saved_behind(held)
+
+
+def living_tensors() -> list[Tensor]:
+    """Return every tensor that Python holds; quick if called soon after `existing_tensors`."""
+    return _living()[0]
+
+
+def _living() -> tuple[list[Tensor], list[torch.jit.ScriptModule]]:
+    tensors: list[Tensor] = []
+    scripts: list[torch.jit.ScriptModule] = []
+    objects: list[Any] = _finder.find()
+    for obj in objects:
+        (tensors if issubclass(type(obj), Tensor) else scripts).append(obj)
+    return tensors, scripts
 
 
 def _on_the_host(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:

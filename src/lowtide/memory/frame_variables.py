@@ -24,7 +24,6 @@ from lowtide._torch.nodes import raw_saved
 from lowtide._torch.tensors import held_by_python, is_leaf_tensor, storage_id
 from lowtide.memory import entry_storages as entry
 from lowtide.memory.frame_locals import local_variables
-from lowtide.utils.live_objects import LiveObjectFinder
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -33,9 +32,6 @@ _CONTAINERS = (Tensor, list, tuple, dict, set, frozenset, deque)
 _NOT_ENTERED = (nn.Module, Optimizer, ModuleType, type, FunctionType, MethodType, FrameType, str, bytes)
 _MOST_OBJECTS = 100_000
 _OTHERS = 1  # the bit of all holders other than the variables
-
-
-_finder = LiveObjectFinder(Tensor)
 
 
 class Held:
@@ -63,7 +59,7 @@ def held_by_variables(frame: FrameType) -> Held:
     owners = _Owners(frame)
     marks: dict[int, int] = {}  # storage -> bits
     kept: dict[int, Tensor] = {}
-    everything: list[tuple[Any, int | None]] = [(tensor, owners.mask_of.get(id(tensor))) for tensor in _finder.find()]
+    everything: list[tuple[Any, int | None]] = [(tensor, owners.mask_of.get(id(tensor))) for tensor in entry.living_tensors()]
     on_context = _references_from_contexts(tensor for tensor, mask in everything if mask)
     roots = []
     for index in range(len(everything)):
