@@ -35,7 +35,7 @@ Moment: TypeAlias = Literal["before backward", "after backward", "at the end of 
 _SURE_LOOKS = 8
 """Number of inspections that are always made: those of a step or two. Further ones are made as time allows."""
 
-_MOST_TIME = 2
+_MOST_TIME = 1
 """Time that further inspections may take, as a multiple of the rest of the block's time."""
 
 _LABEL = "lowtide.variables"  # labels of the marks for looks, and for the free of memory that a look listed

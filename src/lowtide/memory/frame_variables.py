@@ -59,7 +59,9 @@ def held_by_variables(frame: FrameType) -> Held:
     owners = _Owners(frame)
     marks: dict[int, int] = {}  # storage -> bits
     kept: dict[int, Tensor] = {}
-    everything: list[tuple[Any, int | None]] = [(tensor, owners.mask_of.get(id(tensor))) for tensor in entry.living_tensors()]
+    everything: list[tuple[Any, int | None]] = [
+        (tensor, owners.mask_of.get(id(tensor))) for tensor in entry.living_tensors()
+    ]
     on_context = _references_from_contexts(tensor for tensor, mask in everything if mask)
     roots = []
     for index in range(len(everything)):

@@ -87,7 +87,7 @@ class Memory(Displayed):
         Variables that hold tensors, model outputs or containers of them are inspected at three moments: before
         backward, after it (when the optimizer steps) and at the end of the block. The last also counts leftovers of the
         previous step in variables that the block rebinds. Variables that free memory only together share a row. Bytes
-        are exact; in a block of many short steps, where the inspections would take most of the time, there are none.
+        are exact; in a block of many short steps, where the inspections would take half of the time, there are none.
         Memory held by a checkpoint or another saved-tensor hook is not counted. It is for the reader to judge if the
         code still needs a variable.
         """

@@ -83,7 +83,8 @@ class DiscardedGradients:
         unread = {id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)}
         self._passes.append(_Pass(backward, unread))
         line = self._lines.setdefault(backward.place, _Line())
-        line.is_needed |= split_by_leaves(graph, line.parameters) is None
+        if line.parameters:
+            line.is_needed |= split_by_leaves(graph, line.parameters) is None
 
     def updated(self, parameters: Iterable[Tensor]) -> None:
         """Handle the update of these parameters, which reads their gradients."""
