@@ -90,6 +90,8 @@ def _read(amount: object, bytes_per_unit: Mapping[str, Fraction], understood: st
         if match is None:
             raise error_for("it is not a number with a unit")
         number, unit = match[1], match[2]
+        if number.startswith("-"):  # before its unit: a unit would not help
+            raise error_for("it is negative")
         if unit.lower() not in bytes_per_unit:
             raise error_for(_NOT_READ.get(unit.lower(), f"{unit} is not a unit of memory").format(number))
         n_bytes = int(Fraction(number) * bytes_per_unit[unit.lower()])
@@ -98,5 +100,5 @@ def _read(amount: object, bytes_per_unit: Mapping[str, Fraction], understood: st
     else:
         raise error_for(f"a {type(amount).__name__} has no unit")
     if n_bytes < 1:
-        raise error_for("it is less than one byte")
+        raise error_for("it is negative" if n_bytes < 0 else "it is less than one byte")
     return n_bytes
