@@ -774,6 +774,44 @@ def test_a_loop_in_a_thread_of_its_own_is_watched(script: Callable[[str], str], 
 FAILS = TRAIN.replace("    print(step", "    if step == 0:\n        raise KeyError('mine')\n    print(step")
 
 
+FAILS_INSIDE = """
+import torch
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x**3
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("in backward")
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(64, 64)
+    def forward(self, x):
+        return Cube.apply(torch.relu(self.first(x)))
+model = Net()
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(4):
+    try:
+        model(torch.randn(256, 64)).mean().backward()
+    except ValueError as error:
+        raise RuntimeError("the step failed") from error
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("command", [("run", "--budget", "90%"), ("watch",), ("rehearse",), ("estimate",)])
+def test_an_error_inside_of_a_step_is_shown_without_frames_of_ours(
+    command: tuple[str, ...], script: Callable[[str], str], run: Run, run_python: RunPython
+) -> None:
+    train = script(FAILS_INSIDE)
+    alone = run_python(train).stderr
+    assert alone.count("Traceback") == 2
+    done = run(*command, train)
+    assert alone in done.err
+    assert "LT0" not in done.err  # nor is what the error leaves a finding
+
+
 REENTRANT = """
 import torch
 from torch.utils.checkpoint import checkpoint

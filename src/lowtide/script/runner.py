@@ -54,10 +54,10 @@ class Script:
             except LowtideError:
                 raise
             except (Exception, KeyboardInterrupt) as error:
-                error.__traceback__ = _its_own(error.__traceback__)
+                traces = _drop_own_frames(error)
                 sys.excepthook(type(error), error, error.__traceback__)
-                # Its frames hold the step's tensors as long as the traceback is referenced.
-                traceback.clear_frames(error.__traceback__)
+                for trace in traces:  # whose frames hold the step's tensors as long as a traceback refers to them
+                    traceback.clear_frames(trace)
                 return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         return 0
 
@@ -141,11 +141,58 @@ def _exit_code(end: SystemExit) -> int:
     return 1
 
 
-_OURS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, "<frozen importlib")
+_OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
+_OURS = (str(Path(__file__).parent) + os.sep, "<frozen importlib")
 
 
-def _its_own(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from the script's first frame on; None if it never started, as with a syntax error."""
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+def _drop_own_frames(error: BaseException) -> list[TracebackType]:
+    """Remove Lowtide's frames from the tracebacks of `error` and of its causes; return the tracebacks as they were."""
+    traces: list[TracebackType] = []
+    pending: list[BaseException | None] = [error]
+    visited: set[int] = set()
+    while pending:
+        each = pending.pop()
+        if each is None or id(each) in visited:
+            continue
+        visited.add(id(each))
+        pending += [
+            each.__cause__,
+            each.__context__,
+            *(each.exceptions if isinstance(each, BaseExceptionGroup) else ()),
+        ]
+        if each.__traceback__ is not None:
+            traces.append(each.__traceback__)
+            each.__traceback__ = _its_own(each.__traceback__)
+    return traces
+
+
+def _its_own(trace: TracebackType) -> TracebackType | None:
+    """Return a traceback from the script's first frame on, without Lowtide's frames unless the error was raised in one;
+    None if the script never started, as with a syntax error.
+    """
+    entries = list(_entries(trace))
+    first = next((n for n, entry in enumerate(entries) if not _is_in(entry, *_OURS)), len(entries))
+    entries = entries[first:]
+    drops = bool(entries) and not _is_in(entries[-1], _OWN_FOLDER)
+    shown: TracebackType | None = None
+    handled = False  # by torch's call of Lowtide's `__torch_function__`, which calls the same function again
+    for entry in reversed(entries):
+        if drops and _is_in(entry, _OWN_FOLDER):
+            handled = False
+        elif drops and entry.tb_frame.f_globals.get("__name__") == "torch.overrides":
+            handled = True
+        elif handled and shown is not None and entry.tb_frame.f_code is shown.tb_frame.f_code:
+            handled = False
+        else:
+            shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shown
+
+
+def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
         trace = trace.tb_next
-    return trace
+
+
+def _is_in(entry: TracebackType, *folders: str) -> bool:
+    return entry.tb_frame.f_code.co_filename.startswith(folders)

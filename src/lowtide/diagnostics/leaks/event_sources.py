@@ -74,10 +74,13 @@ class EventSources:
                 return original(outputs, *args, **kwargs)
             retain, create, inputs = (*args, None, None, None, None)[1:4]
             watch.backward_begins(outputs, bool(retain), bool(create), bool(inputs))
+            has_failed = True
             try:
-                return original(outputs, *args, **kwargs)
+                result = original(outputs, *args, **kwargs)
+                has_failed = False
             finally:
-                watch.backward_ends()
+                watch.backward_ends(has_failed=has_failed)
+            return result
 
         return run_backward
 

@@ -83,6 +83,7 @@ class Watch(Displayed):
         self._n_backwards = 0
         self._n_exceptions = 0
         self._has_begun = False
+        self._has_failed = False  # True from a backward pass that an exception has ended to the next call
         self._root: int | None = None  # id of the running module that was called from outside, or is about to
         self._nested = 0
         self._at_boundary = False
@@ -205,9 +206,10 @@ class Watch(Displayed):
         self._calls.running_backward = backward
         self._run_guarded(lambda: self._begin_backward(backward, list(roots)))
 
-    def backward_ends(self) -> None:
-        """Handle the end of a backward pass, also by an exception."""
+    def backward_ends(self, *, has_failed: bool) -> None:
+        """Handle the end of a backward pass; `has_failed` if an exception has ended it."""
         self._calls.running_backward = None
+        self._has_failed = has_failed
         self._run_guarded(self._gradients.backward_ends)
 
     def optimizer_stepped(self, parameters: Iterable[Tensor]) -> None:
@@ -245,6 +247,7 @@ class Watch(Displayed):
 
     def _begin_call(self, module: nn.Module) -> None:
         site = calling_site()
+        self._has_failed = False
         if not self._watched_from:
             self._watched_from = next_sequence_number() or 1
             self._known.note(LiveObjects().tensors, 0)
@@ -370,7 +373,7 @@ class Watch(Displayed):
         return module_names(self._model, LiveObjects().modules)
 
     def _inspect_end(self) -> None:
-        if self._has_begun:
+        if self._has_begun and not self._has_failed:  # what the exception that ends the script leaves is no finding
             self._calls.forget_old()
             self._inspect(  # no forward follows that an output left over at the end could add to
                 next_sequence_number(),
