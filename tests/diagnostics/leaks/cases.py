@@ -444,4 +444,99 @@ for _ in range(4):
         made="return torch.cat(",
         fix="argmax or the metric",
     ),
+    Case(
+        name="outputs_in_an_array_of_objects",
+        script="""
+import numpy as np
+model = mlp()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+history = np.empty(40, dtype=object)
+for n in range(8):
+    output = model(torch.randn(64, 256))
+    loss = output.square().mean()
+    loss.backward()
+    history[n] = {}
+    del output, loss
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("output.detach()",),
+        mended=("output.mean().item()",),
+        code="LT021",
+        holder="ndarray 'history' [8 entries]",
+        made="output = model(",
+        held_bytes=8 * 64 * 256 * FLOAT,
+        fix="put less in `history`",
+    ),
+    Case(
+        name="batches_of_a_cycle",
+        script="""
+import itertools
+model = mlp()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 64 * 6
+    def __getitem__(self, n): return torch.full((256,), float(n))
+def anew(loader):
+    while True: yield from loader
+batches = {}(torch.utils.data.DataLoader(Data(), batch_size=64))
+for _ in range(10):
+    model(next(batches)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("itertools.cycle",),
+        mended=("anew",),
+        code="LT021",
+        holder="'batches' -> itertools.cycle [6 entries]",
+        held_bytes=5 * 64 * 256 * FLOAT,  # the first one was there when the watch began
+        fix="iterate over the loader anew",
+    ),
+    Case(
+        name="batches_of_a_cycle_without_a_name",
+        script="""
+import itertools
+model = mlp()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 64 * 6
+    def __getitem__(self, n): return torch.full((256,), float(n))
+def anew(loader):
+    while True: yield from loader
+for _, batch in zip(range(10), {}(torch.utils.data.DataLoader(Data(), batch_size=64))):
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("itertools.cycle",),
+        mended=("anew",),
+        code="LT021",
+        holder="itertools.cycle of a loop that runs",
+        fix="iterate over the loader anew",
+    ),
+    Case(
+        name="retained_by_a_meta_learner",
+        script="""
+from torch.func import functional_call
+model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 1))
+optimizer = torch.optim.Adam(model.parameters())
+def after_a_step(x, y):
+    weights = dict(model.named_parameters())
+    inner = F.mse_loss(model(x), y)
+    gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+    fast = {{name: weight - 0.1 * g for (name, weight), g in zip(weights.items(), gradients)}}
+    return F.mse_loss(functional_call(model, fast, (x,)), y)
+for _ in range(5):
+    optimizer.zero_grad()
+    for _ in range(3):
+        outer = after_a_step(torch.randn(64, 16), torch.randn(64, 1))
+        outer.backward({})
+    optimizer.step()
+""",
+        broken=("retain_graph=True",),
+        mended=("",),
+        code="LT003",
+        holder="'outer'",
+        fix="retained_by_a_meta_learner_broken.py:21, remove `retain_graph=True`",
+    ),
 ]

@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from lowtide._torch.tensors import storage_number
@@ -58,6 +59,8 @@ class Entry:
     outputs: list[weakref.ref[UntypedStorage]] = field(default_factory=list)
     """Memory that has to outlive the next forward for the finding to count."""
     has_lasted: bool = False
+    is_cycle: bool = False
+    """True if the holder keeps its entries for good once they no longer grow."""
 
     def finding(self) -> Finding | None:
         """Return the finding to report, or None if it turned out to be void."""
@@ -123,7 +126,7 @@ class FindingLog:
 
     def retract(self, retained: Iterable[RetainedObject]) -> None:
         """Withdraw findings of growth for containers that have no more entries a step later."""
-        growing = [entry for entry in self.entries.values() if entry.rule and entry.rule.ends_without_growth]
+        growing = [e for e in self.entries.values() if e.rule and e.rule.ends_without_growth and not e.is_cycle]
         for group in _by_holder(retained).values() if growing else ():
             storages, n_entries = _storages(group), _most_entries(group)
             for entry in growing:
@@ -235,6 +238,9 @@ class FindingLog:
 
     def _judge(self, entry: Entry, main: RetainedObject, history: History) -> Rule | None:
         """Return the rule that `main` falls under, if any."""
+        entry.is_cycle = main.holder is not None and main.holder.is_cycle
+        if entry.rule and entry.is_cycle:
+            return entry.rule
         if entry.rule and entry.rule.ends_without_growth and entry.entries[-1] <= entry.entries[-2]:
             entry.rule = None  # the container is bounded after all, as a cache of masks is
         if entry.rule and entry.rule.claims_graph and main.has_graph:
@@ -248,7 +254,9 @@ class FindingLog:
         if calls:
             entry.made_at, entry.stats = calls[0].place, calls[0].stats
         passes = [b for s in group for b in s.backwards]
-        entry.backward = next((b for b in passes if b.retain_graph or b.is_partial), passes[0] if passes else None)
+        by_choice = (b for b in passes if b.retain_graph and not b.create_graph)
+        others = (b for b in passes if b.retain_graph or b.is_partial)
+        entry.backward = next(chain(by_choice, others, passes), None)
         if rule.must_last:
             memory = (reference for call in calls for reference in call.memory)
             entry.outputs = [r for r in memory if (held := r()) is not None and storage_number(held) in entry.storages]

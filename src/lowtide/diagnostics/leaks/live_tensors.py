@@ -27,24 +27,29 @@ def storage_bytes(tensor: Tensor) -> int:
 
 
 def arrays_over(tensors: dict[int, int]) -> list[tuple[int, Any]]:
-    """Return the NumPy arrays in the memory of `tensors` (id -> number), each with the number of its tensor.
+    """Return the NumPy arrays in the memory of `tensors` (id -> number), and those that have them as elements, each
+    with the number of its tensor.
 
     The garbage collector does not track arrays: they are found through the objects that refer to them.
     """
     numpy = sys.modules.get("numpy")
     if numpy is None or not tensors:
         return []
-    arrays: dict[int, tuple[int, Any]] = {}
+    arrays: dict[int, Any] = {}
     for obj in gc.get_objects():
         referents = gc.get_referents(obj)
         if numpy.ndarray in map(type, referents):
-            for array in referents:
-                base = array
-                while type(base) is numpy.ndarray:
-                    base = base.base
-                if base is not array and id(base) in tensors:
-                    arrays[id(array)] = tensors[id(base)], array
-    return list(arrays.values())
+            arrays |= {id(array): array for array in referents if type(array) is numpy.ndarray}
+    pairs: list[tuple[int, Any]] = []
+    for array in arrays.values():
+        base = array
+        while type(base) is numpy.ndarray:
+            base = base.base
+        if base is not array and id(base) in tensors:
+            pairs.append((tensors[id(base)], array))
+        elif array.dtype == object:
+            pairs += [(tensors[id(element)], array) for element in array.flat if id(element) in tensors]
+    return pairs
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import functools
 import gc
+import itertools
 import re
 import sys
 from collections import deque
@@ -99,6 +100,8 @@ class Holder:
     """That entry or attribute as code: `state['logits']`, `items[..].embedding`."""
     is_cache: bool = False
     """True for a function with a cache of its results."""
+    is_cycle: bool = False
+    """True for an `itertools.cycle`, which keeps all that its first round has returned."""
     place: Place | None = None
     is_state: bool = False
     """True for an attribute of a module that a method reads before it assigns it: what one step leaves to the next."""
@@ -156,7 +159,7 @@ class HolderSearch:
         Beyond MOST_TENSORS, tensors are only found where they share a container with one of the first.
         """
         holders_of: dict[int, list[Holder]] = {}
-        ways = [_ReferencePath(tensor, {number}) for number, tensor in tensors]
+        ways = [_first_path(obj, number) for number, obj in tensors]
         unnamed: list[_ReferencePath] = []
         tensors_through: dict[int, set[int]] = {}  # ids of objects -> tensors with paths through them
         for _ in range(LEVELS):
@@ -190,15 +193,26 @@ class HolderSearch:
                         ways.append(way)
             looked_for = islice(by_id.items(), MOST_TENSORS)
             unreferenced = (way for number, same in looked_for if number not in reached for way in same)
-            unnamed += [way for way in unreferenced if isinstance(way.obj, list) and way.path]
+            unnamed += [way for way in unreferenced if way.path and (isinstance(way.obj, list) or _CYCLED in way.path)]
         for way in unnamed if self.has_unnamed_lists else ():
             way.tensors -= holders_of.keys()
-            _add(holders_of, way, self._unnamed_list(way))
+            _add(holders_of, way, self._unnamed(way))
         return holders_of
 
-    def _unnamed_list(self, way: _ReferencePath) -> Holder:
-        """Return the holder for a list that only an expression refers to."""
+    def _unnamed(self, way: _ReferencePath) -> Holder:
+        """Return the holder for a list, or an `itertools.cycle`, that only an expression refers to."""
         place = calling_site().place
+        if _CYCLED in way.path:
+            return Holder(
+                kind="variable",
+                text=f"itertools.cycle of a loop that runs {place} {way.path[-1]}",
+                key="itertools.cycle",
+                name="itertools.cycle",
+                entries=way.all_entries,
+                gathers=True,
+                is_cycle=True,
+                place=place,
+            )
         return Holder(
             kind="variable",
             text=f"{place} a list that is being made {_path(way.path)}",
@@ -223,6 +237,7 @@ class HolderSearch:
             is_part=bool(way.path),
             part="".join((name, *("[..]" if _ENTRIES.fullmatch(step) else step for step in way.path))),
             is_cache=_CACHED in way.path,
+            is_cycle=_CYCLED in way.path,
             place=place,
         )
 
@@ -314,6 +329,8 @@ class HolderSearch:
             way.path = (".args" if inner.obj is obj.args else ".keywords", *inner.path)
         elif isinstance(obj, functools._lru_cache_wrapper):
             way.path = (_CACHED, *way.path)
+        elif isinstance(obj, itertools.cycle):
+            way.path = (_CYCLED, *way.path)
         elif getattr(obj, "__dict__", None) is inner.obj and way.path:
             way.path = (f".{_attribute(way.path[0])}", *way.path[1:])
             if is_user_code(type(obj)):
@@ -363,7 +380,7 @@ class HolderSearch:
             return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
         text = f"{name}.{attribute}" + _path(path[1:])
         alike = re.sub(r"\.\d+(?=\.)", ".*", f"{name}.{attribute}")  # equal layers are one holder
-        gathers = way.container in _CONTAINERS and len(path) > 1 and path[1].startswith("[")
+        gathers = _is_container(way.container) and len(path) > 1 and path[1].startswith("[")
         return Holder(
             kind="module",
             text=text,
@@ -441,6 +458,21 @@ _CONTAINERS = (list, deque, set, frozenset, dict)
 _CACHED = "cache "
 """Step of a path from a function to the cache of its results."""
 
+_CYCLED = "itertools.cycle "
+"""Step of a path from an `itertools.cycle` to the list of what it returns again."""
+
+
+def _first_path(obj: Any, number: int) -> _ReferencePath:
+    """Return the path that begins at `obj`: a tensor, or a NumPy array over its memory or with it as an element."""
+    if getattr(getattr(obj, "dtype", None), "hasobject", False):
+        n = sum(element is not None for element in obj.flat)
+        return _ReferencePath(obj, {number}, (f"[{n} entr{'y' if n == 1 else 'ies'}]",), n, type(obj))
+    return _ReferencePath(obj, {number})
+
+
+def _is_container(kind: type | None) -> bool:
+    return kind in _CONTAINERS or (kind is not None and kind.__name__ == "ndarray")
+
 
 def _variable_of_function(function: FunctionType, inner: _ReferencePath) -> str | None:
     """Return the variable or argument through which a function refers to `inner`; None if it does so in another way."""
@@ -466,7 +498,7 @@ def _labels(container: Any) -> dict[int, str] | None:
 
 
 def _gathers(way: _ReferencePath) -> bool:
-    return way.container in _CONTAINERS and bool(way.path) and way.path[0].startswith("[")
+    return _is_container(way.container) and bool(way.path) and way.path[0].startswith("[")
 
 
 def _shown(way: _ReferencePath, name: str, kind: str) -> tuple[str, str, str]:

@@ -106,8 +106,15 @@ class GrowingList(Rule):
     ends_without_growth = True
     fix_of_cache = "bound the cache of `{name}` (`lru_cache(maxsize=...)`), or call `{name}.cache_clear()` each epoch"
 
+    fix_of_cycle = (
+        "`itertools.cycle` keeps all batches of the first epoch for ever: iterate over the loader anew in each epoch "
+        "(a generator with `while True: yield from loader`)"
+    )
+
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice; nothing can be put into the cache of a function."""
+        """Return the advice; nothing can be put into the cache of a function, or into an iterator."""
+        if item.holder is not None and item.holder.is_cycle:
+            return self.fix_of_cycle
         if item.subject in _FIX_OF_COPIES:
             return _FIX_OF_COPIES[item.subject]
         is_cache = item.holder is not None and item.holder.is_cache
