@@ -135,4 +135,4 @@ def test_a_plan_for_two_processes_is_made_in_one(
 def test_ranks_that_there_are_not_are_refused(rank: str, capfd: pytest.CaptureFixture[str]) -> None:
     code = cli.main(("plan", "make", "--processes", "2", "--rank", rank, "--budget", "75%", "train.py"))
     assert code == 2
-    assert f"--rank {rank}: the ranks of 2 processes are below that number" in capfd.readouterr().err
+    assert f"--rank {rank}: the ranks of 2 processes are 0 to 1" in capfd.readouterr().err

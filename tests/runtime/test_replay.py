@@ -362,7 +362,9 @@ def test_a_large_buffer_that_a_later_step_is_the_first_to_write_to(counted):
     with in_force(model, "replay", Replayed):
         step()
         model.part.warm = True
-        with pytest.raises(ReplayMismatch, match="wrote to its buffer 'usage', which it did in no step before"):
+        with pytest.raises(
+            ReplayMismatch, match="wrote to its buffer 'usage' for the first time since the plan was made"
+        ):
             step()
         step()  # from here on it is copied
 

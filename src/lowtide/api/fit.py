@@ -660,7 +660,7 @@ def _compiled_differs(site: StepContext, made: Plan, smallest_bytes: int | None 
         f"under the plan the results of compiled code differ in bits: {_differing(verdict)}{apart}. Where saved "
         "tensors are recomputed, inductor fuses other kernels, which may round or add in another order, as with "
         f"autocast: no plan is put in force.{least}\n  Give a larger budget, or compile the repeated blocks instead, "
-        "each in its place: `for block in model.layers: block.compile()`."
+        "each in place: `for block in model.layers: block.compile()`."
     )
 
 

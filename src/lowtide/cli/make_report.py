@@ -109,5 +109,5 @@ def _exporter(to: str) -> Callable[[RunRecord], str]:
     }
     suffix = Path(to).suffix.lower()
     if suffix not in kinds:
-        raise LowtideError(f"{to} ends in none of {', '.join(kinds)}: its ending says what is written.")
+        raise LowtideError(f"{to} ends in none of {', '.join(kinds)}: the ending chooses the format.")
     return kinds[suffix]

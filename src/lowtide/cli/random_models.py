@@ -106,7 +106,7 @@ def _config(transformers: Any, architecture: str, layers: int | None) -> Any:
         )
     if layers is not None:
         if not hasattr(config, "num_hidden_layers"):
-            raise LowtideError(f"{architecture} has no num_hidden_layers that --layers could set: leave it out.")
+            raise LowtideError(f"{architecture} has no num_hidden_layers that --layers could set: leave --layers out.")
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = [config.layer_types[n % len(config.layer_types)] for n in range(layers)]

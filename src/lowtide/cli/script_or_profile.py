@@ -187,7 +187,9 @@ class ProfileSource:
             raise click.UsageError("--lever and --plain take real steps: leave them, or --device, out.")
         n_processes = n_gpus or self.processes or 1
         if self.rank and self.rank >= n_processes:
-            raise click.UsageError(f"--rank {self.rank}: the ranks of {n_processes} processes are below that number.")
+            raise click.UsageError(
+                f"--rank {self.rank}: the ranks of {n_processes} processes are 0 to {n_processes - 1}."
+            )
         require_torch(f"lowtide, to rehearse {self.target},")
         from lowtide.estimator.absent_processes import AbsentProcesses
         from lowtide.levers import parse_script_lever

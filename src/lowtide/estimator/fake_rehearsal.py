@@ -123,7 +123,10 @@ class FakeRehearsal(TwoStepRun):
         return real | {self._entry[block] for block in self._blocks}
 
     def turn_to(self, model: Any, in_use: Any, engine: Engine | None = None) -> None:
-        raise RehearsalError("another model is trained in turn, and only one can be planned for without the GPU.")
+        raise RehearsalError(
+            "the script trains several models in turn, and without the GPU only one model can be planned for. "
+            "Plan on the machine that trains: `lowtide run --budget`."
+        )
 
     def second(self, batch: Any = None) -> None:
         """End the audited step, or a traced one, and begin to trace another."""
@@ -132,7 +135,9 @@ class FakeRehearsal(TwoStepRun):
         if self._trace is None:
             check_saved(self._model, audit)
             if not (audit.slots and audit.reads):
-                raise RehearsalError("no backward ran through the model in its first step.")
+                raise RehearsalError(
+                    "no backward ran through the model in its first step: the loss must depend on its outputs."
+                )
             audit.settle(self._ledger.so_far)
         self._now(batch)
         made_for = fingerprint(self._model, batch)
@@ -154,7 +159,8 @@ class FakeRehearsal(TwoStepRun):
         assert trace is not None
         if modules_that_differ(audit.shapes, trace.calls) or trace.inputs != audit.inputs:
             raise RehearsalError(
-                "the two rehearsed steps saved different tensors: no plan can be made without the GPU."
+                "the two rehearsed steps saved different tensors, so no plan can be made without the GPU. "
+                "Plan on the machine that trains: `lowtide run --budget`."
             )
         stream = self._ledger.stream
         assert self._static is not None

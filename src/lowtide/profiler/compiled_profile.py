@@ -45,13 +45,16 @@ def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float)
     if sends := next((node.target for graph in graphs for node in graph.joint.nodes if _sends(node)), None):
         raise RehearsalError(
             f"compiled code sends to other processes ({sends}), and the order of those operations is not known. "
-            "Compile repeated blocks instead, each in its place: `block.compile()`."
+            "Compile repeated blocks instead, each in place: `block.compile()`."
         )
     calls = [call for call in _calls(stream) if call.backward is not None]
     if not calls:
         raise RehearsalError("the step ran no backward through compiled code: call loss.backward() inside it.")
     if any(call.graph >= len(graphs) for call in calls):
-        raise RehearsalError("the step runs code that was compiled before, and what it saves was not observed.")
+        raise RehearsalError(
+            "the step runs code that was compiled before the rehearsal, so its saved tensors were not observed. "
+            "Rehearse in a new process, before the step is first called."
+        )
     ran: dict[tuple[int, tuple[int, ...]], int] = {}
     """Graphs that ran, each at one size, in order."""
     calls = [replace(call, graph=ran.setdefault((call.graph, call.sizes), len(ran))) for call in calls]

@@ -56,8 +56,8 @@ def check_step(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None
     for each in listed(optimizer):
         if not hasattr(each, "param_groups"):
             raise RehearsalError(
-                f"optimizer takes a torch.optim.Optimizer or a list of them, found {type(each).__name__}. Leave it "
-                "out: its own tensors that the step's code refers to are restored without it."
+                f"optimizer takes a torch.optim.Optimizer or a list of them, found {type(each).__name__}. Leave "
+                "optimizer= out: tensors that the step's code reaches are restored without it."
             )
     if not torch.is_grad_enabled():  # also for tensors made in inference mode
         block = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
@@ -204,7 +204,7 @@ def check_compiled(model: torch.nn.Module, step: Any = None) -> None:
     if several_processes():
         raise RehearsalError(
             f"{name} is compiled as a whole in one of several processes that train together, which is not planned for "
-            "yet.\n  Compile its repeated blocks instead, each in its place: `for block in model.layers: "
+            "yet.\n  Compile its repeated blocks instead, each in place: `for block in model.layers: "
             "block.compile()`."
         )
 

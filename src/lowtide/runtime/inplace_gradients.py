@@ -248,7 +248,7 @@ def check(device: str, nodes: Iterable[str]) -> None:
     if missing and device in DEVICES:
         raise LowtideError(
             f"the plan writes gradients of {', '.join(missing)} in place, which can't be done here: kernels of "
-            "another library replace torch's. Rehearse and plan again, or do without them."
+            "another library replace torch's. Rehearse and plan again; with in_place=False no plan writes in place."
         )
 
 

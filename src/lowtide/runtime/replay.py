@@ -123,9 +123,10 @@ class ReplayFrame:
         """Raise ReplayMismatch if the call, unlike all earlier ones, wrote to a large buffer: it can't be replayed."""
         if (name := self.call_context.written_late) is not None:
             raise ReplayMismatch(
-                f"{self.interceptor} wrote to its buffer {name!r}, which it did in no step before: the plan replays it "
-                "in backward, where it would find other contents. The step ends, and nothing is updated.\n"
-                "  Plan in a step in which it writes: resume from a checkpoint, or let it write from the first step.",
+                f"{self.interceptor} wrote to its buffer {name!r} for the first time since the plan was made. The plan "
+                "replays the block in backward, where the buffer would have other contents, so the step ends before "
+                "its update.\n  Let the block write to the buffer from the first step on, or make the plan in a step "
+                "in which it does (for example after resuming from a checkpoint).",
                 type(self.interceptor.module),
             )
 

@@ -70,7 +70,7 @@ class Applying(PlanMonitor):
             if is_of_parts(self._plan.fingerprint) and type(model) is not CompositeModel and self._n_others < PATIENCE:
                 return  # models that take turns are recognised later
             raise StalePlan(
-                f"this plan is not for the {name_of(model)} that the script trains.",
+                f"this plan is not for the {name_of(model)} that the script trains. Make one with `lowtide plan make`.",
                 differences=self._differences,
             )
         if self._open is not None:

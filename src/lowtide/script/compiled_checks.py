@@ -118,6 +118,6 @@ def error_of_other_bits(kinds: dict[str, tuple[str, ...]]) -> RehearsalError:
     return RehearsalError(
         f"under the plan the results of compiled code differ in bits: {kind} ({len(names)}, first {names[0]}). "
         "Where saved tensors are recomputed, inductor fuses other kernels, which may round or add in another "
-        "order.\n  Give a larger budget, or compile the repeated blocks instead, each in its place: `for "
+        "order.\n  Give a larger budget, or compile the repeated blocks instead, each in place: `for "
         "block in model.layers: block.compile()`."
     )

@@ -327,7 +327,8 @@ class Estimating(StepListener):
         if self._differences:
             assert self._model is not None
             raise StalePlan(
-                f"this plan is not for the {name_of(self._model)} that the script trains.",
+                f"this plan is not for the {name_of(self._model)} that the script trains. "
+                "Make one with `lowtide plan make`.",
                 differences=self._differences,
             )
         if self.compiles:

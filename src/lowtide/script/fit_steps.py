@@ -248,8 +248,8 @@ class Fitting(PlanMonitor):
         calls = "1 call" if self._n_planned_calls == 1 else f"{self._n_planned_calls} calls"
         self._say(
             f"{self.model_name}: this step has {self._n_calls} calls of the model, and the plan is for steps with "
-            f"{calls}: its peak is {format_bytes(over_bytes)} over the budget, and so may be that of other such steps. "
-            "For a plan for them, give such a step to lowtide.fit; else give a smaller budget"
+            f"{calls}: its peak is {format_bytes(over_bytes)} over the budget, and other such steps may be as well. "
+            "To plan for them, give such a step to lowtide.fit; or give a smaller budget"
         )
 
     def _make_plan(self, profile: Profile, model: nn.Module) -> None:

@@ -43,7 +43,7 @@ WHOLE_TOGETHER: Final = (
 )
 WHOLE_IN_PROCESSES: Final = (
     f"compiled code is {AS_A_WHOLE}, not planned inside, where several processes train together: what saves memory "
-    "then is to compile the repeated blocks, each in its place (`block.compile()`), not the model"
+    "then is to compile the repeated blocks, each in place (`block.compile()`), not the model"
 )
 
 ONE_FORM = (
@@ -121,7 +121,7 @@ class Rehearsing(StepListener):
 
         if self._levers:
             raise RehearsalError(
-                f"{name_of(model)} is compiled as a whole, and in a script no lever goes with that: leave "
+                f"{name_of(model)} is compiled as a whole, and in a loop no lever can be combined with that: leave "
                 f"{', '.join(repr(lever.name) for lever in self._levers)} out, or call lowtide.fit in the script."
             )
         return OnlineCompiledProfiler(model)

@@ -71,7 +71,9 @@ class Script:
             spec = importlib.util.find_spec(f"{self.target}.__main__")
         code = spec.loader.get_code(spec.name) if spec is not None and isinstance(spec.loader, InspectLoader) else None
         if spec is None or code is None:
-            raise LowtideError(f"there is no module {self.target} to run. Is its folder the current one, or installed?")
+            raise LowtideError(
+                f"there is no module {self.target} to run. Run this in the folder that contains it, or install it."
+            )
         main.__spec__, main.__loader__, main.__package__ = spec, spec.loader, spec.parent
         main.__file__ = spec.origin
         sys.argv[0] = spec.origin or self.target

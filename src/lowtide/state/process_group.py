@@ -56,7 +56,7 @@ def check_sharding(modules: Iterable[torch.nn.Module]) -> None:
         if isinstance(module, fsdp.FullyShardedDataParallel):
             raise RehearsalError(
                 f"{type(module).__name__} is wrapped in FullyShardedDataParallel (FSDP1), which is not planned for: "
-                "what one process would run again, all would have to. Shard with "
+                "a call that one process replays, all processes would have to replay. Shard with "
                 "torch.distributed.fsdp.fully_shard (FSDP2) instead."
             )
     for unit in units(modules):

@@ -23,8 +23,8 @@ def accept_batch(step: Callable[..., Any], batch: Any) -> Callable[[Any], Any]:
     n_required = sum(each.default is each.empty for each in signature.parameters.values())
     given = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
     raise RehearsalError(
-        f"step takes {n_required} arguments, and the batch is a {given}: give a step of one argument, the batch, or a "
-        "tuple of as many things as the step takes."
+        f"step takes {n_required} arguments, and the batch is a {given}. Give a step that takes the batch as its only "
+        "argument, or a batch that is a tuple with one element for each argument."
     )
 
 

@@ -475,7 +475,7 @@ def _fragmentation(m: Message, _: Facts) -> Cause | None:
         return None
     return Cause(
         code="fragmentation",
-        claim=f"{format_bytes(gaps)} are held by PyTorch and unused, but in no piece of {format_bytes(tried)}",
+        claim=f"{format_bytes(gaps)} are held by PyTorch and unused, but no free block has {format_bytes(tried)}",
         evidence=(f"of {format_bytes(m.reserved_bytes or 0)} held {format_bytes(m.allocated_bytes or 0)} are in use",),
     )
 
