@@ -19,6 +19,7 @@ IMPORTED_TORCH = "; import sys; print('torch' in sys.modules)"
 def test_help_lists_the_commands_and_loads_no_torch(run_python: RunPython) -> None:
     done = run_python("-c", "from lowtide.cli import main; print(main(['--help']))" + IMPORTED_TORCH)
     assert done.stdout.startswith("Usage: lowtide ")
+    assert "\n    lowtide run --budget 8GiB train.py   train within 8 GiB" in done.stdout
     assert done.stdout.endswith("\n0\nFalse\n")
     for name in cli.COMMANDS:
         assert f"\n  {name} " in done.stdout

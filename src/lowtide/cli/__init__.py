@@ -55,12 +55,10 @@ COMMANDS = {
     ),
     "gpus": Lazy(
         target="lowtide.cli.gpus:gpus",
-        summary="List the GPUs that --device knows, with their memory and its source.",
+        summary="List the GPUs that --device knows by name, with their memory.",
         needs_torch=False,
     ),
-    "plan": Lazy(
-        target="lowtide.cli.plan:plan", summary="Make plan files, read them, compare them.", needs_torch=False
-    ),
+    "plan": Lazy(target="lowtide.cli.plan:plan", summary="Make, show and compare plan files.", needs_torch=False),
     "frontier": Lazy(
         target="lowtide.cli.frontier:frontier", summary="List budgets with the extra time of each.", needs_torch=False
     ),
@@ -89,6 +87,13 @@ COMMANDS = {
 }
 
 
+FIRST_COMMANDS = """\b
+Out of memory?
+  lowtide run --budget 8GiB train.py   train within 8 GiB (GPU: --budget auto)
+  lowtide explain train.log            explain the error, and list remedies"""
+"""The end of `lowtide --help`; \\b keeps its lines as they are."""
+
+
 class LazyGroup(click.Group):
     """A group that lists COMMANDS from their summaries alone, and imports the one that is called."""
 
@@ -112,7 +117,7 @@ class LazyGroup(click.Group):
         return name, None if name is None else COMMANDS[name].load(name), rest
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=FIRST_COMMANDS)
 @click.version_option(versions_in_words(), message="%(version)s")
 def lowtide() -> None:
     """Make a PyTorch training step fit in a memory budget, and prove that it did."""

@@ -60,8 +60,8 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
     type=click.Choice(("plain", "recomputed", "replayed")),
     default="plain",
     show_default=True,
-    help="With --device: the step as it is, with every tensor recomputed that takes no matrix product, or with each "
-    "repeated block replayed as well: the two ends of the plans that fit chooses from.",
+    help="With --device: the step to estimate. plain: as it is. recomputed: with every tensor recomputed that takes no "
+    "matrix product. replayed: with each repeated block replayed as well. Plans of fit lie between these.",
 )
 @click.option(
     "--plan",

@@ -21,7 +21,7 @@ PLAN_FILE = click.Path(exists=True, dir_okay=False)
 
 @click.group("plan")
 def plan() -> None:
-    """Make plan files, read them, compare them."""
+    """Make, show and compare plan files."""
 
 
 @plan.command("make", context_settings=OWN_OPTIONS_FIRST)
@@ -36,7 +36,7 @@ def plan() -> None:
 @lever_option
 @profile_source("PROFILE|SCRIPT")
 def make(budget: str, cheap: bool, to: str | None, levers: tuple[str, ...], source: ProfileSource) -> None:
-    """Plan for a budget.
+    """Make a plan for a budget, from a profile or a script.
 
     PROFILE is a file that `lowtide rehearse --json` wrote; its name ends in .json. A SCRIPT is rehearsed first. With
     --processes N, one process on one GPU or on a CPU makes the plan that each of N processes would make, for

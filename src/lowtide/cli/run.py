@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     "--budget",
     metavar="AMOUNT",
     help='Peak to stay within, for all memory of the step: "8GiB", "500MB", or "60%" of the plain step\'s peak; on a '
-    'GPU also "90% of gpu" or "auto".',
+    'GPU also "90% of gpu", or "auto": the memory that is free there, less 8 % for fragmentation.',
 )
 @click.option(
     "--budget-for",
