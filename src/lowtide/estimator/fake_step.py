@@ -174,9 +174,7 @@ def static_of(
 
 
 def _storages(tensor: Tensor, ledger: AllocationTracker) -> list[torch.UntypedStorage]:
-    """Return a tensor's storages on the tracker's device; those of the real tensor if its layout is compressed, as
-    CSR.
-    """
+    """Return a tensor's storages on the tracker's device; for compressed layouts, such as CSR, the real tensor's."""
     if sparse.is_compressed(tensor) and is_real(tensor):
         with on_real_tensors():
             return [part.untyped_storage() for part in parts_of(tensor)]

@@ -40,7 +40,7 @@ class MemoryEstimate(Displayed):
         return self.static.total + self.timeline.peak_bytes
 
     def to_snapshot(self, path: str | Path) -> None:
-        """Write a memory snapshot, as `Timeline.to_snapshot`, including memory that exists when the step begins."""
+        """Write a memory snapshot like `Timeline.to_snapshot`, including memory that exists when the step begins."""
         static = self.static
         freed = sum(event.bytes for event in freed_from_entry(self.timeline.stream))  # already part of the timeline
         at_entry = []

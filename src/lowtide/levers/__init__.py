@@ -58,8 +58,8 @@ class LeverStack(Removable):
 def enable(model: nn.Module, levers: Iterable[AppliedLever], optimizer: Optimizers) -> LeverStack:
     """Enable `levers`, the first one innermost.
 
-    A lever that changes the optimizer needs a single one. Raises LeverNotApplicable if a lever can't be enabled; then
-    none is.
+    A lever that changes the optimizer needs exactly one optimizer. If a lever can't be enabled, all stay off, and
+    LeverNotApplicable is raised.
     """
     optimizers = listed(optimizer)
     only_optimizer = optimizers[0] if len(optimizers) == 1 else None

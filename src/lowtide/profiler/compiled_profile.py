@@ -68,7 +68,7 @@ def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float)
 
 
 def _named(graphs: Sequence[JointSlots]) -> list[JointSlots]:
-    """Return `graphs`, those with addresses of another graph under their own names."""
+    """Return `graphs`; graphs that share addresses with another graph get addresses with their own names."""
     of_key: dict[str, set[str]] = {}
     for graph in graphs:
         of_key.setdefault(graph.joint.key, set()).update(slot.address for slot in graph.slots)

@@ -566,7 +566,7 @@ class Engine:
         )
 
     def displaced(self) -> Iterator[CallInterceptor]:
-        """Yield the interceptors that another object has displaced since, as `Module.compile` does."""
+        """Yield the interceptors that another object has displaced, as `Module.compile` does."""
         return (
             interceptor for interceptor in self._interceptors if not (self._inside.n_runs or interceptor.is_reached())
         )

@@ -186,10 +186,9 @@ _stop_attending: Callable[[], None] | None = None
 
 
 def _attend() -> None:
-    """Wrap torch's entry into a backward pass, to ask if a permission in force awaits it.
+    """Wrap torch's entry into a backward pass, to check if a permission in force is for that pass.
 
-    The wrapper is removed by the first backward pass that none awaits, so other code in the process does not pay for
-    it.
+    The first backward pass without such a permission removes the wrapper, so other code does not pay for it.
     """
     global _stop_attending
     with _LOCK:

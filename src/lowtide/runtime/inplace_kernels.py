@@ -61,7 +61,7 @@ def _detached(gradient: Tensor) -> Tensor:
 def _pieces(gradient: Tensor, n_groups: int) -> list[slice]:
     """Return slices of the groups of channels, each a sixteenth of the tensor if that leaves the sums unchanged.
 
-    With adjacent channels, a processor sums as many of them at once as one of its vectors holds.
+    Where channels are adjacent, a processor sums one vector of them at a time.
     """
     step = -(-n_groups // 16)
     if gradient.stride(1) == 1:

@@ -254,9 +254,7 @@ def _is_worth_it(operand: Tensor, size: int) -> bool:
 
 
 def _is_of(node: Node, edges: dict[str, tuple[Any, int] | None]) -> bool:
-    """Return True if the node is that of the operator with these operand edges, and not that of another operator around
-    it.
-    """
+    """Return True if the node belongs to the operator with these operand edges, not to an operator that called it."""
     recipe = RECIPES.get(node.name())
     if recipe is None:
         return False

@@ -45,6 +45,6 @@ class CandidateModels:
         self.forget()
 
     def forget(self) -> None:
-        """Forget other modules: the model was called again."""
+        """Forget modules that might have replaced the model, because the model was called again."""
         self._called.clear()
         self._n_updates.clear()

@@ -46,7 +46,7 @@ class CompiledChecks:
         self._n_compiled = n_compiled()
 
     def can_judge(self, made: Plan) -> bool:
-        """Return False if code was compiled in this step, which takes memory: a later step counts, up to `PATIENCE`."""
+        """Return False if this step compiled code, which takes memory; up to `PATIENCE` such steps are skipped."""
         is_compiling = bool(made.graphs) and n_compiled() != self._n_compiled
         self._n_compiling += is_compiling
         return not is_compiling or self._n_compiling >= PATIENCE

@@ -151,9 +151,7 @@ class Estimating(StepListener):
         self._rehearsal.answers.written.clear()
 
     def is_left_by(self, model: nn.Module, other: nn.Module) -> bool:
-        """Return True if no variable of the script leads to `model` or its parts any longer; both are on fake
-        tensors.
-        """
+        """Return True if the script reaches `model` and its parts neither from its variables nor from `other`."""
         if self._rehearsal is None:
             return False
         reached = ids(ReachableState(*caller_variables(), other).visited)

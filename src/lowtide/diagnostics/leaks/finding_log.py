@@ -63,7 +63,7 @@ class Entry:
     """True if the holder keeps its entries for good once they no longer grow."""
 
     def finding(self) -> Finding | None:
-        """Return the finding to report, or None if it turned out to be void."""
+        """Return the finding to report; None if it is no longer valid."""
         rule = self.rule
         if rule is None or any(call.backwards for call in self.pending) or (rule.must_last and not self.has_lasted):
             return None
@@ -280,7 +280,7 @@ def _one_of_line(findings: list[Finding]) -> list[Finding]:
 
 
 def _joined(findings: list[Finding]) -> list[Finding]:
-    """Return the findings, with a single one for all keys of the dicts that a list or dict gathers."""
+    """Return the findings, joining those that differ only in the key of a dict inside the same list or dict."""
     joined: dict[tuple[str, str], list[Finding]] = {}
     for number, finding in enumerate(findings):
         container, _, key = finding.holder.rpartition("]['")

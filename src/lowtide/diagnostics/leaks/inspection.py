@@ -92,9 +92,7 @@ class RetainedObject:
 
     @property
     def holder(self) -> Holder | None:
-        """The holder to report; a list takes precedence over the variable that refers to its last entry, and so does an
-        object with a list.
-        """
+        """The holder to report. Lists, and objects with a list, take precedence over a variable of the last entry."""
         return min(self.holders, key=lambda h: (RANK.index(h.kind), not h.gathers, not h.entries), default=None)
 
     @property

@@ -143,7 +143,7 @@ def messages(text: str) -> list[Message]:
 
 
 def most_informative(known: list[Message]) -> Message:
-    """Return the message to explain: the first with numbers of a device, else a certain one with any, else any."""
+    """Return the message to explain: the first that satisfies the earliest possible test of `_INFORMATIVE`."""
     return next(message for tells in _INFORMATIVE for message in known if tells(message))
 
 

@@ -56,7 +56,7 @@ class GpuMemoryEstimate(MemoryEstimate):
     """Bytes that NCCL allocates outside torch's allocator, at least and at most, from public reports."""
 
     def to_snapshot(self, path: str | Path) -> None:
-        """Write a memory snapshot, as `Timeline.to_snapshot`, of all that the allocator sees."""
+        """Write a memory snapshot like `Timeline.to_snapshot`, of all that the allocator sees."""
         write_snapshot(Timeline(self.whole, self.timeline.labels), path, self.config)
 
     @property

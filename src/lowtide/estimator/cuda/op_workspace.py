@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class OpWorkspaces:
-    """Workspaces of operators on a GPU, as `Scratch` is for the CPU."""
+    """Workspaces of operators on a GPU: the counterpart of `Scratch`, which is for the CPU."""
 
     def __init__(self, gpu: GpuSpec) -> None:
         self._bytes = {WORKSPACE: workspace_bytes(gpu), LT_WORKSPACE: lt_workspace_bytes()}
