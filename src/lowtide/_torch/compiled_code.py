@@ -99,7 +99,7 @@ def never_compiled(function: F) -> F:
 
 
 def called_between_graphs(function: F) -> F:
-    """Return `function`, marked so that compiled code is split where it calls it, as by `torch.compiler.disable`: for
+    """Return `function`, marked so that compiled code is split at its calls, like `torch.compiler.disable` does: for
     hooks of optimizers, which compiled code would otherwise call in its first run only. Torch 2.13, since 2.0.
     """
     why = "Lowtide watches updates by optimizers, so code that calls optimizer.step() can't be compiled with fullgraph"

@@ -18,7 +18,7 @@ Purpose = Literal["gathered parameters", "communication buffers", "gradients"]
 
 
 class ShardGroup:
-    """Parameters that `fully_shard` gathers together. Torch 2.13; `senders` since 2.9 or longer."""
+    """Parameters that `fully_shard` gathers together. Torch 2.13; `senders` since 2.9 at the latest."""
 
     __slots__ = ("_group",)
 

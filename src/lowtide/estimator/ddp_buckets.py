@@ -210,6 +210,6 @@ class _Reducer:
 
 
 def _as_one(tensors: Sequence[Tensor], *_: Any) -> None:
-    """Concatenate buffers into one tensor for each dtype, as they are broadcast."""
+    """Concatenate buffers into one tensor for each dtype, as DDP does to broadcast them."""
     sent = [torch.cat([t.reshape(-1) for t in tensors if t.dtype is dtype]) for dtype in {t.dtype for t in tensors}]
     del sent

@@ -145,7 +145,7 @@ class TwoStepRun:
     def turn_to(self, model: nn.Module, in_use: Iterable[Any], engine: Engine | None = None) -> None:
         """Switch to training another, possibly new, model. A call of `second` must follow.
 
-        What neither this model nor the objects `in_use` reach is released, and its memory no longer counts.
+        Objects that neither this model nor `in_use` reaches are released, and their memory no longer counts.
         """
         self._running.close()
         self._state.visit(model)

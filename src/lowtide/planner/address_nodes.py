@@ -9,7 +9,7 @@ from typing import Final
 MASK: Final = "Mask"
 """Written instead of an autograd node for a mask that is kept as bits."""
 INDICES: Final = "Indices"
-"""Written for indices, as of max pooling, that are kept in as few bytes as they need."""
+"""Written for indices, such as those of max pooling, that are kept in as few bytes as they need."""
 SIGNS: Final = "Signs"
 """Written for a tensor of which backward reads only which elements are positive: one bit per element is kept."""
 SHAPE: Final = "Shape"

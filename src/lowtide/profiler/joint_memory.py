@@ -90,8 +90,8 @@ def scratch_of(
 def unmodelled(joint: JointGraph, half: Half, events: Sequence[Event]) -> dict[int, int]:
     """Return the recorded bytes that no written value accounts for, by value computed at that time; -1 for the end.
 
-    Such are copies of arguments, and values that inductor writes because many calls read them. Allocations are matched
-    with the written values in order: both are of equal size, and freed in the half or not.
+    They belong to copies of arguments, and to values that inductor writes because many calls read them. Allocations
+    are matched with the written values in order: both have equal sizes, and are freed within the half or after it.
     """
     end, nodes = len(half.order), joint.nodes
     freed = {event.block: at for at, event in enumerate(events) if isinstance(event, Free)}

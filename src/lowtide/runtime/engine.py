@@ -604,7 +604,7 @@ def shared(value: Value, base: Tensor, frame: ReplayFrame | None) -> bool:
     """Return True if a slot of `base` in `frame` can share the value of an earlier slot of the same output.
 
     False if the tensor was changed in between without autograd noticing. False too if it is left to the replay of a
-    finished call unrelated to `frame`, as with a cast of a weight that autocast caches from there: that replay would
+    finished call unrelated to `frame`, such as the cast of a weight that autocast cached there: that replay would
     run too early. `frame` sees such a tensor itself.
     """
     if value.version not in (base._version, -1):

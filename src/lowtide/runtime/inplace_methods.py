@@ -2,8 +2,8 @@
 
 The replacements are attributes of `torch.Tensor`, which inherits these methods, of `torch.UntypedStorage`, and of the
 modules that have the functions. A write through a view, through `.data` or to a buffer is such a call, too. So are
-`tensor.data = other`, and `tensor.numpy()`, whose array shares the tensor's memory. Writes that Python does not call by
-such a name, as with `out=`, are not intercepted.
+`tensor.data = other`, and `tensor.numpy()`, whose array shares the tensor's memory. Writes that
+Python code makes in another way, such as through `out=`, are not intercepted.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def writers() -> list[str]:
 
 
 def intercept(writes: Writes) -> Callable[[], None]:
-    """Call `writes(memory, writer)` before each write by such a call, until the returned function is called.
+    """Call `writes(memory, writer)` before each intercepted write, until the returned function is called.
 
     After it has returned False, nothing is reported until `watched` is set again.
     """

@@ -165,7 +165,7 @@ class OperandLookup:
 
 
 def leaf_behind(node: Node | None) -> int:
-    """Return the `id` of the leaf that a node leads to through views, as of a weight in `weight.t()`; 0 for none."""
+    """Return the `id` of the leaf that a node is a view of, such as `weight` for `weight.t()`; 0 for none."""
     while node is not None and not hasattr(node, "variable"):
         node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
     return 0 if node is None else id(node.variable)

@@ -129,7 +129,7 @@ class ReliedOn:
         self._watch_writes()
 
     def add(self, frame: ReplayFrame) -> None:
-        """Have the parameters and buffers that the replay of `frame` reads copied before they are written to."""
+        """Arrange that parameters and buffers that the replay of `frame` reads are copied before a write to them."""
         if len(self._frames) >= self._most_frames:
             self._forget_freed()
         reference = weakref.ref(frame)

@@ -60,7 +60,7 @@ class StepListener:
     def gives_up(self, model: nn.Module) -> None:
         """Give up `model`, which began a step: another model is trained, or will be from here on.
 
-        Afterwards the work is to be done again.
+        Steps of the new model are then observed from the beginning.
         """
         raise NotImplementedError
 

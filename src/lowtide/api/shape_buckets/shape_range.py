@@ -105,8 +105,8 @@ def _between(large: Any, small: Any) -> Iterator[Varying]:
 
 
 def _by_itself(given: list[Tensor]) -> Iterator[Varying]:
-    """Yield the dimension to vary by default: of token batches the second one, in all tensors of that length; else the
-    first one of all.
+    """Yield the dimensions to vary by default: for token batches the second one, in all tensors of that length; for
+    other batches the first one of every tensor.
 
     Integer tables are tokens unless another tensor of the batch, such as images, has another length.
     """

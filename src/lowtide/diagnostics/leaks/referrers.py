@@ -244,8 +244,7 @@ class HolderSearch:
     def _outward(self, referrer: Any, inner: list[_ReferencePath]) -> Iterator[tuple[_ReferencePath, _ReferencePath]]:
         """Yield the paths through `referrer`, each with the path that it extends.
 
-        Each object with a name of its own gets a path. Objects without a name share one if their paths go on alike
-        inside.
+        Each object with a name of its own gets a path. Objects without a name share a path if the rest of it is equal.
         """
         labels = _labels(referrer)
         gathered: dict[tuple[str, ...], tuple[_ReferencePath, _ReferencePath]] = {}
@@ -488,7 +487,7 @@ def _variable_of_function(function: FunctionType, inner: _ReferencePath) -> str 
 
 
 def _labels(container: Any) -> dict[int, str] | None:
-    """Map ids of objects to their names in a tuple or dict; None if `container` is no container."""
+    """Map ids of objects to their names in a tuple or dict; None if `container` is neither."""
     if isinstance(container, tuple):
         names = getattr(type(container), "_fields", ())
         return {id(obj): f".{names[n]}" if n < len(names) else f"[{n}]" for n, obj in enumerate(container)}

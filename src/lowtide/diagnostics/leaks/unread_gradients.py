@@ -40,7 +40,7 @@ class _Candidate:
 
     @property
     def is_idle(self) -> bool:
-        """True if the gradient was added to all the time, and never set to zero or None."""
+        """True if backward has kept adding to the gradient, and nothing has set it to zero or None."""
         parameter, gradient = self.parameter(), self.gradient()
         if parameter is None or gradient is None or parameter.grad is not gradient:
             return False

@@ -46,7 +46,7 @@ class _Script:
     results: tuple[int, ...]
 
     def stretched(self, other: _Script, times: float) -> _Script:
-        """Return `self` plus `times` its difference to `other`, which has the same length."""
+        """Extrapolate: return `self` plus `times` the step from `self` to `other`, which has the same length."""
         events, results = (
             tuple(round(a + (b - a) * times) for a, b in zip(mine, theirs, strict=True))
             for mine, theirs in ((self.events, other.events), (self.results, other.results))

@@ -171,7 +171,7 @@ def _assign_values(index: Index, slots: _SlotStates) -> tuple[Ints, Ints]:
 
 
 def _keep_foreign(index: Index, state: Ints, by_call: Ints) -> Ints:
-    """Keep values that were to be replayed by a call outside which they are produced; return these values."""
+    """Keep values that are produced outside the call that was to replay them; return these values."""
     values = np.flatnonzero(state == REPLAYED)
     allocated_at, calls = index.storages.allocated_at[index.values.storage[values]], by_call[values]
     is_outside = (allocated_at < index.calls.enter[calls]) | (allocated_at >= index.calls.exit[calls])

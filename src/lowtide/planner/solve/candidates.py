@@ -36,7 +36,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """One module call, in every call of the model."""
+    """Replay of one module call, in every call of the model."""
 
     id: int
     start: int

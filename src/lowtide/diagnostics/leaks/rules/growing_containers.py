@@ -81,8 +81,9 @@ class RunningSumOfGraphs(Rule):
         return _accumulates(item) and is_sum and is_over_steps and item.goes_through_calls
 
     def refined(self, stats: SiteStats) -> Rule:
-        """Return the rule for forwards that need no graph if no backward pass reaches the site's graphs: without them,
-        the sum has none either.
+        """Return the rule for forwards that need no graph if no backward pass reaches the graphs of this site.
+
+        Run under no_grad, such forwards leave the sum without a graph.
         """
         return self if stats.n_reached else RULES["LT002"]
 
