@@ -329,7 +329,7 @@ class FactReader:
         matches = [
             (match.start(), kind, match)
             for kind, finder in self._finders.items()
-            for match in finder.found(self._window, is_last=is_last)
+            for match in finder.new_matches(self._window, is_last=is_last)
         ]
         for _, kind, match in sorted(matches, key=lambda entry: entry[0]):
             self._take(kind, match)

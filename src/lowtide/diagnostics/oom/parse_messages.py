@@ -85,7 +85,7 @@ class Messages:
         """Yield the new messages that end with `piece`; beyond MOST_KNOWN none counts as new."""
         self._window += self._line.cleaned(piece, is_last=is_last)
         for number, finder in enumerate(self._finders):
-            matches = finder.found(self._window, is_last=is_last)
+            matches = finder.new_matches(self._window, is_last=is_last)
             self._starts += [_MessageStart(m.start(), number, m.end(), m[1] if m.re.groups else "") for m in matches]
         self._starts.sort()
         is_known = len(self._window) if is_last else len(self._window) - LONGEST  # starts before it are final

@@ -51,7 +51,7 @@ class PatternFinder:
         self._next = 0
         """Position in the window where the search continues."""
 
-    def found(self, window: str, *, is_last: bool) -> Iterator[re.Match[str]]:
+    def new_matches(self, window: str, *, is_last: bool) -> Iterator[re.Match[str]]:
         """Yield the new matches, except those so close to the end of the window that text may still be missing."""
         stop = len(window) + 1 if is_last else len(window) - LONGEST
         if any(window.find(word, self._next) >= 0 for word in self._words):
