@@ -34,9 +34,7 @@ class GpuSpec:
     """True if the GPU shares the host's memory, of which the system and the process take a part."""
 
     def cublas_workspace_bytes(self, environment: Mapping[str, str] = os.environ) -> int | None:
-        """Return the bytes of each cuBLAS handle's workspace (see `cublas_workspace_bytes`); None if the capability is
-        unknown.
-        """
+        """Return the bytes of each cuBLAS handle's workspace; None if the capability is unknown."""
         return None if self.capability is None else cublas_workspace_bytes(self.capability, environment)
 
 

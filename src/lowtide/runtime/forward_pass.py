@@ -315,7 +315,9 @@ class ForwardPass:
             outer.count += 1
         handle = self.engine.hold(tensor, scope.actions.inputs.get(next(places)), outer, scope)
         if handle.value.maker is None and tensor.grad_fn is None:  # a mask, which autograd need not save
-            if isinstance(handle.view, torch.Tensor):  # would not be of a copy made before a write
+            if isinstance(
+                handle.view, torch.Tensor
+            ):  # a view of the tensor itself would miss a copy made before a write
                 handle = Handle(handle.value, (tensor.size(), tensor.stride(), int(tensor.storage_offset())))
             self.engine.relied_on.of(handle.value, tensor)
         return handle

@@ -161,7 +161,7 @@ class GreedySearch:
 
     @staticmethod
     def _is_useless(move: Move, choice: DecisionVector, full: Flags) -> bool:
-        """Return True if a storage that `move` keeps again has no room, which is known without a simulation."""
+        """Return True if a storage that `move` keeps again does not fit, which is known without a simulation."""
         kept = [group for group in move.keep if not choice.replay[list(group.inside)].any()]
         return any(full[list(piece.storages)].any() for piece in (*kept, *move.unoffload)) or any(
             full[list(advance.storages)].any() for advance in move.unadvance
