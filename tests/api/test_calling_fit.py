@@ -154,3 +154,21 @@ def test_an_argument_that_is_not_an_optimizer_is_named_in_the_error() -> None:
     made = Made()
     with pytest.raises(lowtide.RehearsalError, match="or a list of them, found str"):
         lowtide.fit(made.model, made.step, (X, Y), budget="90%", optimizer=["adam"])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("model", [Made().step, [nn.Linear(2, 2)], None])
+def test_an_argument_that_is_not_a_module_is_named_in_the_error(model: Any) -> None:
+    made = Made()
+    plan = lowtide.plan(lowtide.rehearse(made.model, made.step, (X, Y)), "100%")
+    calls: list[Callable[[], object]] = [
+        lambda: lowtide.fit(model, made.step, (X, Y), budget="90%"),
+        lambda: lowtide.rehearse(model, made.step, (X, Y)),
+        lambda: lowtide.apply(model, plan),
+        lambda: lowtide.verify(model, made.step, (X, Y), plan),
+        lambda: lowtide.timeline(model, made.step, (X, Y)),
+        lambda: lowtide.fitted(model),
+        lambda: lowtide.remove(model),
+    ]
+    for call in calls:
+        with pytest.raises(lowtide.LowtideError, match=f"must be a torch.nn.Module, found {type(model).__name__}"):
+            call()

@@ -15,6 +15,7 @@ from lowtide._torch.compiled_code import has_compiled_modules, is_recompiling
 from lowtide._torch.joint_graph import is_addmm_unfused, partition_by
 from lowtide.levers import enable_plan_levers
 from lowtide.planner.records import Plan
+from lowtide.profiler.preconditions import check_is_module
 from lowtide.profiler.replay_check import Checked
 from lowtide.runtime.call_interceptor import owners
 from lowtide.runtime.fingerprint import check_made_for
@@ -203,6 +204,7 @@ def apply(model: nn.Module, plan: Plan, *, optimizer: Optimizers = None, say: Ca
         ...     lowtide.fitted(model) is applied
         True
     """
+    check_is_module(model)
     Plan.expect(plan, "apply")
     check_made_for(plan.fingerprint, model)
     return Applied(model, [plan], optimizer, say)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lowtide.api.apply import Applied, plans_on
 from lowtide.api.shape_buckets.dispatch import Switched
 from lowtide.errors import LowtideError
+from lowtide.profiler.preconditions import check_is_module
 from lowtide.utils.removable import Removable
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def remove(model: nn.Module) -> None:
 
 def check_has_no_plan(model: nn.Module) -> None:
     """Raise LowtideError if a plan is in force on `model`, or on a module that it wraps."""
+    check_is_module(model)
     for path, module in model.named_modules():
         if any(isinstance(owner, Applied | Switched) for owner in plans_on(module)):
             where = f"its {path} ({type(module).__name__})" if path else "it"
@@ -76,6 +78,7 @@ def check_has_no_plan(model: nn.Module) -> None:
 
 
 def _holders(model: nn.Module) -> Iterator[Removable]:
+    check_is_module(model)
     return (
         owner.holder
         for module in model.modules()

@@ -247,9 +247,9 @@ def compare_with_plain(
 
     With `copies`, or with inexact levers, it has relative differences, for which results are copied.
     """
-    check_on_device(plan.budget_bytes, place_of(model), plan.budget_for)
     step = accept_batch(step, batch)
     check(model, step, batch)
+    check_on_device(plan.budget_bytes, place_of(model), plan.budget_for)
     check_made_for(plan.fingerprint, model, batch)
     inexact = tuple(lever for lever in plan.levers if not lever.exact)
     copies = copies or bool(inexact)

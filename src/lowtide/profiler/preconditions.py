@@ -16,7 +16,7 @@ from lowtide._torch.compiled_code import (
 )
 from lowtide._torch.joint_graph import hindrances
 from lowtide._torch.modules import Convolution
-from lowtide.errors import RehearsalError
+from lowtide.errors import LowtideError, RehearsalError
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.live_optimizers import listed
 from lowtide.state.introspection import names_in, user_functions, variables
@@ -39,6 +39,12 @@ NESTED = (
 )
 
 
+def check_is_module(model: Any, error: type[LowtideError] = LowtideError) -> None:
+    """Raise `error` if `model` is not a module."""
+    if not isinstance(model, torch.nn.Module):
+        raise error(f"model must be a torch.nn.Module, found {type(model).__name__}.")
+
+
 def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
     """Refuse models, steps and optimizers that can't be rehearsed. Raises RehearsalError."""
     check_step(model, step, batch, optimizer)
@@ -47,8 +53,7 @@ def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
 
 def check_step(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
     """Refuse models and steps that can't be rehearsed even in a single process. Raises RehearsalError."""
-    if not isinstance(model, torch.nn.Module):
-        raise RehearsalError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
+    check_is_module(model, RehearsalError)
     if not callable(step):
         raise RehearsalError(
             f"step must be a function of the batch that runs forward and backward, found {type(step).__name__}."

@@ -10,6 +10,7 @@ from lowtide.api.fitted import check_has_no_plan
 from lowtide.errors import LowtideError
 from lowtide.levers import parse_script_lever
 from lowtide.memory.device_budget import check_on_device
+from lowtide.profiler.preconditions import check_is_module
 from lowtide.report.text_table import decisions, extra_time, lever_lines
 from lowtide.runtime.fingerprint import place_of
 from lowtide.script.calling_code import end_search_here
@@ -222,12 +223,9 @@ def within(
 
 
 def _check_trained(model: Any) -> None:
-    from torch import nn
-
     if model is None:
         return
-    if not isinstance(model, nn.Module):
-        raise LowtideError(f"model takes a torch.nn.Module, found {type(model).__name__}.")
+    check_is_module(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise LowtideError(
             f"no parameter of this {type(model).__name__} requires a gradient: it has no training steps. Give the "
