@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from lowtide.memory.events import Recorder
     from lowtide.planner.records import Fingerprint, Profile, Static
     from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
+    from lowtide.runtime.call_interceptor import CallInterceptor
     from lowtide.runtime.replay import ReplayFrame
 
 NOT_RUN = "no plain step was run: its peak is predicted"
@@ -152,6 +153,7 @@ class OnlineProfiler:
         took_ms = watch.end()
         try:
             if watch.audit is not None:
+                watch.audit.is_over = True
                 self._audited[_form(watch.size)] = audited = _Audited(watch.size, watch.audit, watch.recorder)
                 self._compare(audited)
                 self.checkpointed = watch.audit.checkpointed
@@ -370,7 +372,13 @@ def _in_words(inputs: list[list[str]]) -> str:
 
 
 class _OwnAudit(Audit):
-    """An audit that raises before the update if it has changed the step."""
+    """An audit that raises before the update if it has changed the step, and that ends with the step."""
+
+    is_over = False
+    """True once the step has ended; hooks are removed later, and the model may be called until then."""
+
+    def begin(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return interceptor.inner(*args, **kwargs) if self.is_over else super().begin(interceptor, args, kwargs)
 
     def try_all(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> str | None:
         refused = super().try_all(call, frame, returned)
@@ -390,7 +398,7 @@ class _StepRecorder:
     """
 
     recorder: Recorder
-    audit: Audit | None = None
+    audit: _OwnAudit | None = None
     known: _Audited | None = None
     """Audited step from which the decisions that free the most memory come."""
     engine: MaxSavingEngine | None = None
