@@ -408,4 +408,43 @@ REPORTED = [
         "pin less at once",
         "RuntimeError: CUDA error: out of memory (cudaHostAlloc)",
     ),
+    Reported(
+        "MXNet's pool",
+        "true-need",
+        "smaller batches",
+        "mxnet.base.MXNetError: [10:00:00] src/storage/./pooled_storage_manager.h:161: cudaMalloc retry failed: out of memory",
+        never="fit\\(|torch",
+    ),
+    Reported(
+        "a buffer of Tenstorrent",
+        "true-need",
+        "smaller batches or shorter rows",
+        "TT_FATAL: Out of Memory: Not enough space to allocate 67108864 B DRAM buffer across 12 banks",
+        never="nvidia-smi|fit\\(",
+    ),
+    Reported(
+        "weights of transformers, in a log that begins below from_pretrained",
+        "loading",
+        "",
+        'Traceback (most recent call last):\n  File "/x/transformers/modeling_utils.py", line 49, in _load_pretrained_model\n    param = param[...]\n'
+        + cuda("250.00 MiB", "23.68 GiB", "190.00 MiB", "23.48 GiB", "23.20 GiB", "1.20 MiB"),
+        never="fit\\(|the step needs",
+    ),
+    Reported(
+        "scores larger than what is free, beside no other process",
+        "huge-tensor",
+        "find what makes it at model.py:71",
+        'Traceback (most recent call last):\n  File "model.py", line 71, in forward\n    scores = q @ k.mT\n'
+        + cuda("64.00 GiB", "79.15 GiB", "61.50 GiB", "17.64 GiB", "16.90 GiB", "200.00 MiB"),
+        never="other processes|expandable",
+    ),
+    Reported(
+        "state in a DeepSpeed optimizer on the host",
+        "optimizer-first-step",
+        "a smaller state",
+        '  File "/x/deepspeed/ops/adam/cpu_adam.py", line 140, in step\n    state["exp_avg"] = torch.zeros_like(p.data)\n'
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:75] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 11102298112 bytes. Error code 12 (Cannot allocate memory)",
+        says="main memory",
+        never="nvidia-smi",
+    ),
 ]

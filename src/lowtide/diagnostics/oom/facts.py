@@ -93,7 +93,7 @@ class Sign(Enum):
         r"|_load_\w*state_dict\w*|_materialize_copy|to",
     )
     """A model was being moved to a device."""
-    LOADS_WEIGHTS = _Pattern(function=r"from_pretrained|caching_allocator_warmup")
+    LOADS_WEIGHTS = _Pattern(function=r"from_pretrained|_load_pretrained_model|caching_allocator_warmup")
     """A model was being made with its weights."""
     PINS_MEMORY = _Pattern(
         function=r"pin_memory",

@@ -463,6 +463,20 @@ SOURCES: dict[str, Source] = {
         "smaller batches, use_recompute=True, or paddle.amp",
         "see which other processes hold the GPU; FLAGS_fraction_of_gpu_memory_to_use bounds what Paddle takes",
     ),
+    "MXNet": _source(
+        "true-need",
+        "MXNet's memory pool has no room on the GPU, even after it has released what it held unused",
+        "it gives its unused memory back and tries once more before it reports this",
+        "smaller batches; MXNET_BACKWARD_DO_MIRROR=1 recomputes activations",
+        "see which other processes hold the GPU",
+    ),
+    "Tenstorrent": _source(
+        "true-need",
+        "the Tenstorrent device has no room for a buffer, which has to fit into each of its memory banks",
+        "a buffer is spread over all banks: the fullest one, or the one with the smallest free piece, decides",
+        "smaller batches or shorter rows; ttnn.deallocate(tensor) for tensors that are over",
+        "bfloat8_b instead of bfloat16 for weights, or tensors in DRAM instead of L1",
+    ),
     "CUDA.jl": _source(
         "true-need",
         "Julia's memory pool has no room on the GPU, and collecting garbage freed too little",

@@ -146,6 +146,10 @@ HEADS = (
     _head("Cannot allocate", r"Cannot allocate \d[\d.]{0,20}[KMG]?B memory on GPU \d{1,4}", "jax", "PaddlePaddle"),
     _head("Out of GPU memory", r"Out of GPU memory(?: trying to allocate \d[\d.]{0,20} [KMG]?i?B)?", "jax", "CUDA.jl"),
     _head("enough and alloc failed", r"memory isn't enough and alloc failed", "jax", "MindSpore"),
+    _head("cudaMalloc retry failed", r"cudaMalloc retry failed: out of memory", "jax", "MXNet"),
+    _head(
+        "Not enough space to allocate", r"Not enough space to allocate \d{1,20} B \w{1,9} buffer", "jax", "Tenstorrent"
+    ),
     _head("prefill tokens", r"Not enough memory to handle \d{1,12} prefill tokens", "cuda", "TGI"),
     _head("more system memory", r"model requires more system memory \(\d[\d.]{0,20} [KMG]i?B\)", "system", "Ollama"),
     _head("ErrorOutOfDeviceMemory", r"\bErrorOutOfDeviceMemory|VK_ERROR_OUT_OF_DEVICE_MEMORY", "jax", "Vulkan"),
