@@ -539,4 +539,57 @@ for _ in range(5):
         holder="'outer'",
         fix="retained_by_a_meta_learner_broken.py:21, remove `retain_graph=True`",
     ),
+    Case(
+        name="scalars_of_a_writer",
+        script="""
+import collections
+class Writer:
+    def __init__(self): self.events = collections.defaultdict(list)
+    def add_scalar(self, tag, value, step): self.events[tag].append((step, value))
+writer = Writer()
+model = nn.Sequential(*[nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(12)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for n in range(6):
+    loss = model(torch.randn(2, 16, 32)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    writer.add_scalar("loss", {}, n)
+""",
+        broken=("loss",),
+        mended=("loss.item()",),
+        code="LT023",
+        holder="'writer' -> .events['loss']",
+        made="loss = model(",
+        fix="`loss.item()`",
+    ),
+    Case(
+        name="outputs_in_a_generator",
+        script="""
+model = mlp()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def smoother():
+    seen = []
+    while True:
+        value = yield
+        seen.append({})
+        del value
+smooth = smoother()
+next(smooth)
+for n in range(7):
+    output = model(torch.randn(64, 256))
+    output.square().mean().backward()
+    smooth.send(output.detach())
+    del output
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("value",),
+        mended=("value.mean().item()",),
+        code="LT021",
+        holder="generator 'smoother', its variable 'seen' -> [7 entries]",
+        made="output = model(",
+        held_bytes=7 * 64 * 256 * FLOAT,
+        fix="put less in `seen`",
+    ),
 ]
