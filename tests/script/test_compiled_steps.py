@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from lowtide._torch.joint_graph import kernels_left_out
 from lowtide.api.fit import FORECAST
 from lowtide.errors import RehearsalError
 from lowtide.profiler.compiled_bits import compiled_bits
+from lowtide.profiler.compiled_steps import on_parts_only
 from lowtide.script.compiled_functions import trained_modules
 from lowtide.script.rehearse_steps import WHOLE_IN_PROCESSES, WHOLE_TOGETHER
 from lowtide.script.run_verdict import COMPARED
@@ -193,6 +194,21 @@ def test_layers_of_torch_that_compile_leaves_alone_are_planned_as_eager_ones(rec
     assert run.verdict is not None
     assert run.verdict.within_budget
     assert not recwarn.list
+
+
+def test_a_container_of_torch_that_compiles_only_a_part_of_its_layers_is_named() -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin()
+
+    container = nn.Sequential(nn.Linear(4, 4), Own())
+    assert on_parts_only(container) == ()
+    assert on_parts_only(cast("nn.Module", torch.compile(container))) == ()
+    container.compile(backend="eager")
+    notes = on_parts_only(nn.ModuleList([container]))
+    if torch.__version__ < "2.15":  # from then on torch compiles its own layers too
+        (note,) = notes
+        assert note.startswith("Sequential.compile() compiles only the modules of other classes than torch's own")
 
 
 def test_code_of_another_backend_is_refused_with_what_to_do() -> None:

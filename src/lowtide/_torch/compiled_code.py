@@ -63,6 +63,13 @@ def _compiles_own_layers() -> bool:
     return hasattr(sys.modules["torch._dynamo.eval_frame"].OptimizedModule, "_should_wrap_module_call_impl")
 
 
+def compiles_parts_only(module: torch.nn.Module) -> bool:
+    """Return True if `module.compile()` compiles only modules below it, of other classes than torch's own. Torch 2.13;
+    not so in 2.15.
+    """
+    return CALL in vars(module) and is_compiled(module) and not _compiles_own_layers() and _is_left_alone(module)
+
+
 def _is_left_alone(module: torch.nn.Module) -> bool:
     is_torchs = type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)
     return is_torchs and not (module._forward_hooks or module._forward_pre_hooks)

@@ -21,7 +21,7 @@ from lowtide.memory.events import EventStream
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.compiled_profile import CALL, assembled, peak_with_calls
-from lowtide.profiler.compiled_steps import noted_calls
+from lowtide.profiler.compiled_steps import noted_calls, on_parts_only
 from lowtide.profiler.online import PATIENCE
 from lowtide.profiler.other_memory import in_words, with_others
 from lowtide.profiler.preconditions import check_compiled
@@ -198,7 +198,7 @@ class OnlineCompiledProfiler:
             static=step.static,
             measured_plain_peak_bytes=measured,
             input_shapes=step.inputs,
-            notes=(*in_words(self.model, step.static), *notes),
+            notes=(*in_words(self.model, step.static), *on_parts_only(self.model), *notes),
         )
         if self._to_come is not None:
             profile = replace(self._to_come.counted(profile), notes=(*profile.notes, *self._to_come.notes()))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from lowtide._torch.compiled_code import has_compiled_modules
+from lowtide._torch.compiled_code import compiles_parts_only, has_compiled_modules
 from lowtide._torch.device_timing import now_ms
 from lowtide._torch.joint_graph import always_partitioned, is_addmm_unfused, partitioning_by, watched_calls
 from lowtide.errors import RehearsalError
@@ -90,7 +90,17 @@ def rehearse_compiled(
         static=static,
         measured_plain_peak_bytes=measured,
         input_shapes=tuple(dict.fromkeys(inputs)),
-        notes=(*updates.notes(), *in_words(model, static)),
+        notes=(*updates.notes(), *in_words(model, static), *on_parts_only(model)),
+    )
+
+
+def on_parts_only(model: nn.Module) -> tuple[str, ...]:
+    """Return a note on containers of torch whose `.compile()` leaves a part of their layers to eager mode, if any."""
+    names = {type(module).__name__: None for module in model.modules() if compiles_parts_only(module)}
+    return tuple(
+        f"{name}.compile() compiles only the modules of other classes than torch's own that are in the {name}, and "
+        "what its other layers save is not planned. Compile it by torch.compile(...), which compiles all of it"
+        for name in names
     )
 
 
