@@ -1,5 +1,11 @@
 """Decisions for a sharded model: nothing is recomputed where the parameters for it are not gathered."""
 
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import lowtide
 from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.profiler.fsdp_units import ELSEWHERE, NEVER, TAKES_ELSEWHERE, FsdpScopes, settle
 
@@ -81,3 +87,35 @@ def test_the_innermost_unit_is_the_home():
     homes.spans = {ONE: (10, 40), INSIDE: (20, 30)}
     homes.allocated_at = {0: 15, 1: 25, 2: 30, 3: 45}
     assert [homes.of(n) for n in range(5)] == [ONE, INSIDE, ONE, None, None]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.special.erf(self.down(nn.functional.gelu(self.up(self.norm(x))))).sinh()
+
+
+def test_gathered_parameters_of_a_tensor_parallel_model_are_not_counted_as_saved() -> None:
+    """Tensor parallel products save transposed weights, which FSDP2 frees after forward."""
+    with lowtide.absent_processes(4):
+        model = nn.Sequential(*[Block() for _ in range(3)])
+        mesh = distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("sharded", "parallel"))
+        for block in model:
+            parallelize_module(block, mesh["parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        for unit in (*model, model):
+            fully_shard(unit, mesh=mesh["sharded"])
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+        def step(batch: Tensor) -> None:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        batch = torch.randn(256, 64)
+        for _ in range(2):
+            step(batch)
+        profile = lowtide.rehearse(model, step, batch, optimizer=optimizer)
+    assert lowtide.plan(profile, "100%").plain.peak_bytes == profile.measured_plain_peak_bytes

@@ -178,9 +178,8 @@ class RecomputeAudit(Engine):
 
     def add(self, value: Value, base: Tensor, node: str) -> int:
         """Add a value, of 0 bytes if its memory is held in any case, and return its index."""
-        # a gathered parameter, which is not kept for backward
-        is_parameter = value.leaf and self.builder.owners.sharded
-        parts = [p for p in parts_of(base) if not is_parameter and p.untyped_storage().data_ptr() not in self._static]
+        is_gathered = self.builder.owners.is_gathered(value, base)  # then it is not kept for backward
+        parts = [p for p in parts_of(base) if not is_gathered and p.untyped_storage().data_ptr() not in self._static]
         self._index[value] = len(self.values)
         self.values.append(ValueDraft(bytes=sum(part.numel() * part.element_size() for part in parts), node=node))
         return len(self.values) - 1

@@ -188,8 +188,8 @@ class Trace(Observer):
             self.kept.add(slot)
         self._slots[handle] = slot
         self._deaths[slot] = weakref.ref(handle, lambda _: self.mark(Released(slot)))
-        is_whole_for_a_while = handle.value.leaf and self.engine.builder.owners.sharded
-        self.mark(Packed(slot, 0 if is_whole_for_a_while else self._address(tensor)))
+        is_gathered = self.engine.builder.owners.is_gathered(handle.value, tensor)
+        self.mark(Packed(slot, 0 if is_gathered else self._address(tensor)))
         self._holding.watch(handle)
         self.mark(HeldForRecompute(tuple(map(self._address, states_of(handle.value.maker)))))
         if not (handle.value.kept or handle.value.partial):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lowtide._torch.distributed import is_wrapping, own_part
 from lowtide._torch.nodes import output_metadata
-from lowtide._torch.tensors import is_plain
+from lowtide._torch.tensors import is_plain, parts_of, storage_id
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.runtime.operand_capture import NUMBERS
 from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, signed
@@ -47,6 +48,16 @@ class ParameterOwners:
         if self.sharded and parameter and parameter not in self._owners:
             self._look()
         return self._owners.get(parameter, ())
+
+    def is_gathered(self, value: Value, tensor: Tensor) -> bool:
+        """Return True if a saved tensor is a parameter of a unit of FSDP2, which frees it after forward.
+
+        Of a parameter that is distributed all the same, by tensor parallelism, a transposed tensor is saved.
+        """
+        if value.leaf or not (self.sharded and is_wrapping(type(tensor))):
+            return self.sharded and bool(value.leaf)
+        held = {storage_id(part) for p in self._model.parameters() for part in parts_of(p)}
+        return storage_id(own_part(tensor)) in held
 
     def _look(self) -> None:
         owners: dict[int, tuple[torch.nn.Module, ...]] = {}
