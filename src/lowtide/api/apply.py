@@ -19,7 +19,7 @@ from lowtide.profiler.preconditions import check_is_module
 from lowtide.profiler.replay_check import Checked
 from lowtide.runtime.call_interceptor import owners
 from lowtide.runtime.fingerprint import check_made_for
-from lowtide.runtime.guards import PlanGuard, more_state, watch_bypass
+from lowtide.runtime.guards import Changed, PlanGuard, more_state, watch_bypass
 from lowtide.runtime.live_optimizers import Optimizers
 from lowtide.runtime.planned_engine import Planned
 from lowtide.utils.interrupts import delay_interrupts, removed_if_interrupted
@@ -60,8 +60,11 @@ class Applied(Removable, Displayed):
         optimizer: Optimizers,
         say: Callable[[str], None],
         outgrown: Callable[[str], bool] = lambda what: False,
+        changed: Changed = lambda kind, what: False,
     ) -> None:
-        """Put `plans` in force: one for each size of batch, the smallest first. See PlanGuard for `outgrown`."""
+        """Put `plans` in force: one for each size of batch, the smallest first. See PlanGuard for `outgrown` and
+        `changed`.
+        """
         self.plan = plan = plans[-1]
         self.holder: Removable = self
         self._unknown: set[str] = set()
@@ -73,24 +76,24 @@ class Applied(Removable, Displayed):
                 if plan.predicted != plan.plain:
                     undo.callback(self._partitioned(model, say))
                 if has_compiled_modules(model):
-                    undo.callback(PlanGuard(model, plan, say, self, outgrown).remove)
+                    undo.callback(PlanGuard(model, plan, say, self, outgrown, changed).remove)
                 else:  # its calls are traced, and no wrapper may precede them
                     _traced[model] = self
                     undo.callback(_forget, weakref.ref(model))  # else `self` would keep the model alive
-                undo.callback(more_state(model, plan, say).remove)
+                undo.callback(more_state(model, plan, say, changed).remove)
                 self._undo = undo.pop_all()
             return
         self._engine = Planned(model, *plans)
-        self._engine.tell = say
+        self._engine.tell, self._engine.is_taken = say, lambda: changed("step", "")
         with contextlib.ExitStack() as undo:
             give_back = weakref.finalize(self._engine, delay_interrupts())  # a plan may last as long as its model
             give_back.atexit = False
             undo.callback(give_back)
-            lookout = PlanGuard(model, plan, say, self, outgrown)  # behind the levers, as the rehearsal was
+            lookout = PlanGuard(model, plan, say, self, outgrown, changed)  # behind the levers, as the rehearsal was
             undo.callback(lookout.remove)
             self._engine.of_a_part = lookout.look
             undo.callback(enable_plan_levers(plan, model, optimizer).remove)
-            undo.callback(more_state(model, plan, say).remove)
+            undo.callback(more_state(model, plan, say, changed).remove)
             if self._engine.does_anything:
                 undo.callback(self._engine.remove)
                 self._engine.install()

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lowtide._torch.device_timing import now_ms
 from lowtide.errors import RehearsalError
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from lowtide.memory.events import Recorder
     from lowtide.planner.records import Fingerprint, Profile, Static
+    from lowtide.profiler.differing_modules import CallShape
     from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
     from lowtide.runtime.call_interceptor import CallInterceptor
     from lowtide.runtime.replay import ReplayFrame
@@ -61,10 +62,17 @@ VARIES = (
     "blocks that did not run in it get the decisions of others of their class, and a larger step may exceed the budget"
 )
 
+IN_TURN = (
+    "steps of several kinds take turns: the plan is for those that save most, and may not be enough for the others"
+)
+
 PATIENCE = 20
 """Number of steps for which the profiler waits for the largest size to recur. After them the largest traced size is
 used.
 """
+
+MOST_KINDS = 4
+"""Largest number of kinds of steps, as of losses in turn, that are told apart; with more, work counts as random."""
 
 GROWN = 2
 """Largest ratio of a batch to an audited batch at which the batch is not audited itself."""
@@ -93,8 +101,10 @@ class OnlineProfiler:
         self._patience = PATIENCE
         """Number of steps during which the profiler waits for the largest size."""
         self._watch: _StepRecorder | None = None
-        self._audited: dict[str, _Audited] = {}
-        """Audited steps by form of the batch."""
+        self._audited: dict[str, list[_Audited]] = {}
+        """Audited steps by form of the batch, one of each kind."""
+        self._kinds: dict[str, list[Kind]] = {}
+        """Kind of each step, by form of the batch."""
         self._best: _Traced | None = None
         """Largest traced step."""
         self._largest: _Audited | _Traced | None = None
@@ -129,7 +139,7 @@ class OnlineProfiler:
             waiting = [o for o in optimizers_of(self.model, optimizers) if all(o is not known for known in optimizers)]
             self._to_come = Update.tried(self.model, waiting) if waiting else None
         static, addresses = static_bytes(self.model, batch, optimizers)
-        known, best = self._audited.get(_form(begun)), self._best
+        known, best = self._expected(_form(begun)), self._best
         watch = _StepRecorder(begun, static, addresses, place)
         watch.n_with_new_buckets = n_with_new_buckets(self.model.modules())
         watch.start()
@@ -142,6 +152,7 @@ class OnlineProfiler:
             # Trace also when nothing remains to be measured: this needs the least memory.
             engine = MaxSavingEngine(self.model, known.audit, in_place=known.fingerprint == begun)
             engine.excluded_modules = self._left_alone
+            engine.tell = lambda said: None  # a step of another kind is not used
             watch.known, watch.engine, watch.trace = known, engine, Trace(engine, watch.mark)
             watch.leave.enter_context(watch.trace.running())
 
@@ -154,7 +165,10 @@ class OnlineProfiler:
         try:
             if watch.audit is not None:
                 watch.audit.is_over = True
-                self._audited[_form(watch.size)] = audited = _Audited(watch.size, watch.audit, watch.recorder)
+                audited = _Audited(watch.size, watch.audit, watch.recorder)
+                others = [each for each in self._audited.get(_form(watch.size), []) if each.kind != audited.kind]
+                self._audited[_form(watch.size)] = [*others, audited]
+                self._kinds.setdefault(_form(watch.size), []).append(audited.kind)
                 self._compare(audited)
                 self.checkpointed = watch.audit.checkpointed
             elif watch.known is not None and watch.trace is not None:
@@ -162,25 +176,25 @@ class OnlineProfiler:
             elif self._best is not None:
                 peak_bytes = watch.seen_static.total + Timeline(watch.recorder.stream).peak_bytes
                 self._best.plain = peak_bytes, took_ms
+        except _OtherKind:
+            pass
         except _Unusable as why:
             self.why.append(str(why))
             return
-        self._steps_of[watch.size] += 1
+        else:
+            self._steps_of[watch.size] += 1
         self.n_steps += 1
         self._settle(may_wait=self.n_steps < self._patience)
 
     def _trace(self, watch: _StepRecorder, known: _Audited, trace: Trace) -> None:
         """Use a traced step. Raises _Unusable; drops `known` if steps on such a batch need another audit."""
         audit, is_alike = known.audit, watch.size == known.fingerprint
-        if trace.inputs != audit.inputs and (is_alike or len(trace.inputs) != len(audit.inputs)):
-            if _n_elements(trace.inputs) > _n_elements(audit.inputs):
-                del self._audited[_form(watch.size)]
-            raise _Unusable(
-                f"it called the model with {_in_words(trace.inputs)}, and another step that began with "
-                f"{'the same' if is_alike else 'such a'} batch with {_in_words(audit.inputs)}"
-            )
+        kinds = self._kinds.setdefault(_form(watch.size), [])
+        kinds.append(kind_of(trace.calls))
         if differing := modules_that_differ(audit.shapes, trace.calls):
-            del self._audited[_form(watch.size)]
+            if "" in differing and len({*kinds}) <= MOST_KINDS:
+                raise _OtherKind
+            self._forget_form(_form(watch.size))
             self._is_drawn |= "" in differing
             if "" not in differing:
                 self._leave_alone(differing)
@@ -188,6 +202,13 @@ class OnlineProfiler:
                 f"it saved {trace.packs} tensors in {len(trace.calls)} calls, and another step on a batch of "
                 f"{'the same size' if is_alike else 'such a form'}, {known.fingerprint.batch}, saved "
                 f"{len(audit.slots)} in {len(audit.calls)}"
+            )
+        if trace.inputs != audit.inputs and (is_alike or len(trace.inputs) != len(audit.inputs)):
+            if _n_elements(trace.inputs) > _n_elements(audit.inputs):
+                self._forget_form(_form(watch.size))
+            raise _Unusable(
+                f"it called the model with {_in_words(trace.inputs)}, and another step that began with "
+                f"{'the same' if is_alike else 'such a'} batch with {_in_words(audit.inputs)}"
             )
         if watch.n_with_new_buckets != n_with_new_buckets(self.model.modules()):
             raise _Unusable("DistributedDataParallel has put its buckets in another order in it")
@@ -201,8 +222,28 @@ class OnlineProfiler:
         self._left_alone |= paths
         self._forget()
 
+    def _expected(self, form: str) -> _Audited | None:
+        """Return the audited step that is of the kind that the next step is expected to be, if any."""
+        kinds = self._kinds.get(form, [])
+        periods = (n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n])
+        kind = kinds[-next(periods, 1)] if kinds else None
+        return next((each for each in self._audited.get(form, []) if each.kind == kind), None)
+
+    def _forget_form(self, form: str) -> None:
+        """Forget the audited steps on batches of a form."""
+        self._audited.pop(form, None)
+        self._kinds.pop(form, None)
+
+    @property
+    def _awaits_kind(self) -> bool:
+        """Return True if steps of a kind came that was not audited yet."""
+        return any(
+            {*kinds} - {each.kind for each in self._audited.get(form, [])} for form, kinds in self._kinds.items()
+        )
+
     def _forget(self) -> None:
         self._audited, self._best, self._largest, self._fullest = {}, None, None, None
+        self._kinds.clear()
         self._steps_of.clear()
 
     def _compare(self, step: _Audited | _Traced) -> None:
@@ -243,18 +284,34 @@ class OnlineProfiler:
         if best is None or largest is None or fullest is None:
             return
         is_largest = best.extent() >= largest.extent() and self._steps_of[best.fingerprint] > 1
+        is_largest = is_largest and not self._awaits_kind
         if not may_wait or (is_largest and (best.plain is not None or not self._plain)):
             profile, alone = best.profile(self.model, fullest), tuple(sorted(self._left_alone))
             if self._to_come is not None:
                 profile = replace(self._to_come.counted(profile), notes=(*profile.notes, *self._to_come.notes()))
             notes = [f"left alone, as it saves something else in each step: {', '.join(alone)}"] if alone else []
+            if max(len({*kinds}) for kinds in self._kinds.values()) > 1:
+                notes.append(IN_TURN)
             if self._is_drawn:
                 profile, notes = replace(profile, draws=DRAWS), [*notes, VARIES]
             self.profile = replace(profile, excluded_modules=alone, notes=(*profile.notes, *notes))
 
 
+Kind: TypeAlias = tuple[tuple[str, int | None, int], ...]
+"""Calls of modules in a step, each with the call around it and the number of tensors that it saved."""
+
+
+def kind_of(calls: Iterable[CallShape]) -> Kind:
+    """Return the kind of a step with these calls."""
+    return tuple((call.path, call.parent, call.n_saved) for call in calls)
+
+
 class _Unusable(Exception):
     """Signal that a step can't be used; the text is the reason."""
+
+
+class _OtherKind(_Unusable):
+    """Signal that a step was of another kind than expected."""
 
 
 class _Audited:
@@ -270,7 +327,7 @@ class _Audited:
         if not audit.reads:
             raise _Unusable("no backward ran through the model")
         audit.settle(recorder.stream)
-        self.fingerprint, self.audit = fingerprint, audit
+        self.fingerprint, self.audit, self.kind = fingerprint, audit, kind_of(audit.shapes)
 
     def extent(self) -> tuple[int, int]:
         """Return a key that orders steps by size: inputs count before saved bytes, which a first call raises by

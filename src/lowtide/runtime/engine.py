@@ -66,6 +66,8 @@ if TYPE_CHECKING:
 __all__ = ["Actions", "Decision", "Engine", "ForwardPass", "actions_for"]
 
 
+MEASURED = "The next steps are measured: if one is over the budget, another plan is made"
+
 MAX_LEARNT_AGAIN = 3
 """Number of times that the needed saved tensors are learnt again. After that the hooks see all tensors, because runs
 differ too much.
@@ -137,6 +139,9 @@ class Engine:
         """Functions that remove the replacements of classes' own `__call__`."""
         self.tell: Callable[[str], object] = warnings.warn
         """Function that gets the messages about the plan, each text once."""
+        self.is_taken: Callable[[], bool] = lambda: False
+        """Function that returns True if steps that differ from the rehearsed ones get another plan when they need it.
+        """
         self._said: set[str] = set()
         self._n_calls: dict[tuple[int, CallInterceptor], tuple[int, dict[CallInterceptor, int]]] = {}
         """By plan and first called module, the first run's number of elements, and of calls of each module."""
@@ -355,22 +360,29 @@ class Engine:
         if len(self.drifted) == 1:
             name = decision.node if node is None else node.name()
             difference = "" if name == decision.node else f": {name}, where the plan has {decision.node}"
-            self.say(
+            self.say_different(
                 f"this step saves different tensors than the rehearsed step (first at {decision.address}{difference}): "
-                "these tensors are kept, so the peak may be above the budget. Rehearse and plan again if the model "
-                "or its input has changed."
+                "these tensors are kept, so the peak may be above the budget",
+                "Rehearse and plan again if the model or its input has changed.",
             )
 
     def decide_further(self, interceptor: CallInterceptor, plan: int, number: int) -> Actions:
         """Return decisions for a call beyond those of the first run and of the plan: those of the last one in it."""
-        self.say(
+        self.say_different(
             "this step calls modules more often than the first step under the plan did: further calls get the last "
-            "decision for their module, and the peak may be above the budget. Rehearse the step with the most calls."
+            "decision for their module, and the peak may be above the budget",
+            "Rehearse the step with the most calls.",
         )
         decided = interceptor.actions[plan]
         last = max(decided)
         path = f"{interceptor.path}#"
         return decided.setdefault(number, decided[last].moved(f"{path}{last}", f"{path}{number}"))
+
+    def say_different(self, what: str, advice: str) -> None:
+        """Report a difference from the rehearsed step, unless it was reported; `advice` is for plans that stay."""
+        if what not in self._said:
+            self._said.add(what)
+            self.tell(f"{what}. {MEASURED if self.is_taken() else advice}")
 
     def say(self, what: str) -> None:
         """Report a message, unless the same text was reported before."""

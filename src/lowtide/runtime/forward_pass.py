@@ -302,10 +302,11 @@ class ForwardPass:
             return False
         change = None if interceptor.as_planned is None else interceptor.as_planned.change()
         if change is not None:
-            self.engine.say(
+            self.engine.say_different(
                 f"{change} since its plan was put in force. The plan runs {interceptor} again in backward, and has "
                 "not been checked with this change: what the block saves is kept instead, so the peak may be above "
-                "the budget. Fit, or rehearse and plan, again."
+                "the budget",
+                "Fit, or rehearse and plan, again.",
             )
         return change is None
 

@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -18,6 +18,7 @@ from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.call_interceptor import OuterInterceptor, pass_on
 from lowtide.runtime.call_shapes import Shapes, elements, no_larger, shapes_in, shapes_of
 from lowtide.runtime.composite_model import name_of
+from lowtide.runtime.engine import MEASURED
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.live_optimizers import is_of, optimizers_of, state_bytes
 from lowtide.units import format_bytes
@@ -38,12 +39,19 @@ _MOST_SHAPES = 1024
 """Largest number of shapes that a guard remembers."""
 
 
+Changed: TypeAlias = Callable[[Literal["model", "step", "state"], str], bool]
+"""Functions that are called if the model is not as planned, if a step differs from the rehearsed ones, or if optimizers
+have more state, with a description; they return True if another plan is made when it is needed.
+"""
+
+
 class PlanGuard:
     """Monitor that warns once if `model` gets larger input than in its rehearsal, trains more parameters, or has a new
     module.
 
     It keeps `owner` alive while it is installed. `outgrown` is called with the description of a batch that has more
-    elements than any that the plan is for; if it returns True, no warning is given.
+    elements than any that the plan is for, `changed` for a change of the model; if they return True, no warning is
+    given.
     """
 
     def __init__(
@@ -53,8 +61,9 @@ class PlanGuard:
         say: Callable[[str], None],
         owner: object,
         outgrown: Callable[[str], bool] = lambda what: False,
+        changed: Changed = lambda kind, what: False,
     ) -> None:
-        self._model, self._plan, self._say, self._is_taken = model, plan, say, outgrown
+        self._model, self._plan, self._say, self._is_taken, self._is_changed = model, plan, say, outgrown, changed
         self._known = [shapes_in(words) for words in plan.input_shapes]
         self._fitting: set[Shapes] = set()
         """Shapes of calls that have been found to be no larger than in the rehearsal."""
@@ -83,9 +92,9 @@ class PlanGuard:
         elif (
             self._ids_now() != self._ids or any(map(_REQUIRES_GRAD, self._frozen))
         ) and self._n_now() > self._n_trained:
-            self._outgrown(f"has {self._n_now()} parameters that are trained, and the plan is for {self._n_trained}")
+            self._changed(f"has {self._n_now()} parameters that are trained, and the plan is for {self._n_trained}")
         elif self._children != self._planned_children and (path := self._replaced()) is not None:
-            self._outgrown(f"has another module at {path}, where the plan is for the one that it had")
+            self._changed(f"has another module at {path}, where the plan is for the one that it had")
 
     def remove(self) -> None:
         """Remove the monitor from the model. May be called again."""
@@ -133,6 +142,12 @@ class PlanGuard:
                 return next((f"{path}.{name}".lstrip(".") for name in names), None)
         return None
 
+    def _changed(self, what: str) -> None:
+        if self._is_changed("model", what):
+            self._stop()
+        else:
+            self._outgrown(what)
+
     def _outgrown(self, what: str) -> None:
         self._stop()
         saving = (
@@ -144,11 +159,15 @@ class PlanGuard:
         )
 
 
+SMALLER = "Give a budget that is smaller by that much; for lowtide.fit, create optimizers before it, or pass optimizer="
+
 STATE_LOOKS = 2
 """Number of updates by each optimizer of a model after which its state is measured; the first one creates the state."""
 
 
-def more_state(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> RemovableHandle:
+def more_state(
+    model: nn.Module, plan: Plan, say: Callable[[str], None], changed: Changed = lambda kind, what: False
+) -> RemovableHandle:
     """Warn once if optimizers of the model have more state after an update than the plan counts."""
     reference, counted_bytes = weakref.ref(model), plan.plain.parts.get("optimizer", 0)
     looks: dict[weakref.ref[Optimizer], int] = {}  # a WeakKeyDictionary takes a call of a Python function to look into
@@ -165,11 +184,11 @@ def more_state(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> Remo
         mine = [o for look in looks if (o := look()) is not None and is_of(model, o)]
         if optimizer in mine and (more_bytes := state_bytes(mine, place_of(model)) - counted_bytes) > 0:
             is_said = True
+            advice = MEASURED if changed("state", "") else SMALLER
             say(
                 f"{type(optimizer).__name__} updates {name_of(model)}, whose optimizers have "
                 f"{format_bytes(more_bytes)} more state than is in the plan, for parameters that rehearsed steps did "
-                "not update: the peak may be above the budget by as much. Give a budget that is smaller by that much; "
-                "for lowtide.fit, create optimizers before it, or pass optimizer="
+                f"not update: the peak may be above the budget by as much. {advice}"
             )
 
     return _while_alive(model, register_optimizer_step_post_hook(updated))

@@ -36,15 +36,18 @@ from lowtide.planner.planning import forecast_peak, smallest_plan
 from lowtide.planner.records import Plan
 from lowtide.profiler.compiled_bits import compiled_bits
 from lowtide.profiler.online import NOT_RUN, PATIENCE
+from lowtide.profiler.other_memory import NOTEWORTHY
 from lowtide.report.text_table import added_time, decisions, lever_lines, listed
 from lowtide.runtime.call_shapes import no_larger, shapes_in
 from lowtide.runtime.composite_model import name_of
+from lowtide.runtime.engine import MEASURED
 from lowtide.runtime.fingerprint import check_made_for, fingerprint, place_of
 from lowtide.runtime.planned_engine import most_elements
 from lowtide.script.alternating_models import PATIENCE as TURNS
 from lowtide.script.alternating_models import caller_has_other_optimizers
 from lowtide.script.compiled_checks import CompiledChecks, addresses_with_other_bits, error_of_other_bits
 from lowtide.script.larger_batches import LargerBatches
+from lowtide.script.later_steps import LaterSteps
 from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.script.run_verdict import RunVerdict
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lowtide.planner.records import AppliedLever, Profile
+    from lowtide.runtime.guards import Changed
     from lowtide.state.step_outcome import Outcome
 
 OnInfeasible = Literal["raise", "smallest", "plain"]
@@ -65,6 +69,8 @@ plan.
 """
 
 WHOLE_NEXT: Final = "That was inside compiled blocks: they are rehearsed again, to be replayed as a whole"
+FIT_SUCH: Final = "To plan for them, give such a step to lowtide.fit; or give a smaller budget"
+SMALLEST_FROM_NOW: Final = "The plan with the smallest peak is in force from now on"
 SMALLEST_FOR_LARGER: Final = "The plan with the smallest peak is in force for these batches"
 
 
@@ -77,10 +83,13 @@ class _InForce(Applied):
         plans: Sequence[Plan],
         say: Callable[[str], None],
         outgrown: Callable[[str], bool],
+        changed: Changed,
         rehearsing: Rehearsing,
     ) -> None:
-        super().__init__(model, plans, None, say, outgrown)
+        super().__init__(model, plans, None, say, outgrown, changed)
         self.rehearsing = rehearsing
+        self.profile = rehearsing.profile
+        """The profile that the plan for the largest batches was made from."""
 
 
 class Fitting(PlanMonitor):
@@ -128,7 +137,9 @@ class Fitting(PlanMonitor):
         """Number of steps after the rehearsal in which other models that take turns were waited for."""
         self._in_force: weakref.ref[_InForce] | None = None
         """The plans that stay in force after the last step that is observed."""
-        self._larger = LargerBatches()
+        self._larger, self._later = LargerBatches(), LaterSteps()
+        self._has_held = False
+        """True once a plan was found to hold, also if another model is trained since."""
         self._checks = CompiledChecks(say)
         self._n_calls = self._n_planned_calls = 0
         """Number of calls of the model in this step, and in the rehearsed one."""
@@ -178,6 +189,10 @@ class Fitting(PlanMonitor):
                 self._say("the script runs its own recorder, such as a profiler: steps after it are rehearsed")
         elif self._larger.is_awaited:
             self._looks_for_larger(self.plan, model, batch, optimizers)
+        elif self._later.is_rehearsing:
+            self._rehearse_again(model, batch, optimizers)
+        elif self._later.is_measuring:
+            self._measure_later(self.plan, model, batch, optimizers)
         else:
             made = self._put_in_force(model, batch)
             if made is not None:
@@ -232,6 +247,10 @@ class Fitting(PlanMonitor):
         elif self._larger.has_waited_enough:
             self._larger.end_wait()
             self.done = True
+        elif self._later.is_rehearsing:
+            self._plan_again(self.plan, model)
+        elif self._later.is_measuring:
+            self._judge_later(self.plan)
         elif self._open is not None:
             step, self._open = self._open, None
             measured_bytes = step.peak_bytes()
@@ -249,7 +268,7 @@ class Fitting(PlanMonitor):
         self._say(
             f"{self.model_name}: this step has {self._n_calls} calls of the model, and the plan is for steps with "
             f"{calls}: its peak is {format_bytes(over_bytes)} over the budget, and other such steps may be as well. "
-            "To plan for them, give such a step to lowtide.fit; or give a smaller budget"
+            + (MEASURED if self._changed("step", "") else FIT_SUCH)
         )
 
     def _make_plan(self, profile: Profile, model: nn.Module) -> None:
@@ -302,7 +321,8 @@ class Fitting(PlanMonitor):
                 f"the plan for that {name} is removed: from here on the script trains another model, which is rehearsed"
             )
         self.plan, self.verdict, self.unplanned, self._over, self._n_waited = None, None, None, [], 0
-        self._in_force, self._larger, self._checks = None, LargerBatches(), CompiledChecks(self._say)
+        self._in_force, self._larger, self._later = None, LargerBatches(), LaterSteps()
+        self._checks = CompiledChecks(self._say)
         self._preceding.clear()
 
     def lets_go(self) -> None:
@@ -315,6 +335,7 @@ class Fitting(PlanMonitor):
 
     def finish(self) -> None:
         """Keep the plan in force, even if only smaller batches came."""
+        self.done |= self._has_held
         if self.plan is not None and self._n_others and not self.done and not self._larger.is_awaited:
             self._keep(self.plan)
 
@@ -347,7 +368,11 @@ class Fitting(PlanMonitor):
             proof=self._checks.proof,
         )
         self.when_kept(made)
-        self.done = True
+        profile = self._rehearsing.profile
+        # what is left from the step before, as a graph that outlives it, depends on the plan that was in force then
+        leaves_some = profile is not None and profile.static.carried_over >= NOTEWORTHY * profile.static.total
+        self._later.plan_holds(is_sure=not leaves_some)
+        self.done = self._has_held = True
 
     def _put_in_force(self, model: nn.Module, batch: Any) -> Plan | None:
         """Put the current plans in force on the model, unless they are already. Compiled code is compared on `batch`.
@@ -380,10 +405,11 @@ class Fitting(PlanMonitor):
     def _force(self, made: Plan, model: nn.Module) -> None:
         """Put plans in force, the last of which is `made`."""
         self.plan = made
-        check_made_for(made.fingerprint, model)
+        if not self._later.has_begun:  # else the plan may stay on a model that has changed
+            check_made_for(made.fingerprint, model)
         if self._budget_for == "reserved":
             torch.cuda.empty_cache()  # returns segments of rehearsed steps to the device
-        self._applied = _InForce(model, self.plans, self._say, self._outgrown, self._rehearsing)
+        self._applied = _InForce(model, self.plans, self._say, self._outgrown, self._changed, self._rehearsing)
         self._guard(model, self._applied)
 
     def _schedule(self, made: Plan, model: nn.Module, batch: Any) -> bool:
@@ -394,7 +420,7 @@ class Fitting(PlanMonitor):
         """
         best, why = self._checks.scheduled(made, self._rehearsing, model, self.compiled or model, batch)
         if why is not None:
-            if self._larger.has_begun:
+            if self._later.has_begun:
                 self._say(f"{_first_line(why)} {SMALLEST_FOR_LARGER}")
             elif not self._accepts_over(why, model):
                 self.plan = None
@@ -439,6 +465,7 @@ class Fitting(PlanMonitor):
         self.plan = None
 
     def _announce(self, plan: Plan) -> None:
+        self.is_timed = True
         change = format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)
         self._say(
             f"{self.model_name}: {change} peak predicted (budget {format_bytes(plan.budget_bytes)}), "
@@ -510,9 +537,9 @@ class Fitting(PlanMonitor):
 
     def _stays_over(self, made: Plan, why: OverBudget) -> None:
         """Continue as `on_infeasible` says if no plan keeps to the budget. Raises OverBudget."""
-        if self._on_infeasible == "raise" and not self._larger.has_begun:
+        if self._on_infeasible == "raise" and not self._later.has_begun:
             raise why
-        if self._on_infeasible == "plain" and not self._larger.has_begun:
+        if self._on_infeasible == "plain" and not self._later.has_begun:
             self._go_on_plain(why)
             self._to_remove = self._applied  # removed in the next step, where hooks may be changed
             self._applied = self.plan = None
@@ -523,16 +550,34 @@ class Fitting(PlanMonitor):
     # --- larger batches, later
 
     def wants_more(self) -> bool:
-        """Return True if a batch exceeded all planned sizes: the next one of such a size is rehearsed."""
-        if not self._larger.is_outgrown:
+        """Return True if a batch exceeded all planned sizes, so that the next one of such a size is rehearsed, or if
+        steps are to be measured or rehearsed again.
+        """
+        self._later.n_updates += 1  # this runs in every step, so it makes no calls
+        if self._later.n_updates < self._later.due_at and not self._larger.is_outgrown:
             return False
-        self._larger.is_outgrown = False
-        if self._in_force is None or (applied := self._in_force()) is None:
+        applied = self._applied if self._in_force is None else self._in_force()
+        if not isinstance(applied, _InForce):
             return False
         self._applied, self._rehearsing, self._in_force = applied, applied.rehearsing, None
-        self._larger.await_next()
+        if self._larger.is_outgrown:
+            self._larger.is_outgrown = False
+            self._larger.await_next()
+        else:
+            self._rehearsing.profile = applied.profile
+            self._later.begin()
         self.done = False
         return True
+
+    def passes_over(self) -> None:
+        """Report that the trained model runs without a plan, and measure no more steps."""
+        super().passes_over()
+        self._later.end()
+
+    def takes(self, step_ms: float) -> None:
+        """Report the mean time of a step."""
+        self.is_timed = False
+        super().takes(step_ms)
 
     def _outgrown(self, what: str) -> bool:
         """Return True if the model gets another plan for a batch that is larger than the planned ones."""
@@ -582,6 +627,123 @@ class Fitting(PlanMonitor):
             self.plan = replace(larger, budget_for=made.budget_for)
             self._over, self._n_others, self._most = [], 0, 0
             self._announce(larger)
+
+    # --- other steps, later
+
+    def _changed(self, kind: Literal["model", "step", "state"], what: str) -> bool:
+        """Return True if the steps get another plan if they need one. See Changed."""
+        assert self.plan is not None
+        if not self._later.can_rehearse(self.plan):
+            return False
+        self._later.come_soon()
+        self._later.is_different |= kind == "step"
+        self._later.is_changed |= kind == "model"
+        if kind == "model":
+            self._say(f"{self.model_name} {what}: the peak may be above the budget until it is rehearsed again")
+        return True
+
+    def _measure_later(self, made: Plan, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+        """Measure this step if its batch is one that the plan in force is for."""
+        current, planned = fingerprint(model, batch).batch, made.fingerprint.batch
+        if current == planned or no_larger(shapes_in(current), shapes_in(planned)):
+            assert self._applied is not None
+            with contextlib.suppress(Busy):
+                self._open = Measured(model, batch, optimizers, self._applied, self._budget_for, is_checked=False)
+
+    def _judge_later(self, made: Plan) -> None:
+        """Compare a later step with the budget: plan again if more is in memory, rehearse again if it does more."""
+        step, self._open = self._open, None
+        if self._later.is_changed:
+            if step is not None:
+                step.leave()
+            self._later.rehearse()
+            return
+        over_bytes = 0
+        if step is not None:
+            measured_bytes = step.peak_bytes()
+            over_bytes = measured_bytes - made.budget_bytes
+        if step is None or over_bytes <= 0:
+            self._later.measured()
+            self.done = not self._later.is_measuring
+            return
+        measured, over = format_bytes(measured_bytes), format_bytes(over_bytes)
+        profile = self._rehearsing.profile
+        assert step is not None
+        added_bytes = 0 if profile is None else step.static.total - profile.static.total
+        does_more = self._later.is_different or measured_bytes - made.predicted.peak_bytes > added_bytes
+        if does_more and self._later.can_rehearse(made):
+            self._say(
+                f"measured {measured} peak, {over} over the budget, in a step that does more than the rehearsed ones: "
+                "the next ones are rehearsed, for a new plan"
+            )
+            self._later.rehearse()
+            return
+        self._later.stop_measuring()
+        assert self.verdict is not None
+        self.verdict = replace(self.verdict, measured_peak_bytes=measured_bytes)
+        what = f"measured {measured} peak, {over} over the budget"
+        if added_bytes > 0:
+            what += f": {format_bytes(added_bytes)} more is in memory when a step begins than when it was rehearsed"
+        if profile is None or made.graphs:
+            self._say(what)
+            self.done = True
+            return
+        before_bytes = profile.static.total
+        if step.static.inputs == profile.static.inputs:
+            profile = replace(profile, static=replace(step.static, margin=profile.static.margin))
+        unknown_bytes = measured_bytes - made.predicted.peak_bytes - (profile.static.total - before_bytes)
+        self._rehearsing.profile = profile = with_excess(profile, max(0, unknown_bytes))
+        self._larger.smaller.clear()  # these plans do not count what was added either
+        try:
+            lower = plan(profile, made.budget_bytes)
+            self._say(f"{what}; planning again")
+        except Infeasible as why:
+            lower = smallest_plan(profile)
+            self._say(f"{what}. {_first_line(why)} {SMALLEST_FROM_NOW}")
+        self._over = []
+        self.done = lower.decisions == made.decisions
+        if not self.done:
+            self.plan = replace(lower, budget_bytes=made.budget_bytes, budget_for=made.budget_for)
+
+    def _rehearse_again(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+        """Rehearse this step; nothing is known of such steps."""
+        if self._applied is not None:
+            self._applied.remove()
+            self._applied = None
+            self._rehearsing.gives_up(model)
+        try:
+            self._rehearsing.begins(model, batch, optimizers)
+        except RehearsalError as why:
+            self._leave_changed(why)
+            self._put_in_force(model, batch)
+
+    def _plan_again(self, made: Plan, model: nn.Module) -> None:
+        """Plan for changed steps once they were rehearsed often enough, so that the next one is measured."""
+        try:
+            self._rehearsing.ends(model)
+        except RehearsalError as why:
+            self._leave_changed(why)
+            return
+        profile = self._rehearsing.profile
+        if profile is None:
+            return
+        self._later.is_rehearsing = False
+        self._n_planned_calls = self._n_calls
+        try:
+            following = plan(profile, made.budget_bytes)
+        except Infeasible as why:
+            following = smallest_plan(profile)
+            self._say(f"{_first_line(why)} {SMALLEST_FROM_NOW}")
+        self.plan = replace(following, budget_bytes=made.budget_bytes, budget_for=made.budget_for)
+        self._larger = LargerBatches()
+        self._larger.has_optimizers = True
+        self._over, self._n_others, self._most = [], 0, 0
+        self._announce(self.plan)
+
+    def _leave_changed(self, why: RehearsalError) -> None:
+        """Leave changed steps without a plan of their own."""
+        self._say(f"changed steps are not planned for: {why}")
+        self._later.give_up()
 
     def _leave_growth(self, why: RehearsalError) -> None:
         """Leave larger batches under the plan with the smallest peak."""

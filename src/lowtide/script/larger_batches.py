@@ -43,13 +43,6 @@ class LargerBatches:
         """Return True if no batch of the outgrown size came in many steps."""
         return self._n_looked is not None and self._n_looked >= PATIENCE
 
-    @property
-    def has_begun(self) -> bool:
-        """Return True once a plan for larger batches was tried: from then on a budget that no plan fits does not end
-        training.
-        """
-        return self._n_growths > 0
-
     def can_be_planned(self, made: Plan) -> bool:
         """Return True if a batch larger than those of `made` can get another plan."""
         # with several sizes in a step, a part of a large step would get the plan for a small one

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lowtide.memory.measure import recorder_for
+from lowtide.profiler.other_memory import with_others
 from lowtide.profiler.peak_margin import peak_of
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.static_memory import static_bytes
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lowtide.api.apply import Applied
+    from lowtide.planner.records import Static
     from lowtide.utils.amounts import BudgetFor
 
 _PASSED_OVER = (
@@ -127,18 +129,27 @@ class Measured:
         optimizers: tuple[Optimizer, ...],
         applied: Applied,
         budget_for: BudgetFor = "requested",
+        *,
+        is_checked: bool = True,
     ) -> None:
+        """Begin; compare the bits that backward reads if `is_checked`."""
         self._static, self._addresses = static_bytes(model, batch, optimizers)
         self._model, self._n_with_new_buckets = model, n_with_new_buckets(model.modules())
         self._budget_for = budget_for
         self._stack = contextlib.ExitStack()
         self._recorder = self._stack.enter_context(recorder_for(place_of(model)))
-        self._stack.enter_context(applied.checked())
+        if is_checked:
+            self._stack.enter_context(applied.checked())
 
     def peak_bytes(self) -> int:
         """Return the peak of the finished step, including memory from before the step."""
         self.leave()
         return peak_of(self._static, self._addresses, self._recorder, self._budget_for)
+
+    @property
+    def static(self) -> Static:
+        """The memory that was in use when the finished step began."""
+        return with_others(self._static, self._addresses, self._recorder)
 
     @property
     def is_usual(self) -> bool:

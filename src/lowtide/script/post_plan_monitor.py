@@ -40,7 +40,7 @@ class PostPlanMonitor:
         self._timed: int | None = None
         """Id of the optimizer whose updates are timed: the first one that updates."""
         self._n_timed = 0
-        self.is_timing = True
+        self.is_timing = listener.is_timed
         """False once the mean time of a step is known."""
         self._began_ms = 0.0
 

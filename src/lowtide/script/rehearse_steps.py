@@ -165,9 +165,9 @@ class Rehearsing(StepListener):
 
     def restart(self) -> None:
         """Rehearse larger batches than before, reusing earlier results; one step usually suffices."""
-        assert self._observed is not None
         self.done, self.profile = False, None
-        self._observed.restart()
+        if self._observed is not None:
+            self._observed.restart()
 
     def lets_go(self) -> None:
         """End the script unless `stop` is False."""

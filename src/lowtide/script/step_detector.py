@@ -54,6 +54,9 @@ from lowtide.script.step_listener import Enough, StepListener
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+MOST_UNUSED = 4
+"""Number of updates by others after which an optimizer no longer counts if they have updated its parameters."""
+
 
 class Steps:
     """A detector of steps inside a `with` block, until the listener is done, and again if it needs more.
@@ -89,6 +92,8 @@ class Steps:
         self._called: dict[int, nn.Module] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._stepped: dict[int, Optimizer] = {}
+        self._last_update: dict[int, int] = {}
+        """Number of updates so far, at the last update by each optimizer, by its id."""
         self._updating: dict[int, Search] = {}
         """Updates in progress, by optimizer id: they may call the model."""
         self._candidates, self._prompted, self._turns, self.by_hand = (
@@ -379,6 +384,7 @@ class Steps:
         if self._is_beginning or self._is_elsewhere(optimizer):
             return
         self.n_updates += 1
+        self._last_update[id(optimizer)] = self.n_updates
         self._updating.pop(id(optimizer), None)
         self._optimizers[id(optimizer)] = optimizer
         if self.model is None and (model := self._prompted.updated(optimizer)) is not None:
@@ -392,6 +398,8 @@ class Steps:
         elif not self._is_given and self.listener.done and (others := self._turns.model_updated()):
             self._takes_turns(others)
         if self.listener.done:
+            if self._waits_until and self.model is not None and held & ids(self.model.parameters()):
+                self._waits_until = 0 if self.listener.wants_more() else self._waits_until
             return
         if not self._is_open:
             self._candidates.updated(optimizer)
@@ -411,6 +419,7 @@ class Steps:
                 return
             monitor.updated(optimizer)
         self.n_updates += 1
+        self._last_update[id(optimizer)] = self.n_updates
         if monitor.is_timing:
             monitor.count_time(optimizer)
         if self.listener.wants_more() and (model := monitor.model()) is not None:
@@ -508,9 +517,13 @@ class Steps:
     def _all_stepped(self) -> bool:
         """Return True if every optimizer known to update the model has done so in this step."""
         assert self.model is not None
-        mine = ids(self.model.parameters())
-        known = [key for key, optimizer in self._optimizers.items() if mine & held_by(optimizer)]
-        return bool(self._stepped) and all(key in self._stepped for key in known)
+        mine, updated = ids(self.model.parameters()), self._updated()
+        waiting = [key for key, o in self._optimizers.items() if key not in self._stepped and mine & held_by(o)]
+        return bool(self._stepped) and all(
+            self.n_updates - self._last_update.get(key, self.n_updates) > MOST_UNUSED
+            and not mine & held_by(self._optimizers[key]) - updated  # another optimizer has taken its place
+            for key in waiting
+        )
 
 
 def _n_elements(module: nn.Module) -> int:

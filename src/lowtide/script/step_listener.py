@@ -23,6 +23,9 @@ class StepListener:
     done = False
     """True once all work is done: no more steps need to be detected."""
 
+    is_timed = True
+    """False if the mean time of a step is known."""
+
     plans_compiled = True
     """False if the listener ignores compiled functions and handles only the modules that they call."""
     compiled: Callable[..., Any] | None = None

@@ -1,0 +1,98 @@
+"""Steps after the one in which a plan was found to hold: which of them are measured, and when they are rehearsed again.
+
+Memory that the program creates later, as for slow copies of the weights, is noticed because steps are measured now and
+then. A step that differs from the rehearsed ones, as in another phase of training, has the next steps measured: if one
+is over the budget, the steps are rehearsed again, as they are at once if the model itself has changed.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+from lowtide.profiler.online import PATIENCE
+from lowtide.state.process_group import several_processes
+
+if TYPE_CHECKING:
+    from lowtide.planner.records import Plan
+
+FIRST_LOOK: Final = 12
+"""Number of updates after which a step is measured, then after twice as many each time."""
+MOST_BETWEEN: Final = 500
+"""Largest number of updates from one measured step to the next: a measured step takes about twice as long as others."""
+MOST_REHEARSALS: Final = 12
+"""Largest number of times that changed steps are rehearsed."""
+
+
+class LaterSteps:
+    """The measurements and rehearsals of a loop whose plan was found to hold."""
+
+    def __init__(self) -> None:
+        """Begin without a plan."""
+        self.n_updates = 0
+        """Number of updates since a plan was found to hold, counted by the owner."""
+        self.due_at = inf
+        """Number of updates after which steps are measured or rehearsed."""
+        self.has_begun = False
+        """True once a plan has been found to hold: from then on a budget that no plan fits does not end training."""
+        self.is_rehearsing = False
+        """True while the steps are rehearsed again."""
+        self.is_different = False
+        """True once a step was different from the rehearsed ones."""
+        self.is_changed = False
+        """True once the model has changed."""
+        self._n_to_measure = self._n_rehearsals = 0
+        self._next_look: float = FIRST_LOOK
+
+    @property
+    def is_measuring(self) -> bool:
+        """Return True if the next step is measured."""
+        return self._n_to_measure > 0
+
+    def plan_holds(self, *, is_sure: bool) -> None:
+        """Wait for the next step to be measured, which is the next but one if the plan is not sure to hold for it."""
+        if not (self.has_begun or is_sure):
+            self._next_look = 1
+        self.has_begun = True
+        if not several_processes():  # one of them would plan again alone
+            self.due_at = 0 if self.is_changed or self.is_different else self._next_look
+
+    def come_soon(self) -> None:
+        """Measure or rehearse after the next update."""
+        self.due_at = 0
+
+    def end(self) -> None:
+        """Measure no more steps, because another model is trained."""
+        self.due_at = inf
+
+    def begin(self) -> None:
+        """Begin to measure, or to rehearse if the model has changed."""
+        if self.n_updates >= self._next_look:
+            self._next_look = max(FIRST_LOOK, self._next_look + min(self._next_look, MOST_BETWEEN))
+        self._n_to_measure, self.due_at = PATIENCE if self.is_different else 1, self._next_look
+        if self.is_changed:
+            self.rehearse()
+
+    def measured(self) -> None:
+        """Count a measured step that was within the budget."""
+        self._n_to_measure -= 1
+        if not self._n_to_measure:
+            self.is_different = False
+
+    def can_rehearse(self, made: Plan) -> bool:
+        """Return True if changed steps can get another plan than `made`."""
+        return not (made.graphs or several_processes()) and self._n_rehearsals < MOST_REHEARSALS
+
+    def rehearse(self) -> None:
+        """Rehearse the next steps."""
+        self.is_rehearsing, self.is_changed, self._n_rehearsals = True, False, self._n_rehearsals + 1
+        self.stop_measuring()
+
+    def stop_measuring(self) -> None:
+        """Measure no more steps for now."""
+        self.is_different, self._n_to_measure = False, 0
+
+    def give_up(self) -> None:
+        """Rehearse no more steps."""
+        self.is_rehearsing, self.is_changed, self._n_rehearsals = False, False, MOST_REHEARSALS
+        self.stop_measuring()

@@ -1,0 +1,175 @@
+"""Loops that need more memory later than their rehearsed steps did: in a later step each gets another plan."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowtide.script.fit_steps import Fitting
+from lowtide.script.run_listened import run_watched
+from lowtide.script.runner import Script
+
+BEGIN = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+torch.manual_seed(0)
+def block(): return nn.Sequential(nn.Linear(32, 128), nn.SiLU(), nn.Linear(128, 32), nn.LayerNorm(32))
+losses = []
+"""
+
+SLOW_WEIGHTS = """
+net, slow = nn.Sequential(*[block() for _ in range(3)]), []
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+for step in range(22):
+    x = torch.randn(256, 32)
+    loss = (net(x) - x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 5 == 4:
+        slow = slow or [p.detach().clone() for p in net.parameters()]
+        with torch.no_grad():
+            for p, old in zip(net.parameters(), slow):
+                old.lerp_(p, 0.5)
+                p.copy_(old)
+    losses.append(loss.item())
+"""
+
+PUT_ON = """
+from torch.nn.utils import parametrizations, prune
+net = nn.Sequential(*[block() for _ in range(4)])
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+for step in range(20):
+    if step == 5:
+        for each in net: parametrizations.weight_norm(each[0])
+        optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    if step == 10:
+        for each in net: prune.l1_unstructured(each[2], "weight", 0.3)
+        optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    x = torch.randn(256, 32)
+    loss = (net(x) - x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+"""
+
+UNFROZEN = """
+net = nn.Sequential(*[block() for _ in range(5)])
+net[:2].requires_grad_(False)
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+for step in range(12):
+    net[:2].requires_grad_(step > 4)
+    x = torch.randn(256, 32)
+    loss = (net(x) - x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+"""
+
+SECOND_PHASE = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Sequential(*[block() for _ in range(3)])
+        self.head, self.decoder = nn.Linear(32, 8), nn.Sequential(block(), block())
+    def forward(self, x, decodes):
+        x = self.trunk(x)
+        return self.decoder(x) if decodes else self.head(x)
+net = Model()
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+for step in range(24):
+    x = torch.randn(256, 32)
+    loss = (net(x, True) - x).square().mean() if DECODES else net(x, False).logsumexp(1).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+"""
+
+MORE_CALLS = """
+net = nn.Sequential(*[block() for _ in range(3)])
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+for step in range(22):
+    x = torch.randn(256, 32)
+    loss = (net(x) - x).square().mean()
+    if step > 5: loss = loss + net(x + 0.1).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+"""
+
+
+def trained(tmp_path: Path, lines: str, budget: str) -> tuple[Fitting, list[str]]:
+    """Run a script plain and within a budget; return the listener and its messages. Check that the bits are equal."""
+    file, kept, said = tmp_path / "train.py", tmp_path / "results.pt", list[str]()
+    results = "(losses, net.state_dict(), torch.get_rng_state())"
+    file.write_text(f"{BEGIN}{lines}\ntorch.save({results}, {str(kept)!r})")
+    assert Script(target=str(file)).run() == 0
+    losses, parameters, numbers = torch.load(kept)
+    fitting = Fitting(budget, said.append)
+    assert run_watched(Script(target=str(file)), fitting) == 0
+    planned_losses, planned, planned_numbers = torch.load(kept)
+    assert planned_losses == losses
+    assert planned.keys() == parameters.keys()
+    assert all(torch.equal(planned[name], parameters[name]) for name in parameters)
+    assert torch.equal(planned_numbers, numbers)
+    assert fitting.verdict is not None
+    assert fitting.verdict.within_budget, "\n".join(said)
+    return fitting, said
+
+
+def test_memory_that_is_held_later_is_noticed_and_planned_for(tmp_path: Path) -> None:
+    fitting, said = trained(tmp_path, SLOW_WEIGHTS, "75%")
+    n_bytes = sum(p.numel() for p in torch.nn.Linear(32, 128).parameters()) * 4
+    n_bytes += sum(p.numel() for p in torch.nn.Linear(128, 32).parameters()) * 4 + 64 * 4
+    (text,) = [line for line in said if "more is in memory" in line]
+    assert f"{3 * n_bytes / 1024:.3g} KiB more is in memory when a step begins" in text
+    assert text.endswith("planning again")
+    assert fitting.plan is not None
+    assert fitting.plan.plain.parts["other tensors"] >= 3 * n_bytes
+    assert sum("a step under the plan takes" in line for line in said) == 1
+
+
+def test_what_is_put_on_the_model_later_is_planned_for(tmp_path: Path) -> None:
+    fitting, said = trained(tmp_path, PUT_ON, "75%")
+    assert any("has another module at 0.0.parametrizations" in line for line in said)
+    assert any("this step saves different tensors" in line and "another plan is made" in line for line in said)
+    assert sum("peak predicted" in line for line in said) == 3
+    assert fitting.plan is not None
+    assert fitting.verdict is not None
+    assert fitting.verdict.measured_peak_bytes == fitting.plan.predicted.peak_bytes
+
+
+def test_layers_that_are_trained_later_are_planned_for(tmp_path: Path) -> None:
+    fitting, said = trained(tmp_path, UNFROZEN, "90%")
+    assert any("has 30 parameters that are trained, and the plan is for 18" in line for line in said)
+    assert fitting.plan is not None
+    assert fitting.plan.fingerprint.model != ""
+    assert sum("peak predicted" in line for line in said) == 2
+
+
+def test_another_phase_of_training_is_planned_for(tmp_path: Path) -> None:
+    fitting, said = trained(tmp_path, SECOND_PHASE.replace("DECODES", "step > 7"), "85%")
+    assert any("in a step that does more than the rehearsed ones" in line for line in said)
+    assert fitting.plan is not None
+    assert any(address.startswith("decoder") for address in [*fitting.plan.recompute, *fitting.plan.replay])
+
+
+def test_steps_with_more_calls_than_the_rehearsed_ones_are_planned_for(tmp_path: Path) -> None:
+    fitting, said = trained(tmp_path, MORE_CALLS, "70%")
+    assert any("in a step that does more than the rehearsed ones" in line for line in said)
+    assert fitting.plan is not None
+    assert fitting.verdict is not None
+    assert fitting.plan.predicted.peak_bytes - 1024 < (fitting.verdict.measured_peak_bytes or 0)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_steps_of_two_kinds_in_turn_are_planned_for_together(tmp_path: Path, n: int) -> None:
+    fitting, said = trained(tmp_path, SECOND_PHASE.replace("DECODES", f"step % {n} == 1"), "75%")
+    assert any("steps of several kinds take turns" in line for line in said)
+    assert fitting.plan is not None
+    assert any(address.startswith("decoder") for address in [*fitting.plan.recompute, *fitting.plan.replay])
