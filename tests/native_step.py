@@ -1,6 +1,6 @@
-"""Take three steps of a real model under a plan, and print their bits: run once by each kind of hooks.
+"""Take four steps of a real model under each of five plans, and print their bits: run once by each kind of hooks.
 
-python native_step.py gpt2|bert|resnet kept|recomputed|captured|replayed|offloaded
+python native_step.py gpt2|bert|resnet
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from lowtide._torch.nodes import saved_slots
 from lowtide.planner.address_nodes import NOTED
 from lowtide.runtime import bitmask, saved_values
 from lowtide.runtime.engine import Engine, actions_for
+from lowtide.runtime.plan_table import Actions
 
 
 class Allocated(TorchDispatchMode):
@@ -82,23 +83,28 @@ def addresses(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, str
     return found
 
 
-def main(name: str, way: str) -> None:
+def main(name: str) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     bitmask.LEAST_BYTES = 0
-    model, batch = build(name)
-    model.train()
-    found = addresses(model, batch)
-    table = {
-        "kept": lambda: actions_for(dict([*found.items()][:1]), []),
-        "recomputed": lambda: actions_for(found, []),
-        "captured": lambda: actions_for(
-            {at: f"{it}{NOTED}" if it == "AddBackward0" else it for at, it in found.items()}, []
-        ),
-        "replayed": lambda: actions_for({}, [f"{BLOCKS[name].format(n)}#0" for n in range(2)]),
-        "offloaded": lambda: actions_for({}, [], offload=list(found)),
-    }[way]()
+    used = "compiled" if saved_values.native is not None else "python"
+    sys.stdout.write(f"{used}\n")
+    found = addresses(*build(name))
+    captured = {at: f"{it}{NOTED}" if it == "AddBackward0" else it for at, it in found.items()}
+    tables = {
+        "kept": actions_for(dict([*found.items()][:1]), []),
+        "recomputed": actions_for(found, []),
+        "captured": actions_for(captured, []),
+        "replayed": actions_for({}, [f"{BLOCKS[name].format(n)}#0" for n in range(2)]),
+        "offloaded": actions_for({}, [], offload=list(found)),
+    }
+    for way, table in tables.items():
+        sys.stdout.write(f"{way} {trained(*build(name), table)}\n")
+
+
+def trained(model: nn.Module, batch: dict[str, torch.Tensor], table: dict[str, dict[int, Actions]]) -> str:
+    """Train with a plan; return bits, operators, saved tensors and what was said, in words."""
     engine = Engine(model, table)
     said: list[str] = []
     engine.tell = said.append
@@ -117,8 +123,7 @@ def main(name: str, way: str) -> None:
         digest.update(loss.detach().numpy().tobytes())
     drifted = sorted(engine.drifted)
     engine.remove()
-    used = "compiled" if saved_values.native is not None else "python"
-    sys.stdout.write(f"{used} {digest.hexdigest()[:16]} {operators.count} {kinds} {drifted} {len(said)}\n")
+    return f"{digest.hexdigest()[:16]} {operators.count} {kinds} {drifted} {len(said)}"
 
 
 def kinds_of(loss: torch.Tensor) -> str:
