@@ -60,6 +60,44 @@ CHOICES = {
 }
 
 
+def rehearsed(choose, seed=0):
+    torch.manual_seed(0)
+    np.random.seed(seed)
+    model = Drawn(choose)
+    return lowtide.rehearse(model, lambda x: model(x).square().mean().backward(), torch.randn(8, 16, 32))
+
+
+def plain_bytes(profile):
+    """Return the measured peak of the plain step, without what was alive before: an earlier model may be."""
+    return profile.measured_plain_peak_bytes - profile.static.total
+
+
+def seed_of(fits):
+    """Return the seed of NumPy's generator whose first two rows decide as asked about four layers."""
+    rows = ((seed, np.random.RandomState(seed).rand(2, 4) > 0.5) for seed in range(10_000))
+    return next(seed for seed, (first, second) in rows if fits(first, second))
+
+
+def test_the_plain_step_is_measured_with_the_numbers_of_the_step_in_which_every_block_runs():
+    """Also where the first step is the fullest one, and the next one would run none of its blocks."""
+    profile = rehearsed(CHOICES["numpy, a row"], seed_of(lambda first, second: first.all() and not second.any()))
+    assert profile.draws > 0
+    assert plain_bytes(profile) == plain_bytes(rehearsed(lambda layers: layers))
+
+
+def test_two_steps_that_happen_to_run_the_same_blocks_are_random_all_the_same():
+    seed = seed_of(lambda first, second: not first.all() and (first == second).all())
+    profile = rehearsed(CHOICES["numpy, a row"], seed)
+    assert profile.draws > 0
+    assert plain_bytes(profile) == plain_bytes(rehearsed(lambda layers: layers))
+
+
+def test_numbers_that_decide_about_no_module_are_no_reason_to_expect_others():
+    profile = rehearsed(lambda layers: layers if np.random.rand() < 2 else [])
+    assert profile.draws == 0
+    assert plain_bytes(profile) == plain_bytes(rehearsed(lambda layers: layers))
+
+
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", CHOICES)
 def test_budgets_hold_in_other_draws_and_the_note_says_what_varied(name):

@@ -18,7 +18,7 @@ from lowtide.profiler.preconditions import (
     has_planned_blocks,
     is_planned_by_its_compiler,
 )
-from lowtide.profiler.random_work import Draw, drawn_as
+from lowtide.profiler.random_work import drawn_as
 from lowtide.profiler.rehearsal import Rehearsal
 from lowtide.profiler.trial_updates import Updates
 from lowtide.runtime.live_optimizers import Optimizers
@@ -94,13 +94,13 @@ def rehearse(
         rehearsal = Rehearsal(model, batch, unchanged, updates, in_place=in_place)
         rehearsal.specialise()
         attempt, profile = rehearsal.profiled()
+        rehearsal.vary()
         if rehearsal.is_random:
             draw = rehearsal.fullest_draw()
-            if draw != Draw():
-                unchanged.seed(draw.seed)
-                unchanged.restore()
-                with drawn_as(draw.share):
-                    attempt, profile = rehearsal.profiled()
+            unchanged.seed(draw.seed)
+            unchanged.restore()
+            with drawn_as(draw.share):
+                attempt, profile = rehearsal.profiled()
             unchanged.seed(None)
             unchanged.restore()
             profile = replace(profile, draws=DRAWS)

@@ -80,6 +80,10 @@ SEEDS: Final = 8
 """Number of seeds that are tried where no share makes a step call more modules."""
 
 
+OTHER_DRAWS: Final = (Draw(share=HIGH), Draw(share=LOW), Draw(seed=0), Draw(seed=1))
+"""Draws under which a step that draws few numbers is run, to see if it then calls other modules."""
+
+
 def fullest(run: Callable[[Draw], list[str]]) -> Draw:
     """Return the draw with which `run` calls the most modules; `run` gets a draw in force and returns their paths."""
 

@@ -25,11 +25,12 @@ from lowtide.profiler.preconditions import (
     is_specialised,
     nondeterminism_notes,
 )
-from lowtide.profiler.random_work import Draw, called, fullest
+from lowtide.profiler.random_work import OTHER_DRAWS, Draw, called, drawn_as, fullest
 from lowtide.profiler.step_sections import TimedSections, timed_sections
 from lowtide.profiler.trace import MaxSavingEngine, Trace
 from lowtide.profiler.trial_updates import Updates
 from lowtide.runtime.fingerprint import fingerprint, place_of
+from lowtide.runtime.host_rng import numpy_state, python_state
 from lowtide.runtime.static_memory import static_bytes
 from lowtide.runtime.tensor_writers import Overwritten
 from lowtide.state.process_group import check_waits_for_no_process, n_sent
@@ -65,11 +66,30 @@ class Rehearsal:
         """Module classes that are not replayed, with the reasons."""
         self._orders: set[tuple[str, ...]] = set()
         """Sequences of module calls seen so far, one for each order."""
+        self._draws_on_host = False
+        """True if a run drew numbers from the generators of Python or NumPy."""
 
     @property
     def is_random(self) -> bool:
         """Return True if the step has called other modules, or in another order, when it was run again."""
         return len(self._orders) > 1
+
+    def vary(self) -> None:
+        """Run a step that draws numbers from Python or NumPy with others, until it calls other modules.
+
+        Such numbers decide about something, and the runs so far may have called the same modules by chance.
+        """
+        if self.is_random or not self._draws_on_host:
+            return
+        for draw in OTHER_DRAWS:
+            with drawn_as(draw.share):
+                calls = self._calls_under(draw)
+            if calls:  # else the step failed
+                self._orders.add(tuple(calls))
+            if len(self._orders) > 1:
+                break
+        self._unchanged.seed(None)
+        self._unchanged.restore()
 
     def specialise(self) -> None:
         """Run the step once if parts of the model save other tensors after their first run."""
@@ -86,6 +106,7 @@ class Rehearsal:
         # gradients lie at other addresses now
         static, places = static_bytes(self.model, self.batch, self._unchanged.optimizers)
         plain, step_ms = (None, 0.0) if hopeless else self._plain()
+        self._draw_as_before()
         sections = None if plain is None else timed_sections(self.model, self._updates, self.batch)
         measured = None
         if plain is not None:
@@ -182,9 +203,11 @@ class Rehearsal:
         place = place_of(self.model)
         self._updates.undo()
         try:
+            self._draw_as_before()
             with recorder_for(place) as recorder:
                 self._run(self.batch)
             self._updates.undo()
+            self._draw_as_before()
             began = now_ms(place)  # time an unrecorded step: recording takes time, and the first step loads kernels
             self._updates.step(self.batch)
             step_ms = now_ms(place) - began
@@ -194,11 +217,18 @@ class Rehearsal:
             return None, 0.0
         return recorder, step_ms
 
+    def _draw_as_before(self) -> None:
+        """Let a step whose work is random do the work that was audited; until then, other numbers show if it is."""
+        if self.is_random:
+            self._unchanged.restore_for_rerun()
+
     def _run(self, batch: Any) -> None:
         """Run the step and the updates that follow it, and note the order of module calls."""
+        python, numpy = python_state(), numpy_state()
         with called(self.model) as calls:
             self._updates.run(batch)
         self._orders.add(tuple(calls))
+        self._draws_on_host |= python_state() is not python or numpy_state() is not numpy
 
     def _calls_under(self, draw: Draw) -> list[str]:
         """Return the modules called by a step run from the initial state under `draw`; an empty list if it raises."""
