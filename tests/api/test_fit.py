@@ -200,7 +200,7 @@ def test_calls_beyond_the_rehearsed_ones_are_recomputed_and_reported_once():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*the peak may be above the budget")
-def test_batches_that_are_larger_than_the_planned_one_and_parameters_that_are_unfrozen_are_said_once(tmp_path):
+def test_batches_that_are_larger_than_the_planned_one_are_said_once_and_unfrozen_parameters_are_not(tmp_path):
     case = build("gpt2")
     model, step = case.model, case.step
     larger = {key: tensor.repeat(2, 1) for key, tensor in case.batch.items()}
@@ -217,9 +217,7 @@ def test_batches_that_are_larger_than_the_planned_one_and_parameters_that_are_un
     model.transformer.wte.requires_grad_(False)
     with lowtide.fit(model, step, case.batch, budget="70%"):
         model.transformer.wte.requires_grad_(True)
-        with pytest.warns(UserWarning, match=r"has 40 parameters that are trained, and the plan is for 39"):
-            step(case.batch)
-        step(larger)
+        step(case.batch)  # no warning: parameters that were updated are counted while they are frozen
     said = []
     with lowtide.apply(model, Plan.from_json(tmp_path / "plan.json"), say=said.append):
         step(case.batch)
