@@ -195,10 +195,16 @@ def seen_buckets() -> list[torch.Tensor]:
 
 
 def bucket_limits(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[list[int], list[int]]:
-    """Return the limits of DDP's bucket sizes in bytes: for the first forward, and from the second one on. Torch
-    2.13.
+    """Return the limits of DDP's bucket sizes in bytes: for the first forward, and from the second one on. Torch 2.13,
+    and in other words 2.10.
     """
-    config = wrapper._bucket_config
+    config = getattr(wrapper, "_bucket_config", None)
+    if config is None:
+        first_cap: int = vars(torch.distributed)["_DEFAULT_FIRST_BUCKET_BYTES"]
+        cap = wrapper.bucket_bytes_cap
+        limits = [first_cap, cap] if wrapper.bucket_bytes_cap_default else [cap]
+        has_one_bucket = wrapper.static_graph or not wrapper.find_unused_parameters
+        return ([sys.maxsize] if has_one_bucket else limits), [limits[0], cap]
     first, then = config.compute_bucket_size_limits(
         static_graph=wrapper.static_graph, find_unused_parameters=wrapper.find_unused_parameters
     )

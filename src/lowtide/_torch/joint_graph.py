@@ -13,9 +13,9 @@ import importlib
 import operator
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import torch
 from torch import fx
@@ -206,6 +206,7 @@ def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGr
     sizes: set[int] = set()
     """Indices of symbolic sizes and of what is computed from them."""
     digest = hashlib.blake2b(digest_size=8)
+    after_tangents = _after_tangents(gm, info, partitioners)
     for node in gm.graph.nodes:
         if node.op == "output":
             continue
@@ -224,7 +225,7 @@ def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGr
                 module=_module(node),
                 root=nodes[args[0]].root if is_view else at,
                 is_forward=node in info.required_fw_nodes,
-                is_backward=node in info.tangents_closure and kind != "input",
+                is_backward=node in after_tangents and kind != "input",
                 is_tangent=node.op == "placeholder" and "tangents" in node.name,
                 is_static=node in info.static_lifetime_input_nodes,
                 is_half=_is_half(node.meta.get("val")),
@@ -240,6 +241,18 @@ def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGr
     inside = (node.meta.get("val") for node in gm.graph.nodes)
     is_on_cpu = all(value.is_cpu for value in inside if isinstance(value, torch.Tensor))
     return JointGraph(nodes, outputs, gradients, digest.hexdigest(), _resize(gm), is_on_cpu)
+
+
+def _after_tangents(gm: fx.GraphModule, info: Any, partitioners: Any) -> Collection[fx.Node]:
+    """Return the nodes that can only be computed in backward. Torch 2.13; in 2.10 `info` does not hold them."""
+    if (known := getattr(info, "tangents_closure", None)) is not None:
+        return cast("Collection[fx.Node]", known)
+    nodes: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        is_tangent = node.op == "placeholder" and "tangents" in node.name
+        if is_tangent or partitioners._must_be_in_backward(node) or not nodes.isdisjoint(node.all_input_nodes):
+            nodes.add(node)
+    return nodes
 
 
 def _resize(gm: fx.GraphModule) -> Callable[[JointGraph, tuple[int, ...]], JointGraph] | None:
