@@ -323,6 +323,21 @@ REPORTED = [
         says="Triton",
     ),
     Reported(
+        "driver api",
+        "not-pytorch",
+        "look with nvidia-smi which",
+        "RuntimeError: CUDA driver error: out of memory",
+        says="expandable segments",
+        never="outside PyTorch's allocator",
+    ),
+    Reported(
+        "open files of the program",
+        "cap",
+        "raise it: ulimit",
+        "OSError: [Errno 24] Too many open files: 'shards/00417.npy'",
+        says="files and sockets that are not closed",
+    ),
+    Reported(
         "eval forward",
         "true-need",
         "eval",

@@ -436,6 +436,16 @@ def _not_pytorch(m: Message, f: Facts) -> Cause | None:
             claim=f"{name} has no room for its buffers, which it allocates outside PyTorch at the first collective",
             evidence=("PyTorch's cache has taken the device before the communicator was made",),
         )
+    if m.form.startswith("CUDA driver API"):
+        return Cause(
+            code="not-pytorch",
+            claim="a direct request to the driver found no memory left",
+            evidence=(
+                f"{m.kind} says so, and no numbers",
+                "PyTorch's expandable segments make such requests, and so do libraries",
+                "freed memory that PyTorch keeps counts as used",
+            ),
+        )
     if m.kind in _LIBRARIES or m.kind.endswith(" driver"):
         return Cause(
             code="not-pytorch",

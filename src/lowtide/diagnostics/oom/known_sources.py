@@ -704,8 +704,9 @@ SOURCES: dict[str, Source] = {
     ),
     "open files": _source(
         "cap",
-        "the limit on open files is reached: each tensor that a worker hands over holds a file descriptor",
-        "memory is not what ran out",
+        "the limit on open files is reached",
+        "memory is not what ran out: tensors that DataLoader workers hand over hold a file descriptor each, and so do "
+        "files and sockets that are not closed",
         "raise it: ulimit -n 65536",
         'or torch.multiprocessing.set_sharing_strategy("file_system")',
     ),

@@ -429,8 +429,14 @@ HEADS = (
     _head("out of memory", r"Triton Error \[(CUDA|HIP)\]:.{0,40} out of memory", "", "Triton"),
     _head("out of resource: ", r"out of resource: [\w ]{1,120},? Required: \d", "triton", "Triton's shared memory"),
     _head(
+        "driver error: out of memory",
+        r"CUDA driver error: out of memory",
+        "cuda driver",
+        "CUDA driver API, torch 2.1 and later",
+    ),
+    _head(
         "ut of memory",
-        r"CUDA (?:driver |runtime )?[Ee]rror: [Oo]ut of memory|CUDA Error 2,? out of memory"
+        r"CUDA (?:runtime )?[Ee]rror: [Oo]ut of memory|CUDA Error 2,? out of memory"
         r"|== cudaSuccess(?: \(2 vs\. 0\) | \|\| .{1,80}: CUDA: )out of memory",
         "cuda driver",
         "torch 1.0 and later",
