@@ -35,9 +35,10 @@ def rehearse(
     With `device` the step is run twice on fake tensors, as for `lowtide.estimate`: nothing can be compared or timed
     then, so recomputes are taken to be exact, which `lowtide run --plan` checks, and times are computed.
 
-    The step is run five times, on a GPU seven times, for real, on the model's device. Afterwards, also after an error,
-    parameters, gradients, buffers, optimizer state, batch and random number generators are restored; so are other
-    modules, tensors, schedulers and gradient scalers that its code refers to, and its own numbers, strings and
+    The step is run five times, on a GPU seven times, for real, on the model's device. A step that draws numbers from
+    `random` or NumPy is run up to four times more, to see if they decide which modules run. Afterwards, also after an
+    error, parameters, gradients, buffers, optimizer state, batch and random number generators are restored; so are
+    other modules, tensors, schedulers and gradient scalers that its code refers to, and its own numbers, strings and
     containers. The profile notes how far iterators, files and data sets have advanced. A step that runs out of memory
     is tried again under the plan with the smallest peak, and the peak of the plain step is then a prediction.
 
