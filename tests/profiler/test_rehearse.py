@@ -752,6 +752,6 @@ def test_an_optimizer_that_is_none_of_torch_s_is_refused_in_words():
         """No base class, no param_groups."""
 
     model = nn.Linear(64, 64).train()
-    said = r"takes a torch\.optim\.Optimizer or a list of them, found Own\. Leave it out"
+    said = r"takes a torch\.optim\.Optimizer or a list of them, found Own\. Leave optimizer= out"
     with pytest.raises(RehearsalError, match=said):
         lowtide.rehearse(model, lambda x: model(x).sum().backward(), torch.randn(8, 64), optimizer=Own())
