@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import lowtide
 from lowtide.errors import Infeasible
 from lowtide.planner.planning import smallest_plan
-from lowtide.profiler.online import VARIES, OnlineProfiler
+from lowtide.profiler.online import VARIES, OnlineProfiler, take_turns
 from lowtide.profiler.random_work import HIGH, LOW, SEEDS, Draw, drawn_as, fullest
 from lowtide.runtime.plan_table import actions_for, with_like_blocks
 
@@ -140,19 +140,23 @@ def test_the_step_in_which_every_block_runs_is_measured_under_the_plan():
 
 
 def test_steps_that_are_taken_as_they_come_and_vary_are_planned_for_the_largest_and_say_so():
-    numbers = iter([3, 4, 4, 4])
+    numbers = iter([4, 3, 4, 4, 3, 3, 4, 4, 4, 3, 4, 3, 3, 4, 4, 4, 3, 4, 4, 4])
     model, x = Drawn(lambda layers: layers[: next(numbers)]), torch.randn(8, 16, 32)
     observed = OnlineProfiler(model)
-    for _ in range(4):
+    while observed.profile is None:
         observed.begin(x)
         model(x).square().mean().backward()
         observed.end()
         model.zero_grad()
     observed.leave()
-    assert len(observed.why) == 1
     assert observed.profile.draws > 0
     assert VARIES in observed.profile.notes
     assert any(call.id == "layers.3#0" for call in observed.profile.calls)
+
+
+@pytest.mark.parametrize(("numbers", "follow_a_rule"), [("3444", True), ("344344", True), ("4344", False), ("34", True)])
+def test_steps_of_kinds_that_follow_no_rule_are_drawn_at_random(numbers: str, follow_a_rule: bool) -> None:
+    assert take_turns([(("layer", None, int(number)),) for number in numbers]) == follow_a_rule
 
 
 def test_the_fullest_draw_is_the_one_that_calls_most():

@@ -67,8 +67,15 @@ class Applied(Removable, Displayed):
         """
         self.plan = plan = plans[-1]
         self.holder: Removable = self
+        self._changed = changed
         self._unknown: set[str] = set()
         """Hashes of compiled joint graphs that are not the plan's."""
+        reference = weakref.ref(self)
+
+        def has_more_state() -> bool:
+            applied = reference()
+            return applied is not None and applied._changed("state", "")
+
         if plan.graphs:
             self._engine = Planned(nn.Module())  # decides nothing: the model's compiled code is planned instead
             with contextlib.ExitStack() as undo:
@@ -80,7 +87,7 @@ class Applied(Removable, Displayed):
                 else:  # its calls are traced, and no wrapper may precede them
                     _traced[model] = self
                     undo.callback(_forget, weakref.ref(model))  # else `self` would keep the model alive
-                undo.callback(more_state(model, plan, say, changed).remove)
+                undo.callback(more_state(model, plan, say, has_more_state).remove)
                 self._undo = undo.pop_all()
             return
         self._engine = Planned(model, *plans)
@@ -93,7 +100,7 @@ class Applied(Removable, Displayed):
             undo.callback(lookout.remove)
             self._engine.of_a_part = lookout.look
             undo.callback(enable_plan_levers(plan, model, optimizer).remove)
-            undo.callback(more_state(model, plan, say, changed).remove)
+            undo.callback(more_state(model, plan, say, has_more_state).remove)
             if self._engine.does_anything:
                 undo.callback(self._engine.remove)
                 self._engine.install()

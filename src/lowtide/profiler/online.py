@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lowtide._torch.device_timing import now_ms
@@ -236,9 +237,10 @@ class OnlineProfiler:
 
     @property
     def _awaits_kind(self) -> bool:
-        """Return True if steps of a kind came that was not audited yet."""
+        """Return True if steps of a kind came that was not audited yet, and kinds may take turns."""
         return any(
-            {*kinds} - {each.kind for each in self._audited.get(form, [])} for form, kinds in self._kinds.items()
+            {*kinds} - {each.kind for each in self._audited.get(form, [])} and take_turns(kinds, n_rounds=1)
+            for form, kinds in self._kinds.items()
         )
 
     def _forget(self) -> None:
@@ -290,9 +292,11 @@ class OnlineProfiler:
             if self._to_come is not None:
                 profile = replace(self._to_come.counted(profile), notes=(*profile.notes, *self._to_come.notes()))
             notes = [f"left alone, as it saves something else in each step: {', '.join(alone)}"] if alone else []
-            if max(len({*kinds}) for kinds in self._kinds.values()) > 1:
+            several = [kinds for kinds in self._kinds.values() if len({*kinds}) > 1]
+            is_drawn = self._is_drawn or not all(map(take_turns, several))
+            if several and not is_drawn:
                 notes.append(IN_TURN)
-            if self._is_drawn:
+            if is_drawn:
                 profile, notes = replace(profile, draws=DRAWS), [*notes, VARIES]
             self.profile = replace(profile, excluded_modules=alone, notes=(*profile.notes, *notes))
 
@@ -304,6 +308,15 @@ Kind: TypeAlias = tuple[tuple[str, int | None, int], ...]
 def kind_of(calls: Iterable[CallShape]) -> Kind:
     """Return the kind of a step with these calls."""
     return tuple((call.path, call.parent, call.n_saved) for call in calls)
+
+
+def take_turns(kinds: list[Kind], n_rounds: int = 2) -> bool:
+    """Return True if steps of several kinds follow a rule: one kind after the other, or `n_rounds` of the same ones.
+
+    Steps that follow no rule may draw their work at random.
+    """
+    rounds = (n for n in range(2, len(kinds)) if n_rounds * n <= len(kinds))
+    return any(kinds[n:] == kinds[:-n] for n in rounds) or len(list(groupby(kinds))) == len({*kinds})
 
 
 class _Unusable(Exception):

@@ -382,7 +382,7 @@ class Engine:
         """Report a difference from the rehearsed step, unless it was reported; `advice` is for plans that stay."""
         if what not in self._said:
             self._said.add(what)
-            self.tell(f"{what}. {MEASURED if self.is_taken() else advice}")
+            self.say(f"{what}. {MEASURED if self.is_taken() else advice}")
 
     def say(self, what: str) -> None:
         """Report a message, unless the same text was reported before."""

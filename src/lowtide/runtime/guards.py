@@ -166,9 +166,13 @@ STATE_LOOKS = 2
 
 
 def more_state(
-    model: nn.Module, plan: Plan, say: Callable[[str], None], changed: Changed = lambda kind, what: False
+    model: nn.Module, plan: Plan, say: Callable[[str], None], is_taken: Callable[[], bool] = lambda: False
 ) -> RemovableHandle:
-    """Warn once if optimizers of the model have more state after an update than the plan counts."""
+    """Warn once if optimizers of the model have more state after an update than the plan counts.
+
+    `is_taken` returns True if another plan is made when it is needed. torch holds it for as long as the model lives, so
+    it must not refer to the model.
+    """
     reference, counted_bytes = weakref.ref(model), plan.plain.parts.get("optimizer", 0)
     looks: dict[weakref.ref[Optimizer], int] = {}  # a WeakKeyDictionary takes a call of a Python function to look into
     is_said = False
@@ -184,7 +188,7 @@ def more_state(
         mine = [o for look in looks if (o := look()) is not None and is_of(model, o)]
         if optimizer in mine and (more_bytes := state_bytes(mine, place_of(model)) - counted_bytes) > 0:
             is_said = True
-            advice = MEASURED if changed("state", "") else SMALLER
+            advice = MEASURED if is_taken() else SMALLER
             say(
                 f"{type(optimizer).__name__} updates {name_of(model)}, whose optimizers have "
                 f"{format_bytes(more_bytes)} more state than is in the plan, for parameters that rehearsed steps did "
