@@ -1,5 +1,6 @@
 """Loops that need more memory later than their rehearsed steps did: in a later step each gets another plan."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,22 @@ for step in range(12):
     optimizer.step()
     optimizer.zero_grad()
     losses.append(loss.item())
+"""
+
+NEW_OPTIMIZER = """
+import weakref
+def train():
+    net = nn.Sequential(*[block() for _ in range(3)])
+    torch.trained = weakref.ref(net)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    for step in range(6):
+        if step == 4:
+            optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+        x = torch.randn(256, 32)
+        (net(x) - x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+train()
 """
 
 SECOND_PHASE = """
@@ -173,3 +190,17 @@ def test_steps_of_two_kinds_in_turn_are_planned_for_together(tmp_path: Path, n: 
     assert any("steps of several kinds take turns" in line for line in said)
     assert fitting.plan is not None
     assert any(address.startswith("decoder") for address in [*fitting.plan.recompute, *fitting.plan.replay])
+
+
+def test_a_model_is_freed_when_its_script_ends_before_a_later_step_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process keeps the hook that looks at the state of optimizers for as long as the model lives."""
+    monkeypatch.setattr(torch, "trained", None, raising=False)
+    file, said = tmp_path / "train.py", list[str]()
+    file.write_text(f"{BEGIN}{NEW_OPTIMIZER}")
+    assert run_watched(Script(target=str(file)), Fitting("85%", said.append)) == 0
+    assert any("more state than is in the plan" in line for line in said)
+    gc.collect()
+    assert torch.trained is not None
+    assert torch.trained() is None
