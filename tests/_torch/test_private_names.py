@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.autograd.profiler import profile
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import _sharding_prop
+from torch.utils import checkpoint
 
 from conftest import RunPython
 from lowtide import absent_processes
@@ -1067,3 +1069,16 @@ def test_like_tensors_of_a_list_are_propagated_once(monkeypatch: pytest.MonkeyPa
             assert results[0] == results[1], op
             assert results[0].output_spec is None or len(results[0].output_spec) == 5
             assert counts == [5, n], op
+
+
+def test_a_module_that_is_imported_meanwhile_gets_the_functions_of_checkpointing_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Parts of torch.distributed import them by name, and may be imported while checkpointed calls are observed."""
+    imported: Any = ModuleType("imported_meanwhile")
+    monkeypatch.setitem(sys.modules, "imported_meanwhile", imported)
+    with backward.observe_checkpointed_calls(lambda: None):
+        imported._checkpoint_without_reentrant_generator = checkpoint._checkpoint_without_reentrant_generator
+        imported.CheckpointFunction = checkpoint.CheckpointFunction
+    assert imported._checkpoint_without_reentrant_generator is checkpoint._checkpoint_without_reentrant_generator
+    assert imported.CheckpointFunction is checkpoint.CheckpointFunction

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -94,8 +96,12 @@ def observe_checkpointed_calls(on_checkpoint: Callable[[], object], *, off: bool
             on_checkpoint()
             return run(*args) if off else function.apply(run, preserve, *args)  # type: ignore[no-untyped-call]
 
-    with (
-        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", instead),
-        patch.object(checkpoint, "CheckpointFunction", Reentrant),
-    ):
-        yield
+    own = {"_checkpoint_without_reentrant_generator": generator, "CheckpointFunction": function}
+    try:
+        with patch.multiple(checkpoint, _checkpoint_without_reentrant_generator=instead, CheckpointFunction=Reentrant):
+            yield
+    finally:
+        # a module that was imported meanwhile, as parts of torch.distributed are, has taken them over
+        for module, name in itertools.product([*sys.modules.values()], own):
+            if getattr(module, "__dict__", {}).get(name) in (instead, Reentrant):
+                setattr(module, name, own[name])
