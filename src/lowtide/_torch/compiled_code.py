@@ -147,17 +147,10 @@ is_traced: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 """Return True in code that torch.compile traces, where the call is a constant. Torch 2.13, since 2.1."""
 
 
-def _is_compiled_or_exported_here() -> bool:
-    """Return True if this thread compiles, or any thread exports. Torch 2.10, whose flag is set during export only."""
-    return torch.compiler._is_compiling_flag or torch._guards.CompileContext.try_get() is not None
-
-
-is_compiling_anywhere: Callable[[], bool] = (
-    functools.partial(operator.attrgetter("_is_compiling_flag"), torch.compiler)
-    if hasattr(torch.compiler, "_compile_session_context")
-    else _is_compiled_or_exported_here
-)
-"""Return True if any thread compiles or exports code. Not for code that may be traced. Torch 2.13."""
+is_compiling_anywhere: Callable[[], bool] = functools.partial(operator.attrgetter("_is_compiling_flag"), torch.compiler)
+"""Return True if any thread compiles or exports code. Not for code that may be traced. Torch 2.13; in 2.10 the flag is
+set during export only.
+"""
 
 
 @not_compiled_alone
