@@ -12,6 +12,7 @@ from lowtide._torch.compiled_code import is_compiled
 from lowtide.errors import StalePlan
 from lowtide.planner.records import Fingerprint
 from lowtide.runtime.batch_tensors import in_words, tensors_in
+from lowtide.runtime.call_shapes import no_larger, shapes_in
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +45,12 @@ def check_made_for(
         name = type(model).__name__ if batch is ANY else f"{type(model).__name__} and batch"
         again = "rehearse again" if what == "profile" else "rehearse and plan again"
         raise StalePlan(f"this {what} is not for this {name}: {again}.", differences=differences)
+
+
+def differences_from(made: Fingerprint, current: Fingerprint) -> tuple[str, ...]:
+    """Return the differences between what a plan was made for and `current`; a smaller batch is none."""
+    is_smaller = no_larger(shapes_in(current.batch), shapes_in(made.batch))
+    return made.differences(replace(current, batch=made.batch) if is_smaller else current)
 
 
 def model_signature(model: nn.Module) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lowtide.api.apply import apply
@@ -13,7 +12,7 @@ from lowtide.memory.device_budget import check_on_device
 from lowtide.profiler.online import PATIENCE
 from lowtide.runtime.call_shapes import no_larger, shapes_in
 from lowtide.runtime.composite_model import CompositeModel, is_of_parts, name_of
-from lowtide.runtime.fingerprint import fingerprint, place_of
+from lowtide.runtime.fingerprint import differences_from, fingerprint, place_of
 from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.units import format_bytes
 
@@ -24,6 +23,12 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Fingerprint, Plan
 
 PLANS_AGAIN = "`lowtide run --budget`, which plans again until the measured peak is within it"
+
+
+def plan_of_another_model(model: nn.Module, differences: tuple[str, ...]) -> StalePlan:
+    """Return the error of a plan that is not for the model that a script trains."""
+    what = f"this plan is not for the {name_of(model)} that the script trains. Make one with `lowtide plan make`."
+    return StalePlan(what, differences=differences)
 
 
 class Applying(PlanMonitor):
@@ -69,10 +74,7 @@ class Applying(PlanMonitor):
             self._n_others += 1
             if is_of_parts(self._plan.fingerprint) and type(model) is not CompositeModel and self._n_others < PATIENCE:
                 return  # models that take turns are recognised later
-            raise StalePlan(
-                f"this plan is not for the {name_of(model)} that the script trains. Make one with `lowtide plan make`.",
-                differences=self._differences,
-            )
+            raise plan_of_another_model(model, self._differences)
         if self._open is not None:
             step, self._open = self._open, None
             peak_bytes = step.peak_bytes()
@@ -106,10 +108,7 @@ class Applying(PlanMonitor):
         self._model, self._peaks = None, []
 
     def _put_in_force(self, model: nn.Module, current: Fingerprint) -> None:
-        planned = self._plan.fingerprint
-        if no_larger(shapes_in(current.batch), shapes_in(planned.batch)):
-            current = replace(current, batch=planned.batch)
-        self._differences = planned.differences(current)
+        self._differences = differences_from(self._plan.fingerprint, current)
         if not self._differences:
             check_on_device(self._plan.budget_bytes, place_of(model), self._plan.budget_for)
             self._model, self._applied = model, apply(model, self._plan, say=self._say)

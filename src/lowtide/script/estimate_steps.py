@@ -13,7 +13,7 @@ from torch import nn
 
 from lowtide._torch.modes import saved_tensor_hooks
 from lowtide._torch.tensors import storage_id
-from lowtide.errors import LowtideError, RehearsalError, StalePlan
+from lowtide.errors import LowtideError, RehearsalError
 from lowtide.estimator.batch_search import resized, size_of
 from lowtide.estimator.cuda.absent_gpu_run import AbsentGpuRun
 from lowtide.estimator.cuda.deferred_placement import DeferredCudaModule
@@ -24,11 +24,10 @@ from lowtide.estimator.two_step_run import TwoStepRun
 from lowtide.estimator.unrehearsed_plans import How, engine_for
 from lowtide.levers import enable_plan_levers
 from lowtide.runtime.batch_tensors import in_words, tensors_in
-from lowtide.runtime.call_shapes import no_larger, shapes_in
-from lowtide.runtime.composite_model import name_of
-from lowtide.runtime.fingerprint import fingerprint
+from lowtide.runtime.fingerprint import differences_from, fingerprint
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.script.alternating_models import PATIENCE, caller_has_other_optimizers, held_by, ids
+from lowtide.script.apply_plan import plan_of_another_model
 from lowtide.script.calling_code import caller_optimizers, caller_variables
 from lowtide.script.estimate_patches import cuda_for_a_script, steps_of_a_script
 from lowtide.script.manual_updates import has_others
@@ -284,20 +283,17 @@ class Estimating(StepListener):
         self._differences = self._differences_from(self._plan, model, batch)
         if self._differences:
             return None
+        if self._levers is not None:  # those of a model that the script no longer trains
+            self._levers.remove()
         self._levers = enable_plan_levers(self._plan, model, ())
         return planned(model, batch, self._plan)
 
     def _differences_from(self, plan: Plan, model: nn.Module, batch: Any) -> tuple[str, ...]:
-        """Return in words how `model` and `batch` differ from the plan's; a smaller batch does not.
-
-        A plan for any device may be estimated on a GPU.
+        """Return the differences between the plan's model and batch and these; a plan for any device may be estimated
+        on a GPU.
         """
         made, current = plan.fingerprint, fingerprint(model, batch)
-        if self._gpu is not None:
-            current = replace(current, device=made.device)
-        if no_larger(shapes_in(current.batch), shapes_in(made.batch)):
-            current = replace(current, batch=made.batch)
-        return made.differences(current)
+        return differences_from(made, current if self._gpu is None else replace(current, device=made.device))
 
     def _on_gpu(self) -> dict[str, Any]:
         """Return the settings of a script's run on an absent GPU."""
@@ -324,11 +320,7 @@ class Estimating(StepListener):
         assert rehearsal is not None
         if self._differences:
             assert self._model is not None
-            raise StalePlan(
-                f"this plan is not for the {name_of(self._model)} that the script trains. "
-                "Make one with `lowtide plan make`.",
-                differences=self._differences,
-            )
+            raise plan_of_another_model(self._model, self._differences)
         if self.compiles:
             rehearsal.answers.note(COMPILED)
         if self._processes is not None and not torch.distributed.is_initialized():
