@@ -17,24 +17,26 @@ from torch.nn import functional as F
 torch.manual_seed(0)
 def block(): return nn.Sequential(nn.Linear(32, 128), nn.SiLU(), nn.Linear(128, 32), nn.LayerNorm(32))
 losses = []
+def error(net, x): return (net(x) - x).square().mean()
+def update(net, optimizer, objective=error):
+    loss = objective(net, torch.randn(256, 32))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
 """
 
 SLOW_WEIGHTS = """
 net, slow = nn.Sequential(*[block() for _ in range(3)]), []
 optimizer = torch.optim.Adam(net.parameters(), 1e-3)
 for step in range(22):
-    x = torch.randn(256, 32)
-    loss = (net(x) - x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(net, optimizer)
     if step % 5 == 4:
         slow = slow or [p.detach().clone() for p in net.parameters()]
         with torch.no_grad():
             for p, old in zip(net.parameters(), slow):
                 old.lerp_(p, 0.5)
                 p.copy_(old)
-    losses.append(loss.item())
 """
 
 PUT_ON = """
@@ -48,12 +50,7 @@ for step in range(20):
     if step == 10:
         for each in net: prune.l1_unstructured(each[2], "weight", 0.3)
         optimizer = torch.optim.SGD(net.parameters(), 1e-3)
-    x = torch.randn(256, 32)
-    loss = (net(x) - x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
+    update(net, optimizer)
 """
 
 UNFROZEN = """
@@ -62,12 +59,7 @@ net[:2].requires_grad_(False)
 optimizer = torch.optim.Adam(net.parameters(), 1e-3)
 for step in range(12):
     net[:2].requires_grad_(step > 4)
-    x = torch.randn(256, 32)
-    loss = (net(x) - x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
+    update(net, optimizer)
 """
 
 NEW_OPTIMIZER = """
@@ -79,10 +71,7 @@ def train():
     for step in range(6):
         if step == 4:
             optimizer = torch.optim.Adam(net.parameters(), 1e-3)
-        x = torch.randn(256, 32)
-        (net(x) - x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(net, optimizer)
 train()
 """
 
@@ -97,26 +86,18 @@ class Model(nn.Module):
         return self.decoder(x) if decodes else self.head(x)
 net = Model()
 optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+def decoded(net, x): return (net(x, True) - x).square().mean()
+def headed(net, x): return net(x, False).logsumexp(1).mean()
 for step in range(24):
-    x = torch.randn(256, 32)
-    loss = (net(x, True) - x).square().mean() if DECODES else net(x, False).logsumexp(1).mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
+    update(net, optimizer, decoded if DECODES else headed)
 """
 
 MORE_CALLS = """
 net = nn.Sequential(*[block() for _ in range(3)])
 optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+def twice(net, x): return error(net, x) + net(x + 0.1).square().mean()
 for step in range(22):
-    x = torch.randn(256, 32)
-    loss = (net(x) - x).square().mean()
-    if step > 5: loss = loss + net(x + 0.1).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
+    update(net, optimizer, twice if step > 5 else error)
 """
 
 

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from lowtide.planner.records import AppliedLever, Profile
+    from lowtide.planner.records import AppliedLever, Profile, Static
     from lowtide.runtime.guards import Changed
     from lowtide.state.step_outcome import Outcome
 
@@ -616,15 +616,11 @@ class Fitting(PlanMonitor):
         if profile is None:
             return
         self._larger.count_plan()
-        try:
-            larger = plan(profile, made.budget_bytes)
-        except Infeasible as why:
-            larger = replace(smallest_plan(profile), budget_bytes=made.budget_bytes)
-            self._say(f"{_first_line(why)} {SMALLEST_FOR_LARGER}")
+        larger = self._plan_or_smallest(profile, made, SMALLEST_FOR_LARGER)
         if len(larger.input_shapes) == 1 and most_elements(larger) > most_elements(made):
             if not larger.graphs:  # compiled code has one partition for all sizes
                 self._larger.smaller.append(made)
-            self.plan = replace(larger, budget_for=made.budget_for)
+            self.plan = larger
             self._over, self._n_others, self._most = [], 0, 0
             self._announce(larger)
 
@@ -658,52 +654,55 @@ class Fitting(PlanMonitor):
                 step.leave()
             self._later.rehearse()
             return
-        over_bytes = 0
-        if step is not None:
-            measured_bytes = step.peak_bytes()
-            over_bytes = measured_bytes - made.budget_bytes
-        if step is None or over_bytes <= 0:
+        if step is None or (measured_bytes := step.peak_bytes()) <= made.budget_bytes:
             self._later.measured()
             self.done = not self._later.is_measuring
             return
-        measured, over = format_bytes(measured_bytes), format_bytes(over_bytes)
-        profile = self._rehearsing.profile
-        assert step is not None
-        added_bytes = 0 if profile is None else step.static.total - profile.static.total
+        profile, static = self._rehearsing.profile, step.static
+        added_bytes = 0 if profile is None else static.total - profile.static.total
+        over = format_bytes(measured_bytes - made.budget_bytes)
+        what = f"measured {format_bytes(measured_bytes)} peak, {over} over the budget"
         does_more = self._later.is_different or measured_bytes - made.predicted.peak_bytes > added_bytes
         if does_more and self._later.can_rehearse(made):
             self._say(
-                f"measured {measured} peak, {over} over the budget, in a step that does more than the rehearsed ones: "
-                "the next ones are rehearsed, for a new plan"
+                f"{what}, in a step that does more than the rehearsed ones: the next ones are rehearsed, for a new plan"
             )
             self._later.rehearse()
             return
         self._later.stop_measuring()
         assert self.verdict is not None
         self.verdict = replace(self.verdict, measured_peak_bytes=measured_bytes)
-        what = f"measured {measured} peak, {over} over the budget"
         if added_bytes > 0:
             what += f": {format_bytes(added_bytes)} more is in memory when a step begins than when it was rehearsed"
+        self._over = []
         if profile is None or made.graphs:
             self._say(what)
             self.done = True
-            return
+        else:
+            self._say(f"{what}; planning again")
+            self._plan_for_added(made, profile, static, measured_bytes)
+
+    def _plan_for_added(self, made: Plan, profile: Profile, static: Static, measured_bytes: int) -> None:
+        """Plan again, with the memory from before a later step, `static`, and with what its peak had more than that."""
         before_bytes = profile.static.total
-        if step.static.inputs == profile.static.inputs:
-            profile = replace(profile, static=replace(step.static, margin=profile.static.margin))
+        if static.inputs == profile.static.inputs:
+            profile = replace(profile, static=replace(static, margin=profile.static.margin))
         unknown_bytes = measured_bytes - made.predicted.peak_bytes - (profile.static.total - before_bytes)
         self._rehearsing.profile = profile = with_excess(profile, max(0, unknown_bytes))
         self._larger.smaller.clear()  # these plans do not count what was added either
-        try:
-            lower = plan(profile, made.budget_bytes)
-            self._say(f"{what}; planning again")
-        except Infeasible as why:
-            lower = smallest_plan(profile)
-            self._say(f"{what}. {_first_line(why)} {SMALLEST_FROM_NOW}")
-        self._over = []
-        self.done = lower.decisions == made.decisions
+        following = self._plan_or_smallest(profile, made, SMALLEST_FROM_NOW)
+        self.done = following.decisions == made.decisions
         if not self.done:
-            self.plan = replace(lower, budget_bytes=made.budget_bytes, budget_for=made.budget_for)
+            self.plan = following
+
+    def _plan_or_smallest(self, profile: Profile, made: Plan, otherwise: str) -> Plan:
+        """Return a plan for the budget of `made`, or say `otherwise` and return the one with the smallest peak."""
+        try:
+            following = plan(profile, made.budget_bytes)
+        except Infeasible as why:
+            following = smallest_plan(profile)
+            self._say(f"{_first_line(why)} {otherwise}")
+        return replace(following, budget_bytes=made.budget_bytes, budget_for=made.budget_for)
 
     def _rehearse_again(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Rehearse this step; nothing is known of such steps."""
@@ -729,12 +728,7 @@ class Fitting(PlanMonitor):
             return
         self._later.is_rehearsing = False
         self._n_planned_calls = self._n_calls
-        try:
-            following = plan(profile, made.budget_bytes)
-        except Infeasible as why:
-            following = smallest_plan(profile)
-            self._say(f"{_first_line(why)} {SMALLEST_FROM_NOW}")
-        self.plan = replace(following, budget_bytes=made.budget_bytes, budget_for=made.budget_for)
+        self.plan = self._plan_or_smallest(profile, made, SMALLEST_FROM_NOW)
         self._larger = LargerBatches()
         self._larger.has_optimizers = True
         self._over, self._n_others, self._most = [], 0, 0
