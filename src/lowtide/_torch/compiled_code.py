@@ -146,7 +146,6 @@ _FRAMES = torch._C._dynamo.eval_frame
 is_traced: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 """Return True in code that torch.compile traces, where the call is a constant. Torch 2.13, since 2.1."""
 
-
 is_compiling_anywhere: Callable[[], bool] = functools.partial(operator.attrgetter("_is_compiling_flag"), torch.compiler)
 """Return True if any thread compiles or exports code. Not for code that may be traced. Torch 2.13; in 2.10 the flag is
 set during export only.

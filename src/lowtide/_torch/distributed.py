@@ -195,11 +195,11 @@ def seen_buckets() -> list[torch.Tensor]:
 
 
 def bucket_limits(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[list[int], list[int]]:
-    """Return the limits of DDP's bucket sizes in bytes: for the first forward, and from the second one on. Torch 2.13,
-    and in other words 2.10.
+    """Return the limits of DDP's bucket sizes in bytes: for the first forward, and from the second one on. Torch
+    2.13.
     """
     config = getattr(wrapper, "_bucket_config", None)
-    if config is None:
+    if config is None:  # as in torch 2.10, where the wrapper itself has the numbers
         first_cap: int = vars(torch.distributed)["_DEFAULT_FIRST_BUCKET_BYTES"]
         cap = wrapper.bucket_bytes_cap
         limits = [first_cap, cap] if wrapper.bucket_bytes_cap_default else [cap]

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -153,7 +153,6 @@ class OnlineProfiler:
             # Trace also when nothing remains to be measured: this needs the least memory.
             engine = MaxSavingEngine(self.model, known.audit, in_place=known.fingerprint == begun)
             engine.excluded_modules = self._left_alone
-            engine.tell = lambda said: None  # a step of another kind is not used
             watch.known, watch.engine, watch.trace = known, engine, Trace(engine, watch.mark)
             watch.leave.enter_context(watch.trace.running())
 
@@ -226,8 +225,7 @@ class OnlineProfiler:
     def _expected(self, form: str) -> _Audited | None:
         """Return the audited step that is of the kind that the next step is expected to be, if any."""
         kinds = self._kinds.get(form, [])
-        periods = (n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n])
-        kind = kinds[-next(periods, 1)] if kinds else None
+        kind = kinds[-next(_periods(kinds), 1)] if kinds else None
         return next((each for each in self._audited.get(form, []) if each.kind == kind), None)
 
     def _forget_form(self, form: str) -> None:
@@ -315,8 +313,13 @@ def take_turns(kinds: list[Kind], n_rounds: int = 2) -> bool:
 
     Steps that follow no rule may draw their work at random.
     """
-    rounds = (n for n in range(2, len(kinds)) if n_rounds * n <= len(kinds))
-    return any(kinds[n:] == kinds[:-n] for n in rounds) or len(list(groupby(kinds))) == len({*kinds})
+    is_periodic = any(n_rounds * n <= len(kinds) for n in _periods(kinds) if n > 1)
+    return is_periodic or len(list(groupby(kinds))) == len({*kinds})
+
+
+def _periods(kinds: list[Kind]) -> Iterator[int]:
+    """Yield, in order, the numbers of steps after which the kinds are the same again."""
+    return (n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n])
 
 
 class _Unusable(Exception):
