@@ -16,6 +16,7 @@ import lowtide
 from comparing import equal
 from lowtide._torch.distributed import n_collectives
 from lowtide._torch.fsdp import shard_groups
+from parts import Mlp
 
 Step = Callable[[Tensor], Tensor]
 
@@ -154,15 +155,6 @@ def copied(model: Any) -> None:
 def fits_copies(rank: int) -> None:
     """HSDP sums gradients over processes that have the same shards."""
     compare(rank, copied)
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.special.erf(self.down(nn.functional.gelu(self.up(self.norm(x))))).sinh()
 
 
 def fits_tensor_parallel(rank: int) -> None:

@@ -8,6 +8,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import lowtide
 from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.profiler.fsdp_units import ELSEWHERE, NEVER, TAKES_ELSEWHERE, FsdpScopes, settle
+from parts import Mlp
 
 MODEL, ONE, INSIDE, TWO = range(4)
 """Calls: two units in a model, and one of a module inside the first unit."""
@@ -89,19 +90,10 @@ def test_the_innermost_unit_is_the_home():
     assert [homes.of(n) for n in range(5)] == [ONE, INSIDE, ONE, None, None]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.special.erf(self.down(nn.functional.gelu(self.up(self.norm(x))))).sinh()
-
-
 def test_gathered_parameters_of_a_tensor_parallel_model_are_not_counted_as_saved() -> None:
     """Tensor parallel products save transposed weights, which FSDP2 frees after forward."""
     with lowtide.absent_processes(4):
-        model = nn.Sequential(*[Block() for _ in range(3)])
+        model = nn.Sequential(*[Mlp() for _ in range(3)])
         mesh = distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("sharded", "parallel"))
         for block in model:
             parallelize_module(block, mesh["parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
