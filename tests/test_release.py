@@ -67,10 +67,12 @@ def test_the_newest_version_of_the_changelog_is_the_release() -> None:
     assert f'"{RELEASE}"' in (ROOT / "recipe/meta.yaml").read_text(encoding="utf-8")
 
 
-def test_the_readme_names_the_versions_of_torch_that_were_tested() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    names = [".".join(map(str, numbers)) for numbers in TESTED_TORCH]
-    assert f"The tests pass with torch {', '.join(names[:-1])} and {names[-1]}" in readme
+@pytest.mark.parametrize("name", ["README.md", "README.ja.md"])
+def test_the_readme_names_the_versions_of_torch_that_were_tested(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    (paragraph,) = (line for line in text.split("\n\n") if "2.13" in line and "`loss head`" in line and "3.11" in line)
+    named, _, _ = paragraph.partition("`loss head`")
+    assert {tuple(map(int, version)) for version in re.findall(r"\b(2)\.(\d+)", named)} == set(TESTED_TORCH)
 
 
 def test_the_conda_recipe_requires_what_the_package_requires() -> None:
