@@ -434,13 +434,25 @@ def test_the_error_for_a_budget_below_existing_memory_lists_that_memory() -> Non
 
 @pytest.mark.parametrize(
     ("n_steps", "words"),
-    [(0, "no model was trained"), (1, "the block ended after 1 step, before Sequential was rehearsed")],
+    [
+        (0, "the block ended, and no model was trained"),
+        (1, "the block ended after 1 step, before Sequential was rehearsed"),
+        (2, "the block ended after 2 steps, before Sequential took a step under its plan"),
+    ],
 )
 def test_a_block_with_too_few_steps_is_noted(n_steps: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, run = under(steps(n_steps))
-    assert run.plan is run.verdict is None
-    assert str(run).startswith("no plan yet")
+    assert run.verdict is None
+    assert f"{'not measured' if run.plan else 'no plan was made'}: {words}" in str(run)
     assert words in capsys.readouterr().err
+
+
+def test_a_block_that_an_error_ended_has_no_plan_yet_to_come() -> None:
+    run = lowtide.within("80%", progress=False)
+    assert str(run).startswith("no plan yet: a model gets one when it was rehearsed")
+    with pytest.raises(KeyError), run:
+        {}["no such key"]
+    assert str(run) == "no plan was made: the block was ended by KeyError"
 
 
 def test_a_larger_batch_gets_a_plan_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,8 @@ class Run(Displayed):
         self._fitting, self._model, self._say = fitting, model, say
         self._stack = contextlib.ExitStack()
         self._steps: Steps | None = None
+        self._unfinished: str | None = None
+        """The reason why the block ended before a step was measured under a plan, once it has ended so."""
 
     @property
     def plan(self) -> Plan | None:
@@ -113,8 +115,11 @@ class Run(Displayed):
             if error is None and steps.failed is None:
                 steps.ended()
                 fitting.finish()
-                if not fitting.done and fitting.plan is None:
-                    self._say(f"note: {why_not('the block', steps, fitting)}")
+                if not fitting.done:
+                    self._unfinished = why_not("the block", steps, fitting)
+                    self._say(f"note: {self._unfinished}")
+            elif error is not None and not fitting.done:
+                self._unfinished = f"the block was ended by {type(error).__name__}"
         if error is None and steps.failed is not None:  # the loop has caught the error and goes on
             raise steps.failed
 
@@ -127,6 +132,8 @@ class Run(Displayed):
             return f"{fitting.unplanned} Training went on without a plan."
         if self._steps is not None and self._steps.failed is not None:
             return f"ended: {self._steps.failed}"
+        if fitting.plan is None and self._unfinished is not None:
+            return f"no plan was made: {self._unfinished}"
         if fitting.plan is None:
             return f"no plan yet: a model gets one when it {fitting.awaits}."
         return "\n".join([*map(self._in_a_line, fitting.plans), *self._proof(fitting.plan)])
@@ -140,7 +147,8 @@ class Run(Displayed):
         )
 
     def _proof(self, plan: Plan) -> list[str]:
-        proof = "not measured yet" if self.verdict is None else str(self.verdict)
+        unmeasured = "not measured yet" if self._unfinished is None else f"not measured: {self._unfinished}"
+        proof = unmeasured if self.verdict is None else str(self.verdict)
         repeated = [count_in_words(self.n_repeated)] if self.n_repeated else []
         return [*lever_lines(plan), proof, *repeated, *(f"note: {noted}" for noted in plan.notes)]
 
