@@ -574,3 +574,32 @@ def test_parameters_that_are_exchanged_for_a_call_are_not_updated_by_hand() -> N
             optimizer.zero_grad()
 
     assert watched(loop).log == ["begins 0", "ends", "begins 1", "ends"]
+
+
+class Normalized(nn.Module):
+    """A layer whose first call sets its parameter from the batch, as in normalizing flows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.is_set = nn.Parameter(torch.zeros(8)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            self.shift.data, self.is_set = -x.detach().mean(0), True
+        return x + self.shift
+
+
+def test_parameters_that_a_forward_sets_are_not_updated_by_hand() -> None:
+    layers = nn.ModuleList(Normalized() for _ in range(2 * MOST))
+    optimizer = sgd(layers)
+
+    def loop() -> None:
+        for _ in range(2):
+            x = X
+            for layer in layers:
+                x = layer(x)
+            x.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert watched(loop).log[-2:] == ["begins 1", "ends"]

@@ -41,6 +41,11 @@ class ManualUpdates:
         if not has_others(model):
             self._ends = _last_elements(model) | self._ends
 
+    def returned(self, model: nn.Module) -> None:
+        """Accept what the call of a model changed: its forward, as layers that begin with statistics of a batch do."""
+        if not has_others(model):
+            self._ends |= _last_elements(model)
+
     def has_updated(self, models: Iterable[nn.Module]) -> bool:
         """Return True if parameters changed since the last update, and the program holds no optimizer of them.
 

@@ -218,7 +218,10 @@ class Steps:
                 self.listener.compiled = module if is_around else None
                 with self._noting():
                     self._handle_outermost_call(module, (args, kwargs))
-            return plain(module, *args, **kwargs)
+            out = plain(module, *args, **kwargs)
+            if id(module) in self._called and not self.n_updates:
+                self.by_hand.returned(module)
+            return out
         finally:
             self._depth -= 1
 
