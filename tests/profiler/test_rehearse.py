@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_leaves
 
@@ -112,6 +114,43 @@ def test_that_memory_depends_on_contents_is_noted(find, said):
     assert len(notes) == (said is not None)
     if said is not None:
         assert said in notes[0]
+
+
+class Sized(nn.Module):
+    """A layer, and an operator whose memory may depend on the contents of its arguments."""
+
+    def __init__(self, work: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.work = nn.Linear(8, 8), work
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.work(self.layer(x))
+
+
+LENGTHS = torch.tensor([5, 3, 2, 2])
+
+
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        (lambda x: nn.utils.rnn.pack_padded_sequence(x, LENGTHS, batch_first=True).data, "pack_padded_sequence"),
+        (lambda x: x.repeat_interleave(LENGTHS, dim=0), "repeat_interleave"),
+        (lambda x: torch.repeat_interleave(x, repeats=LENGTHS, dim=0), "repeat_interleave"),
+        (lambda x: x.repeat_interleave(3, dim=1), None),
+        (lambda x: x.repeat_interleave(LENGTHS, dim=0, output_size=12), None),
+        (lambda x: x * x.detach().sign().unique().sum(), "unique"),
+        (
+            lambda x: F.ctc_loss(x.log_softmax(-1), torch.ones(5, 3), torch.full((5,), 4), torch.ones(5).int()),
+            "ctc_loss",
+        ),
+    ],
+)
+def test_an_operator_that_is_sized_by_contents_is_noted(work, said):
+    model = Sized(work)
+    profile = lowtide.rehearse(model, lambda x: model(x).sum().backward(), torch.randn(4, 5, 8))
+    noted = [note for note in profile.notes if "depends on the contents of tensors" in note]
+    assert len(noted) == (said is not None)
+    assert said is None or f"({said} in the model)" in noted[0]
 
 
 def test_most_saved_bytes_can_be_recomputed_or_replayed(rehearsed):

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide._torch.compiled_code import is_compiling_anywhere, is_compiling_here, is_traced
 from lowtide._torch.nodes import next_sequence_number, node_metadata
-from lowtide._torch.tensors import is_plain
+from lowtide._torch.tensors import PACK_PADDED, is_plain
 from lowtide.runtime.inplace_methods import torchs_own
 from lowtide.runtime.recipes import RECIPES
 
@@ -79,6 +79,14 @@ _SIZED_BY_CONTENTS: dict[Callable[..., Any], str] = {
     torch.masked_select: "masked_select",
     torch.Tensor.masked_select: "masked_select",
     torch.Tensor.__getitem__: "indexing with a mask",
+    torch.unique: "unique",
+    torch.Tensor.unique: "unique",
+    torch.unique_consecutive: "unique_consecutive",
+    torch.Tensor.unique_consecutive: "unique_consecutive",
+    torch.repeat_interleave: "repeat_interleave",
+    torch.Tensor.repeat_interleave: "repeat_interleave",
+    PACK_PADDED: "pack_padded_sequence",
+    F.ctc_loss: "ctc_loss",  # saves as many columns as the longest target needs
     torch.matrix_exp: "matrix_exp",  # used by `parametrizations.orthogonal`; larger norms take more terms
     torch.linalg.matrix_exp: "matrix_exp",
     torch.Tensor.matrix_exp: "matrix_exp",
@@ -169,7 +177,7 @@ class OperandCapture(TorchFunctionMode):
                 return func(*args, **kwargs)
             finally:
                 here.attention = None
-        if func in _SIZED_BY_CONTENTS and is_sized_by_contents(func, args):
+        if func in _SIZED_BY_CONTENTS and is_sized_by_contents(func, args, kwargs):
             self._listener.sized_by_contents(_SIZED_BY_CONTENTS[func])
         names = _OPERANDS.get(func)
         if names is None or is_traced() or (is_compiling_anywhere() and is_compiling_here()):
@@ -228,13 +236,16 @@ class OperandCapture(TorchFunctionMode):
         return None if held is None else Attention(next_sequence_number(), place, held)
 
 
-def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if the memory of this call of a function in `_SIZED_BY_CONTENTS` depends on its arguments'
     contents.
     """
     if func is torch.Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else args[1:2]
         return any(isinstance(it, Tensor) and it.dtype in (torch.bool, torch.uint8) for it in index)
+    if _SIZED_BY_CONTENTS[func] == "repeat_interleave":
+        repeats = kwargs.get("repeats", args[1] if len(args) > 1 else args[0])
+        return isinstance(repeats, Tensor) and "output_size" not in kwargs
     return func is not torch.where or len(args) == 1
 
 
