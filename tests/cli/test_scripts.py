@@ -199,6 +199,16 @@ def test_a_budget_that_no_plan_keeps_is_an_error(script: Callable[[str], str], r
     assert "lowtide.OverBudget: the measured peak stayed above the budget" in done.err
 
 
+def test_a_budget_that_later_batches_do_not_keep_is_exit_code_1(
+    script: Callable[[str], str], run: Run, run_python: RunPython
+) -> None:
+    train, rows = script(TRAIN), ("--steps", "8", "--rows", *(["256"] * 4 + ["2048"] * 4))
+    done = run("run", "--budget", "85%", train, *rows)
+    assert (done.code, done.out) == (1, run_python(train, *rows).stdout)
+    assert "Training continues under the plan with the smallest measured peak, " in done.err
+    assert done.err.count("later steps were above the budget, so the exit code is 1: ") == 1
+
+
 @pytest.fixture
 def plan_file(script: Callable[[str], str], run: Run, tmp_path: Path) -> str:
     path = str(tmp_path / "plan.json")

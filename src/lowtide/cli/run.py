@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lowtide.report.run_record import RunRecord
     from lowtide.script.fit_steps import Fitting
     from lowtide.script.plan_monitor import PlanMonitor
+    from lowtide.script.run_verdict import RunVerdict
     from lowtide.script.runner import Script
     from lowtide.utils.amounts import BudgetFor
 
@@ -139,7 +140,7 @@ def run(
         kept.report_refusal(why)
         raise
     kept.report()
-    return code
+    return code or _code_of(monitor.verdict)
 
 
 def _check_options(budget: str | None, plan_file: str | None, needing_budget: Mapping[str, tuple[bool, str]]) -> None:
@@ -199,6 +200,14 @@ def _train(script: Script, monitor: PlanMonitor) -> int:
     if monitor.n_repeated:
         say(count_in_words(monitor.n_repeated))
     return code
+
+
+def _code_of(verdict: RunVerdict | None) -> int:
+    """Return 1 for a budget that the plan in force at the end of the script did not keep, else 0."""
+    if verdict is None or verdict.measured_peak_bytes is None or verdict.within_budget:
+        return 0
+    say(f"the script ended, and later steps were above the budget, so the exit code is 1: {verdict}")
+    return 1
 
 
 def _save(to: str, plan: Plan) -> None:

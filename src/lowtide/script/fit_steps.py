@@ -544,7 +544,8 @@ class Fitting(PlanMonitor):
             self._to_remove = self._applied  # removed in the next step, where hooks may be changed
             self._applied = self.plan = None
             return
-        self._say(f"{_first_line(why)} Training continues under the one of these plans with the smallest peak")
+        smallest = format_bytes(why.measured_peak_bytes)
+        self._say(f"{_first_line(why)} Training continues under the plan with the smallest measured peak, {smallest}")
         self._stays(made, why.measured_peak_bytes, is_of_planned_size=self._is_planned)
 
     # --- larger batches, later
