@@ -455,6 +455,37 @@ def test_a_block_that_an_error_ended_has_no_plan_yet_to_come() -> None:
     assert str(run) == "no plan was made: the block was ended by KeyError"
 
 
+class Mixing(nn.Module):
+    """Layers over tokens, whose operators save other tensors for a batch of one row, or of another layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.gelu(self.up(x.transpose(0, 1)))
+        return x + self.down(hidden.transpose(0, 1))
+
+
+@pytest.mark.parametrize(("n_rows", "is_reported"), [(1, False), (16, True)])
+def test_other_tensors_of_a_small_last_batch_are_not_reported(
+    n_rows: int, is_reported: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Mixing() for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters())
+    with lowtide.within("80%") as run:
+        for step in range(8):
+            is_odd = step % 4 == 2
+            x = torch.randn(20, n_rows, 32).transpose(0, 1) if is_odd else torch.randn(16, 20, 32)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert run.verdict is not None
+    assert run.verdict.within_budget
+    assert ("saves different tensors" in capsys.readouterr().err) == is_reported
+
+
 def test_a_larger_batch_gets_a_plan_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [256, 256, 256, 200, 300, 400, 300, 400, 256, 200]
     x = torch.randn(400, 64)

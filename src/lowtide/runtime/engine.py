@@ -352,9 +352,17 @@ class Engine:
         is_wanted = place.ordinal in self.scope.actions.noted and not is_overwritten(operand)
         return self.relied_on.of(Value(operand.detach()), operand) if is_wanted else None
 
+    def has_room(self, now: ForwardPass) -> bool:
+        """Return True if this run is within the budget even if all of its saved tensors are kept."""
+        return False
+
     def drift(self, decision: Decision, node: Node | None = None) -> None:
-        """Record that the tensor saved at this address, made by `node`, differs from the plan."""
-        if decision.address in self.ambiguous_addresses:
+        """Record that the tensor saved at this address, made by `node`, differs from the plan.
+
+        A small last batch may take other kernels, and save other tensors, without need of any plan.
+        """
+        now = self.here.now
+        if decision.address in self.ambiguous_addresses or (isinstance(now, ForwardPass) and self.has_room(now)):
             return
         self.drifted.add(decision.address)
         if len(self.drifted) == 1:
@@ -453,7 +461,9 @@ class Engine:
             self.learns = self.learns and self.n_learnt_again < MAX_LEARNT_AGAIN
         needed = None if is_probed or self._last_packed() is not None else self.needed[plan]
         now = ForwardPass(self, plan, needed, learns=self.learns and not is_probed and not self.builder.owners.sharded)
-        n_elements, first = elements_in(args, kwargs), self._n_calls.get((plan, interceptor))
+        n_elements = elements_in(args, kwargs)
+        now.n_elements = n_elements if interceptor.module is self.model else 0
+        first = self._n_calls.get((plan, interceptor))
         if first is not None and first[0] == n_elements:
             now.n_calls = first[1]
         alone, inside = self._alone(interceptor), self._inside.staying()

@@ -104,6 +104,7 @@ class ForwardPass:
         "last_packed",
         "learnt",
         "n_calls",
+        "n_elements",
         "needed",
         "notes",
         "pack",
@@ -121,6 +122,8 @@ class ForwardPass:
         self.engine = engine
         self.plan = plan
         """Number of the plan in force in this run."""
+        self.n_elements = 0
+        """Number of elements in the arguments of the model's call; 0 if the program calls a part of it."""
         self.needed = needed
         self.learnt: dict[CallInterceptor, dict[int, set[int]]] | None = {} if learns else None
         self.last_packed: Callable[[], Handle | None] = lambda: None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from lowtide.planner.records import Decided, Plan
     from lowtide.runtime.call_interceptor import CallInterceptor
+    from lowtide.runtime.forward_pass import ForwardPass
 
 
 def table_of(decided: Decided) -> dict[str, dict[int, Actions]]:
@@ -30,6 +31,17 @@ def most_elements(plan: Plan) -> float:
     shapes.
     """
     return max((elements(shapes_in(words)) for words in plan.input_shapes), default=inf)
+
+
+def elements_that_fit(plan: Plan) -> float:
+    """Return the number of elements in a call's arguments up to which the step is within the budget without a plan.
+
+    Its held activations are taken to grow with that number, and everything else to be as in a step of full size.
+    """
+    held_bytes = plan.plain.held_bytes
+    room_bytes = plan.budget_bytes - (plan.plain.peak_bytes - held_bytes)
+    most = most_elements(plan)
+    return most * room_bytes / held_bytes if held_bytes and most < inf and plan.budget_for == "requested" else 0.0
 
 
 def shared_implementations(plans: Sequence[Plan]) -> dict[str, str]:
@@ -62,6 +74,8 @@ class Planned(Engine):
         self.of_a_part: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None
         """Function called with the arguments of a part of the model that a step calls directly."""
         self._most = [most_elements(plan) for plan in plans]
+        self._fit_plain = [elements_that_fit(plan) for plan in plans]
+        """For each plan, the number of elements of calls that need no plan."""
         self._saves_most_from = inf
         """Smallest number of elements of calls that run under the plan with the smallest peak, because such a call ran
         out of memory.
@@ -79,6 +93,9 @@ class Planned(Engine):
             last = len(self.tables) - 1
             return last if n_elements >= self._saves_most_from else min(bisect_left(self._most, n_elements), last)
         return 0
+
+    def has_room(self, now: ForwardPass) -> bool:
+        return now.plan < len(self._fit_plain) and 0 < now.n_elements <= self._fit_plain[now.plan]
 
     def save_most(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Use the plan with the smallest peak for calls of this size and larger from now on; return False if it is in
