@@ -655,7 +655,8 @@ class Fitting(PlanMonitor):
                 step.leave()
             self._later.rehearse()
             return
-        if step is None or (measured_bytes := step.peak_bytes()) <= made.budget_bytes:
+        known_bytes = 0 if self.verdict is None else self.verdict.measured_peak_bytes or 0
+        if step is None or (measured_bytes := step.peak_bytes()) <= max(made.budget_bytes, known_bytes):
             self._later.measured()
             self.done = not self._later.is_measuring
             return
