@@ -140,10 +140,12 @@ def _search(
     }
     feasible = [each for each in results.values() if isinstance(each, Decisions)]
     if not feasible:
+        errors = _errors_in([*results.values()])
+        results.clear()
         # the error reports the time of the smallest peak, and the costs in this profile are not times
         if minimize == "flops":
             solver(make_simulator(in_place=len(profile.in_place)), budget_bytes)
-        raise next(each for each in reversed(results.values()) if isinstance(each, Infeasible))
+        raise errors.pop()
     decisions = min(feasible, key=lambda each: _cost(simulator.predict(each), minimize))
     if minimize == "flops":
         return decisions, 0.0
@@ -184,7 +186,9 @@ def cheapest(profile: Profile, budget_bytes: int) -> Prediction:
     ]
     predictions = [simulator.predict(each) for each in results if isinstance(each, Decisions)]
     if not predictions:
-        raise next(each for each in reversed(results) if isinstance(each, Infeasible))
+        errors = _errors_in(results)
+        results.clear()
+        raise errors.pop()
     predicted = min(predictions, key=lambda each: (each.extra_ms, each.extra_flops))
     return replace(predicted, extra_ms=predicted.extra_ms + sum(lever.extra_ms for lever in profile.levers))
 
@@ -222,10 +226,19 @@ def _solve_with_in_place(
     try:
         decisions = search(allowed, budget_bytes)
     except Infeasible as error:
-        return error
+        return error.with_traceback(None)
     return with_free_recomputes(
         simulator, replace(decisions, in_place=frozenset(nodes_in_prefix(simulator.profile, n)))
     )
+
+
+def _errors_in(results: list[Decisions | Infeasible]) -> list[Infeasible]:
+    """Return the errors among `results`.
+
+    A function that raises one must not refer to it: the frames around, among them the training loop's, would be held by
+    a reference cycle, and with them their tensors.
+    """
+    return [each for each in results if isinstance(each, Infeasible)]
 
 
 def _cost(predicted: Prediction, minimize: Objective) -> tuple[float, float]:

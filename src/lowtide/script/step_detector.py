@@ -17,6 +17,7 @@ import contextlib
 import functools
 import os
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
@@ -438,6 +439,7 @@ class Steps:
         try:
             yield
         except (LowtideError, Enough) as error:
+            traceback.clear_frames(error.__traceback__)  # a frame that refers to the error holds those of the loop
             if self.failed is None:
                 where = f"after update {self.n_updates}" if self.n_updates else "before any optimizer stepped"
                 error.add_note(f"{'Training' if self._when_failed else 'The script'} was ended {where}.")

@@ -40,6 +40,8 @@ class Run(Displayed):
         self._fitting, self._model, self._say = fitting, model, say
         self._stack = contextlib.ExitStack()
         self._steps: Steps | None = None
+        self._failure: str | None = None
+        """The error that ended training, in words."""
         self._unfinished: str | None = None
         """The reason why the block ended before a step was measured under a plan, once it has ended so."""
 
@@ -120,8 +122,13 @@ class Run(Displayed):
                     self._say(f"note: {self._unfinished}")
             elif error is not None and not fitting.done:
                 self._unfinished = f"the block was ended by {type(error).__name__}"
-        if error is None and steps.failed is not None:  # the loop has caught the error and goes on
-            raise steps.failed
+        if (failed := steps.failed) is not None:
+            self._failure, steps.failed = str(failed), None  # its traceback holds the frames of the loop
+        if error is None and failed is not None:  # the loop has caught the error and goes on
+            try:
+                raise failed
+            finally:
+                del failed
 
     def __repr__(self) -> str:
         return short_repr(type(self).__name__, str(self).partition("\n")[0])
@@ -130,8 +137,9 @@ class Run(Displayed):
         fitting = self._fitting
         if fitting.unplanned is not None:
             return f"{fitting.unplanned} Training went on without a plan."
-        if self._steps is not None and self._steps.failed is not None:
-            return f"ended: {self._steps.failed}"
+        failure = self._failure or (self._steps and self._steps.failed)
+        if failure is not None:
+            return f"ended: {failure}"
         if fitting.plan is None and self._unfinished is not None:
             return f"no plan was made: {self._unfinished}"
         if fitting.plan is None:
