@@ -197,8 +197,8 @@ def _train(script: Script, monitor: PlanMonitor) -> int:
     from lowtide.script.run_listened import run_watched
 
     code = run_watched(script, monitor)
-    if monitor.n_repeated:
-        say(count_in_words(monitor.n_repeated))
+    if monitor.repeats.n:
+        say(count_in_words(monitor.repeats.n))
     return code
 
 

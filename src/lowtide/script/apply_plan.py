@@ -53,26 +53,30 @@ class Applying(PlanMonitor):
         """Put the plan in force if `model` is the plan's; measure the step if its batch is no larger than planned."""
         planned, current = self._plan.fingerprint, fingerprint(model, batch)
         super().begins(model, batch, optimizers)
-        if self._applied is None:
+        if self._in_force.applied is None:
             self._put_in_force(model, current)
-        if self._applied is None:
+        if self._in_force.applied is None:
             return
         is_own = model is self._model
-        self._is_planned = is_own and current.batch == planned.batch
-        self._n_others += not self._is_planned
+        self._measured.is_planned = is_own and current.batch == planned.batch
+        self._measured.n_others += not self._measured.is_planned
         if is_own and no_larger(shapes_in(current.batch), shapes_in(planned.batch)):
             try:
-                self._open = Measured(model, batch, optimizers, self._applied, self._plan.budget_for)
+                self._open = Measured(model, batch, optimizers, self._in_force.applied, self._plan.budget_for)
             except RehearsalError as why:
                 self._loses_track(why)
-        elif self._n_others >= PATIENCE:
+        elif self._measured.n_others >= PATIENCE:
             self._finish()
 
     def ends(self, model: nn.Module) -> None:
         """Check the plan's promise. Raises OverBudget; StalePlan if the trained model is not the plan's own."""
-        if self._applied is None:
-            self._n_others += 1
-            if is_of_parts(self._plan.fingerprint) and type(model) is not CompositeModel and self._n_others < PATIENCE:
+        if self._in_force.applied is None:
+            self._measured.n_others += 1
+            if (
+                is_of_parts(self._plan.fingerprint)
+                and type(model) is not CompositeModel
+                and self._measured.n_others < PATIENCE
+            ):
                 return  # models that take turns are recognised later
             raise plan_of_another_model(model, self._differences)
         if self._open is not None:
@@ -80,11 +84,15 @@ class Applying(PlanMonitor):
             peak_bytes = step.peak_bytes()
             if not step.is_usual:
                 return
-            if self._is_planned:
+            if self._measured.is_planned:
                 self._peaks.append(peak_bytes)
             else:
-                self._most = max(self._most, peak_bytes)
-            if len(self._peaks) == 2 or self._n_others >= PATIENCE or self._most > self._plan.budget_bytes:
+                self._measured.most_bytes = max(self._measured.most_bytes, peak_bytes)
+            if (
+                len(self._peaks) == 2
+                or self._measured.n_others >= PATIENCE
+                or self._measured.most_bytes > self._plan.budget_bytes
+            ):
                 self._finish()
 
     def _loses_track(self, why: RehearsalError) -> None:
@@ -99,7 +107,7 @@ class Applying(PlanMonitor):
 
     def finish(self) -> None:
         """Leave the plan in force, and report the measurements."""
-        if self._applied is not None and not self.done:
+        if self._in_force.applied is not None and not self.done:
             self._finish()
 
     def gives_up(self, model: nn.Module) -> None:
@@ -111,8 +119,9 @@ class Applying(PlanMonitor):
         self._differences = differences_from(self._plan.fingerprint, current)
         if not self._differences:
             check_on_device(self._plan.budget_bytes, place_of(model), self._plan.budget_for)
-            self._model, self._applied = model, apply(model, self._plan, say=self._say)
-            self._guard(model, self._applied)
+            self._model = model
+            self._in_force.applied = applied = apply(model, self._plan, say=self._say)
+            self.repeats.guard(model, applied)
             self._say(
                 f"the plan is in force: {format_bytes(self._plan.predicted.peak_bytes)} peak predicted "
                 f"(budget {format_bytes(self._plan.budget_bytes)})"
@@ -120,7 +129,7 @@ class Applying(PlanMonitor):
 
     def _finish(self) -> None:
         self._leave_in_force()
-        measured_bytes = max(self._most, *self._peaks[-1:], 0)
+        measured_bytes = max(self._measured.most_bytes, *self._peaks[-1:], 0)
         if measured_bytes > self._plan.budget_bytes:
             raise over_budget(
                 self._plan,
@@ -133,7 +142,7 @@ class Applying(PlanMonitor):
             reserved = " reserved" if self._plan.budget_for == "reserved" else ""
             self._say(f"measured {format_bytes(measured_bytes)} peak{reserved}: within the budget")
         else:
-            self._say_smaller_only()
+            self._say(self._measured.in_words())
 
     def _leave_in_force(self) -> None:
         self.leaves()

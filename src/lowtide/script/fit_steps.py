@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -48,7 +47,7 @@ from lowtide.script.alternating_models import caller_has_other_optimizers
 from lowtide.script.compiled_checks import CompiledChecks, addresses_with_other_bits, error_of_other_bits
 from lowtide.script.larger_batches import LargerBatches
 from lowtide.script.later_steps import LaterSteps
-from lowtide.script.plan_monitor import Measured, PlanMonitor
+from lowtide.script.plan_monitor import Measured, MeasuredSteps, PlanMonitor
 from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.script.run_verdict import RunVerdict
 from lowtide.units import format_bytes, format_change, format_ratio
@@ -74,7 +73,7 @@ SMALLEST_FROM_NOW: Final = "The plan with the smallest peak is in force from now
 SMALLEST_FOR_LARGER: Final = "The plan with the smallest peak is in force for these batches"
 
 
-class _InForce(Applied):
+class _AppliedPlans(Applied):
     """Plans in force, and their rehearsals; both live as long as the model."""
 
     def __init__(
@@ -125,7 +124,6 @@ class Fitting(PlanMonitor):
         self._takes_turns, self._progress = takes_turns, progress
         self._stage = contextlib.ExitStack()
         """Progress stage of the work in this step, if it is shown."""
-        self._applied: _InForce | None
         self._rehearsing = Rehearsing(stop=False, levers=levers, in_place=in_place)
         self._over: list[int] = []
         """Measured peaks of plans that were over the budget."""
@@ -135,8 +133,6 @@ class Fitting(PlanMonitor):
         """Counts, by name, of models called between steps."""
         self._n_waited = 0
         """Number of steps after the rehearsal in which other models that take turns were waited for."""
-        self._in_force: weakref.ref[_InForce] | None = None
-        """The plans that stay in force after the last step that is observed."""
         self._larger, self._later = LargerBatches(), LaterSteps()
         self._has_held = False
         """True once a plan was found to hold, also if another model is trained since."""
@@ -205,16 +201,16 @@ class Fitting(PlanMonitor):
         self._n_calls += 1
 
     def _measure(self, made: Plan, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
-        assert self._applied is not None
+        assert self._in_force.applied is not None
         current, planned = fingerprint(model, batch).batch, made.fingerprint.batch
-        self._n_others += current != planned
+        self._measured.n_others += current != planned
         if current == planned or (not self._larger.smaller and no_larger(shapes_in(current), shapes_in(planned))):
             self._checks.begin_step()
             with contextlib.suppress(Busy):  # another recording by the script is active, so a later step is measured
                 self._shows(f"verifying the plan for {self.model_name}", model)
-                self._open = Measured(model, batch, optimizers, self._applied, self._budget_for)
-            self._is_planned = current == planned
-        elif self._n_others >= PATIENCE:
+                self._open = Measured(model, batch, optimizers, self._in_force.applied, self._budget_for)
+            self._measured.is_planned = current == planned
+        elif self._measured.n_others >= PATIENCE:
             self._keep(made)
 
     def _shows(self, doing: str, model: nn.Module) -> None:
@@ -321,14 +317,13 @@ class Fitting(PlanMonitor):
                 f"the plan for that {name} is removed: from here on the script trains another model, which is rehearsed"
             )
         self.plan, self.verdict, self.unplanned, self._over, self._n_waited = None, None, None, [], 0
-        self._in_force, self._larger, self._later = None, LargerBatches(), LaterSteps()
+        self._larger, self._later = LargerBatches(), LaterSteps()
         self._checks = CompiledChecks(self._say)
         self._preceding.clear()
 
     def lets_go(self) -> None:
         """Release the model; the plan stays in force."""
-        if self._applied is not None:
-            self._in_force = weakref.ref(self._applied)
+        if self._in_force.applied is not None:
             self._rehearsing.restart()  # frees the recording
         super().lets_go()
         self._rehearsing = Rehearsing()
@@ -336,7 +331,7 @@ class Fitting(PlanMonitor):
     def finish(self) -> None:
         """Keep the plan in force, even if only smaller batches came."""
         self.done |= self._has_held
-        if self.plan is not None and self._n_others and not self.done and not self._larger.is_awaited:
+        if self.plan is not None and self._measured.n_others and not self.done and not self._larger.is_awaited:
             self._keep(self.plan)
 
     def leaves(self) -> None:
@@ -347,16 +342,12 @@ class Fitting(PlanMonitor):
 
     def remove_plan(self) -> None:
         """Restore the model."""
-        in_force = None if self._in_force is None else self._in_force()
-        for applied in (self._to_remove, self._applied, in_force):
-            if applied is not None:
-                applied.remove()
-        self._to_remove = self._applied = self._in_force = None
+        self._in_force.remove_all()
 
     def _keep(self, made: Plan) -> None:
         """Keep a plan in force although no batch of its size has come."""
-        self._say_smaller_only()
-        self._stays(made, self._most or None, is_of_planned_size=False)
+        self._say(self._measured.in_words())
+        self._stays(made, self._measured.most_bytes or None, is_of_planned_size=False)
 
     def _stays(self, made: Plan, measured_bytes: int | None, *, is_of_planned_size: bool) -> None:
         self.verdict = RunVerdict(
@@ -380,11 +371,10 @@ class Fitting(PlanMonitor):
         Returns the plan that is in force then, if any.
         """
         assert self.plan is not None
-        if self._applied is not None and self._applied.plan is self.plan:
+        if self._in_force.applied is not None and self._in_force.applied.plan is self.plan:
             self._rehearsing.leaves()
             return self.plan
-        if self._applied is not None:
-            self._applied.remove()
+        self._in_force.remove()
         plain, code = None, self.compiled or model
         is_compared = self._checks.must_compare(self.plan)
         if is_compared:  # before the rehearsal ends, under which code has torch's own partition
@@ -409,8 +399,9 @@ class Fitting(PlanMonitor):
             check_made_for(made.fingerprint, model)
         if self._budget_for == "reserved":
             torch.cuda.empty_cache()  # returns segments of rehearsed steps to the device
-        self._applied = _InForce(model, self.plans, self._say, self._outgrown, self._changed, self._rehearsing)
-        self._guard(model, self._applied)
+        applied = _AppliedPlans(model, self.plans, self._say, self._outgrown, self._changed, self._rehearsing)
+        self._in_force.applied = applied
+        self.repeats.guard(model, applied)
 
     def _schedule(self, made: Plan, model: nn.Module, batch: Any) -> bool:
         """Replace a plan for compiled code by the cheapest of a few whose code inductor schedules within the budget.
@@ -433,9 +424,9 @@ class Fitting(PlanMonitor):
     def _with_kept(self, made: Plan, model: nn.Module, batch: Any, plain: Outcome) -> Plan | None:
         """Return a plan that keeps the values by which the bits under `made` differ from `plain`; None if none fits."""
         profile = self._rehearsing.profile
-        if self._applied is None or profile is None or not made.recompute:
+        if self._in_force.applied is None or profile is None or not made.recompute:
             return None
-        self._applied.remove()
+        self._in_force.remove()
         kept = addresses_with_other_bits(made, plain, model, self.compiled or model, batch)
         self._rehearsing.profile = with_kept(profile, kept)
         try:
@@ -452,9 +443,7 @@ class Fitting(PlanMonitor):
     def _refuse(self, kinds: dict[str, tuple[str, ...]], model: nn.Module) -> None:
         """Take the plan off. Raises RehearsalError, or goes on without a plan as `on_infeasible` says."""
         why = error_of_other_bits(kinds)
-        assert self._applied is not None
-        self._applied.remove()
-        self._applied = None
+        self._in_force.remove()
         if self._rehearsing.replays_blocks(model):
             self._say(f"{_first_line(why)} {WHOLE_NEXT}")
             self.plan, self._checks = None, CompiledChecks(self._say)
@@ -487,8 +476,8 @@ class Fitting(PlanMonitor):
 
     def _judge(self, made: Plan, measured_bytes: int, model: nn.Module) -> None:
         if measured_bytes <= made.budget_bytes:
-            self._most = max(self._most, measured_bytes)
-            if self._is_planned:
+            self._measured.most_bytes = max(self._measured.most_bytes, measured_bytes)
+            if self._measured.is_planned:
                 if made.graphs and self._budget_for == "requested":
                     made = self._as_measured(made, measured_bytes)
                 if self._budget_for == "reserved":  # for the plain step requested bytes are known only
@@ -497,7 +486,7 @@ class Fitting(PlanMonitor):
                     what = f"peak, {format_ratio(measured_bytes / made.plain.peak_bytes)} of the plain step's"
                 self._say(f"measured {format_bytes(measured_bytes)} {what}: within the budget")
                 self._stays(made, measured_bytes, is_of_planned_size=True)
-            elif self._n_others >= PATIENCE:
+            elif self._measured.n_others >= PATIENCE:
                 self._keep(made)
             return
         self._over.append(measured_bytes)
@@ -524,15 +513,16 @@ class Fitting(PlanMonitor):
         why = over_budget(profile, made.budget_bytes, self._over, budget_for=self._budget_for)
         if made.graphs and self._rehearsing.replays_blocks(model):
             self._say(f"{_first_line(why)} {WHOLE_NEXT}")
-            self._to_remove, self._applied, self.plan, self._over = self._applied, None, None, []  # until the next step
+            self._in_force.give_up()  # hooks may be changed in the next step
+            self.plan, self._over = None, []
             self._checks = CompiledChecks(self._say)
             return
         self._stays_over(made, why)
 
     def _as_measured(self, made: Plan, measured_bytes: int) -> Plan:
         """Take the measured peak of compiled code as the plan's prediction, instead of the forecast."""
-        assert self._applied is not None
-        self.plan = self._checks.compared = self._applied.plan = made = as_measured(made, measured_bytes)
+        assert self._in_force.applied is not None
+        self.plan = self._checks.compared = self._in_force.applied.plan = made = as_measured(made, measured_bytes)
         return made
 
     def _stays_over(self, made: Plan, why: OverBudget) -> None:
@@ -541,12 +531,12 @@ class Fitting(PlanMonitor):
             raise why
         if self._on_infeasible == "plain" and not self._later.has_begun:
             self._go_on_plain(why)
-            self._to_remove = self._applied  # removed in the next step, where hooks may be changed
-            self._applied = self.plan = None
+            self._in_force.give_up()  # hooks may be changed in the next step
+            self.plan = None
             return
         smallest = format_bytes(why.measured_peak_bytes)
         self._say(f"{_first_line(why)} Training continues under the plan with the smallest measured peak, {smallest}")
-        self._stays(made, why.measured_peak_bytes, is_of_planned_size=self._is_planned)
+        self._stays(made, why.measured_peak_bytes, is_of_planned_size=self._measured.is_planned)
 
     # --- larger batches, later
 
@@ -557,10 +547,10 @@ class Fitting(PlanMonitor):
         self._later.n_updates += 1  # this runs in every step, so it makes no calls
         if self._later.n_updates < self._later.due_at and not self._larger.is_outgrown:
             return False
-        applied = self._applied if self._in_force is None else self._in_force()
-        if not isinstance(applied, _InForce):
+        applied = self._in_force.resume()
+        if not isinstance(applied, _AppliedPlans):
             return False
-        self._applied, self._rehearsing, self._in_force = applied, applied.rehearsing, None
+        self._rehearsing = applied.rehearsing
         if self._larger.is_outgrown:
             self._larger.is_outgrown = False
             self._larger.await_next()
@@ -597,9 +587,7 @@ class Fitting(PlanMonitor):
         if not self._larger.has_come(made, batch):
             self._put_in_force(model, batch)
             return
-        if self._applied is not None:
-            self._applied.remove()
-            self._applied = None
+        self._in_force.remove()
         try:
             self._rehearsing.begins(model, batch, optimizers)
             self._larger.is_rehearsed = True
@@ -622,7 +610,7 @@ class Fitting(PlanMonitor):
             if not larger.graphs:  # compiled code has one partition for all sizes
                 self._larger.smaller.append(made)
             self.plan = larger
-            self._over, self._n_others, self._most = [], 0, 0
+            self._over, self._measured = [], MeasuredSteps()
             self._announce(larger)
 
     # --- other steps, later
@@ -643,9 +631,11 @@ class Fitting(PlanMonitor):
         """Measure this step if its batch is one that the plan in force is for."""
         current, planned = fingerprint(model, batch).batch, made.fingerprint.batch
         if current == planned or no_larger(shapes_in(current), shapes_in(planned)):
-            assert self._applied is not None
+            assert self._in_force.applied is not None
             with contextlib.suppress(Busy):
-                self._open = Measured(model, batch, optimizers, self._applied, self._budget_for, is_checked=False)
+                self._open = Measured(
+                    model, batch, optimizers, self._in_force.applied, self._budget_for, is_checked=False
+                )
 
     def _judge_later(self, made: Plan) -> None:
         """Compare a later step with the budget: plan again if more is in memory, rehearse again if it does more."""
@@ -708,9 +698,8 @@ class Fitting(PlanMonitor):
 
     def _rehearse_again(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Rehearse this step; nothing is known of such steps."""
-        if self._applied is not None:
-            self._applied.remove()
-            self._applied = None
+        if self._in_force.applied is not None:
+            self._in_force.remove()
             self._rehearsing.gives_up(model)
         try:
             self._rehearsing.begins(model, batch, optimizers)
@@ -733,7 +722,7 @@ class Fitting(PlanMonitor):
         self.plan = self._plan_or_smallest(profile, made, SMALLEST_FROM_NOW)
         self._larger = LargerBatches()
         self._larger.has_optimizers = True
-        self._over, self._n_others, self._most = [], 0, 0
+        self._over, self._measured = [], MeasuredSteps()
         self._announce(self.plan)
 
     def _leave_changed(self, why: RehearsalError) -> None:

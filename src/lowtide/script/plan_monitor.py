@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lowtide.memory.measure import recorder_for
@@ -41,39 +43,116 @@ _NOT_REPEATED = (
 )
 
 
+class InForce:
+    """The plan in force on the trained model, if any."""
+
+    def __init__(self) -> None:
+        self.applied: Applied | None = None
+        """The plan on the model, while steps are observed."""
+        self._given_up: Applied | None = None
+        """The plan on a model that was given up, until hooks may be changed."""
+        self._released: weakref.ref[Applied] | None = None
+        """The plan that stays in force after the last observed step: it lives as long as the model."""
+
+    def remove(self) -> None:
+        """Restore the model."""
+        if self.applied is not None:
+            self.applied.remove()
+            self.applied = None
+
+    def give_up(self) -> None:
+        """Have the model restored by `remove_given_up`, because no hooks may be removed here."""
+        if self.applied is not None:
+            self._given_up, self.applied = self.applied, None
+        self._released = None
+
+    def remove_given_up(self) -> None:
+        """Restore a model that was given up."""
+        if self._given_up is not None:
+            self._given_up.remove()
+            self._given_up = None
+
+    def release(self) -> None:
+        """Hold neither plan nor model any longer; the plan stays in force."""
+        if self.applied is not None:
+            self._released, self.applied = weakref.ref(self.applied), None
+
+    def resume(self) -> Applied | None:
+        """Hold the plan in force again, and return it; return None if it is gone with its model."""
+        if self._released is not None and (applied := self._released()) is not None:
+            self.applied, self._released = applied, None
+        return self.applied
+
+    def remove_all(self) -> None:
+        """Restore all models, also if the plan was released."""
+        self.remove_given_up()
+        self.resume()
+        self.remove()
+        self._released = None
+
+
+class Repeats:
+    """Steps that run out of memory under a plan: each is repeated once, if that is asked for."""
+
+    def __init__(self, say: Callable[[str], None], *, are_asked_for: bool) -> None:
+        self.n = 0
+        """Number of steps that ran out of memory and were repeated."""
+        self._say, self._are_asked_for = say, are_asked_for
+
+    def guard(self, model: nn.Module, applied: Applied) -> None:
+        """Repeat steps of `model` that run out of memory while the plan is in force, if that is asked for."""
+        if not self._are_asked_for:
+            return
+        if applied.plan.graphs:  # and because a model whose calls are compiled must not have a wrapper in front
+            self._say(_NOT_REPEATED)
+        else:
+            applied.also(StepRepeater(model, applied, self._say, self._count).remove)
+
+    def _count(self) -> None:
+        self.n += 1
+
+
+@dataclass(slots=True)
+class MeasuredSteps:
+    """Steps that were measured under one plan."""
+
+    is_planned: bool = False
+    """True if this step's batch has the size that the plan is for."""
+    n_others: int = 0
+    """Number of steps on batches of other sizes."""
+    most_bytes: int = 0
+    """Largest peak of the steps on batches of other sizes."""
+
+    def in_words(self) -> str:
+        """Return the report that no batch of the plan's size came."""
+        largest = "no peak was measured"
+        if self.most_bytes:
+            largest = f"the largest measured peak is {format_bytes(self.most_bytes)}"
+        steps = "1 step" if self.n_others == 1 else f"{self.n_others} steps"
+        return f"in {steps} under the plan no batch had the size that the plan is for: {largest}"
+
+
 class PlanMonitor(StepListener):
     """A plan in force on the model, whose steps are measured."""
 
     def __init__(self, say: Callable[[str], None], *, retry: bool = False) -> None:
         """Begin without a plan. With `retry`, a step that runs out of memory under a plan is repeated once."""
         self.done = False
-        self.n_repeated = 0
-        """Number of steps that ran out of memory and were repeated."""
-        self._say, self._retry = say, retry
-        self._applied: Applied | None = None
-        self._to_remove: Applied | None = None
-        """The plan in force on a model that was given up."""
+        self.repeats = Repeats(say, are_asked_for=retry)
+        self._say = say
+        self._in_force = InForce()
         self._open: Measured | None = None
-        self._is_planned = False
-        """True if this step's batch has the size that the plan is for."""
-        self._n_others = 0
-        """Number of measured steps on batches of other sizes."""
-        self._most = 0
-        """Largest measured peak in bytes of steps on batches of other sizes."""
+        self._measured = MeasuredSteps()
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Remove the plan from a model that was given up."""
-        if self._to_remove is not None:
-            self._to_remove.remove()
-            self._to_remove = None
+        self._in_force.remove_given_up()
 
     def gives_up(self, model: nn.Module) -> None:
         """Forget `model`, which is not the trained one, and its measurements."""
         PlanMonitor.leaves(self)  # this changes no hooks
-        if self._applied is not None:
-            # removed in the next step, because no hooks may be removed here
-            self._to_remove, self._applied = self._applied, None
-        self.done, self._n_others, self._most = False, 0, 0
+        self._in_force.give_up()
+        self.done, self._measured = False, MeasuredSteps()
 
     def starts_processes(self) -> None:
         """Report that processes of `torch.multiprocessing.spawn` are not watched."""
@@ -89,31 +168,13 @@ class PlanMonitor(StepListener):
 
     def lets_go(self) -> None:
         """Release the model; the plan stays in force."""
-        self._applied = None
+        self._in_force.release()
 
     def leaves(self) -> None:
         """End recordings that are for one step only; the plan stays."""
         if self._open is not None:
             self._open.leave()
             self._open = None
-
-    def _guard(self, model: nn.Module, applied: Applied) -> None:
-        """Repeat steps of `model` that run out of memory while the plan is in force, if `retry` is set."""
-        if not self._retry:
-            return
-        if applied.plan.graphs:  # and because a model whose calls are compiled must not have a wrapper in front
-            self._say(_NOT_REPEATED)
-        else:
-            applied.also(StepRepeater(model, applied, self._say, self._has_repeated).remove)
-
-    def _has_repeated(self) -> None:
-        self.n_repeated += 1
-
-    def _say_smaller_only(self) -> None:
-        """Report that no batch of the plan's size came."""
-        largest = f"the largest measured peak is {format_bytes(self._most)}" if self._most else "no peak was measured"
-        steps = "1 step" if self._n_others == 1 else f"{self._n_others} steps"
-        self._say(f"in {steps} under the plan no batch had the size that the plan is for: {largest}")
 
 
 class Measured:

@@ -63,7 +63,7 @@ class Run(Displayed):
     @property
     def n_repeated(self) -> int:
         """Number of steps that ran out of memory and were repeated."""
-        return self._fitting.n_repeated
+        return self._fitting.repeats.n
 
     def metrics(self) -> dict[str, float]:
         """Return numbers for a training log; none before there is a plan.
