@@ -115,8 +115,8 @@ def trained(tmp_path: Path, lines: str, budget: str) -> tuple[Fitting, list[str]
     assert planned.keys() == parameters.keys()
     assert all(torch.equal(planned[name], parameters[name]) for name in parameters)
     assert torch.equal(planned_numbers, numbers)
-    assert fitting.verdict is not None
-    assert fitting.verdict.within_budget, "\n".join(said)
+    assert fitting.plans.verdict is not None
+    assert fitting.plans.verdict.within_budget, "\n".join(said)
     return fitting, said
 
 
@@ -127,8 +127,8 @@ def test_memory_that_is_held_later_is_noticed_and_planned_for(tmp_path: Path) ->
     (text,) = [line for line in said if "more is in memory" in line]
     assert f"{3 * n_bytes / 1024:.3g} KiB more is in memory when a step begins" in text
     assert text.endswith("planning again")
-    assert fitting.plan is not None
-    assert fitting.plan.plain.parts["other tensors"] >= 3 * n_bytes
+    assert fitting.plans.plan is not None
+    assert fitting.plans.plan.plain.parts["other tensors"] >= 3 * n_bytes
     assert sum("a step under the plan takes" in line for line in said) == 1
 
 
@@ -137,40 +137,40 @@ def test_what_is_put_on_the_model_later_is_planned_for(tmp_path: Path) -> None:
     assert any("has another module at 0.0.parametrizations" in line for line in said)
     assert any("this step saves different tensors" in line and "another plan is made" in line for line in said)
     assert sum("peak predicted" in line for line in said) == 3
-    assert fitting.plan is not None
-    assert fitting.verdict is not None
-    assert fitting.verdict.measured_peak_bytes == fitting.plan.predicted.peak_bytes
+    assert fitting.plans.plan is not None
+    assert fitting.plans.verdict is not None
+    assert fitting.plans.verdict.measured_peak_bytes == fitting.plans.plan.predicted.peak_bytes
 
 
 def test_layers_that_are_trained_later_are_planned_for(tmp_path: Path) -> None:
     fitting, said = trained(tmp_path, UNFROZEN, "90%")
     assert any("has 30 parameters that are trained, and the plan is for 18" in line for line in said)
-    assert fitting.plan is not None
-    assert fitting.plan.fingerprint.model != ""
+    assert fitting.plans.plan is not None
+    assert fitting.plans.plan.fingerprint.model != ""
     assert sum("peak predicted" in line for line in said) == 2
 
 
 def test_another_phase_of_training_is_planned_for(tmp_path: Path) -> None:
     fitting, said = trained(tmp_path, SECOND_PHASE.replace("DECODES", "step > 7"), "85%")
     assert any("in a step that does more than the rehearsed ones" in line for line in said)
-    assert fitting.plan is not None
-    assert any(address.startswith("decoder") for address in [*fitting.plan.recompute, *fitting.plan.replay])
+    assert fitting.plans.plan is not None
+    assert any(address.startswith("decoder") for address in [*fitting.plans.plan.recompute, *fitting.plans.plan.replay])
 
 
 def test_steps_with_more_calls_than_the_rehearsed_ones_are_planned_for(tmp_path: Path) -> None:
     fitting, said = trained(tmp_path, MORE_CALLS, "70%")
     assert any("in a step that does more than the rehearsed ones" in line for line in said)
-    assert fitting.plan is not None
-    assert fitting.verdict is not None
-    assert fitting.plan.predicted.peak_bytes - 1024 < (fitting.verdict.measured_peak_bytes or 0)
+    assert fitting.plans.plan is not None
+    assert fitting.plans.verdict is not None
+    assert fitting.plans.plan.predicted.peak_bytes - 1024 < (fitting.plans.verdict.measured_peak_bytes or 0)
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_steps_of_two_kinds_in_turn_are_planned_for_together(tmp_path: Path, n: int) -> None:
     fitting, said = trained(tmp_path, SECOND_PHASE.replace("DECODES", f"step % {n} == 1"), "75%")
     assert any("steps of several kinds take turns" in line for line in said)
-    assert fitting.plan is not None
-    assert any(address.startswith("decoder") for address in [*fitting.plan.recompute, *fitting.plan.replay])
+    assert fitting.plans.plan is not None
+    assert any(address.startswith("decoder") for address in [*fitting.plans.plan.recompute, *fitting.plans.plan.replay])
 
 
 def test_a_model_is_freed_when_its_script_ends_before_a_later_step_is_measured(

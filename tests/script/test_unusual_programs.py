@@ -153,8 +153,8 @@ def test_an_unusual_program_trains_to_the_same_bits_within_its_budget(tmp_path: 
     assert planned_losses == losses
     assert planned.keys() == plain.keys()
     assert all(torch.equal(planned[name], plain[name]) for name in plain)
-    assert fitting.verdict is not None
-    assert fitting.verdict.within_budget, said
+    assert fitting.plans.verdict is not None
+    assert fitting.plans.verdict.within_budget, said
 
 
 PENALTY_AT_TIMES = """
@@ -182,5 +182,5 @@ def test_a_step_with_more_calls_than_the_rehearsed_ones_is_reported(tmp_path: Pa
     (text,) = [line for line in said if "calls" in line]
     assert text.startswith("Sequential: this step has 2 calls of the model, and the plan is for steps with 1 call: ")
     assert not any("planning again" in line for line in said)
-    assert fitting.verdict is not None
-    assert fitting.verdict.within_budget
+    assert fitting.plans.verdict is not None
+    assert fitting.plans.verdict.within_budget

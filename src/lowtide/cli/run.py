@@ -140,7 +140,7 @@ def run(
         kept.report_refusal(why)
         raise
     kept.report()
-    return code or _code_of(monitor.verdict)
+    return code or _code_of(monitor.plans.verdict)
 
 
 def _check_options(budget: str | None, plan_file: str | None, needing_budget: Mapping[str, tuple[bool, str]]) -> None:
@@ -171,9 +171,9 @@ class _KeptPlan:
 
         if self._save_to is not None:
             _save(self._save_to, plan)
-        if self._report_to is not None and self._monitor.verdict is not None:
-            proof = self._monitor.verdict.to_proof()
-            self._record = record_of(self._command, profile=self._monitor.profile, plan=plan, proof=proof)
+        if self._report_to is not None and self._monitor.plans.verdict is not None:
+            proof = self._monitor.plans.verdict.to_proof()
+            self._record = record_of(self._command, profile=self._monitor.plans.profile, plan=plan, proof=proof)
 
     def report(self) -> None:
         """Write the report, if one is wanted and a plan was kept."""
@@ -186,8 +186,8 @@ class _KeptPlan:
         """Write a report of the rehearsed step and of the error, if one is wanted and a step was rehearsed."""
         from lowtide.report.run_record import record_of, with_frontier
 
-        if self._report_to is not None and self._monitor.profile is not None:
-            refused = replace(record_of(self._command, profile=self._monitor.profile), refusal=str(why))
+        if self._report_to is not None and self._monitor.plans.profile is not None:
+            refused = replace(record_of(self._command, profile=self._monitor.plans.profile), refusal=str(why))
             write_report(with_frontier(refused), self._report_to)
 
 

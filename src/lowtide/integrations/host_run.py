@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lowtide.script.fit_steps import OnInfeasible
+from lowtide.script.fit_request import OnInfeasible
 from lowtide.script.run_listened import forget_left_over, left_over
 from lowtide.script.within import Run, within
 from lowtide.utils.amounts import BudgetFor

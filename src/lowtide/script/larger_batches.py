@@ -1,4 +1,4 @@
-"""Batches that are larger than the planned ones: when the next one is rehearsed, and the plans made so far."""
+"""Batches that are larger than the planned ones, and the decision which of them is rehearsed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ class LargerBatches:
     """The search for batches that exceed all planned sizes: each gets its own plan, and earlier plans stay."""
 
     def __init__(self) -> None:
-        self.smaller: list[Plan] = []
-        """Plans for smaller batches than those of the current plan, the smallest first."""
         self.has_optimizers = False
         """False if the program updates the model without an optimizer of torch."""
         self.is_outgrown = False

@@ -14,7 +14,8 @@ from lowtide.profiler.preconditions import check_is_module
 from lowtide.report.text_table import decisions, extra_time, lever_lines
 from lowtide.runtime.fingerprint import place_of
 from lowtide.script.calling_code import end_search_here
-from lowtide.script.fit_steps import Fitting, OnInfeasible, check_on_infeasible
+from lowtide.script.fit_request import OnInfeasible, check_on_infeasible
+from lowtide.script.fit_steps import Fitting
 from lowtide.script.repeat_step import count_in_words
 from lowtide.script.run_listened import watched, why_not
 from lowtide.script.run_verdict import RunVerdict
@@ -48,17 +49,17 @@ class Run(Displayed):
     @property
     def plan(self) -> Plan | None:
         """The plan for the largest batches so far; None before it is made, and if training continues without a plan."""
-        return self._fitting.plan
+        return self._fitting.plans.plan
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """All plans in force, the one for the smallest batches first."""
-        return self._fitting.plans
+        return self._fitting.plans.all
 
     @property
     def verdict(self) -> RunVerdict | None:
         """Measured memory of the steps under `plan`; None until a step was measured."""
-        return self._fitting.verdict
+        return self._fitting.plans.verdict
 
     @property
     def n_repeated(self) -> int:
@@ -135,22 +136,22 @@ class Run(Displayed):
 
     def __str__(self) -> str:
         fitting = self._fitting
-        if fitting.unplanned is not None:
-            return f"{fitting.unplanned} Training went on without a plan."
+        if fitting.plans.unplanned is not None:
+            return f"{fitting.plans.unplanned} Training went on without a plan."
         failure = self._failure or (self._steps and self._steps.failed)
         if failure is not None:
             return f"ended: {failure}"
-        if fitting.plan is None and self._unfinished is not None:
+        if fitting.plans.plan is None and self._unfinished is not None:
             return f"no plan was made: {self._unfinished}"
-        if fitting.plan is None:
+        if fitting.plans.plan is None:
             return f"no plan yet: a model gets one when it {fitting.awaits}."
-        return "\n".join([*map(self._in_a_line, fitting.plans), *self._proof(fitting.plan)])
+        return "\n".join([*map(self._in_a_line, fitting.plans.all), *self._proof(fitting.plans.plan)])
 
     def _in_a_line(self, plan: Plan) -> str:
         change = format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)
-        size = "" if len(self._fitting.plans) == 1 else f" up to {' and '.join(plan.input_shapes)}"
+        size = "" if len(self._fitting.plans.all) == 1 else f" up to {' and '.join(plan.input_shapes)}"
         return (
-            f"{self._fitting.model_name}{size}: {change} peak predicted (budget {format_bytes(plan.budget_bytes)})"
+            f"{self._fitting.plans.name}{size}: {change} peak predicted (budget {format_bytes(plan.budget_bytes)})"
             f"{extra_time(plan)}; {decisions(plan)}"
         )
 

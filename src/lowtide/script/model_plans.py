@@ -1,0 +1,382 @@
+"""Plans of the model that a loop trains: made from its rehearsal, put in force, and replaced if one is over the budget.
+
+A plan for compiled code has to pass two checks before it is in force: that inductor schedules its code within the
+budget, and that the code computes the same bits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+
+from lowtide.api.apply import Applied
+from lowtide.api.differing_bits import REFUSED, with_kept
+from lowtide.api.fit import as_measured, forecast_plan, with_excess
+from lowtide.errors import Infeasible, LowtideError
+from lowtide.planner import plan
+from lowtide.planner.planning import forecast_peak, smallest_plan
+from lowtide.profiler.compiled_bits import compiled_bits
+from lowtide.profiler.online import NOT_RUN
+from lowtide.profiler.other_memory import NOTEWORTHY
+from lowtide.report.text_table import added_time, decisions, lever_lines, listed
+from lowtide.runtime.fingerprint import check_made_for
+from lowtide.script.compiled_checks import CompiledChecks, addresses_with_other_bits, error_of_other_bits
+from lowtide.script.larger_batches import LargerBatches
+from lowtide.script.later_steps import LaterSteps
+from lowtide.script.rehearse_steps import Rehearsing
+from lowtide.script.run_verdict import RunVerdict
+from lowtide.units import format_bytes, format_change
+from lowtide.utils.progress import Stage
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.planner.records import Plan, Profile
+    from lowtide.runtime.guards import Changed
+    from lowtide.script.fit_request import FitRequest
+    from lowtide.script.plan_monitor import InForce, Repeats
+    from lowtide.state.step_outcome import Outcome
+
+WHOLE_NEXT: Final = "That was inside compiled blocks: they are rehearsed again, to be replayed as a whole"
+SMALLEST_FOR_LARGER: Final = "The plan with the smallest peak is in force for these batches"
+
+
+@dataclass(frozen=True, slots=True)
+class BegunStep:
+    """A step that begins, at its first call of the model."""
+
+    model: nn.Module
+    batch: Any
+    """Arguments of the call, (args, kwargs)."""
+    optimizers: tuple[Optimizer, ...]
+    code: Callable[..., Any]
+    """The function that the program calls: the model, or a compiled function around it."""
+
+
+class AppliedPlans(Applied):
+    """Plans in force, and their rehearsals; both live as long as the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plans: Sequence[Plan],
+        say: Callable[[str], None],
+        outgrown: Callable[[str], bool],
+        changed: Changed,
+        rehearsing: Rehearsing,
+    ) -> None:
+        super().__init__(model, plans, None, say, outgrown, changed)
+        self.rehearsing = rehearsing
+        self.profile = rehearsing.profile
+        """The profile that the plan for the largest batches was made from."""
+
+
+class ModelPlans:
+    """The plans of one model, for one request."""
+
+    def __init__(
+        self,
+        request: FitRequest,
+        rehearsing: Rehearsing,
+        in_force: InForce,
+        repeats: Repeats,
+        say: Callable[[str], None],
+    ) -> None:
+        """Begin without a plan."""
+        self.name: str | None = None
+        """The class of the model."""
+        self.plan: Plan | None = None
+        """The plan for the largest batches so far."""
+        self.smaller: list[Plan] = []
+        """Plans for smaller batches than those of `plan`, the smallest first."""
+        self.verdict: RunVerdict | None = None
+        """The verdict on `plan`; None until it was found to hold."""
+        self.unplanned: str | None = None
+        """The reason why training continues without a plan."""
+        self.rehearsing = rehearsing
+        self.checks = CompiledChecks(say)
+        self.larger, self.later = LargerBatches(), LaterSteps()
+        self.preceding: Counter[str] = Counter()
+        """Counts, by name, of models called between steps."""
+        self.over: list[int] = []
+        """Measured peaks in bytes of plans that were over the budget."""
+        self._request, self._in_force, self._repeats, self._say = request, in_force, repeats, say
+
+    @property
+    def all(self) -> tuple[Plan, ...]:
+        """All plans, the one for the smallest batches first."""
+        return (*self.smaller, *([] if self.plan is None else [self.plan]))
+
+    @property
+    def profile(self) -> Profile | None:
+        """The profile of the rehearsed step; None while there is none, and once the plan is final."""
+        return self.rehearsing.profile
+
+    # --- made from the rehearsal
+
+    def make(self, profile: Profile, model: nn.Module) -> None:
+        """Plan for `profile`, or react as `on_infeasible` says if no plan fits. Raises Infeasible."""
+        self._say(f"rehearsed {self.name} in {self.rehearsing.n_steps} steps")
+        budget = self._request.budget
+        try:
+            with Stage("planning"):
+                made = forecast_plan(profile, budget) if profile.graphs else plan(profile, budget)
+        except Infeasible as why:
+            if not self._accepts_over(why, model):
+                return
+            made = replace(smallest_plan(profile), budget_bytes=why.budget_bytes)
+        self.plan = replace(made, budget_for=self._request.budget_for)
+        self.announce(self.plan)
+
+    def plan_lower(self, made: Plan, measured_bytes: int) -> bool:
+        """Replace `made`, which was measured over the budget, by a plan with a lower peak. Returns False if there is
+        none.
+        """
+        profile, over_bytes = self.profile, measured_bytes - made.budget_bytes
+        assert profile is not None
+        aim_bytes = made.predicted.peak_bytes - over_bytes
+        if made.graphs:
+            aim_bytes = made.budget_bytes
+            excess_bytes = measured_bytes - forecast_peak(profile, made)
+            self.rehearsing.profile = profile = with_excess(profile, excess_bytes)
+        try:
+            lower = plan(profile, max(1, aim_bytes))
+        except Infeasible:
+            lower = smallest_plan(profile)
+        if lower.decisions == made.decisions:
+            return False
+        self._say(
+            f"measured {format_bytes(measured_bytes)} peak, {format_bytes(over_bytes)} over the budget: planning again"
+        )
+        self.plan = replace(lower, budget_bytes=made.budget_bytes, budget_for=made.budget_for)
+        return True
+
+    def plan_or_smallest(self, profile: Profile, made: Plan, otherwise: str) -> Plan:
+        """Return a plan for the budget of `made`, or say `otherwise` and return the one with the smallest peak."""
+        try:
+            following = plan(profile, made.budget_bytes)
+        except Infeasible as why:
+            following = smallest_plan(profile)
+            self._say(f"{first_line(why)} {otherwise}")
+        return replace(following, budget_bytes=made.budget_bytes, budget_for=made.budget_for)
+
+    def announce(self, made: Plan) -> None:
+        """Report a plan that will be in force."""
+        change = format_change(made.plain.peak_bytes, made.predicted.peak_bytes)
+        self._say(
+            f"{self.name}: {change} peak predicted (budget {format_bytes(made.budget_bytes)}), "
+            f"{added_time(made.predicted.extra_ms, made.step_ms)}; in force from the next step on"
+        )
+        for line in (decisions(made), *lever_lines(made)):
+            self._say(line)
+        if self.smaller:
+            return
+        for name in [name for name, n in self.preceding.items() if n > 1]:
+            another = "another " * (name in re.split(", | and ", str(self.name)))
+            self._say(
+                f"note: {another}{name} is called before the model in each step, and memory that it takes until then "
+                "is not counted: lowtide.fit counts it"
+            )
+        for note in made.notes:
+            if note != NOT_RUN:
+                self._say(f"note: {note}")
+
+    # --- without a plan that fits
+
+    def _accepts_over(self, why: Infeasible, model: nn.Module) -> bool:
+        """Return True if the plan with the smallest peak is to be in force above the budget, as `on_infeasible` says.
+
+        Otherwise there is no plan from then on, or compiled blocks are rehearsed again. Raises `why`.
+        """
+        if self.profile is not None and self.profile.graphs and self.replays_blocks(why, model):
+            return False
+        if self._request.on_infeasible == "raise":
+            raise why
+        if self._request.on_infeasible == "plain":
+            self.go_on_plain(why)
+            return False
+        self._say(f"{first_line(why)} As asked, the plan with the smallest peak is in force, above the budget")
+        return True
+
+    def replays_blocks(self, why: LowtideError, model: nn.Module) -> bool:
+        """Return True if compiled blocks are rehearsed again, to be replayed as a whole: no plan inside them fits."""
+        if not self.rehearsing.replays_blocks(model):
+            return False
+        self._say(f"{first_line(why)} {WHOLE_NEXT}")
+        self.plan = None
+        return True
+
+    def go_on_plain(self, why: LowtideError) -> None:
+        """Continue without a plan, as asked."""
+        self.plan, self.unplanned = None, first_line(why)
+        self._say(f"{self.unplanned} Training continues without a plan, as asked")
+
+    # --- in force
+
+    def put_in_force(self, step: BegunStep) -> Plan | None:
+        """Put the current plans in force on the model, unless they are already. Compiled code is compared on the batch.
+
+        Returns the plan that is in force then, if any.
+        """
+        assert self.plan is not None
+        if self._in_force.applied is not None and self._in_force.applied.plan is self.plan:
+            self.rehearsing.leaves()
+            return self.plan
+        self._in_force.remove()
+        plain = None
+        is_compared = self.checks.must_compare(self.plan)
+        if is_compared:  # before the rehearsal ends, under which code has torch's own partition
+            plain = compiled_bits(step.model, step.code, step.batch)
+        self.rehearsing.leaves()
+        if is_compared and not self._schedule(self.plan, step):
+            return None
+        self._force(self.plan, step.model)
+        if is_compared:
+            kinds = self._compare(self.plan, plain, step)
+            if kinds and plain is not None and (following := self._with_kept(self.plan, step, plain)):
+                self._force(following, step.model)
+                kinds = self._compare(following, plain, step)
+            if kinds and self.plan is not None:
+                self._refuse(kinds, step.model)
+        return self.plan
+
+    def _force(self, made: Plan, model: nn.Module) -> None:
+        """Put plans in force, the last of which is `made`."""
+        self.plan = made
+        if not self.later.has_begun:  # else the plan may stay on a model that has changed
+            check_made_for(made.fingerprint, model)
+        if self._request.budget_for == "reserved":
+            torch.cuda.empty_cache()  # returns segments of rehearsed steps to the device
+        applied = AppliedPlans(model, self.all, self._say, self._outgrown, self.changed, self.rehearsing)
+        self._in_force.applied = applied
+        self._repeats.guard(model, applied)
+
+    def _schedule(self, made: Plan, step: BegunStep) -> bool:
+        """Replace a plan for compiled code by the cheapest of a few whose code inductor schedules within the budget.
+
+        Returns False if none is within the budget and no plan is to be in force, as `on_infeasible` says. Raises
+        Infeasible.
+        """
+        best, why = self.checks.scheduled(made, self.rehearsing, step.model, step.code, step.batch)
+        if why is not None:
+            if self.later.has_begun:
+                self._say(f"{first_line(why)} {SMALLEST_FOR_LARGER}")
+            elif not self._accepts_over(why, step.model):
+                return False
+        if best.decisions != made.decisions:
+            self._say(decisions(best))
+        self.plan = best
+        return True
+
+    def _compare(self, made: Plan, plain: Outcome | None, step: BegunStep) -> dict[str, tuple[str, ...]]:
+        return self.checks.compare(made, plain, step.model, step.code, step.batch)
+
+    def _with_kept(self, made: Plan, step: BegunStep, plain: Outcome) -> Plan | None:
+        """Return a plan that keeps the values by which the bits under `made` differ from `plain`; None if none fits."""
+        profile = self.profile
+        if self._in_force.applied is None or profile is None or not made.recompute:
+            return None
+        self._in_force.remove()
+        kept = addresses_with_other_bits(made, plain, step.model, step.code, step.batch)
+        self.rehearsing.profile = profile = with_kept(profile, kept)
+        try:
+            following = forecast_plan(profile, made.budget_bytes)
+            self.plan = replace(following, budget_for=made.budget_for)
+            if not self._schedule(self.plan, step):
+                return None
+        except Infeasible as why:
+            self._say(first_line(why))
+            return None
+        self._say(f"kept: {listed(kept)} ({REFUSED})")
+        return self.plan
+
+    def _refuse(self, kinds: dict[str, tuple[str, ...]], model: nn.Module) -> None:
+        """Take the plan off. Raises RehearsalError, or goes on without a plan as `on_infeasible` says."""
+        why = error_of_other_bits(kinds)
+        self._in_force.remove()
+        if self.replays_blocks(why, model):
+            self.checks = CompiledChecks(self._say)
+        elif self._request.on_infeasible == "plain":
+            self.go_on_plain(why)
+        else:
+            raise why
+
+    def release(self) -> None:
+        """Release the model; the plans stay in force, and hold their rehearsal."""
+        if self._in_force.applied is not None:
+            self.rehearsing.restart()  # frees the recording
+        self._in_force.release()
+        self.rehearsing = Rehearsing()
+
+    def resume(self) -> bool:
+        """Observe more steps, for larger batches or after changes. Returns False if the model is gone."""
+        applied = self._in_force.resume()
+        if not isinstance(applied, AppliedPlans):
+            return False
+        self.rehearsing = applied.rehearsing
+        if self.larger.is_outgrown:
+            self.larger.is_outgrown = False
+            self.larger.await_next()
+        else:
+            self.rehearsing.profile = applied.profile
+            self.later.begin()
+        return True
+
+    # --- measured
+
+    def hold(self, made: Plan, measured_bytes: int | None, *, is_of_planned_size: bool) -> None:
+        """Keep `made` in force, with its verdict; later steps are measured now and then."""
+        self.verdict = RunVerdict(
+            budget_bytes=made.budget_bytes,
+            predicted_peak_bytes=made.predicted.peak_bytes,
+            measured_peak_bytes=measured_bytes,
+            budget_for=self._request.budget_for,
+            is_of_planned_size=is_of_planned_size,
+            proof=self.checks.proof,
+        )
+        # what is left from the step before, as a graph that outlives it, depends on the plan that was in force then
+        static = None if self.profile is None else self.profile.static
+        leaves_some = static is not None and static.carried_over >= NOTEWORTHY * static.total
+        self.later.plan_holds(is_sure=not leaves_some)
+
+    def take_measured(self, made: Plan, measured_bytes: int) -> Plan:
+        """Take the measured peak of compiled code as the prediction of `made`, instead of the forecast."""
+        assert self._in_force.applied is not None
+        self.plan = self.checks.compared = self._in_force.applied.plan = made = as_measured(made, measured_bytes)
+        return made
+
+    def _outgrown(self, what: str) -> bool:
+        """Return True if the model gets another plan for a batch that is larger than the planned ones."""
+        assert self.plan is not None
+        if not self.larger.can_be_planned(self.plan):
+            return False
+        self._say(
+            f"{self.name} {what}: the peak may be above the budget, though larger batches run under the plan "
+            "with the smallest peak. The next one is rehearsed, for a separate plan"
+        )
+        self.larger.is_outgrown = True
+        return True
+
+    def changed(self, kind: Literal["model", "step", "state"], what: str) -> bool:
+        """Return True if the steps get another plan if they need one. See Changed."""
+        assert self.plan is not None
+        if not self.later.can_rehearse(self.plan):
+            return False
+        self.later.come_soon()
+        self.later.is_different |= kind == "step"
+        self.later.is_changed |= kind == "model"
+        if kind == "model":
+            self._say(f"{self.name} {what}: the peak may be above the budget until it is rehearsed again")
+        return True
+
+
+def first_line(why: LowtideError) -> str:
+    """Return the first line of the error's text, as a sentence."""
+    text = str(why).partition("\n")[0]
+    return f"{text[0].upper()}{text[1:]}"

@@ -1,0 +1,178 @@
+"""Plan again for a model whose plan was found to hold: for larger batches, and for steps that need more memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from lowtide.api.fit import with_excess
+from lowtide.errors import RehearsalError
+from lowtide.memory.events import Busy
+from lowtide.runtime.call_shapes import no_larger, shapes_in
+from lowtide.runtime.fingerprint import fingerprint
+from lowtide.runtime.planned_engine import most_elements
+from lowtide.script.larger_batches import LargerBatches
+from lowtide.script.model_plans import SMALLEST_FOR_LARGER
+from lowtide.script.plan_monitor import Measured
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowtide.planner.records import Plan, Profile, Static
+    from lowtide.script.model_plans import BegunStep, ModelPlans
+    from lowtide.script.plan_monitor import InForce
+    from lowtide.utils.amounts import BudgetFor
+
+SMALLEST_FROM_NOW: Final = "The plan with the smallest peak is in force from now on"
+
+
+class Replanning:
+    """Measurements and rehearsals after the first plan of a model, each of which may replace the plan."""
+
+    def __init__(self, plans: ModelPlans, in_force: InForce, budget_for: BudgetFor, say: Callable[[str], None]) -> None:
+        self._plans, self._in_force, self._budget_for, self._say = plans, in_force, budget_for, say
+
+    # --- for larger batches
+
+    def look_for_larger(self, made: Plan, step: BegunStep) -> None:
+        """Rehearse this step if its batch exceeds those that `made` is for; else run it under its plan."""
+        if not self._plans.larger.has_come(made, step.batch):
+            self._plans.put_in_force(step)
+            return
+        self._in_force.remove()
+        try:
+            self._plans.rehearsing.begins(step.model, step.batch, step.optimizers)
+            self._plans.larger.is_rehearsed = True
+        except RehearsalError as why:
+            self._leave_growth(why)
+            self._plans.put_in_force(step)
+
+    def plan_for_larger(self, made: Plan, model: nn.Module) -> bool:
+        """Plan for a larger batch once it was rehearsed often enough. Returns True if `made` was replaced."""
+        plans = self._plans
+        plans.larger.is_rehearsed = False
+        try:
+            plans.rehearsing.ends(model)
+        except RehearsalError as why:
+            self._leave_growth(why)
+        if plans.profile is None:
+            return False
+        plans.larger.count_plan()
+        larger = plans.plan_or_smallest(plans.profile, made, SMALLEST_FOR_LARGER)
+        if len(larger.input_shapes) != 1 or most_elements(larger) <= most_elements(made):
+            return False
+        if not larger.graphs:  # compiled code has one partition for all sizes
+            plans.smaller.append(made)
+        plans.plan, plans.over = larger, []
+        plans.announce(larger)
+        return True
+
+    def _leave_growth(self, why: RehearsalError) -> None:
+        """Leave larger batches under the plan with the smallest peak."""
+        self._say(f"larger batches are not planned for: {why}")
+        self._plans.larger.give_up()
+
+    # --- for steps that need more memory
+
+    def measure(self, made: Plan, step: BegunStep) -> Measured | None:
+        """Measure this step if its batch is one that `made`, the plan in force, is for."""
+        current, planned = fingerprint(step.model, step.batch).batch, made.fingerprint.batch
+        if current == planned or no_larger(shapes_in(current), shapes_in(planned)):
+            applied = self._in_force.applied
+            assert applied is not None
+            with contextlib.suppress(Busy):
+                return Measured(step.model, step.batch, step.optimizers, applied, self._budget_for, is_checked=False)
+        return None
+
+    def judge(self, made: Plan, step: Measured | None) -> bool:
+        """Compare a later step with the budget: plan again if more is in memory, rehearse again if it does more.
+
+        Returns True if no further step has to be observed for now.
+        """
+        later = self._plans.later
+        if later.is_changed:
+            if step is not None:
+                step.leave()
+            later.rehearse()
+            return False
+        verdict = self._plans.verdict
+        known_bytes = 0 if verdict is None else verdict.measured_peak_bytes or 0
+        if step is None or (measured_bytes := step.peak_bytes()) <= max(made.budget_bytes, known_bytes):
+            later.measured()
+            return not later.is_measuring
+        profile, static = self._plans.profile, step.static
+        added_bytes = 0 if profile is None else static.total - profile.static.total
+        over = format_bytes(measured_bytes - made.budget_bytes)
+        what = f"measured {format_bytes(measured_bytes)} peak, {over} over the budget"
+        does_more = later.is_different or measured_bytes - made.predicted.peak_bytes > added_bytes
+        if does_more and later.can_rehearse(made):
+            self._say(
+                f"{what}, in a step that does more than the rehearsed ones: the next ones are rehearsed, for a new plan"
+            )
+            later.rehearse()
+            return False
+        later.stop_measuring()
+        assert verdict is not None
+        self._plans.verdict = replace(verdict, measured_peak_bytes=measured_bytes)
+        if added_bytes > 0:
+            what += f": {format_bytes(added_bytes)} more is in memory when a step begins than when it was rehearsed"
+        self._plans.over = []
+        if profile is None or made.graphs:
+            self._say(what)
+            return True
+        self._say(f"{what}; planning again")
+        return not self._plan_for_added(made, profile, static, measured_bytes)
+
+    def _plan_for_added(self, made: Plan, profile: Profile, static: Static, measured_bytes: int) -> bool:
+        """Plan again, with the memory from before a later step, `static`, and with what its peak had more than that.
+
+        Returns True if `made` was replaced.
+        """
+        before_bytes = profile.static.total
+        if static.inputs == profile.static.inputs:
+            profile = replace(profile, static=replace(static, margin=profile.static.margin))
+        unknown_bytes = measured_bytes - made.predicted.peak_bytes - (profile.static.total - before_bytes)
+        profile = with_excess(profile, max(0, unknown_bytes))
+        self._plans.rehearsing.profile = profile
+        self._plans.smaller.clear()  # these plans do not count what was added either
+        following = self._plans.plan_or_smallest(profile, made, SMALLEST_FROM_NOW)
+        if following.decisions == made.decisions:
+            return False
+        self._plans.plan = following
+        return True
+
+    def rehearse(self, step: BegunStep) -> None:
+        """Rehearse this step; nothing is known of such steps."""
+        if self._in_force.applied is not None:
+            self._in_force.remove()
+            self._plans.rehearsing.gives_up(step.model)
+        try:
+            self._plans.rehearsing.begins(step.model, step.batch, step.optimizers)
+        except RehearsalError as why:
+            self._leave_changed(why)
+            self._plans.put_in_force(step)
+
+    def plan_changed(self, made: Plan, model: nn.Module) -> bool:
+        """Plan for changed steps once they were rehearsed often enough. Returns True if `made` was replaced."""
+        plans = self._plans
+        try:
+            plans.rehearsing.ends(model)
+        except RehearsalError as why:
+            self._leave_changed(why)
+            return False
+        if plans.profile is None:
+            return False
+        plans.later.is_rehearsing = False
+        plans.plan = plans.plan_or_smallest(plans.profile, made, SMALLEST_FROM_NOW)
+        plans.smaller, plans.larger, plans.over = [], LargerBatches(), []
+        plans.larger.has_optimizers = True
+        plans.announce(plans.plan)
+        return True
+
+    def _leave_changed(self, why: RehearsalError) -> None:
+        """Leave changed steps without a plan of their own."""
+        self._say(f"changed steps are not planned for: {why}")
+        self._plans.later.give_up()
