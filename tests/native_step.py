@@ -107,7 +107,7 @@ def trained(model: nn.Module, batch: dict[str, torch.Tensor], table: dict[str, d
     """Train with a plan; return bits, operators, saved tensors and what was said, in words."""
     engine = Engine(model, table)
     said: list[str] = []
-    engine.tell = said.append
+    engine.messages.tell = said.append
     engine.install()
     digest = hashlib.sha256()
     torch.manual_seed(1)

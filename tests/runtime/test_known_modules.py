@@ -212,7 +212,7 @@ def test_a_change_between_steps_ends_replays_and_is_said(what: str) -> None:
     engine = in_force(model)
     assert known(engine) is not None
     said: list[str] = []
-    engine.tell = said.append
+    engine.messages.tell = said.append
     change(model)
     model(X).backward()
     assert len(said) == 1

@@ -49,7 +49,7 @@ X = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
 
 def planned(model: nn.Module, recompute: dict[str, str], replay: list[str] | None = None) -> Engine:
     engine = Engine(model, actions_for(recompute, replay or []))
-    engine.tell = lambda what: None
+    engine.messages.tell = lambda what: None
     engine.install()
     return engine
 
@@ -256,7 +256,7 @@ def test_another_activation_in_a_later_run_is_said():
     model, x = Either(), torch.linspace(-1, 1, 8, requires_grad=True)
     engine = planned(model, {"#0:0": "TanhBackward0", "#0:1": "TanhBackward0"})
     said: list[str] = []
-    engine.tell = said.append
+    engine.messages.tell = said.append
     for _ in range(2):
         model(x).sum().backward()
     assert not said

@@ -41,7 +41,7 @@ DECIDED = {
 
 def planned(model: nn.Module, decided: dict[str, str]) -> Engine:
     engine = Engine(model, actions_for(decided, []))
-    engine.tell = lambda what: None
+    engine.messages.tell = lambda what: None
     engine.install()
     return engine
 

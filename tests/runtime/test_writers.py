@@ -368,7 +368,7 @@ def test_a_hidden_write_to_a_saved_buffer_changes_what_backward_reads_and_not_wh
 
     model, said = Scaled(), list[str]()
     engine = Engine(model, actions_for({"#0:2": "TanhBackward0"}, ()))
-    engine.tell = said.append
+    engine.messages.tell = said.append
     with installed(engine):
         assert same(gradients(model), gradients(Scaled()))
     assert len(said) == 1

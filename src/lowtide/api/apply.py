@@ -91,7 +91,8 @@ class Applied(Removable, Displayed):
                 self._undo = undo.pop_all()
             return
         self._engine = Planned(model, *plans)
-        self._engine.tell, self._engine.is_taken = say, lambda: changed("step", "")
+        messages = self._engine.messages
+        messages.tell, messages.is_taken = say, lambda: changed("step", "")
         with contextlib.ExitStack() as undo:
             give_back = weakref.finalize(self._engine, delay_interrupts())  # a plan may last as long as its model
             give_back.atexit = False

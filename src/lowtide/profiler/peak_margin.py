@@ -39,7 +39,7 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
     """
     plan = smallest_plan(profile, "flops")
     engine = Planned(model, plan)
-    engine.tell = lambda said: None
+    engine.messages.tell = lambda said: None
     if profile.measured_plain_peak_bytes is None:  # a step that failed midway may leave any state behind
         unchanged.restore()
     unchanged.restore_for_rerun()

@@ -7,9 +7,7 @@ All state of a forward pass is in one `ForwardPass`, so nothing is left over whe
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,12 +16,11 @@ import torch
 from torch import nn
 
 from lowtide._torch.backward import in_backward, in_transform
-from lowtide._torch.fake_modes import without_function_modes
 from lowtide._torch.modes import off_in_transforms, saved_tensor_hooks
 from lowtide._torch.modules import CALL
 from lowtide._torch.nodes import node_metadata
 from lowtide._torch.privateuse1 import without_overrides
-from lowtide._torch.tensors import base_of, is_plain, is_same_memory
+from lowtide._torch.tensors import base_of, is_plain
 from lowtide.errors import LowtideError
 from lowtide.planner.address_nodes import OFFLOAD, SHAPE, SIGNS
 from lowtide.runtime import saved_values as values
@@ -35,8 +32,8 @@ from lowtide.runtime.class_calls import intercept_calls
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.forward_pass import CallHandler, CallScope, ForwardPass, Passthrough, ThreadState, paused, pausing
 from lowtide.runtime.inplace_gradients import InPlace, check
-from lowtide.runtime.inplace_methods import SHARES_MEMORY
 from lowtide.runtime.partial_saves import PACKINGS, packed, saved_for_shape, saves_signs
+from lowtide.runtime.plan_messages import PlanMessages
 from lowtide.runtime.plan_table import MOST_PATHS, Actions, Decision, NeededSlots, actions_for
 from lowtide.runtime.recipes import CannotRecompute, TooSmall
 from lowtide.runtime.recompute import certain
@@ -65,8 +62,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Actions", "Decision", "Engine", "ForwardPass", "actions_for"]
 
-
-MEASURED = "The next steps are measured: if one is over the budget, another plan is made"
 
 MAX_LEARNT_AGAIN = 3
 """Number of times that the needed saved tensors are learnt again. After that the hooks see all tensors, because runs
@@ -99,7 +94,8 @@ class Engine:
         `in_place` gives for each plan the nodes that write their gradients over others, with the least bytes.
         """
         self.model = model
-        self.relied_on = ReliedOn(self.copied, self.find)
+        self.messages = PlanMessages(model)
+        self.relied_on = ReliedOn(self.messages.say_copied, self.messages.own_tensor)
         self.builder = Builder(ParameterOwners(model, self.relied_on))
         self.tables = actions
         self.in_place = in_place or [{} for _ in actions]
@@ -137,16 +133,8 @@ class Engine:
         self._inside = InterceptorsInside(())
         self._own_calls: list[Callable[[], None]] = []
         """Functions that remove the replacements of classes' own `__call__`."""
-        self.tell: Callable[[str], object] = warnings.warn
-        """Function that gets the messages about the plan, each text once."""
-        self.is_taken: Callable[[], bool] = lambda: False
-        """Function that returns True if steps that differ from the rehearsed ones get another plan when they need it.
-        """
-        self._said: set[str] = set()
         self._n_calls: dict[tuple[int, CallInterceptor], tuple[int, dict[CallInterceptor, int]]] = {}
         """By plan and first called module, the first run's number of elements, and of calls of each module."""
-        self._has_given_away = False
-        """True once a copy because of an array was reported."""
 
     @property
     def scope(self) -> CallScope | None:
@@ -368,7 +356,7 @@ class Engine:
         if len(self.drifted) == 1:
             name = decision.node if node is None else node.name()
             difference = "" if name == decision.node else f": {name}, where the plan has {decision.node}"
-            self.say_different(
+            self.messages.say_different(
                 f"this step saves different tensors than the rehearsed step (first at {decision.address}{difference}): "
                 "these tensors are kept, so the peak may be above the budget",
                 "Rehearse and plan again if the model or its input has changed.",
@@ -376,7 +364,7 @@ class Engine:
 
     def decide_further(self, interceptor: CallInterceptor, plan: int, number: int) -> Actions:
         """Return decisions for a call beyond those of the first run and of the plan: those of the last one in it."""
-        self.say_different(
+        self.messages.say_different(
             "this step calls modules more often than the first step under the plan did: further calls get the last "
             "decision for their module, and the peak may be above the budget",
             "Rehearse the step with the most calls.",
@@ -385,18 +373,6 @@ class Engine:
         last = max(decided)
         path = f"{interceptor.path}#"
         return decided.setdefault(number, decided[last].moved(f"{path}{last}", f"{path}{number}"))
-
-    def say_different(self, what: str, advice: str) -> None:
-        """Report a difference from the rehearsed step, unless it was reported; `advice` is for plans that stay."""
-        if what not in self._said:
-            self._said.add(what)
-            self.say(f"{what}. {MEASURED if self.is_taken() else advice}")
-
-    def say(self, what: str) -> None:
-        """Report a message, unless the same text was reported before."""
-        if what not in self._said:
-            self._said.add(what)
-            self.tell(what)
 
     # --- the calls
 
@@ -426,7 +402,7 @@ class Engine:
         if in_transform():  # transforms allow no saved-tensor hooks: run as without a plan
             self.bypassed = IN_TRANSFORM
             if self.does_anything:
-                self.say(
+                self.messages.say(
                     f"{interceptor} was called inside a transform of torch.func (grad, vmap, ...): the plan does "
                     "nothing there."
                 )
@@ -436,7 +412,7 @@ class Engine:
         if hooks is not None:
             self.bypassed = in_hooks(hooks[0])
             if self.does_anything and hooks[1] is not unpack:  # hooks that are not those of a plan on an outer model
-                self.say(
+                self.messages.say(
                     f"{interceptor} was called inside other saved-tensor hooks (torch.utils.checkpoint or "
                     "saved_tensors_hooks around it). Those take precedence: the plan does nothing there."
                 )
@@ -560,32 +536,6 @@ class Engine:
         """Tell the observer that a gradient will be written over the one that arrived at a node of kind `node`."""
         if (probe := values.observer_of(self)) is not None:
             probe.writing_over(node, n_bytes)
-
-    def find(self, tensor: Tensor) -> tuple[str, Tensor] | None:
-        """Return the name of the model's parameter or buffer that has this tensor's memory, and that parameter or
-        buffer; None if there is none.
-        """
-        named = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
-        with without_function_modes():  # the map of a replay would search again
-            return next(((name, own) for name, own in named if is_same_memory(own, tensor)), None)
-
-    def copied(self, tensor: Tensor, who: str) -> None:
-        """Report a tensor that was copied before a write, because a recompute or replay still reads it.
-
-        Only the first of several tensors that share memory with arrays is reported, as in a histogram of all weights.
-        """
-        if who == SHARES_MEMORY:
-            if self._has_given_away:
-                return
-            self._has_given_away = True
-        own = self.find(tensor)
-        name = "a tensor" if own is None else own[0]
-        writes = "gives away the memory of" if who == SHARES_MEMORY else "writes to"
-        self.say(
-            f"{who} {writes} {name} ({list(tensor.shape)} {tensor.dtype}) between forward and backward, and the "
-            "plan reads it again after that: it was copied first, so the peak may be above the budget. Fit, or "
-            "rehearse and plan, in a step that does so."
-        )
 
     def displaced(self) -> Iterator[CallInterceptor]:
         """Yield the interceptors that another object has displaced, as `Module.compile` does."""

@@ -305,7 +305,7 @@ class ForwardPass:
             return False
         change = None if interceptor.as_planned is None else interceptor.as_planned.change()
         if change is not None:
-            self.engine.say_different(
+            self.engine.messages.say_different(
                 f"{change} since its plan was put in force. The plan runs {interceptor} again in backward, and has "
                 "not been checked with this change: what the block saves is kept instead, so the peak may be above "
                 "the budget",
@@ -331,7 +331,7 @@ class ForwardPass:
         hooks = saved_tensor_hooks()
         if hooks is not None and hooks[1] is unpack:
             return True
-        self.engine.say(
+        self.engine.messages.say(
             f"the plan replays {interceptor}, whose saved tensors are packed by other hooks: torch.utils.checkpoint, "
             "gradient_checkpointing_enable() or saved_tensors_hooks in the model. Those take precedence. Rehearse "
             "again with them."

@@ -18,9 +18,9 @@ from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.call_interceptor import OuterInterceptor, pass_on
 from lowtide.runtime.call_shapes import Shapes, elements, no_larger, shapes_in, shapes_of
 from lowtide.runtime.composite_model import name_of
-from lowtide.runtime.engine import MEASURED
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.live_optimizers import is_of, optimizers_of, state_bytes
+from lowtide.runtime.plan_messages import MEASURED
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:

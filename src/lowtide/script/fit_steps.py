@@ -21,8 +21,8 @@ from lowtide.memory.events import Busy
 from lowtide.profiler.online import PATIENCE
 from lowtide.runtime.call_shapes import no_larger, shapes_in
 from lowtide.runtime.composite_model import name_of
-from lowtide.runtime.engine import MEASURED
 from lowtide.runtime.fingerprint import fingerprint, place_of
+from lowtide.runtime.plan_messages import MEASURED
 from lowtide.script.alternating_models import PATIENCE as TURNS
 from lowtide.script.alternating_models import caller_has_other_optimizers
 from lowtide.script.compiled_checks import CompiledChecks

@@ -64,7 +64,7 @@ class Switching(Engine):
         if not self._was_larger:
             self._was_larger = True
             shapes = [list(shape) for shape in given]
-            self.say(
+            self.messages.say(
                 f"{interceptor} is given {shapes}, which is larger than in the largest rehearsed batch "
                 f"({self._largest}): larger batches run under the plan with the smallest peak and may need more than "
                 "the budget. Fit with the largest batch."
@@ -82,7 +82,7 @@ class Switched(Removable):
         self._passed_by: RemovableHandle | None = None
         if engine.does_anything:
             engine.install()
-            self._passed_by = watch_bypass(engine, engine.say)
+            self._passed_by = watch_bypass(engine, engine.messages.say)
 
     @property
     def drifted(self) -> frozenset[str]:

@@ -1,0 +1,70 @@
+"""Messages about a plan in force, each text once."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lowtide._torch.fake_modes import without_function_modes
+from lowtide._torch.tensors import is_same_memory
+from lowtide.runtime.inplace_methods import SHARES_MEMORY
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+MEASURED = "The next steps are measured: if one is over the budget, another plan is made"
+
+
+class PlanMessages:
+    """The messages about a plan on `model`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tell: Callable[[str], object] = warnings.warn
+        """Function that gets the messages."""
+        self.is_taken: Callable[[], bool] = lambda: False
+        """Function that returns True if steps that differ from the rehearsed ones get another plan when they need it.
+        """
+        self._model = model
+        self._said: set[str] = set()
+        self._has_given_away = False
+        """True once a copy because of an array was reported."""
+
+    def say(self, what: str) -> None:
+        """Report a message, unless the same text was reported before."""
+        if what not in self._said:
+            self._said.add(what)
+            self.tell(what)
+
+    def say_different(self, what: str, advice: str) -> None:
+        """Report a difference from the rehearsed step, unless it was reported; `advice` is for plans that stay."""
+        if what not in self._said:
+            self._said.add(what)
+            self.say(f"{what}. {MEASURED if self.is_taken() else advice}")
+
+    def say_copied(self, tensor: Tensor, who: str) -> None:
+        """Report a tensor that was copied before a write, because a recompute or replay still reads it.
+
+        Only the first of several tensors that share memory with arrays is reported, as in a histogram of all weights.
+        """
+        if who == SHARES_MEMORY:
+            if self._has_given_away:
+                return
+            self._has_given_away = True
+        own = self.own_tensor(tensor)
+        name = "a tensor" if own is None else own[0]
+        writes = "gives away the memory of" if who == SHARES_MEMORY else "writes to"
+        self.say(
+            f"{who} {writes} {name} ({list(tensor.shape)} {tensor.dtype}) between forward and backward, and the "
+            "plan reads it again after that: it was copied first, so the peak may be above the budget. Fit, or "
+            "rehearse and plan, in a step that does so."
+        )
+
+    def own_tensor(self, tensor: Tensor) -> tuple[str, Tensor] | None:
+        """Return the name of the model's parameter or buffer that has this tensor's memory, and that parameter or
+        buffer; None if there is none.
+        """
+        named = itertools.chain(self._model.named_parameters(), self._model.named_buffers())
+        with without_function_modes():  # the map of a replay would search again
+            return next(((name, own) for name, own in named if is_same_memory(own, tensor)), None)
