@@ -83,24 +83,24 @@ _UNTRAINED = "no model was trained: no module with trainable parameters was call
 def why_not(program: str, steps: Steps, listener: StepListener) -> str:
     """Explain why the listener could not finish its work in `program`, which has ended."""
     ended = f"{program} ended"
-    if steps.model is None and steps.in_other_thread:
+    if steps.model is None and steps.unseen.in_other_thread:
         return (
             f"{ended}; it trains in a thread that was there before, where nothing was watched.\n  Start that thread "
             "later, or call the training loop in the same thread."
         )
-    if steps.model is None and steps.in_transform:
+    if steps.model is None and steps.unseen.in_transform:
         return f"{ended}; its model was called {IN_TRANSFORM}"
-    if steps.model is None and steps.started_processes:
+    if steps.model is None and steps.unseen.in_processes:
         return (
             f"{ended}; no model was trained in it, but perhaps in processes that it started (torch.multiprocessing, "
             f"spawn), where nothing was watched.\n  {IN_PROCESSES}"
         )
-    if steps.model is None and steps.in_backward_only:
+    if steps.model is None and steps.unseen.in_backward_only:
         return (
             f"{ended}; the whole model is inside a reentrant checkpoint, which runs it without gradients first.\n"
             "  Say use_reentrant=False there, or do without: plans keep what pays."
         )
-    if steps.model is None and n_compiled() > steps.n_compiled_before:
+    if steps.model is None and n_compiled() > steps.unseen.n_compiled_before:
         return (
             f"{ended}, and {_UNTRAINED}. A function that torch.compile made before was perhaps called.\n"
             "  Call torch.compile inside the block, or compile the model instead: torch.compile(model)."
@@ -111,7 +111,7 @@ def why_not(program: str, steps: Steps, listener: StepListener) -> str:
             "  Call model.train() before the training loop, and let Lowtide run what trains."
         )
     name = name_of(steps.model)
-    if not (steps.n_updates or steps.by_hand.n_updates):
+    if not (steps.updates.n or steps.by_hand.n_updates):
         return (
             f"{ended}, and no optimizer stepped: {name} was called in training mode, but neither a "
             "torch.optim.Optimizer nor the script's own code updated it.\n  Run at least one step of the training loop "

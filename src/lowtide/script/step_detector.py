@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Self
 
@@ -46,17 +45,31 @@ from lowtide.runtime.composite_model import CompositeModel, whole
 from lowtide.script.alternating_models import PATIENCE, AlternatingModels, caller_has_other_optimizers, held_by, ids
 from lowtide.script.candidate_models import CandidateModels
 from lowtide.script.compiled_functions import trained_modules, watch_compiled_functions
-from lowtide.script.line_search import Search
 from lowtide.script.manual_updates import ManualUpdates
+from lowtide.script.optimizer_updates import OptimizerUpdates
 from lowtide.script.post_plan_monitor import PostPlanMonitor
 from lowtide.script.prompt_tuning import PromptTuning
 from lowtide.script.step_listener import Enough, StepListener
+from lowtide.script.training_thread import TrainingThread
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-MOST_UNUSED = 4
-"""Number of updates by others after which an optimizer no longer counts if they have updated its parameters."""
+
+@dataclass(slots=True)
+class UnseenTraining:
+    """Kinds of training in which no steps are detected, as far as the program has shown them."""
+
+    in_other_thread: bool = False
+    """True if a model was trained in a thread from before the block."""
+    in_backward_only: bool = False
+    """True if a model was called with gradients enabled in backward passes, and without gradients elsewhere."""
+    in_transform: bool = False
+    """True if a model was called in transforms of torch.func."""
+    in_processes: bool = False
+    """True if the program started processes."""
+    n_compiled_before: int = field(default_factory=n_compiled)
+    """Number of graphs that torch.compile had compiled when the block began: functions from before are not watched."""
 
 
 class Steps:
@@ -78,12 +91,8 @@ class Steps:
     ) -> None:
         self.listener = listener
         self._is_given, self._when_failed = model is not None, when_failed
-        self.n_updates = 0
-        """Number of updates by optimizers so far."""
         self.n_steps = 0
         """Number of finished steps of the model."""
-        self.n_compiled_before = n_compiled()
-        """Number of graphs that torch.compile had compiled when the block began."""
         self.model: nn.Module | None = model
         """The model, if it is known."""
         self.failed: LowtideError | Enough | None = None
@@ -91,12 +100,7 @@ class Steps:
         self._own_calls: set[type] = set()
         """Classes whose own `__call__` is patched as well."""
         self._called: dict[int, nn.Module] = {}
-        self._optimizers: dict[int, Optimizer] = {}
-        self._stepped: dict[int, Optimizer] = {}
-        self._last_update: dict[int, int] = {}
-        """Number of updates so far, at the last update by each optimizer, by its id."""
-        self._updating: dict[int, Search] = {}
-        """Updates in progress, by optimizer id: they may call the model."""
+        self.updates = OptimizerUpdates()
         self._candidates, self._prompted, self._turns, self.by_hand = (
             CandidateModels(),
             PromptTuning(),
@@ -105,14 +109,7 @@ class Steps:
         )
         self._waits_until = 0
         """Number of updates up to which a listener that is done waits for another model to take turns with its own."""
-        self.in_other_thread = False
-        """True if a model was trained in a thread from before the block, which is not observed."""
-        self.in_backward_only = False
-        """True if a model was called with gradients enabled in backward passes, and without gradients elsewhere."""
-        self.in_transform = False
-        """True if a model was called in transforms of torch.func."""
-        self.started_processes = False
-        """True if the script started processes, which are not observed."""
+        self.unseen = UnseenTraining()
         self._afterwards: PostPlanMonitor | None = None
         """Monitor that takes over when the listener is done. From then on this object holds no model."""
         self._before: weakref.ref[nn.Module] | None = None
@@ -123,10 +120,7 @@ class Steps:
         self._is_late = False
         """True if updates were made inside backward: the step may be over when backward is."""
         self._depth = 0
-        self._process = os.getpid()
-        self._thread: threading.Thread | None = None
-        """Thread that trains, once one does."""
-        self._other_threads = weakref.WeakSet(t for t in threading.enumerate() if t is not threading.current_thread())
+        self._thread = TrainingThread()
 
     def __enter__(self) -> Self:
         self._hook = register_optimizer_step_post_hook(self._updates)
@@ -159,17 +153,15 @@ class Steps:
         self._unwatch.close()
         self._own_calls.clear()
         if self.model is not None and (self.listener.done or self.failed is not None):
-            self._afterwards = PostPlanMonitor(self.listener, self.model, self._optimizers.values())
+            self._afterwards = PostPlanMonitor(self.listener, self.model, self.updates.optimizers.values())
             self.model = None
             self._called.clear()
-            self._optimizers.clear()
-            self._stepped.clear()
-            self._updating.clear()
+            self.updates.forget()
 
     def _resume(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """Detect steps again: the listener was done with the model, and now needs more of its steps."""
         self._afterwards, self.model = None, model
-        self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
+        self.updates.restart(optimizers)
         self._is_open = self._is_late = False
         self._watch()
 
@@ -183,9 +175,9 @@ class Steps:
                     self._close()
 
     def _starts_process(self, plain: Callable[..., Any], process: BaseProcess) -> None:
-        if not self.started_processes and self.model is None and is_spawned(process):
+        if not self.unseen.in_processes and self.model is None and is_spawned(process):
             self.listener.starts_processes()  # at once, as they may train for hours
-        self.started_processes = True
+        self.unseen.in_processes = True
         plain(process)
 
     def _made(
@@ -203,10 +195,10 @@ class Steps:
 
     @not_compiled_alone
     def _call(self, plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if self._is_late and not self._depth and self._is_here() and not in_backward():
+        if self._is_late and not self._depth and self._thread.is_here() and not in_backward():
             self._close_late()
         begins = not self._depth and self._begins_training(module, (args, kwargs))
-        if self._before is None and not (begins or self._is_open or self._depth) and self._is_here():
+        if self._before is None and not (begins or self._is_open or self._depth) and self._thread.is_here():
             self._before = weakref.ref(module)
         if self._depth or not (
             begins or module in self._prompted or (torch.is_grad_enabled() and any(map(is_lazy, module.parameters())))
@@ -220,7 +212,7 @@ class Steps:
                 with self._noting():
                     self._handle_outermost_call(module, (args, kwargs))
             out = plain(module, *args, **kwargs)
-            if id(module) in self._called and not self.n_updates:
+            if id(module) in self._called and not self.updates.n:
                 self.by_hand.returned(module)
             return out
         finally:
@@ -233,11 +225,11 @@ class Steps:
         """Call a function compiled from `of`; a step may begin with it."""
         if self._depth or not self.listener.plans_compiled:
             return function(*args, **kwargs)
-        if self._is_late and self._is_here() and not in_backward():
+        if self._is_late and self._thread.is_here() and not in_backward():
             self._close_late()
         self._depth += 1
         try:
-            if torch.is_grad_enabled() and self._is_here() and not in_backward():
+            if torch.is_grad_enabled() and self._thread.is_here() and not in_backward():
                 for module in trained_modules(of, args, kwargs):
                     with self._noting():
                         check_updates_outside(of)
@@ -255,7 +247,9 @@ class Steps:
         if not torch.is_grad_enabled() or is_tracing() or any(is_lazy(p) for p in module.parameters()):
             return False
         if in_transform():
-            self.in_transform |= self.model is None and module.training and any(True for _ in module.parameters())
+            self.unseen.in_transform |= (
+                self.model is None and module.training and any(True for _ in module.parameters())
+            )
             return False
         if not any(p.requires_grad for p in module.parameters()):
             return self._begins_frozen(module, given)
@@ -264,10 +258,10 @@ class Steps:
                 self._prompted.evaluated(module)
             return False
         if in_backward():
-            self.in_backward_only |= self.model is None
+            self.unseen.in_backward_only |= self.model is None
             return False
-        is_here = self._is_here()
-        self.in_other_thread |= not is_here
+        is_here = self._thread.is_here()
+        self.unseen.in_other_thread |= not is_here
         return is_here
 
     def _begins_frozen(self, module: nn.Module, given: Any) -> bool:
@@ -277,19 +271,11 @@ class Steps:
             tensor.requires_grad for tensor in tensors_in(given)
         ):
             return False
-        if in_backward() or not self._is_here():
+        if in_backward() or not self._thread.is_here():
             return False
         if self.model is None and any(True for _ in module.parameters()):
             self._prompted.frozen(module)
         return is_whole
-
-    @never_compiled
-    def _is_here(self) -> bool:
-        """Return True in the observed thread, or in one that may become the observed thread."""
-        current = threading.current_thread()
-        if os.getpid() != self._process:
-            return False
-        return current is self._thread if self._thread is not None else current not in self._other_threads
 
     @never_compiled
     def _handle_outermost_call(self, module: nn.Module, batch: Any) -> None:
@@ -298,18 +284,17 @@ class Steps:
         if self._is_given and not self._is_ours(module):
             return
         check_not_in_zero(module)
-        self._thread = threading.current_thread()
+        self._thread.begin()
         if self._is_open and (self._all_stepped() or self._is_updated_by_hand()):
             self._close()  # a parameter had a gradient, but is in no optimizer
-        elif self._is_open and (search := self._search()) is not None and search.has_moved():
-            self._stepped[id(search.optimizer)] = search.optimizer
+        elif self._is_open and (search := self.updates.search()) is not None and search.has_moved():
+            self.updates.in_step[id(search.optimizer)] = search.optimizer
             self._close()
         mine = set() if self.model is None else ids(self.model.parameters())
-        # the steps of the other models are over
-        self._stepped = {key: o for key, o in self._stepped.items() if mine & held_by(o)}
+        self.updates.leave_others(mine)
         self._turns.called(module)
         if self.listener.done:
-            if self._waits_until and self.n_updates >= self._waits_until:
+            if self._waits_until and self.updates.n >= self._waits_until:
                 self._waits_until = 0
                 self.listener.lets_go()
             if not self._waits_until:
@@ -319,7 +304,7 @@ class Steps:
             self.model = module
             self._prompted.forget()
         elif not (self._is_given or self._is_ours(module)) and self.listener.is_left_by(self.model, module):
-            for held in (self._called, self._optimizers, self._stepped):  # their memory may be freed
+            for held in (self._called, self.updates.optimizers, self.updates.in_step):  # their memory may be freed
                 held.clear()
             self._replace(module)
         elif not self._is_given and self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
@@ -333,17 +318,17 @@ class Steps:
             before = None if self._before is None else self._before()
             if before is not None and not self._is_ours(before) and any(True for _ in before.parameters()):
                 self.listener.precedes(before)
-            if (search := self._search()) is not None:
-                self._optimizers[id(search.optimizer)] = search.optimizer
+            if (search := self.updates.search()) is not None:
+                self.updates.optimizers[id(search.optimizer)] = search.optimizer
             self._is_beginning = True
             try:
-                self.listener.begins(self.model, batch, tuple(self._optimizers.values()))
+                self.listener.begins(self.model, batch, tuple(self.updates.optimizers.values()))
             finally:
                 self._is_beginning = False
             self._is_open = True
         if self._is_open:
             self._called[id(module)] = module
-            if not self.n_updates:
+            if not self.updates.n:
                 self.by_hand.called(module)
 
     def _note_other_call(self, module: nn.Module) -> None:
@@ -354,12 +339,12 @@ class Steps:
             assert self.model is not None
             self._candidates.leave(self.model)
             # the state of the other models may be freed
-            self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
+            self.updates.restart(optimizers)
             self._give_up(whole(trained))
 
     def _is_updated_by_hand(self) -> bool:
         """Return True if the model's parameters were updated without an optimizer of torch."""
-        if self.n_updates or self._updating or self.model is None:
+        if self.updates.n or self.updates.are_in_progress or self.model is None:
             return False
         return self.listener.is_updated(self.model) or self.by_hand.has_updated(self._called.values())
 
@@ -367,18 +352,14 @@ class Steps:
         """Return True if the optimizer steps in a thread that is not observed, and updates no parameter of the
         model.
         """
-        if self._is_here() or in_backward():
+        if self._thread.is_here() or in_backward():
             return False
         return self.model is None or not held_by(optimizer) & ids(self.model.parameters())
 
     @called_between_graphs
     def _begins_update(self, optimizer: Optimizer, *_: Any) -> None:
         if self._afterwards is None and not self._is_elsewhere(optimizer):
-            self._updating[id(optimizer)] = Search(optimizer)
-
-    def _search(self) -> Search | None:
-        """Return the update in progress that evaluates the model several times, if any; each evaluation is a step."""
-        return next((search for search in self._updating.values() if search.evaluates_often), None)
+            self.updates.begin(optimizer)
 
     @called_between_graphs
     def _updates(self, optimizer: Optimizer, *_: Any) -> None:
@@ -387,10 +368,7 @@ class Steps:
             return
         if self._is_beginning or self._is_elsewhere(optimizer):
             return
-        self.n_updates += 1
-        self._last_update[id(optimizer)] = self.n_updates
-        self._updating.pop(id(optimizer), None)
-        self._optimizers[id(optimizer)] = optimizer
+        self.updates.end(optimizer)
         if self.model is None and (model := self._prompted.updated(optimizer)) is not None:
             self.model = model
             self._prompted.forget()
@@ -409,7 +387,7 @@ class Steps:
             self._candidates.updated(optimizer)
         if not self._is_open or self.failed is not None:
             return
-        self._stepped[id(optimizer)] = optimizer
+        self.updates.in_step[id(optimizer)] = optimizer
         if in_backward():  # more gradients will arrive
             self._is_late = True
         elif not self._gradients() - self._updated() and self._all_stepped():
@@ -422,8 +400,8 @@ class Steps:
             if self._is_elsewhere(optimizer):
                 return
             monitor.updated(optimizer)
-        self.n_updates += 1
-        self._last_update[id(optimizer)] = self.n_updates
+        self.updates.n += 1
+        self.updates.last[id(optimizer)] = self.updates.n
         if monitor.is_timing:
             monitor.count_time(optimizer)
         if self.listener.wants_more() and (model := monitor.model()) is not None:
@@ -441,7 +419,7 @@ class Steps:
         except (LowtideError, Enough) as error:
             traceback.clear_frames(error.__traceback__)  # a frame that refers to the error holds those of the loop
             if self.failed is None:
-                where = f"after update {self.n_updates}" if self.n_updates else "before any optimizer stepped"
+                where = f"after update {self.updates.n}" if self.updates.n else "before any optimizer stepped"
                 error.add_note(f"{'Training' if self._when_failed else 'The script'} was ended {where}.")
                 self.failed = error
             if self._when_failed is not None:  # hooks may be removed here: later ones are not called any more
@@ -466,7 +444,7 @@ class Steps:
         updated = self._updated()
         trained = [module for module in self._called.values() if updated & ids(module.parameters())]
         self._called.clear()
-        self._stepped.clear()
+        self.updates.in_step.clear()
         assert self.model is not None
         if not all(self._is_ours(module) for module in trained):
             self._give_up(whole(trained))
@@ -476,7 +454,7 @@ class Steps:
             self.listener.ends(self.model)
             if self.listener.done:
                 if not self._is_given and caller_has_other_optimizers(self.model):
-                    self._waits_until = self.n_updates + PATIENCE
+                    self._waits_until = self.updates.n + PATIENCE
                 else:
                     self.listener.lets_go()
 
@@ -501,8 +479,7 @@ class Steps:
     def _is_only_guessed(self) -> bool:
         """Return True if no optimizer has updated the model so far."""
         assert self.model is not None
-        mine = ids(self.model.parameters())
-        return not any(mine & held_by(optimizer) for optimizer in self._optimizers.values())
+        return not self.updates.are_of(ids(self.model.parameters()))
 
     def _is_ours(self, module: nn.Module) -> bool:
         """Return True for the model, one of its parts, or a wrapper of a given model."""
@@ -517,18 +494,12 @@ class Steps:
         return {id(p) for module in self._called.values() for p in module.parameters() if p.grad is not None}
 
     def _updated(self) -> set[int]:
-        return {p for optimizer in self._stepped.values() for p in held_by(optimizer)} | self.by_hand.moved
+        return self.updates.parameters_in_step() | self.by_hand.moved
 
     def _all_stepped(self) -> bool:
         """Return True if every optimizer known to update the model has done so in this step."""
         assert self.model is not None
-        mine, updated = ids(self.model.parameters()), self._updated()
-        waiting = [key for key, o in self._optimizers.items() if key not in self._stepped and mine & held_by(o)]
-        return bool(self._stepped) and all(
-            self.n_updates - self._last_update.get(key, self.n_updates) > MOST_UNUSED
-            and not mine & held_by(self._optimizers[key]) - updated  # another optimizer has taken its place
-            for key in waiting
-        )
+        return self.updates.are_complete(ids(self.model.parameters()), self._updated())
 
 
 def _n_elements(module: nn.Module) -> int:
