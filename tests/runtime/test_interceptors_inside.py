@@ -52,7 +52,7 @@ def in_front(module: nn.Module) -> object:
 
 def test_they_are_out_while_the_model_runs_and_back_afterwards(model: Model, engine: KeepsAll) -> None:
     seen: list[object] = []
-    model.meanwhile = lambda: seen.append((in_front(model.part), [*engine.displaced()]))
+    model.meanwhile = lambda: seen.append((in_front(model.part), [*engine.interceptors.displaced()]))
     before = in_front(model.part)
     assert isinstance(before, CallInterceptor)
     model(X).sum().backward()

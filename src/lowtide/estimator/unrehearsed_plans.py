@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.autograd.graph import Node
+    from torch.utils.hooks import RemovableHandle
 
     from lowtide.runtime.forward_pass import CallScope, ForwardPass
     from lowtide.runtime.saved_values import Handle, Value
@@ -57,6 +58,7 @@ class Unrehearsed(Engine):
         self.builder: ValueNumbering = ValueNumbering(self.builder.owners)
         self._units = FsdpUnits(model)
         self._scopes = FsdpScopes()
+        self._hooks: list[RemovableHandle] = []
         self._open: list[int] = []
         """Calls of units in progress, by their numbers in `_scopes`."""
         self._blocks = {model.get_submodule(path): calls for path, calls in self.tables[0].items()}
@@ -68,12 +70,16 @@ class Unrehearsed(Engine):
         return True
 
     def install(self) -> None:
-        hooks = (  # before the plan, which replays no block that gets a hook later
+        self._hooks = [  # before the plan, which replays no block that gets a hook later
             register_module_forward_pre_hook(self._begins),
             register_module_forward_hook(self._ends, always_call=True),
-        )
+        ]
         super().install()
-        self._own_calls += (hook.remove for hook in hooks)
+
+    def remove(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        super().remove()
 
     def _begins(self, module: nn.Module, _: Any) -> None:
         """Observe the beginning of a module's forward."""

@@ -26,12 +26,12 @@ from lowtide.planner.address_nodes import OFFLOAD, SHAPE, SIGNS
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.advance import Advance
 from lowtide.runtime.bypassed_calls import IN_TRANSFORM, in_hooks
-from lowtide.runtime.call_interceptor import CallInterceptor, InterceptorsInside, OuterInterceptor
+from lowtide.runtime.call_interceptor import CallInterceptor, OuterInterceptor
 from lowtide.runtime.call_shapes import elements_in
-from lowtide.runtime.class_calls import intercept_calls
 from lowtide.runtime.fingerprint import place_of
-from lowtide.runtime.forward_pass import CallHandler, CallScope, ForwardPass, Passthrough, ThreadState, paused, pausing
+from lowtide.runtime.forward_pass import CallHandler, CallScope, ForwardPass, ThreadState, paused, pausing
 from lowtide.runtime.inplace_gradients import InPlace, check
+from lowtide.runtime.model_interceptors import ModelInterceptors
 from lowtide.runtime.partial_saves import PACKINGS, packed, saved_for_shape, saves_signs
 from lowtide.runtime.plan_messages import PlanMessages
 from lowtide.runtime.plan_table import MOST_PATHS, Actions, Decision, NeededSlots, actions_for
@@ -128,11 +128,7 @@ class Engine:
         self._writing: InPlace | None = None
         self._thread: int | None = None
         """The thread of the run in progress."""
-        self._interceptors: list[CallInterceptor] = []
-        self._passthrough = Passthrough(frozenset())
-        self._inside = InterceptorsInside(())
-        self._own_calls: list[Callable[[], None]] = []
-        """Functions that remove the replacements of classes' own `__call__`."""
+        self.interceptors = ModelInterceptors()
         self._n_calls: dict[tuple[int, CallInterceptor], tuple[int, dict[CallInterceptor, int]]] = {}
         """By plan and first called module, the first run's number of elements, and of calls of each module."""
 
@@ -406,7 +402,7 @@ class Engine:
                     f"{interceptor} was called inside a transform of torch.func (grad, vmap, ...): the plan does "
                     "nothing there."
                 )
-            with self.now(self._passthrough):
+            with self.now(self.interceptors.passthrough):
                 return interceptor.inner(*args, **kwargs)
         hooks = saved_tensor_hooks() or (None if paused.pack is None else (paused.pack, unpack))
         if hooks is not None:
@@ -416,7 +412,7 @@ class Engine:
                     f"{interceptor} was called inside other saved-tensor hooks (torch.utils.checkpoint or "
                     "saved_tensors_hooks around it). Those take precedence: the plan does nothing there."
                 )
-            with self.now(self._passthrough):
+            with self.now(self.interceptors.passthrough):
                 return interceptor.inner(*args, **kwargs)
         plan = self.choose(interceptor, args, kwargs)
         writing, least = self._writing, self.in_place[plan]
@@ -442,7 +438,7 @@ class Engine:
         first = self._n_calls.get((plan, interceptor))
         if first is not None and first[0] == n_elements:
             now.n_calls = first[1]
-        alone, inside = self._alone(interceptor), self._inside.staying()
+        alone, inside = self._alone(interceptor), self.interceptors.inside.staying()
         with off_in_transforms(unpack, self.without_plan), self.now(now), alone, inside, pausing(now.pack):
             if needed is None:
                 now.switch_hooks(on=True)
@@ -461,8 +457,8 @@ class Engine:
         return result
 
     def _run_as_without_plan(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        here, inside = self.here, self._inside
-        before, here.now = here.now, self._passthrough
+        here, inside = self.here, self.interceptors.inside
+        before, here.now = here.now, self.interceptors.passthrough
         try:
             inside.take_out()
             return interceptor.inner(*args, **kwargs)
@@ -472,13 +468,13 @@ class Engine:
 
     def without_plan(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which calls of modules in this thread run as without a plan."""
-        return self.now(self._passthrough)
+        return self.now(self.interceptors.passthrough)
 
     @contextlib.contextmanager
     def _alone(self, interceptor: CallInterceptor) -> Iterator[None]:
         """Raise LowtideError if another thread is in the model: replays restore state of the whole process."""
         before, me = self._thread, threading.get_ident()
-        if before not in (None, me) and any(interceptor.replays for interceptor in self._interceptors):
+        if before not in (None, me) and any(interceptor.replays for interceptor in self.interceptors.all):
             raise LowtideError(
                 f"{interceptor} is called in two threads at once, and the plan replays parts of the model: a replay "
                 "restores random number generators and hooks, which belong to the whole process. Call the model in one "
@@ -520,28 +516,12 @@ class Engine:
         self.relied_on.watch()
         self.learnt, self.needed = [NeededSlots() for _ in self.tables], [None for _ in self.tables]
         self._n_calls.clear()
-        inside: set[nn.Module] = set()
-        for path, module in self.model.named_modules():
-            if module not in inside:
-                self._interceptors.append(
-                    CallInterceptor(self, module, path, tuple(actions.get(path, {}) for actions in self.tables))
-                )
-                if self._interceptors[-1].is_compiled:  # compiled code makes no module calls inside
-                    inside.update(below for below in module.modules() if below is not module)
-        self._passthrough = Passthrough(frozenset(self._interceptors))
-        self._inside = InterceptorsInside(self._interceptors[1:])
-        self._own_calls = intercept_calls(self.model.modules())
+        self.interceptors.install(self)
 
     def wrote_in_place(self, node: str, n_bytes: int) -> None:
         """Tell the observer that a gradient will be written over the one that arrived at a node of kind `node`."""
         if (probe := values.observer_of(self)) is not None:
             probe.writing_over(node, n_bytes)
-
-    def displaced(self) -> Iterator[CallInterceptor]:
-        """Yield the interceptors that another object has displaced, as `Module.compile` does."""
-        return (
-            interceptor for interceptor in self._interceptors if not (self._inside.n_runs or interceptor.is_reached())
-        )
 
     def remove(self) -> None:
         """Remove every interceptor. Handles that a running backward still holds keep working."""
@@ -549,11 +529,7 @@ class Engine:
             self._writing.remove()
             self._writing = None
         self.relied_on.leave()
-        while self._own_calls:
-            self._own_calls.pop()()
-        self._passthrough, self._inside = Passthrough(frozenset()), InterceptorsInside(())
-        while self._interceptors:
-            self._interceptors.pop().remove()
+        self.interceptors.remove()
 
 
 class _NotLearnt(Exception):

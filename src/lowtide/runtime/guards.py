@@ -234,7 +234,7 @@ def watch_bypass(engine: Engine, say: Callable[[str], None]) -> RemovableHandle:
         looks -= 1
         unseen[key] = unseen[key] + 1 if engine.n_runs == known.get(key, 0) else 0
         known[key] = engine.n_runs
-        model, lost = type(engine.model).__name__, next(engine.displaced(), None)
+        model, lost = type(engine.model).__name__, next(engine.interceptors.displaced(), None)
         if lost is None and unseen[key] < UNSEEN:
             return
         looks = 0

@@ -1,0 +1,51 @@
+"""The interceptors that a plan has in the modules of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from lowtide.runtime.call_interceptor import CallInterceptor, InterceptorsInside
+from lowtide.runtime.class_calls import intercept_calls
+from lowtide.runtime.forward_pass import Passthrough
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowtide.runtime.engine import Engine
+
+
+class ModelInterceptors:
+    """The interceptors in all modules of a model; none until `install`, and after `remove`."""
+
+    def __init__(self) -> None:
+        self.all: list[CallInterceptor] = []
+        """One for each module, that of the model first; none inside compiled modules."""
+        self._remove_own_calls: list[Callable[[], None]] = []
+        """Functions that remove the replacements of classes' own `__call__`."""
+        self.inside, self.passthrough = InterceptorsInside(()), Passthrough(frozenset())
+
+    def install(self, engine: Engine) -> None:
+        """Install an interceptor in every module of the engine's model."""
+        compiled: set[nn.Module] = set()
+        for path, module in engine.model.named_modules():
+            if module in compiled:
+                continue
+            actions = tuple(table.get(path, {}) for table in engine.tables)
+            self.all.append(CallInterceptor(engine, module, path, actions))
+            if self.all[-1].is_compiled:  # compiled code makes no module calls inside
+                compiled.update(below for below in module.modules() if below is not module)
+        self.inside, self.passthrough = InterceptorsInside(self.all[1:]), Passthrough(frozenset(self.all))
+        self._remove_own_calls = intercept_calls(engine.model.modules())
+
+    def displaced(self) -> Iterator[CallInterceptor]:
+        """Yield the interceptors that another object has displaced, as `Module.compile` does."""
+        return (interceptor for interceptor in self.all if not (self.inside.n_runs or interceptor.is_reached()))
+
+    def remove(self) -> None:
+        """Remove all interceptors. Repeated calls do nothing."""
+        while self._remove_own_calls:
+            self._remove_own_calls.pop()()
+        self.inside, self.passthrough = InterceptorsInside(()), Passthrough(frozenset())
+        while self.all:
+            self.all.pop().remove()
