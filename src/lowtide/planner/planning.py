@@ -1,4 +1,13 @@
-"""Make a plan from a profile and a budget."""
+"""Make a plan from a profile and a budget.
+
+A simulator predicts the peak and the time of a step under given decisions (`simulate/`), and a solver searches for the
+decisions that take least time within the budget (`solve/`). Gradients that can be written over the ones that arrive are
+decided before the search: `Profile.in_place` lists them, those that cost no time first, and a plan uses the first `n`
+entries. The search runs once for each such `n`, on a step that has these gradients in place, and the cheapest result is
+the plan.
+
+A plan also has a fallback for batches larger than the rehearsed ones: the decisions with the smallest peak.
+"""
 
 from __future__ import annotations
 
@@ -94,9 +103,9 @@ def plan(
         )
     levers_ms = sum(lever.extra_ms for lever in profile.levers)
     n_in_place = len(profile.in_place)
-    most = minimize_peak(simulator_of(profile, allow, minimize, offload=offload, in_place=n_in_place))
-    most = replace(most, in_place=frozenset(nodes_in_prefix(profile, n_in_place)))
-    larger = with_free_recomputes(simulator, most)  # decisions for batches larger than the profile's
+    smallest = minimize_peak(simulator_of(profile, allow, minimize, offload=offload, in_place=n_in_place))
+    smallest = replace(smallest, in_place=frozenset(nodes_in_prefix(profile, n_in_place)))
+    fallback = with_free_recomputes(simulator, smallest)
     return Plan(
         **_decided_fields(profile, decisions),
         fingerprint=profile.fingerprint,
@@ -107,9 +116,9 @@ def plan(
         bound_ms=bound_ms + levers_ms,
         levers=profile.levers,
         input_shapes=profile.input_shapes,
-        fallback=None if larger == decisions or profile.graphs else Decided(**_decided_fields(profile, larger)),
+        fallback=None if fallback == decisions or profile.graphs else Decided(**_decided_fields(profile, fallback)),
         ambiguous_addresses=tuple(
-            sorted((decisions.recompute | larger.recompute) & _find_ambiguous_addresses(profile))
+            sorted((decisions.recompute | fallback.recompute) & _find_ambiguous_addresses(profile))
         ),
         draws=profile.draws,
         implementations=profile.implementations,
@@ -128,9 +137,19 @@ def _search(
     solver: Solver,
     until: float | None,
 ) -> tuple[Decisions, float]:
-    """Return the best decisions over all numbers of gradients in place, and a lower bound on their time.
+    """Return the best decisions within the budget, and a lower bound on the time of any such decisions.
 
-    `make_simulator` gives the simulator of the decisions that are allowed. Raises Infeasible if none fit.
+    Args:
+        simulator: The simulator that predicts the results; it knows all decisions.
+        make_simulator: Function that returns the simulator for a search. It knows the allowed decisions only, their
+            costs in the unit of an Objective, and the step with the first `in_place` gradients in place.
+        budget_bytes: The largest peak.
+        minimize: The cost by which results are compared.
+        solver: Function that finds the decisions.
+        until: Time on the monotonic clock at which the search ends.
+
+    Raises:
+        Infeasible: If no decisions fit, for any number of gradients in place.
     """
     profile = simulator.profile
     search = solver if solver is not solve else functools.partial(solve, until=until)
@@ -155,8 +174,10 @@ def _search(
 
 
 def unplanned_step(profile: Profile) -> Prediction:
-    """Return peak and time of the unplanned step. The peak of compiled code is measured: without a plan it saves other
-    slots.
+    """Return peak and time of the unplanned step.
+
+    The peak of compiled code is the measured one: without a plan, compiled code saves other tensors than the profile
+    has, so that it cannot be predicted.
     """
     plain = simulator_of(profile).predict(Decisions())
     if not profile.graphs:
@@ -170,14 +191,15 @@ def forecast_peak(profile: Profile, made: Plan) -> int:
 
 
 def with_peak(prediction: Prediction, peak_bytes: int) -> Prediction:
-    """Return `prediction` with the peak that was measured: the difference is in the temporaries."""
+    """Return `prediction` with a measured peak; the difference is added to the temporaries."""
     temporaries = prediction.parts["temporaries"] + peak_bytes - prediction.peak_bytes
     return replace(prediction, peak_bytes=peak_bytes, parts={**prediction.parts, "temporaries": temporaries})
 
 
 def cheapest(profile: Profile, budget_bytes: int) -> Prediction:
-    """Return peak and time of the plan for a budget below the plain step's peak. Its bound, which takes time, is not
-    computed.
+    """Return peak and time of the plan for a budget that is below the plain step's peak.
+
+    Faster than `plan`, because no bound and no fallback are computed. Raises Infeasible.
     """
     simulator = simulator_of(profile)
     results = [
@@ -208,8 +230,10 @@ def smallest_plan(profile: Profile, minimize: Objective = "time") -> Plan:
 def smallest_peak(
     profile: Profile, minimize: Objective = "time", *, offload: bool = False
 ) -> tuple[Decisions, Prediction]:
-    """Return the decisions with the smallest peak that the search finds, and their prediction. `offload` is as for
-    `plan`; `minimize` selects only which simulator, and so which results, are in the cache.
+    """Return the decisions with the smallest peak that the search finds, and their prediction.
+
+    `offload` is as for `plan`. The result does not depend on `minimize`: with the same value as in `plan`, both use the
+    same cached simulator, and the search runs once.
     """
     n = len(profile.in_place)
     smallest = minimize_peak(simulator_of(profile, minimize=minimize, offload=offload, in_place=n))
@@ -220,8 +244,9 @@ def smallest_peak(
 def _solve_with_in_place(
     simulator: Simulator, allowed: Simulator, budget_bytes: int, n: int, search: Solver
 ) -> Decisions | Infeasible:
-    """Return decisions for the step with the first `n` entries of `in_place`; or the Infeasible error of the search,
-    returned instead of raised.
+    """Return the decisions that the search finds with the first `n` gradients in place, or its error if none fit.
+
+    `simulator` is for all decisions, and `allowed` for those that the search may use.
     """
     try:
         decisions = search(allowed, budget_bytes)
@@ -254,8 +279,9 @@ def _bound_ms(
     result: Decisions | Infeasible,
     until: float | None,
 ) -> float:
-    """Return a lower bound on the time of plans with just the first `n` entries of `in_place`. `result` is such a plan,
-    if one fits.
+    """Return a lower bound on the time of plans with just the first `n` gradients in place.
+
+    `result` is the result of the search for this `n`; its time tells when raising the bound is not worth the effort.
     """
     own_ms = extra_ms(simulator.profile, n)
     known_ms = simulator.predict(result).extra_ms - own_ms if isinstance(result, Decisions) else math.inf
@@ -276,9 +302,10 @@ def _decided_fields(profile: Profile, decisions: Decisions) -> dict[str, Any]:
 
 
 def _find_ambiguous_addresses(profile: Profile) -> set[str]:
-    """Return the addresses whose tensors are outputs of different nodes in different calls of the model.
+    """Return the addresses at which a decision holds for some calls of the model only.
 
-    Addresses at which some call saves a tensor without a recipe are included.
+    These are addresses whose tensors are outputs of different nodes in different calls, and those at which some call
+    saves a tensor that no recipe recomputes.
     """
     nodes: dict[str, set[str]] = {}
     for slot in profile.slots:
@@ -289,9 +316,10 @@ def _find_ambiguous_addresses(profile: Profile) -> set[str]:
 
 
 def with_free_recomputes(simulator: Simulator, decisions: Decisions) -> Decisions:
-    """Add recomputes without cost and operands, such as that of a shape, unless they raise the peak or the time.
+    """Add recomputes that cost nothing and read nothing, such as that of a shape, unless they raise peak or time.
 
-    Otherwise the whole tensor is kept, and another recompute might read it instead of producing its own.
+    The solver has no reason to choose them, but without them the runtime keeps whole tensors, and a recompute that
+    finds its operand kept reads that tensor instead of producing its own.
     """
     values = simulator.profile.values
     slots = [slot for slot in simulator.profile.slots if not slot.is_input and slot.storage is not None]
@@ -303,6 +331,7 @@ def with_free_recomputes(simulator: Simulator, decisions: Decisions) -> Decision
 
 
 _RECENT: list[tuple[Profile, Allowed, Objective, bool, int, Simulator]] = []
+"""Arguments and results of the last few calls of `simulator_of`."""
 
 
 def simulator_of(
@@ -313,9 +342,10 @@ def simulator_of(
     offload: bool = False,
     in_place: int = 0,
 ) -> Simulator:
-    """Return the simulator for `profile`, from a cache of the last few, along with the solvers' results on it.
+    """Return the simulator for the decisions of `profile` that are allowed; its step has the first `in_place` gradients
+    in place.
 
-    Its plain step has the first `in_place` gradients in place.
+    The last few simulators are cached, because solvers keep their results on the simulator.
     """
     offload = offload and profile.offload_bytes_per_ms is not None
     for known, *settings, simulator in _RECENT:
@@ -331,9 +361,10 @@ def simulator_of(
 
 
 def without_expensive(profile: Profile) -> Profile:
-    """Return `profile` without expensive recomputes, recomputes that run one, and replays that cost FLOPs.
+    """Return `profile` without expensive recomputes, recomputes that run an expensive one, and replays that cost FLOPs.
 
-    A decision is about an address or an id, so one expensive occurrence refuses all. Predictions stay the same.
+    A decision is for all tensors at an address, or for all calls with an id: if one of them is expensive, all are
+    refused. What the simulator predicts for the remaining decisions stays the same.
     """
     read = {slot.value for slot in profile.slots if not slot.is_input}
     values_at: dict[str, set[int]] = {}
@@ -343,7 +374,7 @@ def without_expensive(profile: Profile) -> Profile:
     known = -1
     while known < len(refused):
         known = len(refused)
-        # A value without a slot is recomputed on the way to the values that need it.
+        # an operand that no slot saves is recomputed together with the value that needs it
         refused |= {i for i, value in enumerate(profile.values) if any(n in refused - read for n in value.operands)}
         refused.update(*(values for values in values_at.values() if values & refused))
     costly = {call.id for call in profile.calls if call.flops}
