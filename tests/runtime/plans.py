@@ -48,7 +48,7 @@ class RecomputeAll(Engine):
         name = node.name() if node is not None else MASK if frame is None else ""
         return super().hold(tensor, Decision(name, ""), frame, scope)
 
-    def drift(self, decision, node=None):
+    def note_drift(self, decision, node=None):
         """A tensor without a recipe is kept, or replayed."""
 
 

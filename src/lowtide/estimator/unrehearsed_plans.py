@@ -117,10 +117,10 @@ class Unrehearsed(Engine):
                 return handle
         return super().pack_saved_tensor(now, tensor)
 
-    def recomputed(
+    def recompute(
         self, node: Node, output: int, base: Tensor, earlier: Value | None, decision: Decision, scope: CallScope
     ) -> Value:
-        value = super().recomputed(node, output, base, earlier, decision, scope)
+        value = super().recompute(node, output, base, earlier, decision, scope)
         if _takes_a_product(value.maker):
             raise CannotRecompute("it takes a matrix product")
         if self._units.resharded and not self._is_gathered_for(value):
@@ -139,7 +139,7 @@ class Unrehearsed(Engine):
         operands = (handle.value for handle in value.maker.operands if handle is not None)
         return unit in (None, *self._open) and all(map(self._is_gathered_for, operands))
 
-    def drift(self, decision: Decision, node: Node | None = None) -> None:
+    def note_drift(self, decision: Decision, node: Node | None = None) -> None:
         """Report nothing: a tensor that can't be recomputed is kept."""
 
     def say(self, what: str) -> None:

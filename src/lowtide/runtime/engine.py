@@ -1,7 +1,11 @@
 """A plan in force on a model: one pair of hooks that keeps, recomputes or replays each saved tensor.
 
-Interceptors in the modules report which call of which module is running; a plan addresses a saved tensor by that call.
-All state of a forward pass is in one `ForwardPass`, so nothing is left over when it ends, however it ends.
+Interceptors in the modules report which call of which module is running; a plan addresses a saved tensor by that call
+and by its ordinal there. The pack hook returns a `Handle`, which the unpack hook reads in backward. A handle refers to
+a `Value`: a kept tensor, or one that its `maker` recomputes or replays.
+
+All state of a forward pass is in one `ForwardPass`, so nothing is left over when it ends, however it ends: the call in
+progress is its `scope`, and the innermost call around it that will be replayed is its `frame`.
 """
 
 from __future__ import annotations
@@ -89,9 +93,13 @@ class Engine:
         *actions: Mapping[str, dict[int, Actions]],
         in_place: Sequence[Mapping[str, int]] = (),
     ) -> None:
-        """Prepare an engine for the `actions` of one plan, or of several, one of which `choose` selects for each run.
+        """Prepare an engine for one plan, or for several, of which `choose` selects one for each run.
 
-        `in_place` gives for each plan the nodes that write their gradients over others, with the least bytes.
+        Args:
+            model: The model, which is changed by `install` only.
+            actions: For each plan, the decisions by module path and call number.
+            in_place: For each plan, the kinds of nodes whose gradients are written over incoming ones, with the least
+                bytes of such a gradient.
         """
         self.model = model
         self.messages = PlanMessages(model)
@@ -119,7 +127,7 @@ class Engine:
         self.needed: list[NeededSlots | None] = [None for _ in actions]
         """The entries of `learnt` for plans whose learning run is complete; None where the next run has to see all."""
         self.learns_again = False
-        """True if a recompute has taken another path since."""
+        """True if a recompute has taken another path than in the learning run, so that the next run has to learn."""
         self.n_learnt_again = 0
         self._last_packed: Callable[[], object] = lambda: None
         """Function that returns the last saved tensor of the learning run, or None once backward has read it. Until
@@ -130,7 +138,9 @@ class Engine:
         """The thread of the run in progress."""
         self.interceptors = ModelInterceptors()
         self._n_calls: dict[tuple[int, CallInterceptor], tuple[int, dict[CallInterceptor, int]]] = {}
-        """By plan and first called module, the first run's number of elements, and of calls of each module."""
+        """The first run of each plan that began with a call of each module: its number of elements, and its number of
+        calls of each module.
+        """
 
     @property
     def scope(self) -> CallScope | None:
@@ -150,7 +160,7 @@ class Engine:
         decision = scope.actions.recompute.get(ordinal)
         handle = None
         if decision is not None and decision.path is not None and frame is None and scope.needed is not None:
-            handle = self.along_path(tensor, decision, decision.path)
+            handle = self.follow_path(tensor, decision, decision.path)
         if handle is None:
             handle = self.hold(tensor, decision, frame, scope)
         if scope.held:
@@ -184,13 +194,13 @@ class Engine:
             except TooSmall:
                 decision = None
             except CannotRecompute:
-                self.drift(decision)
+                self.note_drift(decision)
                 decision = None
         if decision is not None and decision.node == OFFLOAD:
             leaves, decision = decision if frame is None else None, None
         if node is None:
             if decision is not None:
-                self.drift(decision)
+                self.note_drift(decision)
             value = without_history(tensor, base, frame)
             if value.leaf and view is None and leaves is None:
                 return Handle(value, tensor)
@@ -211,14 +221,14 @@ class Engine:
         if decision is not None:
             try:
                 if node.name() == decision.node:
-                    return Handle(self.recomputed(node, output, base, held, decision, scope), view)
+                    return Handle(self.recompute(node, output, base, held, decision, scope), view)
             except _NotLearnt:
                 value = Value(base.detach())
                 value.output = output
                 return Handle(value, view)
             except CannotRecompute:
                 pass
-            self.drift(decision, node)
+            self.note_drift(decision, node)
         value = Value(base.detach()) if frame is None else frame.value(tensor, base)
         value.output = output
         register(node, output, value)
@@ -227,7 +237,7 @@ class Engine:
     def keep(self, tensor: Tensor) -> Handle | None:
         """Return a handle on `tensor`, which has no decision and no replay around it; None if it is recomputed.
 
-        This is the common case. The handle returns the view that is taken here.
+        This is the common case. Backward reads the detached tensor that is created here, with no view to take then.
         """
         base, node, output = whole(tensor)
         value = without_history(tensor, base, None) if node is None else registered(node, output)
@@ -241,22 +251,24 @@ class Engine:
             return Handle(value, tensor if value.leaf else None)
         return Handle(value, tensor.detach())
 
-    def recomputed(
+    def recompute(
         self, node: Node, output: int, base: Tensor, earlier: Value | None, decision: Decision, scope: CallScope
     ) -> Value:
-        """Return a value that recomputes `base`: `earlier` (with strides from now on) if it was only an intermediate so
-        far.
+        """Return a value that recomputes `base`, the output of `node`.
+
+        If the output was an intermediate of other recomputes so far, `earlier` is its value, and is returned, so that
+        all of them share one recompute.
         """
         if self.versions.setdefault(decision.address, base._version) != base._version:
             raise CannotRecompute("it is written to without autograd, and was not before")
-        value = self.searched(node, output, base, decision, scope)
+        value = self.recompute_by_search(node, output, base, decision, scope)
         if earlier is not None and earlier.passing:
             earlier.maker, earlier.passing, value = value.maker, False, earlier
             register(node, output, earlier)
         value.version = base._version
         return value
 
-    def along_path(self, tensor: Tensor, decision: Decision, path: RecomputePath) -> Handle | None:
+    def follow_path(self, tensor: Tensor, decision: Decision, path: RecomputePath) -> Handle | None:
         """Return a handle on a value that recomputes `tensor` from operands where earlier runs found them.
 
         Returns None if anything differs from those runs; `hold` then searches for the operands.
@@ -278,7 +290,7 @@ class Engine:
         value.version = version
         return Handle(value, view)
 
-    def searched(self, node: Node, output: int, base: Tensor, decision: Decision, scope: CallScope) -> Value:
+    def recompute_by_search(self, node: Node, output: int, base: Tensor, decision: Decision, scope: CallScope) -> Value:
         """Return a value that recomputes `base`, after a search for its operands, and remember where they were
         found.
         """
@@ -320,14 +332,14 @@ class Engine:
             if held is not None and held.value.kept and held.value.tensor is not None:
                 held.become(packed(SHAPE, held.value.tensor))
             else:
-                self.drift(decision)
+                self.note_drift(decision)
 
     def offload(self, value: Value, base: Tensor, decision: Decision) -> Value:
         """Offload `value` to host memory until backward, or keep it if that is impossible."""
         now = self.here.now
         if not (isinstance(now, ForwardPass) and now.departures.leave(base, value)):
             value.keep(base.detach())
-            self.drift(decision)
+            self.note_drift(decision)
         return value
 
     def unrecorded(self, place: CaptureSite, operand: Tensor) -> Value | None:
@@ -340,7 +352,7 @@ class Engine:
         """Return True if this run is within the budget even if all of its saved tensors are kept."""
         return False
 
-    def drift(self, decision: Decision, node: Node | None = None) -> None:
+    def note_drift(self, decision: Decision, node: Node | None = None) -> None:
         """Record that the tensor saved at this address, made by `node`, differs from the plan.
 
         A small last batch may take other kernels, and save other tensors, without need of any plan.
@@ -359,7 +371,9 @@ class Engine:
             )
 
     def decide_further(self, interceptor: CallInterceptor, plan: int, number: int) -> Actions:
-        """Return decisions for a call beyond those of the first run and of the plan: those of the last one in it."""
+        """Return decisions for a call that the plan does not have, because the module is called more often than in the
+        first run: those for the module's last call in the plan.
+        """
         self.messages.say_different(
             "this step calls modules more often than the first step under the plan did: further calls get the last "
             "decision for their module, and the peak may be above the budget",
@@ -533,9 +547,7 @@ class Engine:
 
 
 class _NotLearnt(Exception):
-    """Signal that a recompute takes another path than in the run that learnt which saved tensors the hooks have to
-    see.
-    """
+    """Signal that a recompute takes another path than in the learning run, which showed the needed saved tensors."""
 
 
 def without_history(tensor: Tensor, base: Tensor, frame: ReplayFrame | None) -> Value:
