@@ -41,7 +41,8 @@ from torch._functorch import config as functorch_config
 
 import lowtide
 from lowtide._torch.joint_graph import always_partitioned, kernels_left_out, partitioning_by
-from lowtide.api.fit import COMPILED_REPAIRS, SCHEDULED, cheapest_within, forecast_plan
+from lowtide.api.compiled_fit import COMPILED_REPAIRS, SCHEDULED, cheapest_within
+from lowtide.api.plan_attempts import forecast_plan
 from lowtide.levers.selection import Choice
 from lowtide.planner.planning import smallest_plan, unplanned_step
 from lowtide.planner.records import Decisions, Plan

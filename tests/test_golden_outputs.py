@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.api.fit import Fitted
+from lowtide.api.fit_result import Fitted
 from lowtide.api.verify import Verdict
 from report import runs
 

@@ -11,7 +11,8 @@ from lowtide.utils.rendering import register_renderers
 if TYPE_CHECKING:
     __version__: str
     from lowtide.api.apply import Applied, apply
-    from lowtide.api.fit import Fitted, FittedSizes, fit
+    from lowtide.api.fit import fit
+    from lowtide.api.fit_result import Fitted, FittedSizes
     from lowtide.api.fitted import fitted, remove
     from lowtide.api.rehearse import rehearse
     from lowtide.api.release import loss_only, release, step
@@ -101,8 +102,8 @@ _HOMES = {
     "Applied": "lowtide.api.apply",
     "BudgetError": "lowtide.errors",
     "GpuMemoryEstimate": "lowtide.estimator.cuda.gpu_estimate",
-    "Fitted": "lowtide.api.fit",
-    "FittedSizes": "lowtide.api.fit",
+    "Fitted": "lowtide.api.fit_result",
+    "FittedSizes": "lowtide.api.fit_result",
     "MemoryEstimate": "lowtide.estimator.memory_estimate",
     "Frontier": "lowtide.planner.budget_frontier",
     "Infeasible": "lowtide.errors",

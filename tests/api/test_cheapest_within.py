@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.api.fit import CLOSE, cheapest_within
+from lowtide.api.compiled_fit import CLOSE, cheapest_within
 from lowtide.levers.selection import Choice
 from lowtide.planner.planning import smallest_plan, unplanned_step
 from lowtide.planner.records import Plan

@@ -21,7 +21,7 @@ import lowtide
 from compiled_by_hand import plan_for
 from joint_graphs import masked
 from lowtide._torch.joint_graph import always_partitioned, kernels_left_out
-from lowtide.api.fit import as_measured
+from lowtide.api.compiled_fit import as_measured
 from lowtide.api.verify import compare_with_plain, scheduled_peak
 from lowtide.planner.planning import plain_peak_bytes, smallest_peak, smallest_plan
 from lowtide.planner.records import Plan
@@ -243,7 +243,8 @@ def test_a_value_whose_recomputation_changes_bits_is_kept_or_the_budget_refused(
         is_other = culprits[0] in plan.recompute if only else bool(plan.recompute)
         return replace(verdict, differences={"gradients": ("0.0.weight",)} if is_other else verdict.differences)
 
-    monkeypatch.setattr("lowtide.api.fit.compare_with_plain", other_bits)
+    for module in ("fit", "compiled_fit", "plan_attempts"):
+        monkeypatch.setattr(f"lowtide.api.{module}.compare_with_plain", other_bits)
     with kernels_left_out():
         if not only:
             with pytest.raises(lowtide.RehearsalError, match=r"differ in bits: gradients \(1, first 0\.0\.weight\)"):

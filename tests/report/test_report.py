@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import lowtide
-from lowtide.api.fit import Fitted
+from lowtide.api.fit_result import Fitted
 from lowtide.api.verify import Verdict
 from lowtide.estimator.batch_search import LargestBatch
 from lowtide.planner import plan, smallest_peak

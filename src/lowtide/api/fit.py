@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.api.apply import Applied, apply
-from lowtide.api.differing_bits import REFUSED, differing_addresses, with_kept
+from lowtide.api.apply import apply
+from lowtide.api.compiled_fit import fit_compiled
+from lowtide.api.fit_result import Fitted, FittedSizes
 from lowtide.api.fitted import check_has_no_plan
-from lowtide.api.shape_buckets.dispatch import Switched, Switching
-from lowtide.api.shape_buckets.fit_buckets import Bucket, buckets_for
+from lowtide.api.plan_attempts import REPAIRS, list_differences, over_budget, plan_for, prove, with_choice
+from lowtide.api.shape_buckets.fit_buckets import buckets_for
 from lowtide.api.shape_buckets.shape_range import Range
-from lowtide.api.verify import Verdict, compare_with_plain, scheduled_peak
-from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError, StalePlan
+from lowtide.api.verify import Verdict, compare_with_plain
+from lowtide.errors import Infeasible, LowtideError, RehearsalError, StalePlan
 from lowtide.levers import DEFAULT, lever_named
 from lowtide.levers.lever import StepContext
 from lowtide.levers.selection import Choice, choose, optimizer_of, suggest_levers
@@ -24,124 +25,22 @@ from lowtide.levers.unfused_addmm import UnfusedAddmm
 from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.planner import plan
 from lowtide.planner.inplace_savings import without_in_place
-from lowtide.planner.planning import cheapest, forecast_peak, plain_peak_bytes, smallest_plan, unplanned_step, with_peak
-from lowtide.planner.records import Decisions, Plan, Profile
-from lowtide.profiler import OTHER_WORK, REPLAYED_WHOLE, rehearse
+from lowtide.planner.planning import cheapest, plain_peak_bytes, smallest_plan, unplanned_step
+from lowtide.planner.records import Plan, Profile
+from lowtide.profiler import REPLAYED_WHOLE, rehearse
 from lowtide.profiler.preconditions import is_planned_by_its_compiler
-from lowtide.report.run_record import RunRecord, record_of
-from lowtide.report.text_table import decisions, extra_time, lever_lines, listed
+from lowtide.report.text_table import listed
 from lowtide.runtime.fingerprint import check_made_for, device_of, place_of
 from lowtide.runtime.live_optimizers import Optimizers
 from lowtide.state.reachable_objects import observe_changes
 from lowtide.state.step_arguments import accept_batch
-from lowtide.state.step_outcome import unless_out_of_memory
-from lowtide.units import format_bytes, format_change, format_time
 from lowtide.utils.amounts import BudgetFor, parse_budget
 from lowtide.utils.interrupts import removed_if_interrupted
 from lowtide.utils.messages import tell
-from lowtide.utils.progress import Stage, showing
-from lowtide.utils.removable import Removable
-from lowtide.utils.rendering import Displayed, short_repr
+from lowtide.utils.progress import showing
 
 if TYPE_CHECKING:
     from torch import nn
-
-REPAIRS = 4
-"""Largest number of plans that are tried for a budget. Each aims lower by the excess of the one before."""
-FORECAST = "before it was compiled"
-"""Beginning of the note on the forecast of a compiled plan's peak."""
-SCHEDULED = 4
-"""Largest number of plans for compiled code that are measured without kernels."""
-COMPILED_REPAIRS = 3
-"""Largest number of compiled plans that are tried for a budget."""
-FORECAST_MARGIN = 1.2
-"""Ratio up to which a peak that is forecast for compiled code may be above the measured one."""
-UNUSED = 0.02
-"""Share of a budget that a compiled plan may leave unused before a cheaper plan is tried."""
-CLOSE = 0.02
-"""Share by which measured peaks may exceed a budget that plans with larger forecasts are tried for."""
-
-
-class Fitted(Removable, Displayed):
-    """A model whose step fits: the plan in force, and its proof. `print` it; undo it with `remove()` or `with`."""
-
-    def __init__(self, applied: Applied | Switched, profile: Profile, plan: Plan, verdict: Verdict) -> None:
-        self.applied = applied
-        applied.holder = self
-        self.profile = profile
-        self.plan = plan
-        self.verdict = verdict
-
-    def remove(self) -> None:
-        """Restore the model."""
-        self.applied.remove()
-
-    def __reduce__(self) -> NoReturn:
-        raise LowtideError(
-            f"a {type(self).__name__} is a plan in force on one model, and can't be copied or pickled. Copy the "
-            "model (the copy has no plan) and apply the plan to it: lowtide.apply(copy, fitted.plan). "
-            "fitted.plan.to_json(path) saves the plan."
-        )
-
-    def __repr__(self) -> str:
-        peak, proven = _peak(self.plan, self.verdict), "proven" if self.verdict.proven else "NOT proven"
-        return short_repr(type(self).__name__, f"{self.plan.fingerprint.model}: {peak}, {proven}")
-
-    def to_record(self, command: str = "") -> RunRecord:
-        """Return the results of this fit as a RunRecord, from which reports are made.
-
-        Args:
-            command: Code that repeats the fit; a call of `lowtide.fit` by default.
-        """
-        call = command or f"lowtide.fit(model, step, batch, budget={self.plan.budget_bytes})"
-        return record_of(call, profile=self.profile, plan=self.plan, proof=self.verdict.to_proof())
-
-    def __str__(self) -> str:
-        plan, verdict = self.plan, self.verdict
-        return self._with_proof([f"{_peak(plan, verdict)}{_time(plan, verdict)}", decisions(plan), *lever_lines(plan)])
-
-    def _with_proof(self, lines: list[str]) -> str:
-        """Join `lines`, the proof and the notes of rehearsal and levers; a failed proof comes first."""
-        proof = [self.verdict.proof]
-        notes = [f"note: {note}" for note in self.plan.notes]
-        return "\n".join((lines + proof if self.verdict.proven else proof + lines) + notes)
-
-
-class FittedSizes(Fitted):
-    """A model whose steps fit at every size: a plan for each bucket of sizes.
-
-    Attributes shared with `Fitted` are those of the largest bucket.
-    """
-
-    def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
-        last = buckets[-1]
-        super().__init__(Switched(Switching(model, buckets)), last.profile, last.plan, last.verdict)
-        self.buckets = tuple(buckets)
-        """Buckets, smallest first."""
-
-    def __str__(self) -> str:
-        return self._with_proof([_in_a_line(bucket) for bucket in self.buckets])
-
-
-def _in_a_line(bucket: Bucket) -> str:
-    """Format as `up to [8, 128]: 612 -> 480 MiB peak (budget 480 MiB), 212 ms -> 223 ms a step measured, ...`."""
-    plan, verdict = bucket.plan, bucket.verdict
-    time = _time(plan, verdict) if plan.decisions != Decisions() else ""
-    return f"up to {bucket.size}: {_peak(plan, verdict)}{time}; {decisions(plan)}"
-
-
-def _peak(plan: Plan, verdict: Verdict) -> str:
-    """Format the peak: `14.9 -> 7.8 GiB peak (budget 8 GiB)`."""
-    budget = f"(budget {format_bytes(plan.budget_bytes)})"
-    if verdict.budget_for == "reserved":  # for the plain step requested bytes are known only
-        return f"{format_bytes(verdict.measured_peak_bytes)} peak reserved {budget}"
-    return f"{format_change(plan.plain.peak_bytes, verdict.measured_peak_bytes)} peak {budget}"
-
-
-def _time(plan: Plan, verdict: Verdict) -> str:
-    """Format times: `, 212 ms -> 223 ms a step measured, +4.1 % time predicted, bound +3.8 %`."""
-    before = "" if verdict.plain_ms is None else f"{format_time(verdict.plain_ms)} -> "
-    return f", {before}{format_time(verdict.planned_ms)} a step measured{extra_time(plan)}"
 
 
 @removed_if_interrupted
@@ -321,7 +220,7 @@ def _fit_blocks(
         if rehearse_whole is not None and made.predicted.extra_flops:
             whole = rehearse_whole()
         if whole is None or not _is_cheaper_replayed(whole, made):
-            made, verdict = _compiled(site, choice, made, budget_for)
+            made, verdict = fit_compiled(site, choice, made, budget_for)
             return Fitted(apply(site.model, made, optimizer=site.optimizer), choice.profile, made, verdict)
         note = f"{REPLAYED_WHOLE}, which takes fewer FLOPs than any plan inside them"
     except (Infeasible, RehearsalError) as why:
@@ -344,7 +243,7 @@ def _measured_within(site: StepContext, choice: Choice, made: Plan, offload: boo
     budget_bytes, measured = made.budget_bytes, list[int]()
     while True:
         made = replace(made, budget_for=budget_for)
-        verdict = _proof(site, made)
+        verdict = prove(site, made)
         if not verdict.identical:
             raise RehearsalError(_not_identical(verdict))
         if verdict.within_budget:
@@ -354,12 +253,12 @@ def _measured_within(site: StepContext, choice: Choice, made: Plan, offload: boo
             raise over_budget(choice.profile, budget_bytes, measured, budget_for=budget_for)
         aim_bytes = made.predicted.peak_bytes - (verdict.measured_peak_bytes - budget_bytes)
         try:
-            made = _planned(choice, max(1, aim_bytes), budget_bytes, offload)
+            made = plan_for(choice, max(1, aim_bytes), budget_bytes, offload)
         except Infeasible:
             least = smallest_plan(choice.profile)
             if least.decisions == made.decisions or offload:
                 raise over_budget(choice.profile, budget_bytes, measured, budget_for=budget_for) from None
-            made = _own(choice, least, budget_bytes)
+            made = with_choice(choice, least, budget_bytes)
 
 
 def _is_cheaper_replayed(whole: Profile, inside: Plan) -> bool:
@@ -368,155 +267,6 @@ def _is_cheaper_replayed(whole: Profile, inside: Plan) -> bool:
         return cheapest(whole, inside.budget_bytes).extra_flops < inside.predicted.extra_flops
     except Infeasible:
         return False
-
-
-def _compiled(site: StepContext, choice: Choice, made: Plan, budget_for: BudgetFor) -> tuple[Plan, Verdict]:
-    """Return the cheapest of a few plans that is measured within the budget, with its proof; `made` is the first.
-
-    On a CPU, plans are first measured without kernels, which is soon done; the best one of these is compiled. If its
-    bits are not those of the plain step, the recomputed values that change them are searched for, and the next plans
-    keep them. Raises Infeasible with the smallest measured peak, and RehearsalError for other bits.
-    """
-    made, kept = _scheduled(site, choice, replace(made, budget_for=budget_for)), tuple[str, ...]()
-    while True:
-        best, proofs = _proven(site, choice, made)
-        last, verdict = proofs[-1]
-        if verdict.identical or (best is not None and best.predicted.peak_bytes <= made.budget_bytes):
-            break
-        if kept or not last.recompute:
-            raise RehearsalError(_compiled_differs(site, last))
-        kept = differing_addresses(tuple(last.recompute), partial(_is_identical, site, last))
-        choice = replace(choice, profile=with_kept(choice.profile, kept))
-        try:
-            made = replace(_planned(choice, made.budget_bytes, made.budget_bytes, offload=False), budget_for=budget_for)
-            made = _scheduled(site, choice, made)
-        except Infeasible as why:
-            raise RehearsalError(_compiled_differs(site, last, why.smallest_peak_bytes)) from why
-    assert best is not None  # bits were those of the plain step
-    if best.predicted.peak_bytes > made.budget_bytes:
-        raise compiled_over(choice, best, f"plans that were compiled and measured: {len(proofs)}")
-    if len(proofs) > 1:
-        best = replace(best, notes=(*best.notes, f"{len(proofs)} plans were compiled and measured"))
-    if kept:
-        best = replace(best, notes=(*best.notes, f"kept: {listed(kept)} ({REFUSED})"))
-    return best, next(proof for tried, proof in proofs if tried.decisions == best.decisions)
-
-
-def _proven(site: StepContext, choice: Choice, made: Plan) -> tuple[Plan | None, list[tuple[Plan, Verdict]]]:
-    """Return the best of a few compiled plans whose bits are those of the plain step, and all that were compiled."""
-    proofs: list[tuple[Plan, Verdict]] = []
-
-    def peak_of(tried: Plan) -> int | None:
-        verdict = _proof(site, tried)
-        proofs.append((tried, verdict))
-        return verdict.measured_peak_bytes if verdict.identical else None
-
-    _, best = cheapest_within(choice, made, peak_of, COMPILED_REPAIRS)
-    return best, proofs
-
-
-def _scheduled(site: StepContext, choice: Choice, made: Plan) -> Plan:
-    """Return the best of a few plans that are measured without kernels: on a CPU, for a budget of requested bytes.
-
-    Raises Infeasible if none is within the budget.
-    """
-    if made.decisions == Decisions() or made.budget_for != "requested" or place_of(site.model).type != "cpu":
-        return made
-    peak_of = partial(scheduled_peak, site.model, site.step, site.batch, optimizer=site.optimizer)
-    n_scheduled, best = cheapest_within(choice, made, peak_of, SCHEDULED)
-    if best is not None and best.predicted.peak_bytes > made.budget_bytes:
-        raise compiled_over(choice, best, f"plans that were scheduled by inductor and measured: {n_scheduled}")
-    return best or made
-
-
-def _is_identical(site: StepContext, made: Plan, addresses: Collection[str]) -> bool:
-    """Return True if the step has the plain step's bits when it recomputes just the values at `addresses`."""
-    return _proof(site, replace(made, recompute={at: made.recompute[at] for at in addresses})).identical
-
-
-def cheapest_within(
-    choice: Choice, made: Plan, peak_of: Callable[[Plan], int | None], most: int
-) -> tuple[int, Plan | None]:
-    """Return the number of plans tried, and the cheapest one measured within the budget, else the one with the lowest
-    peak.
-
-    Args:
-        choice: The profile, and the levers.
-        made: The first plan; each other one is made from the forecast, corrected by the excess of the one before.
-        peak_of: Function that measures a plan's peak; it returns None for a plan that can't be used.
-        most: Largest number of plans to try.
-    """
-    budget_bytes, tried, best = made.budget_bytes, list[Decisions](), None
-    while True:
-        peak_bytes = peak_of(made)
-        tried.append(made.decisions)
-        if peak_bytes is None:
-            break
-        measured = as_measured(made, peak_bytes)
-        if best is None or _rank(measured) < _rank(best):
-            best = measured
-        if len(tried) == most or 0 <= 1 - peak_bytes / budget_bytes <= UNUSED or made.budget_for == "reserved":
-            break
-        forecast_bytes = forecast_peak(choice.profile, made)
-        following = _following(with_excess(choice.profile, peak_bytes - forecast_bytes), budget_bytes)
-        if following.decisions in tried and best.predicted.peak_bytes > budget_bytes:  # others may be off by less
-            aims = [(forecast_bytes + peak_bytes) // 2] if peak_bytes > forecast_bytes else []
-            if best.predicted.peak_bytes <= (1 + CLOSE) * budget_bytes:
-                aims += [int(forecast_bytes * (1 + share)) for share in (CLOSE / 2, CLOSE)]
-            others = (_following(choice.profile, aim_bytes) for aim_bytes in aims)
-            following = next((each for each in others if each.decisions not in tried), following)
-        if following.decisions in tried or _rank(best) < (False, following.predicted.extra_ms):
-            break
-        made = replace(_own(choice, following, budget_bytes), budget_for=made.budget_for)
-    return len(tried), best
-
-
-def _following(profile: Profile, aim_bytes: int) -> Plan:
-    """Return a plan whose forecast is `aim_bytes` at most; if there is none, the plan with the smallest peak."""
-    try:
-        return forecast_plan(profile, aim_bytes)
-    except Infeasible:
-        return smallest_plan(profile)
-
-
-def _rank(measured: Plan) -> tuple[bool, float]:
-    """Return a sort key for measured plans: first those within the budget, by time; then the others, by peak."""
-    peak_bytes = measured.predicted.peak_bytes
-    is_over = peak_bytes > measured.budget_bytes
-    return is_over, peak_bytes if is_over else measured.predicted.extra_ms
-
-
-def compiled_over(choice: Choice, lowest: Plan, tried: str) -> Infeasible:
-    """Build the error for a budget that no compiled plan keeps; `lowest` has the smallest measured peak."""
-    return Infeasible(
-        budget_bytes=lowest.budget_bytes,
-        smallest_peak_bytes=lowest.predicted.peak_bytes,
-        parts=lowest.predicted.parts,
-        notes=(tried, *choice.profile.notes),
-    )
-
-
-def as_measured(made: Plan, peak_bytes: int) -> Plan:
-    """Return a compiled plan with its measured peak as prediction; a note says how far off the forecast was."""
-    if made.predicted == made.plain and peak_bytes <= made.budget_bytes:  # nothing is compiled for the plan
-        return made
-    apart = peak_bytes / made.predicted.peak_bytes - 1
-    made = replace(made, notes=tuple(note for note in made.notes if not note.startswith(FORECAST)))
-    note = f"{FORECAST}, {format_bytes(made.predicted.peak_bytes)} were forecast: {apart:+.1%} measured"
-    return replace(made, predicted=with_peak(made.predicted, peak_bytes), notes=(*made.notes, note))
-
-
-def forecast_plan(profile: Profile, budget: int | str) -> Plan:
-    """Return a plan for compiled code, or the one with the smallest peak if its forecast is little above the budget.
-
-    Forecasts may be too high, and only compiling tells. Raises Infeasible.
-    """
-    try:
-        return plan(profile, budget)
-    except Infeasible as why:
-        if why.smallest_peak_bytes > FORECAST_MARGIN * why.budget_bytes:
-            raise
-        return replace(smallest_plan(profile), budget_bytes=why.budget_bytes)
 
 
 def _first(
@@ -535,7 +285,7 @@ def _first(
             without = choose(site, profile, plain, budget_bytes, [name for name in levers if name not in noticed])
             choice = replace(without, notes={**without.notes, **noticed})
     try:
-        return choice, _planned(choice, budget_bytes, budget_bytes, offload)
+        return choice, plan_for(choice, budget_bytes, budget_bytes, offload)
     except Infeasible as error:
         raise Infeasible(
             budget_bytes=error.budget_bytes,
@@ -562,71 +312,6 @@ def _noticed(site: StepContext, profile: Profile) -> dict[str, str]:
     return {name: f"lever {name!r} is not used: {why}" for name in exact}
 
 
-def over_budget(
-    made: Profile | Plan,
-    budget_bytes: int,
-    measured: Collection[int],
-    nearest: Collection[str] = (),
-    *,
-    budget_for: BudgetFor = "requested",
-) -> OverBudget:
-    """Build the error for a budget that no plan keeps; `measured` are the peaks of the plans that were tried."""
-    notes = made.notes if any(OTHER_WORK in note for note in made.notes) else (*made.notes, OTHER_WORK)
-    plain_bytes = made.plain.peak_bytes if isinstance(made, Plan) else plain_peak_bytes(made)
-    if budget_for == "reserved":
-        notes = ("these are reserved bytes, with fragments that the allocator can't use", *notes)
-    elif min(measured) > plain_bytes:
-        notes = (
-            f"that is more than the plain step's {format_bytes(plain_bytes)}: this batch needs more than the "
-            "rehearsed ones because of its contents, such as lengths, or something else was in memory, such as the "
-            "graph of a batch that was skipped before its backward (`lowtide watch` names what a script leaves there, "
-            "and its holder)",
-            *notes,
-        )
-    return OverBudget(budget_bytes=budget_bytes, measured_peak_bytes=min(measured), nearest=nearest, notes=notes)
-
-
-def _planned(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -> Plan:
-    """Plan for `aim_bytes`, so that the measured peak is within the budget."""
-    with Stage("planning") as stage:
-        is_compiled = bool(choice.profile.graphs)
-        made = (
-            forecast_plan(choice.profile, aim_bytes)
-            if is_compiled
-            else plan(choice.profile, aim_bytes, offload=offload)
-        )
-        budget, predicted = format_bytes(budget_bytes), format_bytes(made.predicted.peak_bytes)
-        stage.result = f"planned for {budget}: {predicted} peak predicted"
-    return _own(choice, made, budget_bytes)
-
-
-def with_excess(profile: Profile, excess_bytes: int) -> Profile:
-    """Raise all peaks of `profile` by the excess, which may be negative, of a measured peak over its forecast."""
-    return replace(profile, static=replace(profile.static, margin=profile.static.margin + excess_bytes))
-
-
-def _own(choice: Choice, made: Plan, budget_bytes: int) -> Plan:
-    """Return `made` for the budget `budget_bytes`, its time compared with that of the step without levers."""
-    return replace(made, budget_bytes=budget_bytes, plain=choice.plain, notes=(*made.notes, *choice.notes.values()))
-
-
-def _proof(site: StepContext, made: Plan) -> Verdict:
-    """Run the step under the plan and without it, and compare. Raises RehearsalError if the device has no room for the
-    budget.
-    """
-
-    def no_room(said: str) -> RehearsalError:
-        return RehearsalError(
-            f"a step under a plan for {format_bytes(made.budget_bytes)} ran out of memory: {said}\n"
-            "  A device has to hold more than the step: a CUDA context, fragments between blocks, and other "
-            "processes' memory. Give a smaller budget."
-        )
-
-    return unless_out_of_memory(
-        lambda: compare_with_plain(site.model, site.step, site.batch, made, site.optimizer), no_room
-    )
-
-
 def _fit_sizes(
     model: nn.Module,
     step: Callable[[Any], Any],
@@ -643,30 +328,10 @@ def _fit_sizes(
     return FittedSizes(model, buckets_for(model, step, sizes, budget, fit_one, optimizer=optimizer, large=profile))
 
 
-def _differing(verdict: Verdict) -> str:
-    differences = (verdict.differences or {}).items()
-    differing = {kind: names for kind, names in differences if names and kind not in verdict.nondeterministic}
-    return ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in differing.items())
-
-
-def _compiled_differs(site: StepContext, made: Plan, smallest_bytes: int | None = None) -> str:
-    """Explain why no plan is put in force: under `made` bits differ, and plans that keep them need `smallest_bytes`."""
-    verdict = compare_with_plain(site.model, site.step, site.batch, made, site.optimizer, copies=True)
-    relative = (verdict.relative_differences or {}).items()
-    apart = ", ".join(f"{kind} {distance:.1e}" for kind, distance in relative if distance)
-    apart = f"; relative differences: {apart}" if apart else ""
-    least = "" if smallest_bytes is None else f" Plans that keep the bits need {format_bytes(smallest_bytes)}."
-    return (
-        f"under the plan the results of compiled code differ in bits: {_differing(verdict)}{apart}. Where saved "
-        "tensors are recomputed, inductor fuses other kernels, which may round or add in another order, as with "
-        f"autocast: no plan is put in force.{least}\n  Give a larger budget, or compile the repeated blocks instead, "
-        "each in place: `for block in model.layers: block.compile()`."
-    )
-
-
 def _not_identical(verdict: Verdict) -> str:
+    differences = list_differences(verdict)
     return (
-        f"under the plan the results of the step differ in bits: {_differing(verdict)}. Plain steps from the same "
+        f"under the plan the results of the step differ in bits: {differences}. Plain steps from the same "
         "state agree there. If the step reads something that a rehearsal can't restore (a clock, a file, its own "
         "random numbers), leave that out; if not, please report it."
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lowtide.api.apply import apply
-from lowtide.api.fit import over_budget
+from lowtide.api.plan_attempts import over_budget
 from lowtide.errors import RehearsalError, StalePlan
 from lowtide.memory.device_budget import check_on_device
 from lowtide.profiler.online import PATIENCE

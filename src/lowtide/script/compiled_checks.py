@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from lowtide._torch.compiled_code import n_compiled
 from lowtide._torch.joint_graph import always_partitioned, kernels_left_out
 from lowtide.api.apply import apply
+from lowtide.api.compiled_fit import SCHEDULED, cheapest_within, compiled_over
 from lowtide.api.differing_bits import differing_addresses
-from lowtide.api.fit import SCHEDULED, cheapest_within, compiled_over
 from lowtide.errors import Infeasible, RehearsalError
 from lowtide.levers.selection import Choice
 from lowtide.profiler.compiled_bits import compiled_bits, scheduled_calls

@@ -15,7 +15,8 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from lowtide.api.fit import COMPILED_REPAIRS, REPAIRS, over_budget
+from lowtide.api.compiled_fit import COMPILED_REPAIRS
+from lowtide.api.plan_attempts import REPAIRS, over_budget
 from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.memory.events import Busy
 from lowtide.profiler.online import PATIENCE

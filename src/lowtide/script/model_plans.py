@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 from lowtide.api.apply import Applied
+from lowtide.api.compiled_fit import as_measured
 from lowtide.api.differing_bits import REFUSED, with_kept
-from lowtide.api.fit import as_measured, forecast_plan, with_excess
+from lowtide.api.plan_attempts import forecast_plan, with_excess
 from lowtide.errors import Infeasible, LowtideError
 from lowtide.planner import plan
 from lowtide.planner.planning import forecast_peak, smallest_plan

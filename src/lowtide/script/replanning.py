@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from lowtide.api.fit import with_excess
+from lowtide.api.plan_attempts import with_excess
 from lowtide.errors import RehearsalError
 from lowtide.memory.events import Busy
 from lowtide.runtime.call_shapes import no_larger, shapes_in

@@ -1,0 +1,182 @@
+"""Fit compiled code: measure a few plans, because forecasts of its peak are less sure, and compare the bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
+
+from lowtide.api.differing_bits import REFUSED, differing_addresses, with_kept
+from lowtide.api.plan_attempts import forecast_plan, list_differences, plan_for, prove, with_choice, with_excess
+from lowtide.api.verify import Verdict, compare_with_plain, scheduled_peak
+from lowtide.errors import Infeasible, RehearsalError
+from lowtide.levers.lever import StepContext
+from lowtide.levers.selection import Choice
+from lowtide.planner.planning import forecast_peak, smallest_plan, with_peak
+from lowtide.planner.records import Decisions, Plan, Profile
+from lowtide.report.text_table import listed
+from lowtide.runtime.fingerprint import place_of
+from lowtide.units import format_bytes
+from lowtide.utils.amounts import BudgetFor
+
+FORECAST = "before it was compiled"
+"""Beginning of the note on the forecast of a compiled plan's peak."""
+SCHEDULED = 4
+"""Largest number of plans for compiled code that are measured without kernels."""
+COMPILED_REPAIRS = 3
+"""Largest number of compiled plans that are tried for a budget."""
+UNUSED = 0.02
+"""Share of a budget that a compiled plan may leave unused before a cheaper plan is tried."""
+CLOSE = 0.02
+"""Share by which measured peaks may exceed a budget that plans with larger forecasts are tried for."""
+
+
+def fit_compiled(site: StepContext, choice: Choice, made: Plan, budget_for: BudgetFor) -> tuple[Plan, Verdict]:
+    """Return the cheapest of a few plans that is measured within the budget, with its proof; `made` is the first.
+
+    On a CPU, plans are first measured without kernels, which is soon done; the best one of these is compiled. If its
+    bits are not those of the plain step, the recomputed values that change them are searched for, and the next plans
+    keep them. Raises Infeasible with the smallest measured peak, and RehearsalError for other bits.
+    """
+    made, kept = _scheduled(site, choice, replace(made, budget_for=budget_for)), tuple[str, ...]()
+    while True:
+        best, proofs = _proven(site, choice, made)
+        last, verdict = proofs[-1]
+        if verdict.identical or (best is not None and best.predicted.peak_bytes <= made.budget_bytes):
+            break
+        if kept or not last.recompute:
+            raise RehearsalError(_compiled_differs(site, last))
+        kept = differing_addresses(tuple(last.recompute), partial(_is_identical, site, last))
+        choice = replace(choice, profile=with_kept(choice.profile, kept))
+        try:
+            made = replace(plan_for(choice, made.budget_bytes, made.budget_bytes, offload=False), budget_for=budget_for)
+            made = _scheduled(site, choice, made)
+        except Infeasible as why:
+            raise RehearsalError(_compiled_differs(site, last, why.smallest_peak_bytes)) from why
+    assert best is not None  # bits were those of the plain step
+    if best.predicted.peak_bytes > made.budget_bytes:
+        raise compiled_over(choice, best, f"plans that were compiled and measured: {len(proofs)}")
+    if len(proofs) > 1:
+        best = replace(best, notes=(*best.notes, f"{len(proofs)} plans were compiled and measured"))
+    if kept:
+        best = replace(best, notes=(*best.notes, f"kept: {listed(kept)} ({REFUSED})"))
+    return best, next(proof for tried, proof in proofs if tried.decisions == best.decisions)
+
+
+def _proven(site: StepContext, choice: Choice, made: Plan) -> tuple[Plan | None, list[tuple[Plan, Verdict]]]:
+    """Return the best of a few compiled plans whose bits are those of the plain step, and all that were compiled."""
+    proofs: list[tuple[Plan, Verdict]] = []
+
+    def peak_of(tried: Plan) -> int | None:
+        verdict = prove(site, tried)
+        proofs.append((tried, verdict))
+        return verdict.measured_peak_bytes if verdict.identical else None
+
+    _, best = cheapest_within(choice, made, peak_of, COMPILED_REPAIRS)
+    return best, proofs
+
+
+def _scheduled(site: StepContext, choice: Choice, made: Plan) -> Plan:
+    """Return the best of a few plans that are measured without kernels: on a CPU, for a budget of requested bytes.
+
+    Raises Infeasible if none is within the budget.
+    """
+    if made.decisions == Decisions() or made.budget_for != "requested" or place_of(site.model).type != "cpu":
+        return made
+    peak_of = partial(scheduled_peak, site.model, site.step, site.batch, optimizer=site.optimizer)
+    n_scheduled, best = cheapest_within(choice, made, peak_of, SCHEDULED)
+    if best is not None and best.predicted.peak_bytes > made.budget_bytes:
+        raise compiled_over(choice, best, f"plans that were scheduled by inductor and measured: {n_scheduled}")
+    return best or made
+
+
+def _is_identical(site: StepContext, made: Plan, addresses: Collection[str]) -> bool:
+    """Return True if the step has the plain step's bits when it recomputes just the values at `addresses`."""
+    return prove(site, replace(made, recompute={at: made.recompute[at] for at in addresses})).identical
+
+
+def cheapest_within(
+    choice: Choice, made: Plan, peak_of: Callable[[Plan], int | None], most: int
+) -> tuple[int, Plan | None]:
+    """Return the number of plans tried, and the cheapest one measured within the budget, else the one with the lowest
+    peak.
+
+    Args:
+        choice: The profile, and the levers.
+        made: The first plan; each other one is made from the forecast, corrected by the excess of the one before.
+        peak_of: Function that measures a plan's peak; it returns None for a plan that can't be used.
+        most: Largest number of plans to try.
+    """
+    budget_bytes, tried, best = made.budget_bytes, list[Decisions](), None
+    while True:
+        peak_bytes = peak_of(made)
+        tried.append(made.decisions)
+        if peak_bytes is None:
+            break
+        measured = as_measured(made, peak_bytes)
+        if best is None or _rank(measured) < _rank(best):
+            best = measured
+        if len(tried) == most or 0 <= 1 - peak_bytes / budget_bytes <= UNUSED or made.budget_for == "reserved":
+            break
+        forecast_bytes = forecast_peak(choice.profile, made)
+        following = _following(with_excess(choice.profile, peak_bytes - forecast_bytes), budget_bytes)
+        if following.decisions in tried and best.predicted.peak_bytes > budget_bytes:  # others may be off by less
+            aims = [(forecast_bytes + peak_bytes) // 2] if peak_bytes > forecast_bytes else []
+            if best.predicted.peak_bytes <= (1 + CLOSE) * budget_bytes:
+                aims += [int(forecast_bytes * (1 + share)) for share in (CLOSE / 2, CLOSE)]
+            others = (_following(choice.profile, aim_bytes) for aim_bytes in aims)
+            following = next((each for each in others if each.decisions not in tried), following)
+        if following.decisions in tried or _rank(best) < (False, following.predicted.extra_ms):
+            break
+        made = replace(with_choice(choice, following, budget_bytes), budget_for=made.budget_for)
+    return len(tried), best
+
+
+def _following(profile: Profile, aim_bytes: int) -> Plan:
+    """Return a plan whose forecast is `aim_bytes` at most; if there is none, the plan with the smallest peak."""
+    try:
+        return forecast_plan(profile, aim_bytes)
+    except Infeasible:
+        return smallest_plan(profile)
+
+
+def _rank(measured: Plan) -> tuple[bool, float]:
+    """Return a sort key for measured plans: first those within the budget, by time; then the others, by peak."""
+    peak_bytes = measured.predicted.peak_bytes
+    is_over = peak_bytes > measured.budget_bytes
+    return is_over, peak_bytes if is_over else measured.predicted.extra_ms
+
+
+def as_measured(made: Plan, peak_bytes: int) -> Plan:
+    """Return a compiled plan with its measured peak as prediction; a note says how far off the forecast was."""
+    if made.predicted == made.plain and peak_bytes <= made.budget_bytes:  # nothing is compiled for the plan
+        return made
+    apart = peak_bytes / made.predicted.peak_bytes - 1
+    made = replace(made, notes=tuple(note for note in made.notes if not note.startswith(FORECAST)))
+    note = f"{FORECAST}, {format_bytes(made.predicted.peak_bytes)} were forecast: {apart:+.1%} measured"
+    return replace(made, predicted=with_peak(made.predicted, peak_bytes), notes=(*made.notes, note))
+
+
+def compiled_over(choice: Choice, lowest: Plan, tried: str) -> Infeasible:
+    """Build the error for a budget that no compiled plan keeps; `lowest` has the smallest measured peak."""
+    return Infeasible(
+        budget_bytes=lowest.budget_bytes,
+        smallest_peak_bytes=lowest.predicted.peak_bytes,
+        parts=lowest.predicted.parts,
+        notes=(tried, *choice.profile.notes),
+    )
+
+
+def _compiled_differs(site: StepContext, made: Plan, smallest_bytes: int | None = None) -> str:
+    """Explain why no plan is put in force: under `made` bits differ, and plans that keep them need `smallest_bytes`."""
+    verdict = compare_with_plain(site.model, site.step, site.batch, made, site.optimizer, copies=True)
+    relative = (verdict.relative_differences or {}).items()
+    apart = ", ".join(f"{kind} {distance:.1e}" for kind, distance in relative if distance)
+    apart = f"; relative differences: {apart}" if apart else ""
+    least = "" if smallest_bytes is None else f" Plans that keep the bits need {format_bytes(smallest_bytes)}."
+    return (
+        f"under the plan the results of compiled code differ in bits: {list_differences(verdict)}{apart}. Where saved "
+        "tensors are recomputed, inductor fuses other kernels, which may round or add in another order, as with "
+        f"autocast: no plan is put in force.{least}\n  Give a larger budget, or compile the repeated blocks instead, "
+        "each in place: `for block in model.layers: block.compile()`."
+    )

@@ -1,0 +1,109 @@
+"""Attempts to keep a budget: a plan that aims lower, its proof, and the error after the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from lowtide.api.verify import Verdict, compare_with_plain
+from lowtide.errors import Infeasible, OverBudget, RehearsalError
+from lowtide.levers.lever import StepContext
+from lowtide.levers.selection import Choice
+from lowtide.planner import plan
+from lowtide.planner.planning import plain_peak_bytes, smallest_plan
+from lowtide.planner.records import Plan, Profile
+from lowtide.profiler import OTHER_WORK
+from lowtide.state.step_outcome import unless_out_of_memory
+from lowtide.units import format_bytes
+from lowtide.utils.amounts import BudgetFor
+from lowtide.utils.progress import Stage
+
+REPAIRS = 4
+"""Largest number of plans that are tried for a budget. Each aims lower by the excess of the one before."""
+FORECAST_MARGIN = 1.2
+"""Ratio up to which a peak that is forecast for compiled code may be above the measured one."""
+
+
+def plan_for(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -> Plan:
+    """Plan for `aim_bytes`, so that the measured peak is within the budget."""
+    with Stage("planning") as stage:
+        is_compiled = bool(choice.profile.graphs)
+        made = (
+            forecast_plan(choice.profile, aim_bytes)
+            if is_compiled
+            else plan(choice.profile, aim_bytes, offload=offload)
+        )
+        budget, predicted = format_bytes(budget_bytes), format_bytes(made.predicted.peak_bytes)
+        stage.result = f"planned for {budget}: {predicted} peak predicted"
+    return with_choice(choice, made, budget_bytes)
+
+
+def with_choice(choice: Choice, made: Plan, budget_bytes: int) -> Plan:
+    """Return `made` for the budget `budget_bytes`, its time compared with that of the step without levers."""
+    return replace(made, budget_bytes=budget_bytes, plain=choice.plain, notes=(*made.notes, *choice.notes.values()))
+
+
+def forecast_plan(profile: Profile, budget: int | str) -> Plan:
+    """Return a plan for compiled code, or the one with the smallest peak if its forecast is little above the budget.
+
+    Forecasts may be too high, and only compiling tells. Raises Infeasible.
+    """
+    try:
+        return plan(profile, budget)
+    except Infeasible as why:
+        if why.smallest_peak_bytes > FORECAST_MARGIN * why.budget_bytes:
+            raise
+        return replace(smallest_plan(profile), budget_bytes=why.budget_bytes)
+
+
+def with_excess(profile: Profile, excess_bytes: int) -> Profile:
+    """Raise all peaks of `profile` by the excess, which may be negative, of a measured peak over its forecast."""
+    return replace(profile, static=replace(profile.static, margin=profile.static.margin + excess_bytes))
+
+
+def prove(site: StepContext, made: Plan) -> Verdict:
+    """Run the step under the plan and without it, and compare. Raises RehearsalError if the device has no room for the
+    budget.
+    """
+
+    def no_room(said: str) -> RehearsalError:
+        return RehearsalError(
+            f"a step under a plan for {format_bytes(made.budget_bytes)} ran out of memory: {said}\n"
+            "  A device has to hold more than the step: a CUDA context, fragments between blocks, and other "
+            "processes' memory. Give a smaller budget."
+        )
+
+    return unless_out_of_memory(
+        lambda: compare_with_plain(site.model, site.step, site.batch, made, site.optimizer), no_room
+    )
+
+
+def over_budget(
+    made: Profile | Plan,
+    budget_bytes: int,
+    measured: Collection[int],
+    nearest: Collection[str] = (),
+    *,
+    budget_for: BudgetFor = "requested",
+) -> OverBudget:
+    """Build the error for a budget that no plan keeps; `measured` are the peaks of the plans that were tried."""
+    notes = made.notes if any(OTHER_WORK in note for note in made.notes) else (*made.notes, OTHER_WORK)
+    plain_bytes = made.plain.peak_bytes if isinstance(made, Plan) else plain_peak_bytes(made)
+    if budget_for == "reserved":
+        notes = ("these are reserved bytes, with fragments that the allocator can't use", *notes)
+    elif min(measured) > plain_bytes:
+        notes = (
+            f"that is more than the plain step's {format_bytes(plain_bytes)}: this batch needs more than the "
+            "rehearsed ones because of its contents, such as lengths, or something else was in memory, such as the "
+            "graph of a batch that was skipped before its backward (`lowtide watch` names what a script leaves there, "
+            "and its holder)",
+            *notes,
+        )
+    return OverBudget(budget_bytes=budget_bytes, measured_peak_bytes=min(measured), nearest=nearest, notes=notes)
+
+
+def list_differences(verdict: Verdict) -> str:
+    """Return the kinds of results that differ in bits, each with its first name, in words."""
+    differences = (verdict.differences or {}).items()
+    differing = {kind: names for kind, names in differences if names and kind not in verdict.nondeterministic}
+    return ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in differing.items())
