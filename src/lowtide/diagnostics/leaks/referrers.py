@@ -278,47 +278,15 @@ class HolderSearch:
         if isinstance(obj, nn.Module):
             return self._module(way, inner)
         if isinstance(obj, BackwardCFunction) and not is_of_torch(type(obj)):
-            attribute = _attribute(way.path[0]) if way.path else "?"
-            of = type(obj).__name__.removesuffix("Backward")
-            text = f"ctx attribute '{attribute}' of {of}"
-            return Holder(kind="context", text=text, key=f"ctx {of} {attribute}", name=attribute)
+            return _context(way, obj)
         if isinstance(obj, BaseException):
             return self._exception(way, obj)
         if isinstance(obj, GeneratorType):
-            if way.attribute and origin(obj.gi_code.co_filename) != "user":
-                text, name = (
-                    f"attribute {way.attribute}, through the iterator of a loop",
-                    _ENTRIES.sub("", way.attribute),
-                )
-                return Holder(kind="iterator", text=text, key=f"attribute {name}", name=name, entries=way.entries)
-            frame = obj.gi_frame
-            local = name_in_frame(frame, inner.obj) if frame is not None else None
-            return self._inside("generator", f"generator '{obj.__name__}'", way, local)
+            return self._generator(way, inner, obj)
         if isinstance(obj, FunctionType):
-            hook = self.hooks.by_function.get(id(obj))
-            if hook is not None:
-                return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
-            place = Place(obj.__code__.co_filename, obj.__code__.co_firstlineno)
-            local = _variable_of_function(obj, inner)
-            way.path = way.path[1:] if local else way.path
-            if local and self._is_gathered(obj):
-                way.path = (f".{local}", *way.path)
-                return None
-            kind = "default argument" if inner.obj is obj.__defaults__ else "closure"
-            return self._inside("closure", f"{kind} of '{obj.__qualname__}' at {place}", way, local)
+            return self._function(way, inner, obj)
         if isinstance(obj, type):
-            name = f"{obj.__qualname__}.{_attribute(way.path[0]) if way.path else '?'}"
-            way.path = way.path[1:]
-            _, full_name, grouped = _shown(way, name, "")
-            arrow = " -> " if _CACHED in way.path else ""
-            return Holder(
-                kind="class",
-                text=f"class attribute {name}{arrow}{_path(way.path)}",
-                key=f"class attribute {grouped}",
-                name=full_name,
-                entries=way.entries,
-                is_cache=_CACHED in way.path,
-            )
+            return _class(way, obj)
         if isinstance(obj, FrameType):
             inside = name_in_frame(obj, inner.obj)
             way.path = (f"['{inside}']", *inner.path) if inside else inner.path
@@ -337,6 +305,27 @@ class HolderSearch:
         elif (held_as := _holding_attribute(obj, inner.obj)) is not None:
             way.path = (f".{held_as}", *inner.path)
         return None
+
+    def _generator(self, way: _ReferencePath, inner: _ReferencePath, generator: GeneratorType[Any, Any, Any]) -> Holder:
+        if way.attribute and origin(generator.gi_code.co_filename) != "user":
+            text, name = f"attribute {way.attribute}, through the iterator of a loop", _ENTRIES.sub("", way.attribute)
+            return Holder(kind="iterator", text=text, key=f"attribute {name}", name=name, entries=way.entries)
+        frame = generator.gi_frame
+        local = name_in_frame(frame, inner.obj) if frame is not None else None
+        return self._inside("generator", f"generator '{generator.__name__}'", way, local)
+
+    def _function(self, way: _ReferencePath, inner: _ReferencePath, function: FunctionType) -> Holder | None:
+        hook = self.hooks.by_function.get(id(function))
+        if hook is not None:
+            return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
+        place = Place(function.__code__.co_filename, function.__code__.co_firstlineno)
+        local = _variable_of_function(function, inner)
+        way.path = way.path[1:] if local else way.path
+        if local and self._is_gathered(function):
+            way.path = (f".{local}", *way.path)
+            return None
+        kind = "default argument" if inner.obj is function.__defaults__ else "closure"
+        return self._inside("closure", f"{kind} of '{function.__qualname__}' at {place}", way, local)
 
     def _inside(self, kind: str, text: str, way: _ReferencePath, local: str | None) -> Holder:
         """Describe variable `local` of a function that is not running."""
@@ -471,6 +460,28 @@ def _first_path(obj: Any, number: int) -> _ReferencePath:
 
 def _is_container(kind: type | None) -> bool:
     return kind in _CONTAINERS or (kind is not None and kind.__name__ == "ndarray")
+
+
+def _context(way: _ReferencePath, context: BackwardCFunction) -> Holder:
+    attribute = _attribute(way.path[0]) if way.path else "?"
+    of = type(context).__name__.removesuffix("Backward")
+    text = f"ctx attribute '{attribute}' of {of}"
+    return Holder(kind="context", text=text, key=f"ctx {of} {attribute}", name=attribute)
+
+
+def _class(way: _ReferencePath, kind: type) -> Holder:
+    name = f"{kind.__qualname__}.{_attribute(way.path[0]) if way.path else '?'}"
+    way.path = way.path[1:]
+    _, full_name, grouped = _shown(way, name, "")
+    arrow = " -> " if _CACHED in way.path else ""
+    return Holder(
+        kind="class",
+        text=f"class attribute {name}{arrow}{_path(way.path)}",
+        key=f"class attribute {grouped}",
+        name=full_name,
+        entries=way.entries,
+        is_cache=_CACHED in way.path,
+    )
 
 
 def _variable_of_function(function: FunctionType, inner: _ReferencePath) -> str | None:
