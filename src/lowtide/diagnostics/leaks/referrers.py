@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import islice
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -32,6 +32,17 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from lowtide.diagnostics.leaks.call_site import Place, calling_site, is_carried
+from lowtide.diagnostics.leaks.reference_path import (
+    CACHED,
+    CONTAINERS,
+    CYCLED,
+    ENTRIES,
+    ReferencePath,
+    attribute_name,
+    first_path,
+    is_container,
+    labels_in,
+)
 from lowtide.diagnostics.leaks.running_frames import RunningFrames, name_in_frame
 from lowtide.diagnostics.leaks.tensor_graphs import is_of_torch
 from lowtide.state.introspection import is_user_code, origin
@@ -64,11 +75,6 @@ RANK = (
     "iterator",
 )
 """Kinds of holders in order of precedence: the first one that is found is reported."""
-
-_ENTRIES = re.compile(r"\[\d+ entr(?:y|ies)\]")
-"""Step of a path through a container whose entries have no names."""
-_ENTRY = re.compile(r"\[(?:\d+ entr(?:y|ies)|'.*')\]")
-"""Step of a path through any container that is no tuple."""
 
 _OUTPUT_NAME = re.compile(r"_+|_[oi]*\d+|_oh|Out|_i+|_ih|In")
 
@@ -108,32 +114,6 @@ class Holder:
 
 
 @dataclass(slots=True)
-class _ReferencePath:
-    """Path of references from `obj` to tensors, which are given by number. `path` is written as code, from the outside
-    in.
-    """
-
-    obj: Any
-    tensors: set[int]
-    path: tuple[str, ...] = ()
-    entries: int | None = None
-    """Total number of entries of the containers inside `obj`; None without any."""
-    container: type | None = None
-    attribute: str = ""
-    """The part of the path from the outermost attribute of an object of a user's class on, such as
-    `Reviews.cache[8 entries]`.
-    """
-
-    @property
-    def all_entries(self) -> int | None:
-        """Total number of entries on the path, including those of `obj` itself."""
-        is_queue = isinstance(self.obj, deque) and self.obj.maxlen is not None  # bounded
-        if is_queue or not isinstance(self.obj, list | deque | set | dict):
-            return self.entries
-        return len(self.obj) + (self.entries or 0)
-
-
-@dataclass(slots=True)
 class HolderSearch:
     """Search for holders among the objects that exist. Used once, then dropped with everything it refers to."""
 
@@ -159,13 +139,13 @@ class HolderSearch:
         Beyond MOST_TENSORS, tensors are only found where they share a container with one of the first.
         """
         holders_of: dict[int, list[Holder]] = {}
-        ways = [_first_path(obj, number) for number, obj in tensors]
-        unnamed: list[_ReferencePath] = []
+        ways = [first_path(obj, number) for number, obj in tensors]
+        unnamed: list[ReferencePath] = []
         tensors_through: dict[int, set[int]] = {}  # ids of objects -> tensors with paths through them
         for _ in range(LEVELS):
             if not ways:
                 break
-            by_id: dict[int, list[_ReferencePath]] = {}
+            by_id: dict[int, list[ReferencePath]] = {}
             for way in ways:
                 by_id.setdefault(id(way.obj), []).append(way)
                 tensors_through.setdefault(id(way.obj), set()).update(way.tensors)
@@ -193,16 +173,16 @@ class HolderSearch:
                         ways.append(way)
             looked_for = islice(by_id.items(), MOST_TENSORS)
             unreferenced = (way for number, same in looked_for if number not in reached for way in same)
-            unnamed += [way for way in unreferenced if way.path and (isinstance(way.obj, list) or _CYCLED in way.path)]
+            unnamed += [way for way in unreferenced if way.path and (isinstance(way.obj, list) or CYCLED in way.path)]
         for way in unnamed if self.has_unnamed_lists else ():
             way.tensors -= holders_of.keys()
             _add(holders_of, way, self._unnamed(way))
         return holders_of
 
-    def _unnamed(self, way: _ReferencePath) -> Holder:
+    def _unnamed(self, way: ReferencePath) -> Holder:
         """Return the holder for a list, or an `itertools.cycle`, that only an expression refers to."""
         place = calling_site().place
-        if _CYCLED in way.path:
+        if CYCLED in way.path:
             return Holder(
                 kind="variable",
                 text=f"itertools.cycle of a loop that runs {place} {way.path[-1]}",
@@ -215,7 +195,7 @@ class HolderSearch:
             )
         return Holder(
             kind="variable",
-            text=f"{place} a list that is being made {_path(way.path)}",
+            text=f"{place} a list that is being made {way.text}",
             key=f"{place} list",
             name="the list",
             entries=way.all_entries,
@@ -223,54 +203,54 @@ class HolderSearch:
             place=place,
         )
 
-    def _variable(self, way: _ReferencePath, name: str, place: Place, kind: str, entries: int | None) -> Holder:
+    def _variable(self, way: ReferencePath, name: str, place: Place, kind: str, entries: int | None) -> Holder:
         where = str(place) if place.line else str(place).rpartition(":")[0]
-        shown, full_name, grouped = _shown(way, name, kind)
+        shown, full_name, grouped = way.shown(name, kind)
         return Holder(
             kind="variable",
             text=f"{where} {shown}",
             key=f"{place.file} {grouped}",
             name=full_name,
-            owner=_owner(way, name) or full_name,
+            owner=way.owner(name) or full_name,
             entries=entries,
-            gathers=_gathers(way),
+            gathers=way.gathers,
             is_part=bool(way.path),
-            part="".join((name, *("[..]" if _ENTRIES.fullmatch(step) else step for step in way.path))),
-            is_cache=_CACHED in way.path,
-            is_cycle=_CYCLED in way.path,
+            part="".join((name, *("[..]" if ENTRIES.fullmatch(step) else step for step in way.path))),
+            is_cache=CACHED in way.path,
+            is_cycle=CYCLED in way.path,
             place=place,
         )
 
-    def _outward(self, referrer: Any, inner: list[_ReferencePath]) -> Iterator[tuple[_ReferencePath, _ReferencePath]]:
+    def _outward(self, referrer: Any, inner: list[ReferencePath]) -> Iterator[tuple[ReferencePath, ReferencePath]]:
         """Yield the paths through `referrer`, each with the path that it extends.
 
         Each object with a name of its own gets a path. Objects without a name share a path if the rest of it is equal.
         """
-        labels = _labels(referrer)
-        gathered: dict[tuple[str, ...], tuple[_ReferencePath, _ReferencePath]] = {}
+        labels = labels_in(referrer)
+        gathered: dict[tuple[str, ...], tuple[ReferencePath, ReferencePath]] = {}
         for way in inner:
             is_namespace = isinstance(referrer, type) or getattr(referrer, "__dict__", None) is way.obj
             entries = way.entries if is_namespace else way.all_entries
             if labels is None:
                 container = way.container if isinstance(referrer, nn.Module) else None
-                yield _ReferencePath(referrer, way.tensors, way.path, entries, container, way.attribute), way
+                yield ReferencePath(referrer, way.tensors, way.path, entries, container, way.attribute), way
             elif (label := labels.get(id(way.obj))) is not None:
                 container = tuple if isinstance(referrer, tuple) else way.container
                 path = (label, *way.path)
-                yield _ReferencePath(referrer, way.tensors, path, entries, container, way.attribute), way
+                yield ReferencePath(referrer, way.tensors, path, entries, container, way.attribute), way
             elif (same := gathered.get(way.path)) is None:
                 n = len(referrer)
                 label = f"[{n} entr{'y' if n == 1 else 'ies'}]"
-                kind = next(k for k in _CONTAINERS if isinstance(referrer, k))
+                kind = next(k for k in CONTAINERS if isinstance(referrer, k))
                 path = (label, *way.path)
-                outer = _ReferencePath(referrer, set(way.tensors), path, entries, kind, way.attribute)
+                outer = ReferencePath(referrer, set(way.tensors), path, entries, kind, way.attribute)
                 gathered[way.path] = outer, way
             else:
                 same[0].tensors |= way.tensors
                 same[0].entries = max(same[0].entries or 0, entries or 0) or None
         yield from gathered.values()
 
-    def _named(self, way: _ReferencePath, inner: _ReferencePath) -> Holder | None:
+    def _named(self, way: ReferencePath, inner: ReferencePath) -> Holder | None:
         """Return the holder if the path `way` has reached a named object; None if the search has to go on."""
         obj = way.obj
         if isinstance(obj, dict):
@@ -295,26 +275,26 @@ class HolderSearch:
         elif isinstance(obj, functools.partial):
             way.path = (".args" if inner.obj is obj.args else ".keywords", *inner.path)
         elif isinstance(obj, functools._lru_cache_wrapper):
-            way.path = (_CACHED, *way.path)
+            way.path = (CACHED, *way.path)
         elif isinstance(obj, itertools.cycle):
-            way.path = (_CYCLED, *way.path)
+            way.path = (CYCLED, *way.path)
         elif getattr(obj, "__dict__", None) is inner.obj and way.path:
-            way.path = (f".{_attribute(way.path[0])}", *way.path[1:])
+            way.path = (f".{attribute_name(way.path[0])}", *way.path[1:])
             if is_user_code(type(obj)):
-                way.attribute = f"{type(obj).__qualname__}{_path(way.path)}"
+                way.attribute = f"{type(obj).__qualname__}{way.text}"
         elif (held_as := _holding_attribute(obj, inner.obj)) is not None:
             way.path = (f".{held_as}", *inner.path)
         return None
 
-    def _generator(self, way: _ReferencePath, inner: _ReferencePath, generator: GeneratorType[Any, Any, Any]) -> Holder:
+    def _generator(self, way: ReferencePath, inner: ReferencePath, generator: GeneratorType[Any, Any, Any]) -> Holder:
         if way.attribute and origin(generator.gi_code.co_filename) != "user":
-            text, name = f"attribute {way.attribute}, through the iterator of a loop", _ENTRIES.sub("", way.attribute)
+            text, name = f"attribute {way.attribute}, through the iterator of a loop", ENTRIES.sub("", way.attribute)
             return Holder(kind="iterator", text=text, key=f"attribute {name}", name=name, entries=way.entries)
         frame = generator.gi_frame
         local = name_in_frame(frame, inner.obj) if frame is not None else None
         return self._inside("generator", f"generator '{generator.__name__}'", way, local)
 
-    def _function(self, way: _ReferencePath, inner: _ReferencePath, function: FunctionType) -> Holder | None:
+    def _function(self, way: ReferencePath, inner: ReferencePath, function: FunctionType) -> Holder | None:
         hook = self.hooks.by_function.get(id(function))
         if hook is not None:
             return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
@@ -327,15 +307,15 @@ class HolderSearch:
         kind = "default argument" if inner.obj is function.__defaults__ else "closure"
         return self._inside("closure", f"{kind} of '{function.__qualname__}' at {place}", way, local)
 
-    def _inside(self, kind: str, text: str, way: _ReferencePath, local: str | None) -> Holder:
+    def _inside(self, kind: str, text: str, way: ReferencePath, local: str | None) -> Holder:
         """Describe variable `local` of a function that is not running."""
         if local is None:
             return Holder(kind=kind, text=text, key=text, entries=way.entries)
-        shown, name, grouped = _shown(way, local, "variable")
+        shown, name, grouped = way.shown(local, "variable")
         return Holder(kind=kind, text=f"{text}, its {shown}", key=f"{text} {grouped}", name=name, entries=way.entries)
 
-    def _namespace(self, way: _ReferencePath, namespace: dict[str, Any]) -> Holder | None:
-        name = _attribute(way.path[0])
+    def _namespace(self, way: ReferencePath, namespace: dict[str, Any]) -> Holder | None:
+        name = attribute_name(way.path[0])
         if namespace is vars(builtins):
             if name == "_":
                 return Holder(kind="notebook", text="'_', the result of the last line", key="notebook _", name="_")
@@ -343,7 +323,7 @@ class HolderSearch:
         is_module = id(namespace) in self.namespaces or ("__name__" in namespace and "__builtins__" in namespace)
         if not is_module:
             return None
-        inner = _ReferencePath(None, way.tensors, way.path[1:], way.entries, way.container)
+        inner = ReferencePath(None, way.tensors, way.path[1:], way.entries, way.container)
         if "__name__" in namespace and namespace["__name__"] == "__main__" and _is_output(name):
             is_history = name in ("Out", "_oh") and bool(inner.path)
             text = f"notebook history {'Out' + inner.path[0] if is_history else repr(name)}"
@@ -355,20 +335,20 @@ class HolderSearch:
             return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
         return holder
 
-    def _module(self, way: _ReferencePath, inner: _ReferencePath) -> Holder:
+    def _module(self, way: ReferencePath, inner: ReferencePath) -> Holder:
         name = self.modules.get(id(way.obj), type(way.obj).__name__)
         path = way.path
         if vars(way.obj) is not inner.obj:  # since Python 3.13 objects refer to their attributes directly
             path = (f".{_holding_attribute(way.obj, inner.obj) or '?'}", *path)
-        attribute = _attribute(path[0]) if path else "?"
+        attribute = attribute_name(path[0]) if path else "?"
         if attribute in ("_buffers", "_parameters", "_modules") and len(path) > 1:
-            attribute, path = _attribute(path[1]), path[1:]
+            attribute, path = attribute_name(path[1]), path[1:]
         hook = self.hooks.in_table(way.obj, attribute)
         if hook is not None:
             return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
-        text = f"{name}.{attribute}" + _path(path[1:])
+        text = f"{name}.{attribute}" + "".join(path[1:])
         alike = re.sub(r"\.\d+(?=\.)", ".*", f"{name}.{attribute}")  # equal layers are one holder
-        gathers = _is_container(way.container) and len(path) > 1 and path[1].startswith("[")
+        gathers = is_container(way.container) and len(path) > 1 and path[1].startswith("[")
         return Holder(
             kind="module",
             text=text,
@@ -379,7 +359,7 @@ class HolderSearch:
             is_state=is_carried(type(way.obj), attribute),
         )
 
-    def _exception(self, way: _ReferencePath, error: BaseException) -> Holder:
+    def _exception(self, way: ReferencePath, error: BaseException) -> Holder:
         kind = type(error).__name__
         handled = _handled()
         if id(error) in handled:
@@ -407,7 +387,7 @@ class HolderSearch:
             return self.variables.is_running(obj) or origin(obj.f_code.co_filename) == "ours"
         if isinstance(obj, FunctionType):
             return origin(obj.__code__.co_filename) == "ours"
-        return type(obj) in (_ReferencePath, HolderSearch, RunningFrames) or isinstance(obj, BuiltinFunctionType)
+        return type(obj) in (ReferencePath, HolderSearch, RunningFrames) or isinstance(obj, BuiltinFunctionType)
 
 
 def _handled() -> set[int]:
@@ -420,16 +400,11 @@ def _handled() -> set[int]:
     return handled
 
 
-def _add(holders_of: dict[int, list[Holder]], way: _ReferencePath, holder: Holder) -> None:
+def _add(holders_of: dict[int, list[Holder]], way: ReferencePath, holder: Holder) -> None:
     for number in way.tensors:
         holders = holders_of.setdefault(number, [])
         if all(other.key != holder.key for other in holders):
             holders.append(holder)
-
-
-def _attribute(step: str) -> str:
-    """Return the name in `['name']` or `.name`."""
-    return step.removeprefix(".").removeprefix("['").removesuffix("']")
 
 
 def _referring_to(things: tuple[Any, ...]) -> list[Any]:
@@ -441,50 +416,29 @@ def _referring_to(things: tuple[Any, ...]) -> list[Any]:
     return [o for o in objects if not numbers.isdisjoint(map(id, gc.get_referents(o))) and id(o) != own]
 
 
-_CONTAINERS = (list, deque, set, frozenset, dict)
-
-_CACHED = "cache "
-"""Step of a path from a function to the cache of its results."""
-
-_CYCLED = "itertools.cycle "
-"""Step of a path from an `itertools.cycle` to the list of what it returns again."""
-
-
-def _first_path(obj: Any, number: int) -> _ReferencePath:
-    """Return the path that begins at `obj`: a tensor, or a NumPy array over its memory or with it as an element."""
-    if getattr(getattr(obj, "dtype", None), "hasobject", False):
-        n = sum(element is not None for element in obj.flat)
-        return _ReferencePath(obj, {number}, (f"[{n} entr{'y' if n == 1 else 'ies'}]",), n, type(obj))
-    return _ReferencePath(obj, {number})
-
-
-def _is_container(kind: type | None) -> bool:
-    return kind in _CONTAINERS or (kind is not None and kind.__name__ == "ndarray")
-
-
-def _context(way: _ReferencePath, context: BackwardCFunction) -> Holder:
-    attribute = _attribute(way.path[0]) if way.path else "?"
+def _context(way: ReferencePath, context: BackwardCFunction) -> Holder:
+    attribute = attribute_name(way.path[0]) if way.path else "?"
     of = type(context).__name__.removesuffix("Backward")
     text = f"ctx attribute '{attribute}' of {of}"
     return Holder(kind="context", text=text, key=f"ctx {of} {attribute}", name=attribute)
 
 
-def _class(way: _ReferencePath, kind: type) -> Holder:
-    name = f"{kind.__qualname__}.{_attribute(way.path[0]) if way.path else '?'}"
+def _class(way: ReferencePath, kind: type) -> Holder:
+    name = f"{kind.__qualname__}.{attribute_name(way.path[0]) if way.path else '?'}"
     way.path = way.path[1:]
-    _, full_name, grouped = _shown(way, name, "")
-    arrow = " -> " if _CACHED in way.path else ""
+    _, full_name, grouped = way.shown(name, "")
+    arrow = " -> " if CACHED in way.path else ""
     return Holder(
         kind="class",
-        text=f"class attribute {name}{arrow}{_path(way.path)}",
+        text=f"class attribute {name}{arrow}{way.text}",
         key=f"class attribute {grouped}",
         name=full_name,
         entries=way.entries,
-        is_cache=_CACHED in way.path,
+        is_cache=CACHED in way.path,
     )
 
 
-def _variable_of_function(function: FunctionType, inner: _ReferencePath) -> str | None:
+def _variable_of_function(function: FunctionType, inner: ReferencePath) -> str | None:
     """Return the variable or argument through which a function refers to `inner`; None if it does so in another way."""
     if not inner.path or not inner.path[0].strip("[]").isdigit():
         return None
@@ -495,52 +449,6 @@ def _variable_of_function(function: FunctionType, inner: _ReferencePath) -> str 
         arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
         return arguments[index - len(function.__defaults__)]
     return None
-
-
-def _labels(container: Any) -> dict[int, str] | None:
-    """Map ids of objects to their names in a tuple or dict; None if `container` is neither."""
-    if isinstance(container, tuple):
-        names = getattr(type(container), "_fields", ())
-        return {id(obj): f".{names[n]}" if n < len(names) else f"[{n}]" for n, obj in enumerate(container)}
-    if isinstance(container, dict):
-        return {id(obj): f"[{key!r}]" for key, obj in list(dict.items(container)) if isinstance(key, str)}
-    return {} if isinstance(container, _CONTAINERS) else None
-
-
-def _gathers(way: _ReferencePath) -> bool:
-    return _is_container(way.container) and bool(way.path) and way.path[0].startswith("[")
-
-
-def _shown(way: _ReferencePath, name: str, kind: str) -> tuple[str, str, str]:
-    """Return three texts for a variable that holds tensors by this path: its description, the name of the part that
-    holds them, and a key that is equal for all entries of one dict.
-    """
-    if _gathers(way):
-        assert way.container is not None
-        shown = f"{way.container.__name__} '{name}' {_path(way.path)}"
-    else:
-        shown = f"{kind} '{name}'" + (f" -> {_path(way.path)}" if way.path else "")
-    if any(_ENTRY.fullmatch(step) for step in way.path[:-1]) and not _ENTRIES.fullmatch(way.path[-1]):
-        # the tensors are parts of entries
-        steps = ("[..]" if _ENTRY.fullmatch(step) else step for step in way.path[:-1])
-        full_name = "".join((name, *steps, way.path[-1]))
-        return shown, full_name, full_name
-    attributes = tuple(takewhile(lambda step: step.startswith("."), way.path))
-    keys = tuple(takewhile(lambda step: step.startswith((".", "['")), way.path))
-    leads_to_list = len(attributes) < len(keys) < len(way.path) and _ENTRIES.fullmatch(way.path[len(keys)])
-    grouped = "".join((name, *attributes))
-    return shown, "".join((name, *keys)) if leads_to_list else grouped, grouped
-
-
-def _owner(way: _ReferencePath, name: str) -> str:
-    """Return the object that has the last attribute of the path, as code; empty if there is none, or it has no name."""
-    if not way.path or not way.path[-1].startswith(".") or any(_ENTRIES.fullmatch(step) for step in way.path):
-        return ""
-    return "".join((name, *way.path[:-1]))
-
-
-def _path(path: tuple[str, ...]) -> str:
-    return "".join(path)
 
 
 def _holding_attribute(obj: Any, inner: Any) -> str | None:
