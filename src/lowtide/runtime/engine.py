@@ -74,7 +74,7 @@ differ too much.
 
 
 class Engine:
-    """The pair of hooks, and the interceptors in a model."""
+    """The pair of saved-tensor hooks that carries out a plan, or one of several, on one model."""
 
     is_measured: ClassVar[bool] = False
     """True while this model's step is measured, so that plans of other models are ignored."""
@@ -104,9 +104,10 @@ class Engine:
         self.model = model
         self.messages = PlanMessages(model)
         self.relied_on = ReliedOn(self.messages.say_copied, self.messages.own_tensor)
+        """Tensors that recomputes and replays will read, which are copied before the program writes to them."""
         self.builder = Builder(ParameterOwners(model, self.relied_on))
-        self.tables = actions
-        self.in_place = in_place or [{} for _ in actions]
+        """The search for the operands of a recompute."""
+        self.tables, self.in_place = actions, in_place or [{} for _ in actions]
         self.versions: dict[str, int] = {}
         """For each address the version of the recomputed tensor when it was first saved there."""
         self.drifted: set[str] = set()
@@ -122,6 +123,7 @@ class Engine:
         self.bypassed: str | None = None
         """Description of a call whose saved tensors the plan could not reach, with a remedy."""
         self.here = ThreadState()
+        """The handler of module calls in this thread: the run in progress, if any."""
         self.learnt = [NeededSlots() for _ in actions]
         """For each plan, the saved tensors that the hooks have to see, learnt from runs."""
         self.needed: list[NeededSlots | None] = [None for _ in actions]
@@ -129,11 +131,13 @@ class Engine:
         self.learns_again = False
         """True if a recompute has taken another path than in the learning run, so that the next run has to learn."""
         self.n_learnt_again = 0
+        """Number of learning runs after the first one of each plan."""
         self._last_packed: Callable[[], object] = lambda: None
         """Function that returns the last saved tensor of the learning run, or None once backward has read it. Until
         then further calls of the model are of the same step, and may need other tensors.
         """
         self._writing: InPlace | None = None
+        """The permission to write gradients in place, while it is in force."""
         self._thread: int | None = None
         """The thread of the run in progress."""
         self.interceptors = ModelInterceptors()
