@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.online import OnlineProfiler
+from lowtide.profiler.partial_reads import PIECES
 from lowtide.profiler.repeated_blocks import freed_blocks
 
 
@@ -61,6 +62,36 @@ class Listed(nn.Module):
         return x
 
 
+class Mixing(nn.Module):
+    """A block whose result is saved by nothing, and not recomputed where the block's tensors are freed."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width, dtype=torch.cfloat) / width)
+
+    def forward(self, x):
+        waves = torch.fft.rfft2(x)
+        mixed = torch.zeros_like(waves)
+        mixed[..., :4, :4] = torch.einsum("bixy,io->boxy", waves[..., :4, :4], self.weight)
+        return torch.fft.irfft2(mixed, s=x.shape[-2:])
+
+
+class Spectral(nn.Module):
+    """Results of blocks that are added to others, as in a Fourier neural operator."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.mixing = nn.ModuleList(Mixing(width) for _ in range(4))
+        self.point = nn.ModuleList(nn.Conv2d(width, width, 1) for _ in range(4))
+        self.into, self.wide, self.out = nn.Conv2d(3, width, 1), nn.Conv2d(width, 32, 1), nn.Conv2d(32, 2, 1)
+
+    def forward(self, x):
+        x = self.into(x)
+        for mix, point in zip(self.mixing, self.point, strict=True):
+            x = F.gelu(mix(x) + point(x))
+        return self.out(F.gelu(self.wide(x)))
+
+
 IMAGE, ROWS = (2, 3, 64, 64), (16, 64, 64)
 
 
@@ -86,7 +117,7 @@ def first_peaks(model, x, expected):
     return peaks
 
 
-@pytest.mark.parametrize(("kind", "shape"), [(UNet, IMAGE), (Flat, ROWS), (Listed, ROWS)])
+@pytest.mark.parametrize(("kind", "shape"), [(UNet, IMAGE), (Flat, ROWS), (Listed, ROWS), (Spectral, IMAGE)])
 def test_audited_and_traced_steps_peak_below_the_plain_one(kind, shape):
     torch.manual_seed(0)
     model, x = kind(), torch.randn(shape)
@@ -139,6 +170,23 @@ def test_a_trial_that_fails_midway_brings_back_what_it_has_freed():
     assert None not in [call.refused for call in calls if call.cls == "Drawing"]
     assert torch.equal(OWN.get_state(), drawn)
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
+
+
+def test_signs_of_activations_are_tried_without_another_activation():
+    # Each ReLU saves its result for its signs, and nothing can be freed without a matrix product.
+    n_layers, rows, width = 6, 512, 64
+    activation, bits = 4 * rows * width, rows * width // 8
+    model = nn.Sequential(*(layer for _ in range(n_layers) for layer in (nn.Linear(width, width), nn.ReLU())))
+    x = torch.randn(rows, width)
+    observed = OnlineProfiler(model)
+    observed.begin(x)
+    watch = observed._watch
+    model(x)  # without backward, whose gradients would take more
+    observed.end()
+    observed.leave()
+    # the results of all layers, the last one's input, and one recompute of its result; bits and pieces of it for signs
+    most = (n_layers + 2) * activation + bits + 2 * activation // PIECES
+    assert Timeline(watch.recorder.stream).peak_bytes <= most
 
 
 def test_blocks_are_found_in_lists_and_where_no_two_are_alike():

@@ -427,12 +427,19 @@ class Audit(RecomputeAudit, Observer):
             frame.look(lambda place, tensor: self.freed_values.give_back(values[place], tensor))
 
     def free_results(self) -> None:
-        """Free results of earlier blocks, because all recomputes from them have been tried."""
+        """Free results of earlier blocks, because all recomputes from them have been tried.
+
+        A result without a recipe is freed too: no recompute depends on a tensor that neither a slot nor a call holds.
+        """
         for value in self._results:
             index = self._index[value]
             maker, _ = self._late.get(value, (None, 0))
-            if maker is not None and self.values[index].recipe and index not in self._saved | self._given:
+            if index in self._saved | self._given:
+                continue
+            if maker is not None and self.values[index].recipe:
                 self._free_value(value, maker)
+            elif self.values[index].recipe is None and value.kept:
+                self.freed_values.add(value, None)
         self._passed_through += self._results
         self._results.clear()
 

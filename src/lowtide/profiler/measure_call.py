@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -73,7 +74,8 @@ class Meter:
         self._mark, self._flops, self._place = mark, flops, place
         self._runs: list[ValueDraft] = []
         """Runs in order; `RecomputeEnded` has the index."""
-        self._last: dict[Recompute, int] = {}
+        self._last: weakref.WeakKeyDictionary[Recompute, int] = weakref.WeakKeyDictionary()
+        """Number of the last run of each recompute, which keeps no recompute and so none of its constants alive."""
         self._watch = Stopwatch(place)
         self._flops_before = 0
 
@@ -106,7 +108,7 @@ class Meter:
         return self._runs[self._last[maker]]
 
     def forget(self) -> None:
-        """Release all recomputes."""
+        """Forget the runs of all recomputes so far."""
         self._last.clear()
 
 

@@ -17,6 +17,9 @@ from lowtide.profiler.drafts import SlotDraft, ValueDraft
 if TYPE_CHECKING:
     from torch import Tensor
 
+PIECES = 64
+"""Number of pieces in which signs are compared with the tensor."""
+
 
 @dataclass(frozen=True, slots=True)
 class Enough:
@@ -69,5 +72,12 @@ def _refuse(values: list[ValueDraft], lost: list[int], held: Collection[int]) ->
 
 
 def are_signs_of(signs: Tensor, tensor: Tensor) -> bool:
-    """Return True if `signs` is 1 wherever `tensor` is above 0 or NaN, and 0 elsewhere."""
-    return signs.stride() == tensor.stride() and torch.equal(signs, (tensor <= 0).logical_not().to(tensor.dtype))
+    """Return True if `signs` is 1 wherever `tensor`, which fills its storage, is above 0 or NaN, and 0 elsewhere.
+
+    The tensors are compared in PIECES, because a step may have no room for another tensor of that size.
+    """
+    if signs.stride() != tensor.stride():
+        return False
+    n_elements = -(-tensor.numel() // PIECES)
+    pieces = (torch.split(each.as_strided((each.numel(),), (1,)), n_elements) for each in (signs, tensor.detach()))
+    return all(torch.equal(sign, (part <= 0).logical_not_().to(part.dtype)) for sign, part in zip(*pieces, strict=True))

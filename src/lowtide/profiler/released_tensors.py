@@ -28,8 +28,8 @@ class FreedValues:
     def __contains__(self, value: Value) -> bool:
         return value in self._values
 
-    def add(self, value: Value, maker: Recomputation) -> None:
-        """Free a value, which `maker` recomputes."""
+    def add(self, value: Value, maker: Recomputation | None) -> None:
+        """Free a value, which `maker` recomputes; None if nothing needs it unless it is given back."""
         value.tensor, value.maker = None, maker
         self._values.add(value)
 
@@ -52,7 +52,7 @@ class FreedValues:
         operands = [handle.value for handle in maker.operands if handle is not None]
         return (
             value.kept
-            and value.readers == 1
+            and value.readers >= 1
             and not maker.noted
             and all(
                 (each.kept and (each.leaf or self._index.get(each) in self._saved))
