@@ -88,6 +88,8 @@ def _only_what_was_there_stays() -> Iterator[None]:
 
 def _has_hooks_after_updates() -> bool:
     """Return True if plans have hooks after updates: they go with their models."""
+    if (guards := sys.modules.get("lowtide.runtime.guards")) is not None:
+        guards.remove_expired()
     optimizers = sys.modules.get("torch.optim.optimizer")
     hooks = () if optimizers is None else optimizers._global_optimizer_post_hooks.values()
     return any(getattr(hook, "__module__", "").startswith("lowtide.") for hook in hooks)

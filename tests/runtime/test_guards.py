@@ -1,15 +1,17 @@
 """Monitors of a plan in force: each warns once, of what the plan is not for, and of nothing else."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from lowtide.planner.records import Decided, Fingerprint, Plan, Prediction
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.guards import LOOKS, STATE_LOOKS, UNSEEN, PlanGuard, more_state, watch_bypass
+from lowtide.runtime.guards import LOOKS, STATE_LOOKS, UNSEEN, PlanGuard, more_state, remove_expired, watch_bypass
 from runtime.plans import installed
 
 PREDICTED = Prediction(peak_bytes=600, peak_position=0, held_bytes=0, extra_ms=1, extra_flops=0, parts={"optimizer": 0})
@@ -205,3 +207,25 @@ def test_only_the_first_updates_are_observed(model: nn.Module) -> None:
     train(model, model, 2 * UNSEEN)  # the engine is gone
     hook.remove()
     assert said == []
+
+
+def collect(*_: object) -> None:
+    """Collect garbage after an update."""
+    gc.collect()
+
+
+def test_a_model_that_is_freed_while_hooks_run_leaves_them_until_they_can_be_removed() -> None:
+    remove_expired()
+    before = len(_global_optimizer_post_hooks)
+    trained, freed = nn.Linear(2, 1), nn.Linear(2, 1)
+    freed.itself = [freed]  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(trained.parameters())
+    trained(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    collects = register_optimizer_step_post_hook(collect)
+    more_state(freed, PLAN, lambda what: None)
+    del freed
+    optimizer.step()
+    collects.remove()
+    remove_expired()
+    assert len(_global_optimizer_post_hooks) == before

@@ -21,6 +21,7 @@ from lowtide._torch import patching as _standins
 from lowtide._torch.modes import saved_tensor_hooks
 from lowtide._torch.modules import CALL
 from lowtide.api import fit
+from lowtide.runtime.guards import remove_expired
 from lowtide.script.runner import _LAST
 from lowtide.utils import interrupts as _interrupts
 from lowtide.utils.interrupts import interrupts_delayed, whole
@@ -129,6 +130,7 @@ def interrupt_fit(n: int) -> None:
     def undo() -> None:
         while fitted:
             fitted.pop().remove()
+        remove_expired()  # hooks of an engine that an interrupted fit has freed
 
     def fit() -> None:
         undo()

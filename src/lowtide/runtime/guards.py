@@ -199,11 +199,22 @@ def more_state(
 
 
 def _while_alive(obj: object, hook: RemovableHandle) -> RemovableHandle:
-    """Remove the hook when `obj` is freed, because torch keeps global optimizer hooks for the whole process; return the
-    hook.
+    """Let the hook expire when `obj` is freed, because torch keeps global optimizer hooks for the whole process; return
+    the hook.
     """
-    weakref.finalize(obj, hook.remove).atexit = False
+    remove_expired()
+    weakref.finalize(obj, _EXPIRED.append, hook).atexit = False
     return hook
+
+
+_EXPIRED: list[RemovableHandle] = []
+"""Hooks of freed objects. Garbage may be collected while torch runs hooks, which must not be removed then."""
+
+
+def remove_expired() -> None:
+    """Remove the hooks of freed objects. Must not be called by optimizer hooks."""
+    while _EXPIRED:
+        _EXPIRED.pop().remove()
 
 
 LOOKS = 6
