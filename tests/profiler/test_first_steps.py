@@ -172,6 +172,41 @@ def test_a_trial_that_fails_midway_brings_back_what_it_has_freed():
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
 
 
+class TwoHeads(nn.Module):
+    """A body that is most of the model, and two heads that save its result."""
+
+    def __init__(self, width=128):
+        super().__init__()
+        self.body = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU())))
+        self.one, self.other = nn.Linear(width, 1), nn.Linear(width, 10)
+
+    def forward(self, x):
+        x = self.body(x)
+        return self.one(x), self.other(x)
+
+
+def test_a_replay_in_a_second_backward_pass_ends_before_tensors_that_are_still_there():
+    torch.manual_seed(0)
+    model, x = TwoHeads(), torch.randn(1024, 128)
+
+    def run():
+        one, other = model(x)
+        one.square().mean().backward(retain_graph=True)
+        other.square().mean().backward()
+
+    with lowtide.measure() as plain:
+        run()
+    model.zero_grad()
+    observed = OnlineProfiler(model)
+    observed.begin(x)
+    watch = observed._watch
+    run()
+    observed.end()
+    observed.leave()
+    bits, pieces = 1024 * 128 // 8, 2 * x.nbytes // PIECES
+    assert Timeline(watch.recorder.stream).peak_bytes <= plain.peak_bytes + bits + pieces
+
+
 def test_signs_of_activations_are_tried_without_another_activation():
     # Each ReLU saves its result for its signs, and nothing can be freed without a matrix product.
     n_layers, rows, width = 6, 512, 64

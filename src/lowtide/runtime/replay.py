@@ -222,7 +222,7 @@ class ReplayFrame:
             if values.probe is not None:
                 values.probe.making(self)
             tensors: dict[int, Tensor] = {}
-            self.look(tensors.__setitem__)
+            self.look(tensors.__setitem__, is_only_missing=True)
             if values.probe is not None:
                 values.probe.made(self, tuple(tensors.values()))
             for place, tensor in tensors.items():
@@ -242,14 +242,15 @@ class ReplayFrame:
         self.look(tensors.__setitem__)
         return tensors
 
-    def look(self, at: Callable[[int, Tensor], object]) -> None:
+    def look(self, at: Callable[[int, Tensor], object], *, is_only_missing: bool = False) -> None:
         """Run the call again and pass each tensor that `catch` returns to `at`, once the operator that saves it is
-        done.
+        done. If `is_only_missing`, tensors that their values still hold are left out, and the run ends before them.
 
         Raises ReplayMismatch if the call saves other tensors, RuntimeError if an argument, parameter or buffer has
         changed.
         """
-        wanted = {place for place, reference in self.values.items() if reference() is not None}
+        alive = {place: value for place, reference in self.values.items() if (value := reference()) is not None}
+        wanted = {place for place, value in alive.items() if value.tensor is None or not is_only_missing}
         try:
             missing = self._run_again(wanted, at)
         except _NestedBackward:
