@@ -62,6 +62,12 @@ def format_ratio(ratio: float, *, signed: bool = False) -> str:
     return f"{'+' if signed and not text.startswith('-') else ''}{text} %"
 
 
+def against_budget(peak_bytes: int, budget_bytes: int) -> str:
+    """Compare a peak with a plan's budget."""
+    budget, peak = format_apart(budget_bytes, peak_bytes)
+    return f"{peak} is {'within' if peak_bytes <= budget_bytes else 'above'} its budget of {budget}"
+
+
 def _unit_for(n_bytes: int, round_up: bool = False) -> str:
     """Return the smallest binary unit in which the rounded amount is below 1024."""
     return next((unit for unit in BINARY if abs(_hundredths(n_bytes, unit, round_up)) < 102400), "PiB")

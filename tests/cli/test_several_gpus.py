@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import lowtide
+from conftest import RunPython
 from lowtide import cli
 from lowtide.cli.several_gpus import compared, table, with_gpus
 
@@ -472,6 +473,17 @@ def test_a_plan_of_another_step_is_refused(text: str, difference: str, planned: 
     assert not out
     assert "this plan is not for the FSDPSequential that the script trains" in err
     assert f"{difference}: made for" in err
+
+
+def test_only_the_started_processes_load_torch(run_python: RunPython) -> None:
+    command = ["estimate", "--device", "2 x h100-80", "--batch", "8", __file__]
+    done = run_python(
+        "-c",
+        f"import sys; import lowtide.cli.several_gpus; from lowtide import cli; cli.main({command}); "
+        "print('torch' in sys.modules)",
+    )
+    assert "--batch works with one GPU" in done.stderr
+    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize("others", [("--batch", "8", "--rank", "0"), ("--fewest",), ("--how", "replayed")])

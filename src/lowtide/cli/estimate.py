@@ -138,24 +138,26 @@ def estimate(
         raise click.UsageError("--plan is for the step and the batch that it was made for: leave the other out.")
     _check_several(gpu, n_gpus, rank, fewest=fewest, has_report=report_to is not None)
 
-    from lowtide.utils.optional_deps import require_torch
-
-    require_torch("lowtide estimate")
-    from lowtide.cli.estimate_table import is_within, record, sweep, under_plan
-    from lowtide.estimator.absent_processes import AbsentProcesses
     from lowtide.planner.records import Plan
-    from lowtide.script.estimate_steps import estimate_script
     from lowtide.script.runner import INTERRUPTED, Script
 
     plan = None if plan_file is None else Plan.from_json(Path(plan_file))
     script = Script(target=target, args=args, is_module=is_module)
-    if gpu is not None and n_gpus is not None and rank is None:
+    if gpu is not None and n_gpus is not None and rank is None:  # only the started processes load torch
         if sizes:
             raise click.UsageError("--batch works with one GPU. For several, set the batch size in the script.")
         from lowtide.cli.several_gpus import SeveralGpus
 
         several = SeveralGpus(gpu, script, how, plan_file, strict=strict, snapshot_to=snapshot_to)
         return several.estimate(n_gpus, json_to, fewest=fewest)
+
+    from lowtide.utils.optional_deps import require_torch
+
+    require_torch("lowtide estimate")
+    from lowtide.cli.estimate_table import is_within, record, sweep, under_plan
+    from lowtide.estimator.absent_processes import AbsentProcesses
+    from lowtide.script.estimate_steps import estimate_script
+
     processes = None if n_gpus is None else AbsentProcesses(size=n_gpus, rank=rank or 0)
     estimates: dict[int | None, MemoryEstimate] = {}
     for size in sizes or (None,):

@@ -8,7 +8,7 @@ from typing import Any
 from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 from lowtide.estimator.memory_estimate import MemoryEstimate
 from lowtide.planner.records import Plan
-from lowtide.units import format_apart, format_bytes
+from lowtide.units import against_budget, format_bytes
 from lowtide.utils.tables import Table
 
 
@@ -47,12 +47,6 @@ def under_plan(plan: Plan, estimate: MemoryEstimate) -> str:
     text = f"under the plan: {against_budget(_bounded_bytes(plan, estimate), plan.budget_bytes)}"
     predicted = plan.predicted.peak_bytes
     return text if predicted == estimate.peak_bytes else f"{text}; {format_bytes(predicted)} was predicted"
-
-
-def against_budget(peak_bytes: int, budget_bytes: int) -> str:
-    """Compare a peak with a plan's budget."""
-    budget, peak = format_apart(budget_bytes, peak_bytes)
-    return f"{peak} is {'within' if peak_bytes <= budget_bytes else 'above'} its budget of {budget}"
 
 
 def _bounded_bytes(plan: Plan, estimate: MemoryEstimate) -> int:

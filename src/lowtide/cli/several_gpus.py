@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowtide.cli.estimate_table import against_budget
 from lowtide.cli.script_or_profile import write
 from lowtide.memory.gpu_specs import GPUS, GpuSpec
-from lowtide.units import format_bytes
+from lowtide.units import against_budget, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
