@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils import _device, _python_dispatch
 
 from lowtide._torch.backward import ENGINE
+from lowtide._torch.fake_dispatch import QuickFakeTensorMode
 from lowtide._torch.patching import replace_function
 from lowtide.utils.frames import module_name
 
@@ -54,7 +55,7 @@ def fake_mode(run_on_zeros: bool = True, nested: Exception | None = None) -> _fa
 
     With `run_on_zeros`, operators without a kernel for fake tensors run on real zeros, on the fake tensors' device.
     """
-    mode = _fake_tensor.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=run_on_zeros)
+    mode = QuickFakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=run_on_zeros)
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         assert nested is not None
