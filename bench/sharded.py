@@ -169,6 +169,7 @@ class Published(NamedTuple):
     reserved: str
     source: str
     active: str = ""
+    script: str = "llama3.py"
 
 
 TORCHTITAN = (
@@ -176,6 +177,7 @@ TORCHTITAN = (
     "llama3_h100_202412_torchtitan.md)"
 )
 PER_PARAMETER = "[torchtitan #165](https://github.com/pytorch/torchtitan/pull/165)"
+THUNDER = "[Thunder #940](https://github.com/Lightning-AI/lightning-thunder/pull/940)"
 PUBLISHED = (
     Published("Llama 3.1 8B, 2 x 8192 tokens, selective checkpointing", "8 x h100-80", "", "82.4 GiB", TORCHTITAN),
     Published("the same", "128 x h100-80", "", "67.0 GiB", TORCHTITAN),
@@ -194,6 +196,15 @@ PUBLISHED = (
         "31.02 GiB",
         PER_PARAMETER,
         active="22.73 GiB",
+    ),
+    Published(
+        "LitGPT's Llama 2 7B in bfloat16, 1 x 4096 tokens, parameters stay gathered",
+        "8 x h100-80",
+        "--rows 1",
+        "",
+        THUNDER,
+        active="47.45 GB",
+        script="litgpt.py",
     ),
 )
 PROCESSES_HEADING, NCCL_HEADING = "## Estimates compared with four processes", "## Memory of NCCL"
@@ -231,20 +242,23 @@ def published() -> Iterator[str]:
     """Yield the table of steps that others have measured; it needs no GPU and no other process."""
     yield from ("", PUBLISHED_HEADING, "")
     yield (
-        "Four rows are too few to validate the estimates. The estimates are those of `lowtide estimate --device ... "
-        "--rank 0 bench/published/llama3.py`. The other rows of the sources use compiled models, FSDP1, Float8, "
-        "pipelines or context parallelism and are left out.\n\n"
-        "- *published*: the memory that the sources report, measured on H100s with 95 GiB and a torch of 2024. That "
-        "of Llama 2 is reported in percent of 95.04 GiB.\n"
-        "- *active*: `active_bytes`, which are compared with the estimate's allocated bytes.\n"
+        "Five rows are too few to validate the estimates. The estimates are those of `lowtide estimate --device ... "
+        "--rank 0` for `bench/published/llama3.py` and, in the last row, `litgpt.py`. The other rows of the sources "
+        "use compiled models, FSDP1, Float8, pipelines or context parallelism and are left out.\n\n"
+        "- *published*: the memory that the sources report, measured on H100s with a torch of 2024. In torchtitan's "
+        "rows they have 95 GiB, and that of Llama 2 is reported in percent of 95.04 GiB.\n"
+        "- *active*: `active_bytes`, which are compared with the estimate's allocated bytes; in the last row "
+        "`max_memory_allocated`, which is reported in units of 10^9 bytes.\n"
         "- *reserved*: published reserved bytes of Llama 2 are from 1,000 steps, estimated ones from two.\n"
         "- *expandable*: the estimated reserved bytes with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. The "
         "sources do not say which allocator setting was used, so both are shown.\n\n"
         "The estimates assume that the root's parameters stay gathered between forward and backward, and that "
-        "attention runs the kernel that torch 2.13 selects. The pull request does not name its model: its batch is "
-        "that of torchtitan's configuration for Llama 2 7B. For its rows the estimates also assume that the float32 "
-        "logits live until the next ones replace them, as in the pull request's code. Without these 1.95 GiB, active "
-        "is estimated 4.0 % and 8.7 % too low. That assumption was found by looking for the cause of this difference."
+        "attention runs the kernel that torch 2.13 selects. Torchtitan's pull request does not name its model: its "
+        "batch is that of torchtitan's configuration for Llama 2 7B. For its rows the estimates also assume that the "
+        "float32 logits live until the next ones replace them, as in its code. Without these 1.95 GiB, active is "
+        "estimated 4.0 % and 8.7 % too low. That assumption was found by looking for the cause of this difference. "
+        "Thunder's pull request gives the command of one row of its table; the row used here is assumed to have the "
+        "same options, but for the compiler."
     )
     yield ""
     yield (
@@ -268,7 +282,7 @@ def beside(n_bytes: int, published: str) -> tuple[str, str]:
 
 def estimated(row: Published) -> GpuMemoryEstimate:
     """Return the estimate of rank 0."""
-    script = Script(target=str(Path(__file__).parent / "published" / "llama3.py"), args=tuple(row.options.split()))
+    script = Script(target=str(Path(__file__).parent / "published" / row.script), args=tuple(row.options.split()))
     gpu, n = parse_gpus(row.device)
     with contextlib.redirect_stdout(sys.stderr):
         code, estimate = estimate_script(script, gpu, processes=AbsentProcesses(size=n or 1))
