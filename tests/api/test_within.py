@@ -509,6 +509,21 @@ def test_other_tensors_of_a_small_last_batch_are_not_reported(
     assert ("saves different tensors" in capsys.readouterr().err) == is_reported
 
 
+def test_steps_that_differ_at_the_beginning_leave_later_ones_to_be_rehearsed() -> None:
+    """As with batches that are skipped after their forward."""
+
+    def loop(made: Made) -> None:
+        for n_calls in [1, 2, 3, 1, 4, 3, 4, *[1] * 16]:
+            for _ in range(n_calls):
+                made.loss().backward()
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+
+    _, run = under(loop)
+    assert run.verdict is not None
+    assert run.verdict.within_budget
+
+
 def test_a_larger_batch_gets_a_plan_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [256, 256, 256, 200, 300, 400, 300, 400, 256, 200]
     x = torch.randn(400, 64)

@@ -225,7 +225,10 @@ class OnlineProfiler:
     def _expected(self, form: str) -> _Audited | None:
         """Return the audited step that is of the kind that the next step is expected to be, if any."""
         kinds = self._kinds.get(form, [])
-        kind = kinds[-next(_periods(kinds), 1)] if kinds else None
+        n = next(_periods(kinds), 1)
+        if 2 * n > len(kinds) and kinds[-2:-1] == kinds[-1:]:
+            n = 1  # two steps of one kind tell more than a rule that has not come round twice
+        kind = kinds[-n] if kinds else None
         return next((each for each in self._audited.get(form, []) if each.kind == kind), None)
 
     def _forget_form(self, form: str) -> None:
@@ -386,7 +389,8 @@ class _Traced:
         peak_bytes, step_ms = self.plain or (None, 0.0)
         notes = [NOT_RUN] if peak_bytes is None else []
         if fullest.saved_bytes() > self.saved_bytes():
-            kind = "larger batch" if fullest.extent() > self.extent() else "batch of which more is saved"
+            is_larger = fullest.extent() > self.extent() and fullest.fingerprint != self.fingerprint
+            kind = "larger batch" if is_larger else "batch of which more is saved"
             notes.append(f"a {kind} came, {fullest.fingerprint.batch}, but not often enough to be rehearsed")
         static = self._watch.seen_static
         values, slots, calls = copy.deepcopy((self._values, self._audit.slots, self._calls))  # larger steps may follow
