@@ -24,6 +24,13 @@ class FitRequest:
     """In bytes or in words, as "85%"; in bytes once the device is known."""
     budget_for: BudgetFor
     on_infeasible: OnInfeasible
+    is_for_next: bool = False
+    """True if a model was planned before: training does not end because the one that is trained next can't be."""
+
+    @property
+    def ends_training(self) -> bool:
+        """Return True if training ends where no plan fits."""
+        return self.on_infeasible == "raise" and not self.is_for_next
 
 
 def check_on_infeasible(asked: str) -> OnInfeasible:

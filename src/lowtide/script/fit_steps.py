@@ -12,11 +12,13 @@ them in force; `Replanning` replaces a plan that was found to hold, for larger b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from lowtide.api.compiled_fit import COMPILED_REPAIRS
 from lowtide.api.plan_attempts import REPAIRS, over_budget
+from lowtide.errors import RehearsalError
 from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.memory.events import Busy
 from lowtide.profiler.online import PATIENCE
@@ -32,6 +34,7 @@ from lowtide.script.model_plans import BegunStep, ModelPlans, first_line
 from lowtide.script.plan_monitor import Measured, MeasuredSteps, PlanMonitor
 from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.script.replanning import Replanning
+from lowtide.state.process_group import several_processes
 from lowtide.units import format_bytes, format_ratio
 from lowtide.utils.amounts import BudgetFor
 from lowtide.utils.progress import Stage, showing
@@ -43,6 +46,11 @@ if TYPE_CHECKING:
     from lowtide.errors import OverBudget
     from lowtide.planner.records import AppliedLever, Plan
 
+NEXT_REHEARSED: Final = (
+    "another model is trained now: its next steps are rehearsed, for a plan of its own; those so far ran without a plan"
+)
+MOST_SHORT: Final = 3
+"""Number of models with few steps after which no other model is planned: rehearsals would take much of the time."""
 FIT_SUCH: Final = "To plan for them, give such a step to lowtide.fit; or give a smaller budget"
 
 
@@ -88,10 +96,14 @@ class Fitting(PlanMonitor):
         """Begin without a plan; wait for models that are trained alternately with this one only if `takes_turns`."""
         super().__init__(say, retry=retry)
         self.when_kept: Callable[[Plan], object] = lambda plan: None
-        """Function called with the plan that stays in force, whose peak is within the budget or could not be measured.
+        """Function called with the first model's plan that stays in force, whose peak is within the budget or could not
+        be measured.
         """
         self._request = FitRequest(budget=budget, budget_for=budget_for, on_infeasible=on_infeasible)
-        self._start_with(Rehearsing(stop=False, levers=levers, in_place=in_place))
+        self._rehearsal_of_next = functools.partial(Rehearsing, stop=False, levers=levers, in_place=in_place)
+        self._start_with(self._rehearsal_of_next())
+        self._n_short = 0
+        """Number of models that were trained for fewer than PATIENCE steps under their plans, before another one."""
         self._takes_turns, self._progress = takes_turns, progress
         self._stage = contextlib.ExitStack()
         """Progress stage of the work in this step, if it is shown."""
@@ -146,7 +158,8 @@ class Fitting(PlanMonitor):
             if made is not None:
                 self._measure(made, step)
             elif plans.unplanned is None:  # compiled blocks will be replayed
-                plans.rehearsing.begins(model, batch, optimizers)
+                with self._may_go_on_plain():
+                    plans.rehearsing.begins(model, batch, optimizers)
 
     def continues(self, batch: Any) -> None:
         """Count a further call of the model in this step."""
@@ -160,9 +173,20 @@ class Fitting(PlanMonitor):
         rehearsing = plans.rehearsing
         n_hidden, rehearsing.compiled = rehearsing.n_hidden, self.compiled
         self._show(f"rehearsing {plans.name}, step {rehearsing.n_steps + 1}", step.model)
-        rehearsing.begins(step.model, step.batch, step.optimizers)
+        with self._may_go_on_plain():
+            rehearsing.begins(step.model, step.batch, step.optimizers)
         if rehearsing.n_hidden == 1 > n_hidden:
             self._say("the script runs its own recorder, such as a profiler: steps after it are rehearsed")
+
+    @contextlib.contextmanager
+    def _may_go_on_plain(self) -> Iterator[None]:
+        """Continue without a plan if a model that is not the first one can't be rehearsed inside this block."""
+        try:
+            yield
+        except RehearsalError as why:
+            if not self._request.is_for_next:
+                raise
+            self.plans.go_on_plain(why)
 
     def _measure(self, made: Plan, step: BegunStep) -> None:
         """Measure this step if its batch is no larger than those that `made`, the plan in force, is for."""
@@ -218,7 +242,8 @@ class Fitting(PlanMonitor):
         """Make the first plan once enough steps were rehearsed, and models that take turns have been waited for."""
         rehearsing = self.plans.rehearsing
         was_rehearsed = rehearsing.profile is not None
-        rehearsing.ends(model)
+        with self._may_go_on_plain():
+            rehearsing.ends(model)
         if not was_rehearsed:
             self._calls.n_planned = self._calls.n
         if rehearsing.n_sizes > 1 and not self._has_said_sizes:
@@ -286,10 +311,10 @@ class Fitting(PlanMonitor):
 
     def _stays_over(self, made: Plan, why: OverBudget) -> None:
         """Continue as `on_infeasible` says if no plan keeps to the budget. Raises OverBudget."""
-        on_infeasible = "smallest" if self.plans.later.has_begun else self._request.on_infeasible
-        if on_infeasible == "raise":
+        has_begun = self.plans.later.has_begun
+        if self._request.ends_training and not has_begun:
             raise why
-        if on_infeasible == "plain":
+        if self._request.on_infeasible == "plain" and not has_begun:
             self.plans.go_on_plain(why)
             self._in_force.give_up()  # hooks may be changed in the next step
             return
@@ -304,7 +329,8 @@ class Fitting(PlanMonitor):
 
     def _stays(self, made: Plan, measured_bytes: int | None, *, is_of_planned_size: bool) -> None:
         self.plans.hold(made, measured_bytes, is_of_planned_size=is_of_planned_size)
-        self.when_kept(made)
+        if not self._request.is_for_next:  # a saved plan is for the model that is trained first
+            self.when_kept(made)
         self.done = self._has_held = True
 
     # --- between steps, and after them
@@ -320,6 +346,22 @@ class Fitting(PlanMonitor):
                 f"the plan for that {name} is removed: from here on the script trains another model, which is rehearsed"
             )
         self._start_with(self.plans.rehearsing)
+
+    @property
+    def plans_next(self) -> bool:  # type: ignore[override]
+        """True unless models are trained for a few steps each, or several processes train: one would plan alone."""
+        return self._n_short < MOST_SHORT and not several_processes()
+
+    def starts_over(self) -> None:
+        """Rehearse the model that is trained next; the plan of the last one is removed if that one is alive."""
+        self._n_short += self.plans.later.n_updates < PATIENCE
+        self._in_force.resume()
+        self._in_force.give_up()  # hooks may be changed in the next step
+        self._request.is_for_next = True
+        self._start_with(self._rehearsal_of_next())
+        self._calls, self._has_said_sizes, self.done = _Calls(), False, False
+        self._start_measuring()
+        self._say(NEXT_REHEARSED)
 
     def lets_go(self) -> None:
         """Release the model; the plan stays in force."""

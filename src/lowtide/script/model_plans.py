@@ -197,12 +197,13 @@ class ModelPlans:
         """
         if self.profile is not None and self.profile.graphs and self.replays_blocks(why, model):
             return False
-        if self._request.on_infeasible == "raise":
+        if self._request.ends_training:
             raise why
         if self._request.on_infeasible == "plain":
             self.go_on_plain(why)
             return False
-        self._say(f"{first_line(why)} As asked, the plan with the smallest peak is in force, above the budget")
+        the = "As asked, the" if self._request.on_infeasible == "smallest" else "The"
+        self._say(f"{first_line(why)} {the} plan with the smallest peak is in force, above the budget")
         return True
 
     def replays_blocks(self, why: LowtideError, model: nn.Module) -> bool:
@@ -214,9 +215,10 @@ class ModelPlans:
         return True
 
     def go_on_plain(self, why: LowtideError) -> None:
-        """Continue without a plan, as asked."""
+        """Continue without a plan."""
         self.plan, self.unplanned = None, first_line(why)
-        self._say(f"{self.unplanned} Training continues without a plan, as asked")
+        asked = ", as asked" if self._request.on_infeasible == "plain" else ""
+        self._say(f"{self.unplanned} Training continues without a plan{asked}")
 
     # --- in force
 
@@ -303,7 +305,7 @@ class ModelPlans:
         self._in_force.remove()
         if self.replays_blocks(why, model):
             self.checks = CompiledChecks(self._say)
-        elif self._request.on_infeasible == "plain":
+        elif self._request.on_infeasible == "plain" or self._request.is_for_next:
             self.go_on_plain(why)
         else:
             raise why

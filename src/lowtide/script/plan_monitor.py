@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from lowtide.utils.amounts import BudgetFor
 
 _PASSED_OVER = (
-    "another model is trained now, without a plan: a plan is for one model object, the first that was trained. Run "
-    "each in its own process, or call lowtide.fit in the script"
+    "another model is trained now, without a plan: a plan is for one model object. Run each in its own process, or "
+    "call lowtide.fit in the script"
 )
 
 IN_PROCESSES = (

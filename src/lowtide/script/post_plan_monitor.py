@@ -1,4 +1,4 @@
-"""Check, after the last observed step, that the planned model is still the one trained."""
+"""Check, after the last observed step, that the planned model is still the one trained, and else that another is."""
 
 from __future__ import annotations
 
@@ -21,16 +21,25 @@ N_TIMED: Final = 10
 """Number of steps whose mean time is measured."""
 N_UNTIMED: Final = 2
 """Number of steps before those: in the first ones the plan still learns where its operands are."""
+N_INSTEAD: Final = 2
+"""Number of updates of other models after which one of them takes the planned model's place. Reference cycles keep a
+model that has a plan alive until garbage is collected, so waiting for its end would not do.
+"""
 
 
 class PostPlanMonitor:
     """A monitor that tells the listener once if another model is trained, and once how long a step takes.
 
-    It holds only weak references.
+    It holds only weak references. With `finds_next`, it also finds out when another model has taken the planned one's
+    place.
     """
 
-    def __init__(self, listener: StepListener, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        self._listener = listener
+    def __init__(
+        self, listener: StepListener, model: nn.Module, optimizers: Iterable[Optimizer], *, finds_next: bool
+    ) -> None:
+        self._listener, self._finds_next = listener, finds_next
+        self.n_others = 0
+        """Number of updates of other models since the last one of this model, where a next model is looked for."""
         self.model = weakref.ref(model)
         self._modules = [weakref.ref(module) for module in model.modules()]
         mine = ids(model.parameters())
@@ -60,13 +69,21 @@ class PostPlanMonitor:
             self.is_timing = False
             self._listener.takes((now_ms(self._place) - self._began_ms) / N_TIMED)
 
-    def updated(self, optimizer: Optimizer) -> None:
-        """Record a step of an optimizer that is not known."""
+    def updated(self, optimizer: Optimizer) -> bool:
+        """Record a step of an optimizer that is not known.
+
+        Return True if its model takes the place of the planned one: that one is gone, or others were updated
+        N_INSTEAD times without an update of it.
+        """
         if not self._modules:
-            return
+            return False
         modules = [module for reference in self._modules if (module := reference()) is not None]
         if any(held_by(optimizer) & ids(module.parameters(recurse=False)) for module in modules):
             self.known[weakref.ref(optimizer)] = None
-        else:
-            self._modules.clear()
-            self._listener.passes_over()
+            return False
+        self.n_others += 1
+        if self._finds_next:
+            return not modules or self.n_others == N_INSTEAD
+        self._modules.clear()
+        self._listener.passes_over()
+        return False

@@ -153,13 +153,17 @@ class Steps:
         self._unwatch.close()
         self._own_calls.clear()
         if self.model is not None and (self.listener.done or self.failed is not None):
-            self._afterwards = PostPlanMonitor(self.listener, self.model, self.updates.optimizers.values())
+            finds_next = self.listener.plans_next and not self._is_given and self.failed is None
+            known = self.updates.optimizers.values()
+            self._afterwards = PostPlanMonitor(self.listener, self.model, known, finds_next=finds_next)
             self.model = None
             self._called.clear()
             self.updates.forget()
 
-    def _resume(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """Detect steps again: the listener was done with the model, and now needs more of its steps."""
+    def _resume(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> None:
+        """Detect steps again: the listener was done with the model, and now needs more of its steps, or those of the
+        model that is trained next if `model` is None.
+        """
         self._afterwards, self.model = None, model
         self.updates.restart(optimizers)
         self._is_open = self._is_late = False
@@ -399,13 +403,24 @@ class Steps:
         if weakref.ref(optimizer) not in monitor.known:
             if self._is_elsewhere(optimizer):
                 return
-            monitor.updated(optimizer)
+            if monitor.updated(optimizer):
+                self._start_over(optimizer)
+                return
+        else:
+            monitor.n_others = 0
         self.updates.n += 1
         self.updates.last[id(optimizer)] = self.updates.n
         if monitor.is_timing:
             monitor.count_time(optimizer)
         if self.listener.wants_more() and (model := monitor.model()) is not None:
             self._resume(model, monitor.optimizers())
+
+    def _start_over(self, optimizer: Optimizer) -> None:
+        """Detect the steps of the model that `optimizer` updates, from the next call on."""
+        self.listener.starts_over()
+        self.n_steps = self._waits_until = 0
+        self._candidates, self._turns = CandidateModels(), AlternatingModels()
+        self._resume(None, [optimizer])
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:

@@ -26,6 +26,9 @@ class StepListener:
     is_timed = True
     """False if the mean time of a step is known."""
 
+    plans_next = False
+    """True if a model that is trained after the work is done on another one gets the same work: see `starts_over`."""
+
     plans_compiled = True
     """False if the listener ignores compiled functions and handles only the modules that they call."""
     compiled: Callable[..., Any] | None = None
@@ -89,7 +92,14 @@ class StepListener:
         """Record the mean time of a step after all work is done. Called from an optimizer's hook, once."""
 
     def passes_over(self) -> None:
-        """Record that another model is trained after all work is done. Called from an optimizer's hook, once."""
+        """Record that another model is trained after all work is done. Called from an optimizer's hook, once for each
+        model on which work is done.
+        """
+
+    def starts_over(self) -> None:
+        """Forget the last model: another one has taken its place, and its steps are detected. Called from an
+        optimizer's hook, where no hooks may be changed, if `plans_next`.
+        """
 
     def lets_go(self) -> None:
         """Release the model: all work is done, and no other model takes turns with it. Hooks must not be changed, as in
