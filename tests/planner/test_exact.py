@@ -10,7 +10,7 @@ from lowtide.errors import Infeasible
 from lowtide.planner import plan, predict, smallest_peak
 from lowtide.planner.records import Decisions, Profile
 from lowtide.planner.simulate.simulator import Simulator
-from lowtide.planner.solve.exact import BranchAndBound
+from lowtide.planner.solve.exact import BranchAndBound, is_rough
 from lowtide.planner.solve.greedy import GreedySearch
 from lowtide.planner.solve.lower_bound import lower_bound
 from lowtide.planner.solve.moves import Moves
@@ -126,13 +126,25 @@ def test_the_smallest_peak_can_be_planned_for() -> None:
     assert plan(replace(profile), smallest.peak_bytes).predicted.peak_bytes == smallest.peak_bytes
 
 
+@pytest.mark.parametrize(("omitted", "rough"), [({}, False), ({1: 10}, False), ({1: 3, 2: 11}, True)])
+def test_rows_that_leave_out_more_than_a_tenth_of_the_limit_are_rough(omitted: dict[int, int], *, rough: bool) -> None:
+    assert is_rough(omitted, 100) is rough
+
+
 def found(peak: int, ms: float, flops: int) -> Candidate:
     return Candidate(peak, ms, flops, Simulator(chain(1)).keep_everything())
 
 
 def test_a_staircase_falls_in_time_and_in_flops_for_the_same_time() -> None:
     span = CostRange(found(100, 1.0, 10), found(50, 9.0, 90))
-    seen = [found(60, 9.0, 95), found(70, 5.0, 99), found(75, 5.0, 50), found(80, 6.0, 4), found(95, 0.5, 2)]
+    seen = [
+        found(40, 8.0, 8),
+        found(60, 9.0, 95),
+        found(70, 5.0, 99),
+        found(75, 5.0, 50),
+        found(80, 6.0, 4),
+        found(95, 0.5, 2),
+    ]
     assert [step.peak for step in pareto_front([span.least, *seen], span)] == [50, 70, 75, 100]
 
 
