@@ -317,7 +317,7 @@ class Steps:
             self._note_other_call(module)
         if self._is_open:
             self.listener.continues(batch)
-        elif self._is_ours(module):
+        elif self._is_ours(module) and not self._turns.are_in_step:
             self._candidates.forget()
             before = None if self._before is None else self._before()
             if before is not None and not self._is_ours(before) and any(True for _ in before.parameters()):
@@ -372,6 +372,7 @@ class Steps:
             return
         if self._is_beginning or self._is_elsewhere(optimizer):
             return
+        self._turns.counts_update()
         self.updates.end(optimizer)
         if self.model is None and (model := self._prompted.updated(optimizer)) is not None:
             self.model = model
@@ -476,7 +477,8 @@ class Steps:
     def _takes_turns(self, others: Sequence[nn.Module]) -> None:
         """Join the model and `others`, which take turns, into one model."""
         assert self.model is not None
-        parts = self.model.children() if type(self.model) is CompositeModel else (self.model,)
+        parts = [*self.model.children()] if type(self.model) is CompositeModel else [self.model]
+        self._turns.join([*parts, *others])
         self._give_up(whole([*parts, *others]))
 
     def _give_up(self, other: nn.Module) -> None:
