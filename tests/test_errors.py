@@ -163,3 +163,14 @@ def test_settings_that_make_no_sense_are_refused_before_anything_runs() -> None:
         lowtide.accumulate(step, batch, 2, weight="row")  # type: ignore[arg-type]
     with pytest.raises(errors.LowtideError, match="at least 1; found 0"):
         lowtide.largest_batch(model, step, batch, budget="1GiB", most=0)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("no closure\nwas given"), "ValueError: no closure"),
+        (NotImplementedError(), "NotImplementedError"),
+    ],
+)
+def test_an_error_is_summarized_in_a_line_without_an_empty_message(error: Exception, text: str) -> None:
+    assert errors.summarize(error) == text

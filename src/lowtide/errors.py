@@ -21,6 +21,12 @@ from typing import Any, ClassVar
 from lowtide import units
 
 
+def summarize(error: BaseException) -> str:
+    """Return an error's type and the first line of its message: "ValueError: no closure"; the type if it has none."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 class LowtideError(Exception):
     """Base class of every error that Lowtide raises on purpose."""
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from lowtide._torch.modules import has_backward_hooks
 from lowtide._torch.optim import has_step_pre_hooks, step_without_hooks
 from lowtide._torch.tensors import has_accumulation_hooks, has_gradient_hooks
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, summarize
 from lowtide.levers.lever import Lever, LeverNotApplicable, Settings, StepContext
 from lowtide.levers.optimizer_observer import (
     BY_COMMON_NORM,
@@ -247,7 +247,8 @@ def _try_two_passes(site: StepContext, optimizer: Optimizer, settings: Settings)
         except Exception as error:  # the step ran without the lever
             if is_out_of_memory(error):
                 raise
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise LeverNotApplicable(f"the step fails where gradients are computed twice: {why}") from error
+            raise LeverNotApplicable(
+                f"the step fails where gradients are computed twice: {summarize(error)}"
+            ) from error
         finally:
             on.remove()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lowtide._torch.device_timing import now_ms
-from lowtide.errors import Infeasible, LowtideError
+from lowtide.errors import Infeasible, LowtideError, summarize
 from lowtide.levers import DEFAULT, LEVERS, enable
 from lowtide.levers.lever import Lever, LeverNotApplicable, Settings, StepContext
 from lowtide.levers.micro_batches import MicroBatches, piece_counts
@@ -194,9 +194,7 @@ def rehearse_with_levers(site: StepContext, levers: tuple[AppliedLever, ...]) ->
         except LowtideError as error:
             raise LeverNotApplicable(str(error).removesuffix(".")) from error
         except Exception as error:  # the step ran without the lever
-            raise LeverNotApplicable(
-                f"the step fails with it: {type(error).__name__}: {error}".splitlines()[0]
-            ) from error
+            raise LeverNotApplicable(f"the step fails with it: {summarize(error)}") from error
         on.check()
     return replace(profile, levers=levers)
 

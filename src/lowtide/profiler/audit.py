@@ -22,6 +22,7 @@ from lowtide._torch.backward import in_backward, observe_checkpointed_calls
 from lowtide._torch.device_timing import now_ms
 from lowtide._torch.nodes import next_sequence_number
 from lowtide._torch.tensors import storage_id
+from lowtide.errors import summarize
 from lowtide.profiler import address_checks as addresses
 from lowtide.profiler import fsdp_units as sharding
 from lowtide.profiler import partial_reads as readers
@@ -362,7 +363,7 @@ class Audit(RecomputeAudit, Observer):
                 quietly=lambda: frame.look(lambda _place, _tensor: None),
             )
         except CAN_GO_WRONG as error:
-            return f"running it again failed: {type(error).__name__}: {error}".splitlines()[0]
+            return f"running it again failed: {summarize(error)}"
         return wrong[0] if wrong else None
 
     def slot_tensor(self, n: int) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch.patching import this_thread_only
+from lowtide.errors import summarize
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.report.text_table import listed
@@ -146,7 +147,7 @@ class Updates:
             except Exception as error:  # a custom optimizer, for example with a closure or an update in two halves
                 if is_out_of_memory(error):
                     raise
-                self._leave_out(optimizer, f"{type(error).__name__}: {error}".splitlines()[0])
+                self._leave_out(optimizer, summarize(error))
 
     def undo(self) -> None:
         """Restore parameters that `follow` updated, because the loop may clip gradients before its own update."""
