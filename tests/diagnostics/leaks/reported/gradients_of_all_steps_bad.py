@@ -14,4 +14,4 @@ for _ in range(8):
     optimizer.step()
 
 print("code", "LT021")
-print("holder", "list 'gradients' [8 entries]")
+print("holder", "list 'gradients' [")  # with as many entries as at the last look, which slow machines take earlier
