@@ -55,6 +55,7 @@ class Unrehearsed(Engine):
 
     def __init__(self, model: nn.Module, replayed: Iterable[str]) -> None:
         super().__init__(model, actions_for({}, replayed))
+        self.messages.tell = lambda what: None  # nothing is trained
         self.builder: ValueNumbering = ValueNumbering(self.builder.owners)
         self._units = FsdpUnits(model)
         self._scopes = FsdpScopes()
@@ -141,9 +142,6 @@ class Unrehearsed(Engine):
 
     def note_drift(self, decision: Decision, node: Node | None = None) -> None:
         """Report nothing: a tensor that can't be recomputed is kept."""
-
-    def say(self, what: str) -> None:
-        """Report nothing: nothing is trained."""
 
 
 def _takes_a_product(maker: object) -> bool:
