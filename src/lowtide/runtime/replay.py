@@ -249,8 +249,12 @@ class ReplayFrame:
         Raises ReplayMismatch if the call saves other tensors, RuntimeError if an argument, parameter or buffer has
         changed.
         """
-        alive = {place: value for place, reference in self.values.items() if (value := reference()) is not None}
-        wanted = {place for place, value in alive.items() if value.tensor is None or not is_only_missing}
+        wanted = {
+            place
+            for place, reference in self.values.items()
+            if (value := reference()) is not None and (value.tensor is None or not is_only_missing)
+        }
+        value = None  # the run may free it
         try:
             missing = self._run_again(wanted, at)
         except _NestedBackward:
