@@ -139,10 +139,10 @@ class Audit(RecomputeAudit, Observer):
             self._sent.clear()
             self._own_states.clear()
             self.free_all()
-            self._late.clear()
+            self.timings.clear()
 
     def withdraw_overwritten(self) -> None:
-        written = self.written_in_forward()
+        written = self.operand_changes.written_in_forward()
         lost = {
             call.id
             for call, read in self._read
@@ -237,7 +237,7 @@ class Audit(RecomputeAudit, Observer):
         """Free a tensor that has just been saved, if kept tensors recompute it without a matrix product."""
         value = handle.value
         index = self._index[value]
-        maker, _ = self._late.get(value, (None, 0))
+        maker = self.timings.recompute_of(value)
         is_cheap = bool(self.values[index].recipe) and not self.values[index].flops
         if maker is not None and is_cheap and self.freed_values.may_go(value, maker, chained=self._in_freed_block()):
             self._witness.saved(self._slot_of[handle], tensor)
@@ -434,7 +434,7 @@ class Audit(RecomputeAudit, Observer):
         """
         for value in self._results:
             index = self._index[value]
-            maker, _ = self._late.get(value, (None, 0))
+            maker = self.timings.recompute_of(value)
             if index in self._saved | self._given:
                 continue
             if maker is not None and self.values[index].recipe:
@@ -473,4 +473,4 @@ class Audit(RecomputeAudit, Observer):
         if isinstance(maker, Recompute):
             self._meter.made(maker, outputs[0])
             if in_backward():
-                self.timed(maker)
+                self.timings.made(maker)

@@ -16,15 +16,16 @@ from torch import nn
 from lowtide._torch.device_timing import Stopwatch
 from lowtide._torch.distributed import is_wrapping
 from lowtide._torch.nodes import sequence_number
-from lowtide._torch.tensors import parts_of, storage_id
+from lowtide._torch.tensors import parts_of
 from lowtide.planner.address_nodes import INDICES, MASK, NOTED, SHAPE, SIGNS, with_captured_operands
+from lowtide.profiler.backward_timings import BackwardTimings
 from lowtide.profiler.drafts import OVERWRITTEN, SlotDraft, ValueDraft, describe
 from lowtide.profiler.fsdp_units import FsdpScopes
 from lowtide.profiler.implementations import Trial, Trials, using
 from lowtide.profiler.measure_call import SHORT_MS, Flops, Meter
+from lowtide.profiler.operand_changes import OperandChanges
 from lowtide.profiler.partial_reads import Enough, are_signs_of
 from lowtide.profiler.released_tensors import FreedValues
-from lowtide.profiler.unrecorded_operands import Unrecorded
 from lowtide.runtime.engine import Engine, ForwardPass
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.forward_pass import CallScope
@@ -82,23 +83,8 @@ class RecomputeAudit(Engine):
         self._handles: dict[int, tuple[Value, Geometry | None]] = {}
         self._slot_of: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self._passed_through: list[Value] = []
-        self._noted: dict[int, set[CaptureSite]] = {}
-        """Sites at which operands of each value were captured. A plan captures them only in the call that saves the
-        value.
-        """
-        self._unrecorded = Unrecorded(static)
-        self._made_of: dict[int, set[int]] = {}
-        """For each value the memory of those operands that no recompute produces: parameters and other existing
-        tensors.
-        """
-        self._versions: list[tuple[Tensor, int]] = []
-        """Versions of parameters when forward began. DistributedDataParallel writes to all buffers in each forward."""
-        self._late: weakref.WeakKeyDictionary[Value, tuple[Recompute, int]] = weakref.WeakKeyDictionary()
-        """For each value the recompute that is timed again when backward reads the value, and the number of its
-        output. It goes with the value: the graph may be dropped without a backward.
-        """
-        self._timed: weakref.WeakKeyDictionary[Recompute, int] = weakref.WeakKeyDictionary()
-        """Values of the recomputes in `_late`, and of the recomputes that they pass through."""
+        self.operand_changes = OperandChanges(static)
+        self.timings = BackwardTimings(self.values, self._meter)
         self.enough: dict[int, Enough] = {}
         """Part of the tensor that is enough for a slot, by slot."""
         self.homes = FsdpScopes()
@@ -112,9 +98,8 @@ class RecomputeAudit(Engine):
     def free_all(self) -> None:
         """Release all tensors when backward begins or the step is over."""
         self.withdraw_overwritten()
-        for value in list(self._late) if self._handles else ():
-            if self._index[value] not in self._saved:  # nothing reads the value, so its operands are freed
-                del self._late[value]
+        if self._handles:
+            self.timings.drop_unread(self._index, self._saved)
         self._handles.clear()
         self._passed_through.clear()
         self._meter.forget()
@@ -133,7 +118,7 @@ class RecomputeAudit(Engine):
             self.try_packing(value, tensor)
         if view is None and saves_signs(tensor):
             self.try_signs(value, tensor)
-        if index not in self._saved and noted_elsewhere(self._noted.get(index, set()), scope):
+        if index not in self._saved and noted_elsewhere(self.operand_changes.sites.get(index, set()), scope):
             self.values[index].recipe, self.values[index].refused = None, NOTED_ELSEWHERE
         label = f"{scope.path or type(self.model).__name__}: {describe(tensor, self.values[index].node)}"
         slot = SlotDraft(address=f"{scope.id}:{scope.ordinal}", label=label, value=index, call=self._open[-1][0])
@@ -192,37 +177,20 @@ class RecomputeAudit(Engine):
         return len(self.values) - 1
 
     def unrecorded(self, place: CaptureSite, operand: Tensor) -> Value | None:
-        return self._unrecorded.take(place, operand)
+        return self.operand_changes.captured.take(place, operand)
 
     def withdraw_overwritten(self) -> None:
         """Keep values with an operand that has changed since the audit recorded it."""
-        lost = self._unrecorded.overwritten()
-        self._unrecorded.clear()
-        for index, places in self._noted.items() if lost else ():
-            if places & lost:
-                self.values[index].recipe, self.values[index].refused = None, OVERWRITTEN
-        written = self.written_in_forward()
-        for index, memory in self._made_of.items() if written else ():
-            if memory & written:
-                self.values[index].recipe, self.values[index].refused = None, OVERWRITTEN
-        self._made_of.clear()
-        self._versions.clear()
+        for index in self.operand_changes.take_overwritten():
+            self.values[index].recipe, self.values[index].refused = None, OVERWRITTEN
 
     def begin_forward(self) -> None:
-        """Record parameter versions at the model's first call; a later call before backward may change parameters.
-
-        Release the tensors of earlier calls whose graphs have been dropped since.
-        """
+        """Record the versions of parameters, and release the tensors of earlier calls whose graphs are gone since."""
         self._handles = {n: self._handles[n] for n in self._slot_of.values() if n in self._handles}
         if not self._handles:
             self._passed_through.clear()
             self._meter.forget()
-        if not self._versions:
-            self._versions = [(p, p._version) for p in self.model.parameters() if not p.is_inference()]
-
-    def written_in_forward(self) -> set[int]:
-        """Return the memory of parameters that were written to since forward began, for example by `max_norm`."""
-        return {storage_id(p) for p, version in self._versions if p._version != version} - {0}
+        self.operand_changes.begin_forward(self.model.parameters())
 
     def try_recipe(self, known: Value, node: Node, output: int, base: Tensor) -> None:
         """Try the recipe of a value and measure its cost."""
@@ -351,7 +319,7 @@ class RecomputeAudit(Engine):
         draft = self.values[index]
         assert isinstance(maker, Recompute)
         assert self.scope is not None
-        places = self._noted[index] = self.places_of(maker)
+        places = self.operand_changes.sites[index] = self.places_of(maker)
         if noted_elsewhere(places, self.scope):
             draft.refused = NOTED_ELSEWHERE
             return
@@ -366,7 +334,7 @@ class RecomputeAudit(Engine):
             return
         draft.bytes = base.numel() * base.element_size()
         spent = self._meter.of(maker)
-        self._made_of[index] = memory_of(maker)
+        self.operand_changes.reads(index, maker)
         draft.operands = self.operands(maker)
         draft.own_strides = "out_stride" in maker.recipe.constants
         draft.overwrites = self.over(maker)
@@ -387,36 +355,24 @@ class RecomputeAudit(Engine):
                 spent = self._meter.of(maker)
                 draft.cost_ms, draft.host_ms = spent.cost_ms, spent.host_ms
             if maker.operands:
-                self._late[known] = maker, value.output
-                self._timed[maker] = index
+                self.timings.add(known, maker, index)
         else:
             draft.recipe, draft.refused = None, "recomputing it gives other bits on this device"
 
     def time_late(self, handle: Handle) -> None:
-        """Time a slot's recompute when backward is about to read the slot, and check that it gives the same bits.
-
-        In forward the operands were just computed and are in processor caches; in backward they come from memory. The
-        first run of an op may also pay for its library's setup. And cuDNN's trial of algorithms
-        (`torch.backends.cudnn.benchmark`) is per thread, and backward on a GPU runs in its own thread.
-        """
+        """Time a slot's recompute when backward is about to read the slot, and check that it gives the same bits."""
         n = self._slot_of.get(handle)
-        maker, output = (None, 0) if n is None else self._late.pop(handle.value, (None, 0))
+        maker = self.timings.take(handle.value)
         if n is None or maker is None or needs_a_replay(maker):
             return
         if self._frugal and not self.freed_values.has_room_for(handle.value, maker):
             return
         draft = self.values[self.slots[n].value]
         try:
-            if not identical(maker.make(Value(maker=maker, output=output)), handle.value.get()):
+            if not identical(maker.make(Value(maker=maker, output=handle.value.output)), handle.value.get()):
                 draft.recipe, draft.refused = None, "recomputing it in backward gives other bits"
         except RuntimeError:  # an operand was changed in place; or the tensor itself, which PyTorch will report
             draft.recipe, draft.refused = None, OVERWRITTEN
-
-    def timed(self, maker: Recompute) -> None:
-        """Record the time of a recompute that has run in backward."""
-        if maker in self._timed:
-            draft, spent = self.values[self._timed[maker]], self._meter.of(maker)
-            draft.cost_ms, draft.host_ms = spent.cost_ms, spent.host_ms
 
     def places_of(self, maker: Recompute) -> set[CaptureSite]:
         """Return the sites of captured operands of a recompute and of the recomputes that it may pass through."""
@@ -426,7 +382,7 @@ class RecomputeAudit(Engine):
             if isinstance(value.maker, Recompute):
                 sites |= self.places_of(value.maker)
             elif index is not None and index not in self._saved:
-                sites |= self._noted.get(index, set())
+                sites |= self.operand_changes.sites.get(index, set())
         return sites
 
     def only_given(self, index: int) -> bool:
@@ -445,13 +401,14 @@ class RecomputeAudit(Engine):
             if value not in self._index and isinstance(value.maker, Recompute):
                 upstream = self.operands(value.maker)
                 spent = self._meter.of(value.maker)
-                self._index[value] = self._timed[value.maker] = len(self.values)
+                self._index[value] = len(self.values)
+                self.timings.add_intermediate(value.maker, len(self.values))
                 if value in self._numbering.numbers:
                     self.homes.allocated_at[len(self.values)] = self._numbering.numbers[value]
                 over = self.over(value.maker)
                 self.values.append(replace(spent, operands=upstream, overwrites=over, recipe=spent.node))
                 self._passed_through.append(value)
-            if value not in self._index and (draft := self._unrecorded.draft(value)) is not None:
+            if value not in self._index and (draft := self.operand_changes.captured.draft(value)) is not None:
                 self._index[value] = len(self.values)
                 self.values.append(draft)
             if value in self._index:
@@ -481,17 +438,6 @@ class ValueNumbering(Builder):
 def noted_elsewhere(places: Iterable[CaptureSite], scope: CallScope) -> bool:
     """Return True if any of `places` is in another call than `scope`."""
     return any(place.call != scope.id for place in places)
-
-
-def memory_of(maker: Recompute) -> set[int]:
-    """Return the memory of all tensors that a recompute, and the recomputes it passes through, read."""
-    storages = set[int]()
-    for value in (handle.value for handle in maker.operands if handle is not None):
-        if isinstance(value.maker, Recompute):
-            storages |= memory_of(value.maker)
-        elif value.tensor is not None:
-            storages.add(storage_id(value.tensor))
-    return storages
 
 
 def needs_a_replay(maker: Recompute) -> bool:
