@@ -1,8 +1,7 @@
-"""Record the allocations of a step on fake tensors: each storage from its operator to its last reference.
+"""Run the operators of a step on fake tensors, and record what they would allocate.
 
-Torch keeps the Python object of a storage as long as the storage itself lives, so a weak reference to it ends exactly
-when autograd, or any other holder, frees the memory. Views, in-place operators and results that alias an argument
-allocate nothing. Memory that operators allocate and free internally is in `scratch.py`.
+Views, in-place operators and results that alias an argument allocate nothing. Memory that operators allocate and free
+internally is in `scratch.py`; when storages end, `storage_ledger.py` learns by itself.
 
 Under a dispatch mode autograd does not write in place to the tensors that it accumulates, because it can't know what
 the mode does. Where autograd would write in place without a mode, the tracker gives the old memory to the result
@@ -13,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +33,7 @@ from lowtide._torch.fake_modes import (
 from lowtide._torch.modes import TorchDispatchMode
 from lowtide._torch.operators import changes_geometry
 from lowtide._torch.pytree import tree_map
-from lowtide._torch.tensors import base_of, parts_of, storage_id, storage_number
+from lowtide._torch.tensors import base_of, parts_of, storage_id
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
 from lowtide.estimator.collectives import n_sent
@@ -52,9 +49,9 @@ from lowtide.estimator.op_sets import (
     PRODUCTS,
 )
 from lowtide.estimator.packed_sequences import copies
+from lowtide.estimator.storage_ledger import StorageLedger
 from lowtide.estimator.values.assumptions import ValueOracle, detached_real
 from lowtide.estimator.values.query_site import where
-from lowtide.memory.events import Allocate, Event, EventStream, Free, Label, Mark, Recorder
 from lowtide.profiler.measure_call import CAN_GO_WRONG, FORMULAS
 from lowtide.runtime import inplace_gradients as in_place
 
@@ -64,7 +61,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lowtide._torch.fake_modes import FakeTensorMode
-    from lowtide.memory.events import Category
 
 aten = torch.ops.aten
 
@@ -72,116 +68,55 @@ _ASKED_OF_RESULTS = torch.ops.prim.device.default
 """Query that autograd makes of a node's result while it still holds the node's inputs."""
 
 
-class _Living:
-    """A live storage: its block, and the weak reference whose callback reports its end."""
-
-    __slots__ = ("block", "bytes", "end")
-
-    def __init__(self, block: int, n_bytes: int) -> None:
-        self.block = block
-        self.bytes = n_bytes
-        self.end: weakref.ref[torch.UntypedStorage] | None = None
-
-
-class AllocationTracker(TorchDispatchMode, Recorder):
+class AllocationTracker(TorchDispatchMode):
     """Dispatch mode that runs every operator on fake tensors and records what they would allocate on `device`.
 
     Real tensors are replaced by their fake counterparts. `answers` holds the known contents, `scratch` the memory that
     operators allocate internally.
     """
 
-    def __init__(self, device: str, fakes: FakeTensorMode, answers: ValueOracle, scratch: Scratch) -> None:
+    def __init__(
+        self,
+        device: str,
+        fakes: FakeTensorMode,
+        answers: ValueOracle,
+        scratch: Scratch,
+        stream_number: Callable[[], int] = lambda: 0,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
+        self.ledger = StorageLedger(device, stream_number)
         self._fakes, self._fake_tensors = fakes, FakeTensors(fakes)
         self._answers, self._scratch = answers, scratch
-        self._living: dict[int, _Living] = {}
-        self._entered: list[Event] = []
-        self._earlier: list[Event] = []
-        self._events: list[Event] = []
-        self._n_blocks = 0
-        self._n_entry = 0
-        self._given: tuple[int, int, int] | None = None
-        """Memory that may have been reused: number of the old storage, number of the new one, index in the events."""
         self._formula = (-1, 0)
         """Sequence number of the last node with a formula in `IN_FORMULA`, and the number of the first block allocated
         since.
         """
-        self._n_sharing: Counter[int] = Counter()
-        """Number of other storages that share a block's memory, by block."""
         self.in_place: set[int] = set()
         """Storages, by number, whose gradients are views that autograd adds to in place."""
         self._asked: set[int] = set()
         """Ids of tensors whose device autograd has just queried: a node's results, added to other gradients next."""
-        self.streams: dict[int, int] = {}
-        """Numbers of the streams other than the default one that blocks were allocated on, by block."""
-        self.categories: dict[int, Category] = {}
-        """Categories of blocks whose purpose is known when they are allocated, by block."""
-        self._purposes: list[Category] = []
-        """Stack of purposes of the memory that is allocated now."""
-        self.lengths: tuple[int, int] | None = None
-        """Lengths (old, new): tensors of the old length count as if they had the new one."""
         self.n_flops = 0
         """Floating-point operations since the last `begin`, of operators that torch has a formula for."""
         self.meter: Callable[[Any, Sequence[Tensor], Sequence[Tensor], int], None] | None = None
         """Function called with each operator, its arguments, its results and its FLOPs; None without one."""
-        self._n_corrected = 0
-        """Number of corrections to recorded events."""
-        self._recording = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # otherwise torch wraps each call in a guard that imports the compiler
 
-    # --- the recorder
-
     def __enter__(self) -> Self:
-        self._recording = True
+        self.ledger.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._settle()
-        self._recording = False
+        self.ledger.__exit__(kind, error, traceback)
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-
-    def mark(self, label: str, data: object = None) -> None:
-        if self._recording:
-            self._events.append(Mark(label, data))
-
-    @property
-    def stream(self) -> EventStream:
-        """Stream of the events recorded since the last `begin`."""
-        if self._recording:
-            raise RehearsalError("the stream of a recorder is complete only when its with block has ended.")
-        return EventStream(tuple(self._events), self.device, self.streams)
-
-    @property
-    def so_far(self) -> EventStream:
-        """Stream of the events since the last `begin` while the recording goes on."""
-        return EventStream(tuple(self._events), self.device, self.streams)
-
-    def addresses(self) -> dict[int, int]:
-        """Return the number of the storage in each block that exists now."""
-        return {living.block: number for number, living in self._living.items() if living.bytes}
-
-    @property
-    def whole(self) -> EventStream:
-        """Stream of all recorded events. Storages that existed at entry are allocated first, in the order of
-        adoption.
-        """
-        return EventStream((*self._entered, *self._earlier, *self.stream), self.device, self.streams)
-
-    @property
-    def labels(self) -> dict[int, Label]:
-        """Labels of blocks whose category is known when they are allocated."""
-        return {block: Label(category) for block, category in self.categories.items()}
 
     def begin(self) -> None:
         """Begin a new stream; storages alive now count as existing at its entry."""
-        self._settle()
-        self._earlier += self._events
-        self._events.clear()
+        self.ledger.begin()
         self.n_flops = 0
 
     def adopt(self, tensor: Tensor) -> Tensor:
@@ -211,11 +146,6 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         with without_modes(), self._fakes:
             yield
 
-    def block(self, storage: int) -> int | None:
-        """Return the block of the storage with this number; None if it has no block."""
-        living = self._living.get(storage)
-        return None if living is None else living.block
-
     def release(self, tensor: Tensor) -> None:
         """Release the fake of a tensor that gets other memory; other holders may keep the fake's memory alive."""
         self._fake_tensors.release(tensor)
@@ -238,7 +168,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         if func is _ASKED_OF_RESULTS:
             self._asked.add(id(args[0]))
         else:
-            self._settle()
+            self.ledger.settle()
             if func is not aten.add.Tensor:
                 self._asked.clear()
         n_sent[0] += func.namespace in SENDING_OPERATORS
@@ -268,7 +198,7 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         self._record(func, args, kwargs, tensors, sparse.parts(made))
         if self.meter is not None:
             self.meter(func, tensors, made, n_flops)
-        self._inside(places, "aten::nonzero")
+        self.ledger.inside(places, "aten::nonzero")
         self._answers.after(func, args, kwargs, tensors, made)
         return out
 
@@ -324,26 +254,26 @@ class AllocationTracker(TorchDispatchMode, Recorder):
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
         op = "aten::" + _name(func)
-        new = [tensor for tensor in made if storage_id(tensor) not in self._living]
+        new = [tensor for tensor in made if not self.ledger.knows(tensor)]
         if len(new) == 1 and self._writes_otherwise(func, args):
             if self._reuse_memory(args[0], new[0]):
                 return
             if running_node_name() == ACCUMULATE_GRAD and storage_id(args[0]) in self.in_place:
-                self._share(args[0], new[0])
+                self.ledger.share(args[0], new[0])
                 return
         if len(new) == 1 and self._is_written_over(func, args, new[0]):
-            self._share(args[0], new[0])
+            self.ledger.share(args[0], new[0])
             return
         if new and in_place.wanted_from(func, args):
             self._reuse_memory(args[0], made[0])
         sizes, extra = self._scratch.of(func, args, kwargs, tensors, made)
         for number, tensor in enumerate(made):
             self._follow(tensor, op, n_bytes=sizes.get(number))
-        self._inside(extra, op)
+        self.ledger.inside(extra, op)
         if func is PACKING and (known := self._answers.value(args[1])) is not None:
             with on_real_tensors():
                 lengths = known.tolist()
-            self._inside(copies(args[0], lengths, args[2]), op)
+            self.ledger.inside(copies(args[0], lengths, args[2]), op)
 
     def _writes_otherwise(self, func: Any, args: Any) -> bool:
         """Return True if autograd would run this operator in place if no dispatch mode were active. A sum in a node's
@@ -358,175 +288,23 @@ class AllocationTracker(TorchDispatchMode, Recorder):
         if (writes := IN_FORMULA.get(running_node_name())) is None:
             return False
         if self._formula[0] != (node := running_node_number()):
-            self._formula = node, self._n_blocks
-        living = self._living.get(storage_id(args[0])) if func in writes else None
-        if living is None or living.block < self._formula[1]:
-            return False
-        return living.bytes == new.untyped_storage().nbytes()
-
-    def _inside(self, sizes: Sequence[int], op: str) -> range:
-        """Record blocks that an operator allocates and frees internally; return their numbers."""
-        first = self._n_blocks
-        self._events += [Allocate(self._new_block(), size, 0, op) for size in sizes]
-        blocks = range(first, self._n_blocks)
-        self._events += [Free(*block) for block in zip(reversed(blocks), reversed(sizes), strict=True)]
-        return blocks
-
-    def _new_block(self) -> int:
-        """Return the number of a block that is allocated now, for the current purpose and on the current stream."""
-        block = self._n_blocks
-        self._n_blocks += 1
-        if self._purposes:
-            self.categories[block] = self._purposes[-1]
-        if stream := self._stream_number():
-            self.streams[block] = stream
-        return block
-
-    def _stream_number(self) -> int:
-        return 0
-
-    @contextlib.contextmanager
-    def purpose(self, category: Category) -> Iterator[None]:
-        """Set the category of memory that is allocated inside this `with` block."""
-        self._purposes.append(category)
-        try:
-            yield
-        finally:
-            self._purposes.pop()
-
-    def becomes(self, tensor: Tensor, category: Category) -> None:
-        """Give the memory of a tensor a category."""
-        for part in parts_of(tensor):
-            if (living := self._living.get(storage_id(part))) is not None:
-                self.categories[living.block] = category
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Track a storage whose memory was freed, allocated or exchanged, which no operator reports."""
-        key = storage_number(storage)
-        if (living := self._living.get(key)) is not None:
-            self._ended(key, living)
-        if n_bytes := storage.nbytes():
-            self._begin_storage(storage, key, n_bytes, "resize_")
-
-    @contextlib.contextmanager
-    def corrected(self) -> Iterator[None]:
-        """Record the tensor created in this block as if it had been allocated instead of the one that ends there.
-
-        Has no effect unless exactly one ends and one is created.
-        """
-        n_before = len(self._events)
-        yield
-        made = {event.block: event for event in self._events[n_before:] if isinstance(event, Allocate)}
-        ended = [event.block for event in self._events[n_before:] if isinstance(event, Free)]
-        created = [made[block] for block in made if block not in ended]
-        freed = [block for block in ended if block not in made]
-        if len(created) == len(freed) == 1:
-            for place, event in enumerate(self._events[:n_before]):
-                if isinstance(event, Allocate) and event.block == freed[0]:
-                    self._events[place : place + 1] = created
-                    del self._events[n_before:]
-                    self._n_corrected += 1
-                    return
-
-    # --- storages
+            self._formula = node, self.ledger.n_blocks
+        return func in writes and self.ledger.is_newer(args[0], self._formula[1], new.untyped_storage().nbytes())
 
     def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
         """Track a tensor's storage from here to its end. With `n_bytes` 0 it is registered, but is not an event."""
-        if tensor.device.type != self.device or not is_strided(tensor):
-            return
-        storage = tensor.untyped_storage()
-        key = storage_number(storage)
-        if key in self._living:
-            return
-        size = storage.nbytes() if n_bytes is None else n_bytes
-        if self.lengths is not None and n_bytes is None and tensor.dim() and tensor.shape[0] == self.lengths[0]:
-            size = size * self.lengths[1] // self.lengths[0]
-        if not (size or storage.nbytes()):
-            return
-        if not size:
-            living = _Living(0, 0)
-        elif entry:
-            self._n_entry += 1
-            living = _Living(-self._n_entry, size)
-            self._entered.append(Allocate(living.block, size, key, op))
-        else:
-            self._begin_storage(storage, key, size, op)
-            return
-        living.end = weakref.ref(storage, _Ending(self, key, living))
-        self._living[key] = living
-
-    def _begin_storage(self, storage: torch.UntypedStorage, key: int, n_bytes: int, op: str) -> None:
-        living = _Living(self._new_block(), n_bytes)
-        self._events.append(Allocate(living.block, n_bytes, key, op))
-        living.end = weakref.ref(storage, _Ending(self, key, living))
-        self._living[key] = living
-
-    def _ended(self, key: int, living: _Living) -> None:
-        if self._living.get(key) is not living:
-            return
-        del self._living[key]
-        if self._given is not None and self._given[0] == key:
-            self._given = None  # its memory was reused: the block becomes the new storage's
-            return
-        if self._n_sharing[living.block] > 0:
-            self._n_sharing[living.block] -= 1
-        elif self._recording and living.bytes:
-            self._events.append(Free(living.block, living.bytes))
+        self.ledger.follow(tensor, op, entry=entry, n_bytes=n_bytes)
 
     def _reuse_memory(self, old: Any, new: Tensor) -> bool:
         """Give `new` the memory of `old`, if autograd would have written to `old` in place without this mode.
 
         Autograd does so only for its own sums and gradients, not for those that Python code computes in a backward
-        pass, and only if `old` has no other holder: then `old` ends before the next operator. Otherwise `_settle`
-        reverts the reuse. A view, such as the gradient of a transposed weight, keeps its base alive and is excluded.
+        pass, and only if `old` has no other holder. A view, such as the gradient of a transposed weight, keeps its base
+        alive and is excluded.
         """
         if not in_backward() or not isinstance(old, torch.Tensor) or base_of(old) is not None:
             return False
-        if not _called_by_autograd():
-            return False
-        key = storage_id(old)
-        living = self._living.get(key)
-        if living is None or old.dtype != new.dtype or living.bytes != new.untyped_storage().nbytes():
-            return False
-        self._given = key, self._inherit(living.block, new.untyped_storage()), len(self._events)
-        return True
-
-    def _inherit(self, block: int, storage: torch.UntypedStorage) -> int:
-        """Give a new storage the memory of a block; return the storage's number."""
-        number = storage_number(storage)
-        heir = _Living(block, storage.nbytes())
-        heir.end = weakref.ref(storage, _Ending(self, number, heir))
-        self._living[number] = heir
-        return number
-
-    def _share(self, tensor: Tensor, new: Tensor) -> None:
-        """Record that the storage of `new` shares the memory of `tensor`, as a lazily copied one does."""
-        block = self._living[storage_id(tensor)].block
-        self._n_sharing[block] += 1
-        self._inherit(block, new.untyped_storage())
-
-    def _settle(self) -> None:
-        """Give the new storage memory of its own, since the old storage outlived its operator."""
-        if self._given is None:
-            return
-        _, new, index = self._given
-        self._given = None
-        heir = self._living.get(new)
-        if heir is not None:
-            heir.block = self._new_block()
-            self._events.insert(index, Allocate(heir.block, heir.bytes, new, "aten::add"))
-
-
-class _Ending:
-    """Callback of a storage's weak reference."""
-
-    __slots__ = ("key", "ledger", "living")
-
-    def __init__(self, ledger: AllocationTracker, key: int, living: _Living) -> None:
-        self.ledger, self.key, self.living = ledger, key, living
-
-    def __call__(self, _: object) -> None:
-        self.ledger._ended(self.key, self.living)
+        return _called_by_autograd() and self.ledger.reuse_memory(old, new)
 
 
 def _laid_out(tensor: Tensor, form: torch.memory_format = torch.contiguous_format) -> Tensor:

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 class Reducers:
     """Context in which each DDP wrapper among `modules` has a reducer that sends nothing."""
 
-    def __init__(self, modules: Iterable[Any], ledger: AllocationTracker) -> None:
+    def __init__(self, modules: Iterable[Any], tracker: AllocationTracker) -> None:
         wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
-        self._reducers = [_Reducer(wrapper, ledger) for wrapper in wrappers]
+        self._reducers = [_Reducer(wrapper, tracker) for wrapper in wrappers]
         self._stack = contextlib.ExitStack()
 
     @property
@@ -73,8 +73,8 @@ class Reducers:
 class _Reducer:
     """Stand-in for the reducer and the logger of one wrapper; calls unrelated to memory do nothing."""
 
-    def __init__(self, wrapper: DistributedDataParallel, ledger: AllocationTracker) -> None:
-        self._wrapper, self._ledger = wrapper, ledger
+    def __init__(self, wrapper: DistributedDataParallel, tracker: AllocationTracker) -> None:
+        self._wrapper, self._tracker = wrapper, tracker
         self._parameters, self._sparse = sent_parameters(wrapper)
         self._limits, self._limits_then = bucket_limits(wrapper)
         self._is_new = has_new_buckets(wrapper)
@@ -99,24 +99,24 @@ class _Reducer:
         """Replace the wrapper's reducer until `stack` is closed."""
         numbers = range(len(self._parameters))
         if self._wrapper.gradient_as_bucket_view and all(p.grad is not None for p in self._parameters):
-            self._views = {n: self._ledger.adopt(self._gradient(n)) for n in numbers}
+            self._views = {n: self._tracker.adopt(self._gradient(n)) for n in numbers}
             self.buckets = [*self._views.values()]
-            self._ledger.in_place.update(map(storage_id, self.buckets))
+            self._tracker.in_place.update(map(storage_id, self.buckets))
         else:
-            with self._ledger.unrecorded():
+            with self._tracker.unrecorded():
                 self._make([*reversed(numbers)] if self._is_new else [*numbers])
         if self._wrapper.static_graph or self._wrapper.find_unused_parameters:
-            n_maps = 2 if self._ledger.device == "cpu" else 1  # one is on the host
-            with self._ledger.unrecorded():
-                like = torch.empty(len(numbers), dtype=torch.int32, device=self._ledger.device)
+            n_maps = 2 if self._tracker.device == "cpu" else 1  # one is on the host
+            with self._tracker.unrecorded():
+                like = torch.empty(len(numbers), dtype=torch.int32, device=self._tracker.device)
                 self.maps = [like, *(torch.empty_like(like) for _ in range(n_maps - 1))]
         for tensor in (*self.buckets, *self.maps):
-            self._ledger.adopt(tensor)
+            self._tracker.adopt(tensor)
         for number, parameter in enumerate(self._parameters):
             came = functools.partial(self._came, number)
             hook = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
             stack.callback(hook.remove)
-        stack.callback(self._ledger.in_place.clear)
+        stack.callback(self._tracker.in_place.clear)
         for name, thing in (("reducer", self), ("logger", self), (SYNC_BUFFERS, _as_one)):
             stack.enter_context(patch.object(self._wrapper, name, thing))
 
@@ -154,11 +154,11 @@ class _Reducer:
             parameters = [self._parameters[number] for number in group]
             if self._sparse[group[0]]:
                 continue  # sparse gradients are reduced without a bucket
-            with torch.no_grad(), without_function_modes(), self._ledger.purpose("communication buffers"):
+            with torch.no_grad(), without_function_modes(), self._tracker.ledger.purpose("communication buffers"):
                 like = parameters[0]
-                bucket = torch.empty(sum(p.numel() for p in parameters), dtype=like.dtype, device=self._ledger.device)
+                bucket = torch.empty(sum(p.numel() for p in parameters), dtype=like.dtype, device=self._tracker.device)
                 self.buckets.append(bucket)
-                self._ledger.in_place.add(storage_id(bucket))
+                self._tracker.in_place.add(storage_id(bucket))
                 place = 0
                 for number, parameter in zip(group, parameters, strict=True):
                     self._views[number] = bucket.as_strided(parameter.size(), parameter.stride(), place)
@@ -183,9 +183,9 @@ class _Reducer:
         awaited.discard(number)
         if not awaited and view.dtype not in self._sent_as:
             n_elements = view.untyped_storage().nbytes() // view.element_size()
-            with torch.no_grad(), without_function_modes(), self._ledger.purpose("communication buffers"):
+            with torch.no_grad(), without_function_modes(), self._tracker.ledger.purpose("communication buffers"):
                 self._sent += [
-                    torch.empty(n_elements, dtype=dtype, device=self._ledger.device) for dtype in self._sent_as
+                    torch.empty(n_elements, dtype=dtype, device=self._tracker.device) for dtype in self._sent_as
                 ]
 
     def _is_over(self) -> None:

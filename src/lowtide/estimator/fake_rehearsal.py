@@ -103,12 +103,12 @@ class FakeRehearsal(TwoStepRun):
         check_one_device(model)
         check_sharding(model.modules())
         clock = Clock()
-        self._ledger.meter = clock.takes
+        self._tracker.meter = clock.takes
         batch = [tensor for reference in self._first_batch if (tensor := reference()) is not None]
         with contextlib.ExitStack() as stack:
-            stack.enter_context(simulated_clock(self._ledger.device, lambda: clock.ms))
+            stack.enter_context(simulated_clock(self._tracker.device, lambda: clock.ms))
             stack.enter_context(fakes_have_addresses())
-            self._audit = FakeAudit(model, self._now(batch), self._ledger.mark, frugal=False, in_place=False)
+            self._audit = FakeAudit(model, self._now(batch), self._tracker.ledger.mark, frugal=False, in_place=False)
             with self._audit.running():
                 yield
 
@@ -116,10 +116,10 @@ class FakeRehearsal(TwoStepRun):
         """Look which memory exists now, and return its addresses; those of real tensors, too, if they stay real."""
         with without_function_modes(), fakes_have_addresses():
             self._static, self._blocks = static_of(
-                self._ledger, self._model, batch, self._state, self._reducers.buckets
+                self._tracker, self._model, batch, self._state, self._reducers.buckets
             )
             _, real = static_bytes(self._model, batch, self._state.optimizers)
-        self._entry = self._ledger.addresses()
+        self._entry = self._tracker.ledger.addresses()
         return real | {self._entry[block] for block in self._blocks}
 
     def turn_to(self, model: Any, in_use: Any, engine: Engine | None = None) -> None:
@@ -138,14 +138,14 @@ class FakeRehearsal(TwoStepRun):
                 raise RehearsalError(
                     "no backward ran through the model in its first step: the loss must depend on its outputs."
                 )
-            audit.settle(self._ledger.so_far)
+            audit.settle(self._tracker.ledger.so_far)
         self._now(batch)
         made_for = fingerprint(self._model, batch)
-        is_gpu = made_for.device == self._ledger.device != "cpu"
+        is_gpu = made_for.device == self._tracker.device != "cpu"
         self._made_for = replace(made_for, device="cuda") if is_gpu else made_for
-        self._ledger.begin()
+        self._tracker.begin()
         self._tracing = MaxSavingEngine(self._model, audit, in_place=False)
-        self._trace = Trace(self._tracing, self._ledger.mark)
+        self._trace = Trace(self._tracing, self._tracker.ledger.mark)
         self._running.enter_context(fakes_have_addresses())
         self._running.enter_context(self._trace.running())
 
@@ -162,7 +162,7 @@ class FakeRehearsal(TwoStepRun):
                 "the two rehearsed steps saved different tensors, so no plan can be made without the GPU. "
                 "Plan on the machine that trains: `lowtide run --budget`."
             )
-        stream = self._ledger.stream
+        stream = self._tracker.ledger.stream
         assert self._static is not None
         step = TracedStep(
             values=audit.values,

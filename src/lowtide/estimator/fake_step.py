@@ -56,7 +56,7 @@ def compiled(model: nn.Module) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def rng_states_counted(ledger: AllocationTracker) -> Iterator[None]:
+def rng_states_counted(tracker: AllocationTracker) -> Iterator[None]:
     """Count the states that `torch.get_rng_state` returns inside this block, as activation checkpoints keep them.
 
     The CPU's generator allocates them without an operator. An estimate for a GPU does not count CPU tensors.
@@ -65,7 +65,7 @@ def rng_states_counted(ledger: AllocationTracker) -> Iterator[None]:
 
     def get_rng_state() -> Tensor:
         state = true()
-        ledger.follow_new(state)
+        tracker.follow_new(state)
         return state
 
     with (
@@ -132,16 +132,16 @@ def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None 
     return Planned(model, plan)
 
 
-def adopt(ledger: AllocationTracker, tensors: Iterable[Tensor]) -> None:
+def adopt(tracker: AllocationTracker, tensors: Iterable[Tensor]) -> None:
     """Adopt tensors that exist at entry, and their gradients."""
     for tensor in tensors:
-        ledger.adopt(tensor)
+        tracker.adopt(tensor)
         if tensor.is_leaf and tensor.grad is not None:
-            ledger.adopt(tensor.grad)
+            tracker.adopt(tensor.grad)
 
 
 def static_of(
-    ledger: AllocationTracker, model: nn.Module, batch: Any, state: Everything, buckets: Iterable[Tensor]
+    tracker: AllocationTracker, model: nn.Module, batch: Any, state: Everything, buckets: Iterable[Tensor]
 ) -> tuple[Static, frozenset[int]]:
     """Return the bytes that exist when the step begins, counting each storage once, and the blocks that they occupy.
 
@@ -157,7 +157,7 @@ def static_of(
     def add(tensors: Iterable[Tensor | None]) -> int:
         total = 0
         for tensor in tensors:
-            for storage in () if tensor is None else _storages(tensor, ledger):
+            for storage in () if tensor is None else _storages(tensor, tracker):
                 if (number := storage_number(storage)) not in numbers:
                     numbers.add(number)
                     total += storage.nbytes()
@@ -170,16 +170,16 @@ def static_of(
         gradients=add((*(p.grad for p in parameters), *buckets)),
         optimizer=add(t for o in optimizers for entry in o.state.values() for t in tensors_in(entry)),
     )
-    return static, frozenset(block for number in numbers if (block := ledger.block(number)) is not None)
+    return static, frozenset(block for number in numbers if (block := tracker.ledger.block(number)) is not None)
 
 
-def _storages(tensor: Tensor, ledger: AllocationTracker) -> list[torch.UntypedStorage]:
+def _storages(tensor: Tensor, tracker: AllocationTracker) -> list[torch.UntypedStorage]:
     """Return a tensor's storages on the tracker's device; for compressed layouts, such as CSR, the real tensor's."""
     if sparse.is_compressed(tensor) and is_real(tensor):
         with on_real_tensors():
             return [part.untyped_storage() for part in parts_of(tensor)]
-    parts = (ledger.adopt(part) for whole in parts_of(tensor) for part in parts_of(ledger.adopt(whole)))
-    return [part.untyped_storage() for part in parts if part.device.type == ledger.device]
+    parts = (tracker.adopt(part) for whole in parts_of(tensor) for part in parts_of(tracker.adopt(whole)))
+    return [part.untyped_storage() for part in parts if part.device.type == tracker.device]
 
 
 def with_carryover(static: Static, blocks: Collection[int], stream: EventStream) -> Static:

@@ -49,7 +49,7 @@ SYMMETRIC = (
 
 
 @contextlib.contextmanager
-def sharding(modules: Iterable[Any], ledger: AllocationTracker) -> Iterator[None]:
+def sharding(modules: Iterable[Any], tracker: AllocationTracker) -> Iterator[None]:
     """Send nothing in this block, and track the allocations of sharded units among `modules`.
 
     Raises RehearsalError for sharding that can't be estimated, and for units that are in the middle of a step.
@@ -70,8 +70,8 @@ def sharding(modules: Iterable[Any], ledger: AllocationTracker) -> Iterator[None
         if groups:
             for group in groups:
                 stack.callback(group.drop_gathered())
-            stack.enter_context(observe_resizes(ledger.resized, (ledger.device, "meta")))
-            stack.enter_context(purposes_known(ledger.purpose, ledger.becomes))
+            stack.enter_context(observe_resizes(tracker.ledger.resized, (tracker.device, "meta")))
+            stack.enter_context(purposes_known(tracker.ledger.purpose, tracker.ledger.becomes))
         yield
 
 

@@ -53,7 +53,7 @@ class TwoStepRun:
     Take one step, call `second`, take another one, call `finish`. At the end of the block everything is restored.
     """
 
-    _ledger: AllocationTracker
+    _tracker: AllocationTracker
     _reducers: Reducers
 
     def __init__(self, model: nn.Module, batch: Any, reached: tuple[Any, ...], *, engine: Engine | None = None) -> None:
@@ -62,7 +62,7 @@ class TwoStepRun:
         self._begin(model, batch, fake_mode(nested=RehearsalError(NESTED)), engine)
         self._trials = Trials()
         self._scratch = Scratch(self._device, self._trials)
-        self._ledger = AllocationTracker(self._device, self._fakes, self.answers, self._scratch)
+        self._tracker = AllocationTracker(self._device, self._fakes, self.answers, self._scratch)
         self._state = Everything(model, *reached, batch)
         self._resized: list[tuple[Tensor, Tensor]] = []
         """Resized tensors, each paired with a tensor of its former size."""
@@ -94,15 +94,15 @@ class TwoStepRun:
             stack.enter_context(placed(everything, self._device, self._fakes))
             stack.enter_context(self._state)
             stack.callback(self._restore)
-            stack.enter_context(self._ledger)
-            stack.enter_context(PythonQueries(self.answers, self._ledger))
+            stack.enter_context(self._tracker)
+            stack.enter_context(PythonQueries(self.answers, self._tracker))
             stack.enter_context(unpatched())
-            stack.enter_context(rng_states_counted(self._ledger))
+            stack.enter_context(rng_states_counted(self._tracker))
             stack.enter_context(self._running)
             with without_function_modes():
-                adopt(self._ledger, everything)
-                self._reducers = stack.enter_context(Reducers(self._state.reached, self._ledger))
-                stack.enter_context(sharding(self._state.reached, self._ledger))
+                adopt(self._tracker, everything)
+                self._reducers = stack.enter_context(Reducers(self._state.reached, self._tracker))
+                stack.enter_context(sharding(self._state.reached, self._tracker))
             self._running.enter_context(self._first_step())
             self._stack = stack.pop_all()
         return self
@@ -115,7 +115,7 @@ class TwoStepRun:
         with without_function_modes():
             for tensor in {id(t): t for t in tensors}.values():
                 if is_fake(tensor):
-                    with self._ledger.corrected():
+                    with self._tracker.ledger.corrected():
                         exchange(tensor, resized(tensor))
                     continue
                 with without_modes():
@@ -123,7 +123,7 @@ class TwoStepRun:
                 if other is not tensor:
                     swap(tensor, other)
                     self._resized.append((tensor, other))
-                adopt(self._ledger, [tensor])
+                adopt(self._tracker, [tensor])
 
     def _restore(self) -> None:
         for tensor, other in reversed(self._resized):
@@ -135,7 +135,7 @@ class TwoStepRun:
 
         For a batch that is yet to be `put` with that length.
         """
-        self._ledger.lengths = lengths
+        self._tracker.ledger.lengths = lengths
 
     @property
     def has_updated(self) -> bool:
@@ -164,10 +164,10 @@ class TwoStepRun:
             self._learn()
             batch = self._batch if batch is None else batch
             self._static, self._blocks = static_of(
-                self._ledger, self._model, batch, self._state, self._reducers.buckets
+                self._tracker, self._model, batch, self._state, self._reducers.buckets
             )
-        self._ledger.begin()
-        self._names = Names(self._engine, self._ledger.mark)
+        self._tracker.begin()
+        self._names = Names(self._engine, self._tracker.ledger.mark)
         self._running.enter_context(self._names.running())
 
     def _learn(self) -> None:
@@ -185,13 +185,13 @@ class TwoStepRun:
 
         `n_passes` is the number of forward and backward passes if no optimizer stepped.
         """
-        stream, passes = self._ledger.stream, "passes" if n_passes > 1 else "pass"
+        stream, passes = self._tracker.ledger.stream, "passes" if n_passes > 1 else "pass"
         assert self._static is not None
         assert self._names is not None
         return MemoryEstimate(
-            timeline=Timeline(stream, labels(stream, self._names) | self._ledger.labels),
+            timeline=Timeline(stream, labels(stream, self._names) | self._tracker.ledger.labels),
             static=with_carryover(self._static, self._blocks, stream),
-            flops=self._ledger.n_flops,
+            flops=self._tracker.n_flops,
             unknown=(*self._scratch.unknown, *self._untried(), *self._reducers.unknown),
             assumed=(
                 *compiled(self._model),

@@ -84,7 +84,7 @@ class AbsentGpuRun(TwoStepRun):
     together, each on its own GPU.
     """
 
-    _ledger: GpuAllocationTracker
+    _tracker: GpuAllocationTracker
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class AbsentGpuRun(TwoStepRun):
                 )
         fakes = fake_mode(run_on_zeros=False, nested=RehearsalError(NESTED))
         self._begin(model, batch, fakes, planned(model, batch, None) if engine is None else engine)
-        self._ledger = GpuAllocationTracker(fakes, self.answers, OpWorkspaces(gpu))
+        self._tracker = GpuAllocationTracker(fakes, self.answers, OpWorkspaces(gpu))
         self._state = Everything(model, *reached, *([] if alone else [batch]))
         self._placed = GpuPlacement(FakeTensors(self._fakes, NAME), self.answers, is_there, releases=alone)
 
@@ -130,18 +130,18 @@ class AbsentGpuRun(TwoStepRun):
             device = torch.device(NAME, 0)
             stack.enter_context(units_on(device, self._state.reached, self._placed.fake_of))
             self._placed.put(at_entry)
-            means, usage = CudaRedirect(NAME, self._ledger), Usage(self._ledger, self._config)
-            stack.enter_context(cuda_is_there(self._gpu, means, usage, self._ledger, self.answers))
-            stack.enter_context(self._ledger)
+            means, usage = CudaRedirect(NAME, self._tracker), Usage(self._tracker.ledger, self._config)
+            stack.enter_context(cuda_is_there(self._gpu, means, usage, self._tracker, self.answers))
+            stack.enter_context(self._tracker)
             stack.callback(taking.clear)
-            taking.append(self._ledger.on_gpu)
-            stack.enter_context(PythonQueries(self.answers, self._ledger))
+            taking.append(self._tracker.on_gpu)
+            stack.enter_context(PythonQueries(self.answers, self._tracker))
             stack.enter_context(unpatched())
             stack.enter_context(self._running)
             with without_function_modes():
-                adopt(self._ledger, at_entry)
-                self._reducers = stack.enter_context(Reducers(self._state.reached, self._ledger))
-                stack.enter_context(sharding(self._state.reached, self._ledger))
+                adopt(self._tracker, at_entry)
+                self._reducers = stack.enter_context(Reducers(self._state.reached, self._tracker))
+                stack.enter_context(sharding(self._state.reached, self._tracker))
             self._running.enter_context(self._first_step())
             self._stack = stack.pop_all()
         return self
@@ -155,11 +155,11 @@ class AbsentGpuRun(TwoStepRun):
         with without_function_modes():
             for tensor in fakes:
                 if not self._placed.has(tensor):
-                    with self._ledger.corrected():
+                    with self._tracker.ledger.corrected():
                         exchange(tensor, resized(tensor))
             with without_modes():
                 self._placed.put(real, resized)
-            adopt(self._ledger, real)
+            adopt(self._tracker, real)
 
     def _learn(self) -> None:
         """Do nothing: kernels of an absent GPU can't be tried."""
@@ -167,24 +167,24 @@ class AbsentGpuRun(TwoStepRun):
     def finish(self) -> None:
         """End the second step, which is the estimated one."""
         super().finish()
-        self._ledger.unbounded |= unbounded
+        self._tracker.unbounded |= unbounded
         self._measured = tuple(measured.values())
         self._n_groups = n_groups() if several_processes() else 0
 
     def estimate(self, n_passes: int = 0) -> GpuMemoryEstimate:
         """Return the estimate, after the block has ended. `n_passes`: see `GpuMemoryEstimate`."""
-        stream, bounds = self._ledger.stream, self._ledger.bounds
-        processes, is_bounded = self._processes, not (self._ledger.unbounded or self._reducers.unknown)
+        stream, bounds = self._tracker.ledger.stream, self._tracker.bounds
+        processes, is_bounded = self._processes, not (self._tracker.unbounded or self._reducers.unknown)
         beside = nccl_bytes(self._n_groups)
-        outcome = Outcome(self._ledger.whole, bounds, self._config, is_bounded=is_bounded, beside=beside)
+        outcome = Outcome(self._tracker.ledger.whole, bounds, self._config, is_bounded=is_bounded, beside=beside)
         needs, interval = outcome.needs()
         assert self._static is not None
         assert self._names is not None
         return GpuMemoryEstimate(
-            timeline=Timeline(stream, labels(stream, self._names) | self._ledger.labels),
+            timeline=Timeline(stream, labels(stream, self._names) | self._tracker.ledger.labels),
             static=with_carryover(self._static, self._blocks, stream),
             unknown=(
-                *self._ledger.unbounded.values(),
+                *self._tracker.unbounded.values(),
                 *self._reducers.unknown,
                 *self._measured,
                 *known_within(outcome.whole, bounds),
@@ -195,7 +195,7 @@ class AbsentGpuRun(TwoStepRun):
             processes=processes,
             is_bounded=is_bounded,
             nccl=beside,
-            flops=self._ledger.n_flops,
+            flops=self._tracker.n_flops,
             gpu=self._gpu,
             whole=outcome.whole,
             bounds=bounds,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +26,6 @@ from lowtide.estimator.cpu.scratch_trials import Trials
 from lowtide.estimator.cuda.current_gpu import NAME, emulated, streams
 from lowtide.estimator.cuda.ops.op_table import CUDA_OPS, CudaOp
 from lowtide.estimator.fake_tensors import FakeTensors, swap
-from lowtide.memory.events import Allocate, Event, Free
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +61,7 @@ class GpuAllocationTracker(AllocationTracker):
     """
 
     def __init__(self, fakes: FakeTensorMode, answers: ValueOracle, takes: OpWorkspaces) -> None:
-        super().__init__(NAME, fakes, answers, Scratch(NAME, Trials()))
+        super().__init__(NAME, fakes, answers, Scratch(NAME, Trials()), lambda: streams[-1])
         self._takes, self._fake_tensors = takes, _AtHome(fakes)
         self._moved = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
         self.bounds: dict[int, ScratchBlock] = {}
@@ -72,20 +70,6 @@ class GpuAllocationTracker(AllocationTracker):
         """Descriptions of operators with unknown scratch memory, by the operator's name."""
         self.is_inside = False
         """True while an operator runs."""
-
-    @property
-    def version(self) -> object:
-        """Version that changes when events at entry, or events that `since` has already returned, change."""
-        return len(self._entered), self._n_corrected
-
-    def since(self, position: int) -> Iterator[Event]:
-        """Return the events of the whole recording from `position` on."""
-        for part in (self._entered, self._earlier, self._events):
-            yield from part[position:]
-            position = max(position - len(part), 0)
-
-    def _stream_number(self) -> int:
-        return streams[-1]
 
     def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
         super()._follow(tensor, emulated[-1] if op and emulated else op, entry=entry, n_bytes=n_bytes)
@@ -103,9 +87,10 @@ class GpuAllocationTracker(AllocationTracker):
         if made and func.namespace not in OWN_OPERATORS | SHARDING_OPERATORS:
             self.unbounded.setdefault(op, f"{func.name()}, no operator of torch: what it takes inside")
         self._take([inside for inside in scratch if not inside.first], op)
-        self._events += [Free(block, inside.bytes) for block, inside in reversed(held)]
+        for block, inside in reversed(held):
+            self.ledger.free(block, inside.bytes)
         for library, n_bytes in self._takes.lasting(func, args, made):
-            self._events.append(Allocate(self._new_block(), n_bytes, 0, library))
+            self.ledger.allocate(n_bytes, library)
 
     def _take(self, scratch: list[ScratchBlock], op: str) -> None:
         """Record an operator's scratch blocks, each freed at the end of its lifetime."""
@@ -113,22 +98,17 @@ class GpuAllocationTracker(AllocationTracker):
         for place, inside in enumerate(scratch):
             for ended in [one for one in held if one[2].through is not None and one[0] + one[2].through < place]:
                 held.remove(ended)
-                self._events.append(Free(ended[1], ended[2].bytes))
+                self.ledger.free(ended[1], ended[2].bytes)
             held.append((place, self._open(inside, op), inside))
-        self._events += [Free(block, inside.bytes) for _, block, inside in reversed(held)]
+        for _, block, inside in reversed(held):
+            self.ledger.free(block, inside.bytes)
 
     def _open(self, inside: ScratchBlock, op: str) -> int:
         """Allocate a scratch block; return its number."""
-        block = self._new_block()
-        self._events.append(Allocate(block, inside.bytes, 0, op))
+        block = self.ledger.allocate(inside.bytes, op)
         if inside.least < inside.most:
             self.bounds[block] = inside
         return block
-
-    def _settle(self) -> None:
-        n_before = len(self._events)
-        super()._settle()
-        self._n_corrected += len(self._events) - n_before
 
     def _together(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
         away = sum(t.device.type == "cpu" and t.dim() > 0 for t in tensors)

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 class CudaRedirect(TorchFunctionMode):
     """Function mode that replaces "cuda" in arguments by another device, whose tensors report that they are on CUDA.
 
-    `ledger` moves CPU tensors to the GPU before they require gradients, because autograd sends no gradients across
+    `tracker` moves CPU tensors to the GPU before they require gradients, because autograd sends no gradients across
     devices.
     """
 
-    def __init__(self, device: str, ledger: GpuAllocationTracker | None = None) -> None:
+    def __init__(self, device: str, tracker: GpuAllocationTracker | None = None) -> None:
         super().__init__()
-        self._ledger = ledger
+        self._tracker = tracker
         self._device = torch.device(device, 0) if device == NAME else torch.device(device)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,18 +68,18 @@ class CudaRedirect(TorchFunctionMode):
             kwargs = {**kwargs, "device": default_device()}
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self._translate(kwargs["device"])}
-        if func in _CELLS and self._ledger is not None:  # cells choose their kernel by the input's device
-            args = tree_map(self._ledger.on_gpu, args)
+        if func in _CELLS and self._tracker is not None:  # cells choose their kernel by the input's device
+            args = tree_map(self._tracker.on_gpu, args)
         if func is torch.Tensor.to:
             args = tuple(self._translate(arg) for arg in args)
-        if self._ledger is None:
+        if self._tracker is None:
             return func(*args, **kwargs)
         asks_for_gradients = func in _ASKING_FOR_GRADIENTS and (*args[1:], *kwargs.values(), True)[0]
         if asks_for_gradients or self._is_written_to(func, args):
-            self._ledger.put_on_gpu(args[0])
+            self._tracker.put_on_gpu(args[0])
         out = func(*args, **kwargs)
         if kwargs.get("requires_grad") is True and isinstance(out, torch.Tensor):
-            self._ledger.put_on_gpu(out)
+            self._tracker.put_on_gpu(out)
         return out
 
     def has(self, tensor: Tensor) -> bool:
@@ -134,7 +134,7 @@ def cuda_is_there(
     gpu: GpuSpec,
     means: CudaRedirect,
     usage: Usage,
-    ledger: GpuAllocationTracker | None = None,
+    tracker: GpuAllocationTracker | None = None,
     answers: ValueOracle | None = None,
 ) -> Iterator[None]:
     """Make `torch.cuda` describe the GPU in this block; with `answers`, replace `torch.autocast` too."""
@@ -142,8 +142,8 @@ def cuda_is_there(
     with contextlib.ExitStack() as stack:
         for owner, name, thing in (*about.answers(gpu, usage), *refused.replacements(), *tensor_types.replacements()):
             stack.enter_context(patch.object(owner, name, thing))
-        if answers is not None and ledger is not None:
-            shown = fake_devices_shown(torch.device(NAME, 0), CUDA, lambda: ledger.is_inside)
+        if answers is not None and tracker is not None:
+            shown = fake_devices_shown(torch.device(NAME, 0), CUDA, lambda: tracker.is_inside)
             stack.enter_context(shown)
             stack.enter_context(_autocast_on_gpu(answers))
         stack.enter_context(patch.object(torch, "Generator", _Generator))

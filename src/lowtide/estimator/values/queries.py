@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class PythonQueries(TorchFunctionMode):
     """Function mode that answers Python queries for contents of tensors."""
 
-    def __init__(self, answers: ValueOracle, ledger: AllocationTracker) -> None:
+    def __init__(self, answers: ValueOracle, tracker: AllocationTracker) -> None:
         super().__init__()
-        self._answers, self._ledger, self._fake_of = answers, ledger, ledger.adopt
+        self._answers, self._tracker, self._fake_of = answers, tracker, tracker.adopt
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is PAD_PACKED:
@@ -98,7 +98,7 @@ class PythonQueries(TorchFunctionMode):
     def _exchange(self, tensor: Tensor, data: Tensor) -> None:
         """Apply `tensor.data = data` to the fake of a real tensor, which itself stays unchanged."""
         fake = self._fake_of(tensor)
-        self._ledger.release(tensor)
+        self._tracker.release(tensor)
         fake.data = data if is_fake(data) else self._fake_of(data)
 
     def _padded(self, data: Tensor, batch_sizes: Tensor, *settings: Any) -> Any:

@@ -1,0 +1,307 @@
+"""The ledger of an estimated step: the allocation and the end of each storage, as a stream of events.
+
+Torch keeps the Python object of a storage as long as the storage itself lives, so a weak reference to it ends exactly
+when autograd, or any other holder, frees the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lowtide._torch.fake_modes import is_strided
+from lowtide._torch.tensors import parts_of, storage_id, storage_number
+from lowtide.errors import RehearsalError
+from lowtide.memory.events import Allocate, Event, EventStream, Free, Label, Mark, Recorder
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from torch import Tensor
+
+    from lowtide.memory.events import Category
+
+
+class _Living:
+    """A live storage: its block, and the weak reference whose callback reports its end."""
+
+    __slots__ = ("block", "bytes", "end")
+
+    def __init__(self, block: int, n_bytes: int) -> None:
+        self.block = block
+        self.bytes = n_bytes
+        self.end: weakref.ref[torch.UntypedStorage] | None = None
+
+
+class StorageLedger(Recorder):
+    """A recorder of the storages on one device that the steps of an estimate create and drop."""
+
+    def __init__(self, device: str, stream_number: Callable[[], int]) -> None:
+        """Begin without storages on `device`; `stream_number` returns the number of the current stream, 0 for the
+        default one.
+        """
+        self.device = device
+        self._stream_number = stream_number
+        self._living: dict[int, _Living] = {}
+        self._entered: list[Event] = []
+        self._earlier: list[Event] = []
+        self._events: list[Event] = []
+        self.n_blocks = 0
+        """Number of blocks allocated so far, and of the next one."""
+        self._given: tuple[int, int, int] | None = None
+        """Memory that may have been reused: number of the old storage, number of the new one, index in the events."""
+        self._n_sharing: Counter[int] = Counter()
+        """Number of other storages that share a block's memory, by block."""
+        self.streams: dict[int, int] = {}
+        """Numbers of the streams other than the default one that blocks were allocated on, by block."""
+        self.categories: dict[int, Category] = {}
+        """Categories of blocks whose purpose is known when they are allocated, by block."""
+        self._purposes: list[Category] = []
+        """Stack of purposes of the memory that is allocated now."""
+        self.lengths: tuple[int, int] | None = None
+        """Lengths (old, new): tensors of the old length count as if they had the new one."""
+        self._n_corrected = 0
+        """Number of corrections to recorded events."""
+        self._recording = False
+
+    # --- the recorder
+
+    def __enter__(self) -> Self:
+        self._recording = True
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.settle()
+        self._recording = False
+
+    def mark(self, label: str, data: object = None) -> None:
+        if self._recording:
+            self._events.append(Mark(label, data))
+
+    @property
+    def stream(self) -> EventStream:
+        """Stream of the events recorded since the last `begin`."""
+        if self._recording:
+            raise RehearsalError("the stream of a recorder is complete only when its with block has ended.")
+        return self.so_far
+
+    @property
+    def so_far(self) -> EventStream:
+        """Stream of the events since the last `begin` while the recording goes on."""
+        return EventStream(tuple(self._events), self.device, self.streams)
+
+    @property
+    def whole(self) -> EventStream:
+        """Stream of all recorded events. Storages that existed at entry are allocated first, in the order of
+        adoption.
+        """
+        return EventStream((*self._entered, *self._earlier, *self.stream), self.device, self.streams)
+
+    @property
+    def version(self) -> object:
+        """Version that changes when events at entry, or events that `since` has already returned, change."""
+        return len(self._entered), self._n_corrected
+
+    def since(self, position: int) -> Iterator[Event]:
+        """Return the events of the whole recording from `position` on."""
+        for part in (self._entered, self._earlier, self._events):
+            yield from part[position:]
+            position = max(position - len(part), 0)
+
+    def begin(self) -> None:
+        """Begin a new stream; storages alive now count as existing at its entry."""
+        self.settle()
+        self._earlier += self._events
+        self._events.clear()
+
+    # --- what is known of blocks
+
+    @property
+    def labels(self) -> dict[int, Label]:
+        """Labels of blocks whose category is known when they are allocated."""
+        return {block: Label(category) for block, category in self.categories.items()}
+
+    def addresses(self) -> dict[int, int]:
+        """Return the number of the storage in each block that exists now."""
+        return {living.block: number for number, living in self._living.items() if living.bytes}
+
+    def block(self, storage: int) -> int | None:
+        """Return the block of the storage with this number; None if it has no block."""
+        living = self._living.get(storage)
+        return None if living is None else living.block
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Return True if the storage of a tensor is tracked."""
+        return storage_id(tensor) in self._living
+
+    def is_newer(self, tensor: Tensor, block: int, n_bytes: int) -> bool:
+        """Return True if a tensor's memory was allocated as `block` or later, and has `n_bytes`."""
+        living = self._living.get(storage_id(tensor))
+        return living is not None and living.block >= block and living.bytes == n_bytes
+
+    @contextlib.contextmanager
+    def purpose(self, category: Category) -> Iterator[None]:
+        """Set the category of memory that is allocated inside this `with` block."""
+        self._purposes.append(category)
+        try:
+            yield
+        finally:
+            self._purposes.pop()
+
+    def becomes(self, tensor: Tensor, category: Category) -> None:
+        """Give the memory of a tensor a category."""
+        for part in parts_of(tensor):
+            if (living := self._living.get(storage_id(part))) is not None:
+                self.categories[living.block] = category
+
+    # --- storages
+
+    def follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
+        """Track a tensor's storage from here to its end. With `n_bytes` 0 it is registered, but is not an event."""
+        if tensor.device.type != self.device or not is_strided(tensor):
+            return
+        storage = tensor.untyped_storage()
+        key = storage_number(storage)
+        if key in self._living:
+            return
+        size = storage.nbytes() if n_bytes is None else n_bytes
+        if self.lengths is not None and n_bytes is None and tensor.dim() and tensor.shape[0] == self.lengths[0]:
+            size = size * self.lengths[1] // self.lengths[0]
+        if not (size or storage.nbytes()):
+            return
+        if not size:
+            self._track(storage, key, _Living(0, 0))
+        elif entry:
+            living = _Living(-1 - len(self._entered), size)
+            self._entered.append(Allocate(living.block, size, key, op))
+            self._track(storage, key, living)
+        else:
+            self._track(storage, key, _Living(self.allocate(size, op, key), size))
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Track a storage whose memory was freed, allocated or exchanged, which no operator reports."""
+        key = storage_number(storage)
+        if (living := self._living.get(key)) is not None:
+            self.ended(key, living)
+        if n_bytes := storage.nbytes():
+            self._track(storage, key, _Living(self.allocate(n_bytes, "resize_", key), n_bytes))
+
+    def allocate(self, n_bytes: int, op: str, storage: int = 0) -> int:
+        """Record a block, of the storage with this number or of none; return the block's number."""
+        block = self._new_block()
+        self._events.append(Allocate(block, n_bytes, storage, op))
+        return block
+
+    def free(self, block: int, n_bytes: int) -> None:
+        """Record the end of a block that is no storage's."""
+        self._events.append(Free(block, n_bytes))
+
+    def inside(self, sizes: Sequence[int], op: str) -> range:
+        """Record blocks that an operator allocates and frees internally; return their numbers."""
+        first = self.n_blocks
+        self._events += [Allocate(self._new_block(), size, 0, op) for size in sizes]
+        blocks = range(first, self.n_blocks)
+        self._events += [Free(*block) for block in zip(reversed(blocks), reversed(sizes), strict=True)]
+        return blocks
+
+    def reuse_memory(self, old: Tensor, new: Tensor) -> bool:
+        """Give `new` the memory of `old`, if both have the same size, until `old` turns out to have another holder.
+
+        `old` ends before the next operator if nothing else holds it. Otherwise `settle` reverts the reuse.
+        """
+        key = storage_id(old)
+        living = self._living.get(key)
+        if living is None or old.dtype != new.dtype or living.bytes != new.untyped_storage().nbytes():
+            return False
+        self._given = key, self._inherit(living.block, new.untyped_storage()), len(self._events)
+        return True
+
+    def share(self, tensor: Tensor, new: Tensor) -> None:
+        """Record that the storage of `new` shares the memory of `tensor`, as a lazily copied one does."""
+        block = self._living[storage_id(tensor)].block
+        self._n_sharing[block] += 1
+        self._inherit(block, new.untyped_storage())
+
+    def settle(self) -> None:
+        """Give the new storage memory of its own, if the old storage whose memory it reuses has outlived its
+        operator.
+        """
+        if self._given is None:
+            return
+        _, new, index = self._given
+        self._given = None
+        heir = self._living.get(new)
+        if heir is not None:
+            heir.block = self._new_block()
+            self._events.insert(index, Allocate(heir.block, heir.bytes, new, "aten::add"))
+            self._n_corrected += 1
+
+    @contextlib.contextmanager
+    def corrected(self) -> Iterator[None]:
+        """Record the tensor created in this block as if it had been allocated instead of the one that ends there.
+
+        Has no effect unless exactly one ends and one is created.
+        """
+        n_before = len(self._events)
+        yield
+        made = {event.block: event for event in self._events[n_before:] if isinstance(event, Allocate)}
+        ended = [event.block for event in self._events[n_before:] if isinstance(event, Free)]
+        created = [made[block] for block in made if block not in ended]
+        freed = [block for block in ended if block not in made]
+        if len(created) == len(freed) == 1:
+            for place, event in enumerate(self._events[:n_before]):
+                if isinstance(event, Allocate) and event.block == freed[0]:
+                    self._events[place : place + 1] = created
+                    del self._events[n_before:]
+                    self._n_corrected += 1
+                    return
+
+    def ended(self, key: int, living: _Living) -> None:
+        """Record the end of a storage, unless another one has its number by now or has its memory."""
+        if self._living.get(key) is not living:
+            return
+        del self._living[key]
+        if self._given is not None and self._given[0] == key:
+            self._given = None  # its memory was reused: the block becomes the new storage's
+            return
+        if self._n_sharing[living.block] > 0:
+            self._n_sharing[living.block] -= 1
+        elif self._recording and living.bytes:
+            self._events.append(Free(living.block, living.bytes))
+
+    def _inherit(self, block: int, storage: torch.UntypedStorage) -> int:
+        """Give a new storage the memory of a block; return the storage's number."""
+        number = storage_number(storage)
+        self._track(storage, number, _Living(block, storage.nbytes()))
+        return number
+
+    def _track(self, storage: torch.UntypedStorage, key: int, living: _Living) -> None:
+        living.end = weakref.ref(storage, _Ending(self, key, living))
+        self._living[key] = living
+
+    def _new_block(self) -> int:
+        """Return the number of a block that is allocated now, for the current purpose and on the current stream."""
+        block = self.n_blocks
+        self.n_blocks += 1
+        if self._purposes:
+            self.categories[block] = self._purposes[-1]
+        if stream := self._stream_number():
+            self.streams[block] = stream
+        return block
+
+
+class _Ending:
+    """Callback of a storage's weak reference."""
+
+    __slots__ = ("key", "ledger", "living")
+
+    def __init__(self, ledger: StorageLedger, key: int, living: _Living) -> None:
+        self.ledger, self.key, self.living = ledger, key, living
+
+    def __call__(self, _: object) -> None:
+        self.ledger.ended(self.key, self.living)
