@@ -111,14 +111,15 @@ def results_of(done: "subprocess.CompletedProcess[str]") -> list[list[str]]:
 
 
 def check_peaks(stderr: str, ranks: str = "01") -> None:
-    """Each process peaks where it was predicted, as far as the printed digits go (what gloo holds is less)."""
+    """Each process peaks where it was predicted, or a little lower, by what gloo holds while a step is rehearsed."""
     predicted = dict(re.findall("rank (.): .*?([0-9.]+) MiB peak predicted", stderr))
     measured = dict(re.findall("rank (.): measured (.*?) MiB peak", stderr))
     assert measured.keys() == predicted.keys() == {*ranks}, stderr
     assert "within the budget" in stderr
     assert "it was copied" not in stderr
     for rank in measured:
-        assert float(measured[rank]) == pytest.approx(float(predicted[rank]), rel=0.005)
+        ratio = float(measured[rank]) / float(predicted[rank])
+        assert 0.97 <= ratio <= 1.005, stderr  # how long gloo holds a gathered unit depends on the other processes
 
 
 @pytest.mark.parametrize("name", ["train.py", pytest.param("train_sharded.py", marks=pytest.mark.slow)])

@@ -1,5 +1,6 @@
 """Progress of long work: bars on a terminal, one line a stage, and nothing where stderr is a pipe."""
 
+import io
 import logging
 import os
 import re
@@ -81,6 +82,22 @@ def test_a_line_that_is_said_beside_a_bar_has_a_line_of_its_own(monkeypatch: pyt
     on_its_line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line.rpartition("\x1b[2K")[2])
     assert on_its_line.strip() == "lowtide: a note"
     assert screen().rpartition("a note")[2].count("planning") >= 1  # and the bar goes on
+
+
+def test_a_line_is_one_write_for_processes_share_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+
+    class Unbuffered(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, text: Any) -> int:
+            written.extend([bytes(text)] if text else [])
+            return len(text)
+
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(Unbuffered(), write_through=True))  # type: ignore[arg-type]
+    say("a note")
+    assert written == [b"lowtide: a note\n"]
 
 
 def test_on_a_terminal_a_bar_runs_and_each_stage_leaves_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

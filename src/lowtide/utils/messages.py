@@ -16,7 +16,8 @@ LOG: Final = logging.getLogger("lowtide")
 def say(text: str) -> None:
     """Write a line to stderr; a program whose stderr is full or closed goes on."""
     with contextlib.suppress(OSError, ValueError), beside_bars():
-        print(f"{speaker()}: {text}", file=sys.stderr, flush=True)  # noqa: T201
+        # one write: several processes may share the file, and print writes the newline by itself
+        print(f"{speaker()}: {text}\n", end="", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def tell(text: str) -> None:
