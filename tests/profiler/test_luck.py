@@ -125,6 +125,8 @@ def test_budgets_hold_in_other_draws_and_the_note_says_what_varied(name):
             with lowtide.measure() as memory:
                 step(x)
             assert static_bytes + memory.peak_bytes <= budget
+        assert not fitted.verdict.drifted
+        assert not fitted.applied.drifted
 
 
 def test_the_step_in_which_every_block_runs_is_measured_under_the_plan():
