@@ -53,6 +53,24 @@ def test_a_recomputed_tensor_with_a_number() -> None:
     assert per_slot(Numbers(), {f"#0:{n}": f"AddBackward0{NOTED}" for n in range(1, COUNT)}) <= most
 
 
+def test_a_write_while_tensors_are_relied_on() -> None:
+    """A counter of batches is written to in each call of a layer, as in a batch norm; no recompute reads it."""
+
+    class Counting(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(4))
+            self.register_buffer("n", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = (x + self.shift).tanh()
+            for _ in range(COUNT):
+                self.n.add_(1)
+            return x
+
+    assert per_slot(Counting(), {"#0:0": "TanhBackward0"}) <= 6.1
+
+
 def test_a_module_call() -> None:
     assert per_slot(Calls(nn.Identity), {}) <= 2
 

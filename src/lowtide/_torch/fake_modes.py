@@ -244,9 +244,8 @@ def data_as_they_are() -> Iterator[None]:
         _without_modes_in_forks.pop()
 
 
-def without_function_modes() -> contextlib.AbstractContextManager[Any]:
-    """Bypass all function modes and tensor subclasses inside this `with` block. Torch 2.13, since 1.13."""
-    return torch._C.DisableTorchFunction()
+without_function_modes: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+"""Bypass all function modes and tensor subclasses inside this `with` block. Torch 2.13, since 1.13."""
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import contextlib
 import copyreg
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -70,14 +70,21 @@ def fakes_have_addresses() -> Iterator[None]:
 def storage_id(tensor: torch.Tensor) -> int:
     """Return a number that identifies a tensor's storage during its lifetime; 0 without a storage. Torch 2.13."""
     try:
-        return storage_number(tensor.untyped_storage())
+        return int(tensor.untyped_storage()._cdata)  # as `storage_number`, without its call
     except (NotImplementedError, RuntimeError):  # sparse tensors
         return 0
 
 
-def memory_id(memory: torch.Tensor | torch.UntypedStorage) -> int:
-    """Return what `storage_id` returns, for a tensor or for a storage itself."""
-    return storage_id(memory) if isinstance(memory, torch.Tensor) else storage_number(memory)
+def memory_ids(memory: Iterable[torch.Tensor | torch.UntypedStorage]) -> set[int]:
+    """Return the numbers of the storages among and behind `memory`, without those of tensors that have none."""
+    numbers = set()
+    for each in memory:
+        try:
+            storage = each.untyped_storage() if isinstance(each, torch.Tensor) else each
+        except (NotImplementedError, RuntimeError):  # sparse tensors
+            continue
+        numbers.add(int(storage._cdata))
+    return numbers
 
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

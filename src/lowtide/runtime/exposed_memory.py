@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lowtide._torch.fake_modes import is_fake
-from lowtide._torch.tensors import is_plain, memory_id, storage_id
+from lowtide._torch.tensors import is_plain, storage_id, storage_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +85,7 @@ def is_exposed(tensor: Tensor) -> bool:
         return False
     if not storage.resizable():
         return tensor.device.type == "cpu" and is_plain(tensor)
-    return bool(_n_aliases) and memory_id(storage) in _n_aliases
+    return bool(_n_aliases) and storage_number(storage) in _n_aliases
 
 
 def _sum_of(tensor: Tensor) -> Any:

@@ -18,7 +18,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lowtide._torch.compiled_code import compiled_as, is_compiling_here, not_compiled_alone, scripted_as
+from lowtide._torch.compiled_code import (
+    compiled_as,
+    is_compiling_anywhere,
+    is_compiling_here,
+    is_traced,
+    not_compiled_alone,
+    scripted_as,
+)
 from lowtide._torch.inplace_functions import STORAGE_METHODS, inplace_functions, intercept_data, list_functions
 from lowtide.runtime.exposed_memory import note_alias, note_array
 from lowtide.utils.frames import module_name
@@ -108,7 +115,9 @@ def _restore(owner: Any, name: str, before: Any, function: Any) -> None:
 @not_compiled_alone
 def _report(memory: Sequence[Tensor | torch.UntypedStorage], writer: str, writes: Writes) -> None:
     global watched
-    if watched and not _here.reports and not is_compiling_here():
+    if not watched or _here.reports:
+        return
+    if not (is_traced() or (is_compiling_anywhere() and is_compiling_here())):
         _here.reports = True
         try:
             if not writes(memory, writer):

@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lowtide._torch.backward import in_backward
+from lowtide._torch.backward import backward_number, in_backward
 from lowtide._torch.compiled_code import called_between_graphs
 from lowtide._torch.fake_modes import without_function_modes
 from lowtide._torch.patching import replace_function
-from lowtide._torch.tensors import is_same_memory, memory_id, storage_id
+from lowtide._torch.tensors import is_same_memory, memory_ids, storage_id
 from lowtide.runtime import exposed_memory, inplace_methods
 from lowtide.runtime.exposed_memory import EXPOSED
 from lowtide.runtime.inplace_methods import ALIAS, SHARES_MEMORY
@@ -50,7 +50,7 @@ class Overwritten(RuntimeError):
     """
 
     def __init__(self, tensor: Tensor, version: int, reader: str, module_class: type | None = None) -> None:
-        name = next((own[0] for relied_on in _watching if (own := relied_on.find(tensor))), "it")
+        name = next((own[0] for relied_on in _watchers() if (own := relied_on.find(tensor))), "it")
         n_writes = tensor._version - version
         often = "once" if n_writes == 1 else f"{n_writes} times"
         how = changed_in_place(tensor, version)
@@ -100,6 +100,8 @@ class ReliedOn:
         """The memory of all tensors that have been looked at, freed ones included."""
         self._unlooked: deque[weakref.ref[Value] | weakref.ref[ReplayFrame]] = deque()
         """Values and replays added since `_storages` was last updated."""
+        self._newest: Callable[[], Value | ReplayFrame | None] = lambda: None
+        """The value or replay that was added last, or another one that is not freed: the quick sign that some are."""
         self._lock = threading.RLock()
         """Lock for all but additions, because writes come from any thread."""
         self._say = say
@@ -113,10 +115,12 @@ class ReliedOn:
         if self.takes_values:
             if len(self._values) >= self._most:
                 self._forget_freed()
-            reference = weakref.ref(value)
+            self._newest = reference = weakref.ref(value)
             self._values.append(reference)
             self._unlooked.append(reference)
-            self._watch_writes()
+            inplace_methods.watched = True
+            if self._waits:
+                self._begin()
             if exposed_memory.is_exposed(tensor):
                 value.expose()
         return value
@@ -126,13 +130,15 @@ class ReliedOn:
         references = [weakref.ref(value) for value in values if value.original is not None]
         self._values += references
         self._unlooked += references
-        self._watch_writes()
+        inplace_methods.watched = True
+        if self._waits:
+            self._begin()
 
     def add(self, frame: ReplayFrame) -> None:
         """Arrange that parameters and buffers that the replay of `frame` reads are copied before a write to them."""
         if len(self._frames) >= self._most_frames:
             self._forget_freed()
-        reference = weakref.ref(frame)
+        self._newest = reference = weakref.ref(frame)
         self._frames.append(reference)
         self._unlooked.append(reference)
         known = frame.call_context.known
@@ -143,9 +149,13 @@ class ReliedOn:
         if self._waits:
             self._begin()
 
-    def may_read(self, storages: set[int]) -> bool:
-        """Return True if a tensor that will be read again may be in this memory: a quick answer, before each write."""
+    def may_read(self, storages: set[int]) -> bool | None:
+        """Return True if a tensor that will be read again may be in this memory, and None if none is left: a quick
+        answer, before each write.
+        """
         with self._lock:
+            if self._newest() is None and not self:
+                return None
             while self._unlooked:
                 reader = self._unlooked.popleft()()
                 if isinstance(reader, Value):
@@ -168,7 +178,7 @@ class ReliedOn:
 
     def of_leaf(self, leaf: Tensor) -> Value:
         """Return the value of a tensor without history, for a recompute. Raises CannotRecompute if overwritten."""
-        if is_overwritten(leaf):
+        if _overwritten and is_overwritten(leaf):
             raise CannotRecompute(_OVERWRITTEN)
         return self.of(value_without_grad_fn(leaf), leaf)
 
@@ -179,7 +189,7 @@ class ReliedOn:
         then.
         """
         if not isinstance(saved, Handle):
-            if is_overwritten(saved):
+            if _overwritten and is_overwritten(saved):
                 raise CannotRecompute(_OVERWRITTEN)
             is_number = not (saved.requires_grad or saved.dim())  # `detach` would unwrap a wrapped number
             tensor = saved if is_number else saved.detach()
@@ -189,7 +199,7 @@ class ReliedOn:
         value, view = saved.value, saved.view
         if value.output != NO_NODE or value.tensor is None or not self.takes_values:
             return Handle(value, view)
-        if is_overwritten(value.tensor):
+        if _overwritten and is_overwritten(value.tensor):
             raise CannotRecompute(_OVERWRITTEN)
         own = Value(value.tensor, output=NO_NODE)
         own.version, own.leaf = value.version, value.leaf
@@ -207,14 +217,10 @@ class ReliedOn:
         """
         self._waits = True
 
-    def _watch_writes(self) -> None:
-        inplace_methods.watched = True
-        if self._waits:
-            self._begin()
-
     def _begin(self) -> None:
+        global _watching
         self._waits = False
-        _watching.add(self)
+        _watching = *(reference for reference in _watching if reference() is not None), weakref.ref(self)
         if not _undo:
             _undo.extend((register_optimizer_step_pre_hook(_updates).remove, inplace_methods.intercept(_writes)))
         stop = replace_function(
@@ -224,10 +230,12 @@ class ReliedOn:
 
     def leave(self) -> None:
         """Stop watching. May be called again. The contents of what a later backward reads are compared then."""
+        global _watching
         self._waits = False
-        if self in _watching and self.takes_values:
+        others = tuple(reference for reference in _watching if reference() not in (None, self))
+        if len(others) < len(_watching) and self.takes_values:
             self._expose(lambda tensor: True)
-        _watching.discard(self)
+        _watching = others
         self._stop()
 
     def before_write(self, storages: set[int], writer: str, *, is_habit: bool = False) -> None:
@@ -279,7 +287,8 @@ class ReliedOn:
     def __bool__(self) -> bool:
         with self._lock:
             self._forget_freed()
-            if self._values or self._frames:
+            if left := self._values or self._frames:
+                self._newest = left[-1]
                 return True
             self._storages.clear()
             return False
@@ -300,14 +309,15 @@ def _with_same_geometry(tensor: Tensor) -> Tensor:
     return copy.new_empty(0).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-_watching: weakref.WeakSet[ReliedOn] = weakref.WeakSet()
+_watching: tuple[weakref.ref[ReliedOn], ...] = ()
+"""Plans in force that have had tensors to watch. Replaced, never changed: a write in any thread iterates over it."""
 _undo: list[Callable[[], None]] = []
 """Functions that end the watch for writers; empty while no plan has tensors to watch."""
 
 
 def _leave(stop: Callable[[], None]) -> None:
     stop()
-    while _undo and not [*_watching]:  # `self` still counts in its length
+    while _undo and not _watchers():
         _undo.pop()()
 
 
@@ -320,7 +330,7 @@ def check_operands(values: Iterable[Value], reader: str) -> None:
             assert value.tensor is not None
             error = Overwritten(value.tensor, value.version, reader)
             if original is value.tensor:  # no object of the model's own
-                original = next((own[1] for each in _watching if (own := each.find(value.tensor))), None)
+                original = next((own[1] for each in _watchers() if (own := each.find(value.tensor))), None)
             if original is not None:
                 mark(original)
                 error.is_of_parameter = isinstance(original, nn.Parameter)
@@ -335,8 +345,6 @@ def mark(tensor: Tensor) -> None:
 
 def is_overwritten(tensor: Tensor) -> bool:
     """Return True if recomputes must not use `tensor`, or the tensor whose memory it has."""
-    if not _overwritten:
-        return False
     overwritten = [own for reference in _overwritten.values() if (own := reference()) is not None]
     return id(tensor) in _overwritten or any(is_same_memory(own, tensor) for own in overwritten)
 
@@ -354,20 +362,24 @@ def _writes(memory: Sequence[Tensor | torch.UntypedStorage], writer: str) -> boo
 
     In backward nothing is copied: an optimizer there updates tensors that have been read.
     """
-    in_backward_pass, gives_alias = in_backward(), writer == ALIAS
+    # few calls of Python, for each costs host time for each write of each forward
+    in_backward_pass, gives_alias = backward_number() != -1, writer == ALIAS
     if in_backward_pass and not (gives_alias or writer == SHARES_MEMORY):
         return True
-    plans = [relied_on for relied_on in _watching if relied_on]
-    if plans:
-        with without_function_modes():
-            storages = {memory_id(each) for each in memory} - {0}
-            for relied_on in plans:
-                if relied_on.may_read(storages):
-                    if in_backward_pass or gives_alias:
-                        relied_on.expose(storages)
-                    else:
-                        relied_on.before_write(storages, writer)
-    return bool(plans)
+    is_any_awaited = False
+    with without_function_modes():
+        storages = memory_ids(memory)
+        for reference in _watching:
+            relied_on = reference()
+            may_read = None if relied_on is None else relied_on.may_read(storages)
+            is_any_awaited |= may_read is not None
+            if relied_on is None or not may_read:
+                continue
+            if in_backward_pass or gives_alias:
+                relied_on.expose(storages)
+            else:
+                relied_on.before_write(storages, writer)
+    return is_any_awaited
 
 
 def _renormalise(
@@ -381,4 +393,8 @@ def _renormalise(
 
 def _plans_in_force() -> list[ReliedOn]:
     """Return the plans that will read tensors again; none in a backward pass, whose updated tensors have been read."""
-    return [] if in_backward() else [relied_on for relied_on in _watching if relied_on]
+    return [] if in_backward() else [relied_on for relied_on in _watchers() if relied_on]
+
+
+def _watchers() -> list[ReliedOn]:
+    return [relied_on for reference in _watching if (relied_on := reference()) is not None]
