@@ -202,6 +202,15 @@ def test_parallel_work_that_is_not_estimated_is_refused_in_words(text: str, reas
     assert not out
 
 
+@pytest.mark.slow
+def test_an_error_of_the_first_process_is_written_once_and_last(estimate: Estimate) -> None:
+    code, out, err = estimate(MLP + STEPS.replace("range(3)", "range(1)"))
+    assert code == 2
+    assert not out
+    assert err.count("ended after 1 step") == 1
+    assert err.endswith("Train that model for 2 steps.\n")
+
+
 FROZEN = (
     """
 model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]).to(device)

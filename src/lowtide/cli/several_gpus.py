@@ -58,7 +58,8 @@ class SeveralGpus:
             runs = [run.ended() for run in started]
             for run in runs:
                 if run.code not in (0, 1):
-                    click.echo(f"rank {run.rank} of {n_gpus}:\n{run.text}", err=True, nl=False)
+                    if run.text:  # the first process writes its errors to stderr itself
+                        click.echo(f"rank {run.rank} of {n_gpus}:\n{run.text}", err=True, nl=False)
                     return run.code
             records = [run.record() for run in runs]
             if json_to != "-":
