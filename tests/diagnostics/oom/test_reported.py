@@ -9,6 +9,7 @@ from diagnostics.oom import (  # type: ignore[import-not-found]
     reported_beside_torch,
     reported_elsewhere,
     reported_frameworks,
+    reported_languages_and_places,
     reported_programs,
     reported_runtimes,
 )
@@ -20,6 +21,7 @@ REPORTED = [
     *reported_beside_torch.REPORTED,
     *reported_elsewhere.REPORTED,
     *reported_frameworks.REPORTED,
+    *reported_languages_and_places.REPORTED,
     *reported_programs.REPORTED,
     *reported_runtimes.REPORTED,
 ]
@@ -69,6 +71,10 @@ def test_where_it_is_cut_changes_nothing(row: Reported) -> None:
         "memorystatus: jetsam priority changed",
         "low 0\nhigh 0\nmax 0\noom 0\noom_kill 0\noom_group_kill 0",
         "cudaHostRegister: registered 64 MiB in 3 ms",
+        "Note: enable gradient_checkpointing if you get CUDA out of memory errors.",
+        "To avoid CUDA out of memory, the batch size was set to 4",
+        "RuntimeError: invalid low watermark ratio 1.4",
+        "自动保存后强制终了: 強制終了するには Ctrl-C を押してください",
     ],
 )
 def test_other_output_is_not_taken_for_it(text: str) -> None:

@@ -6,9 +6,18 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lowtide.diagnostics.oom.causes import TINY_BYTES, Cause, has_overflowed, is_of_a_set, is_of_windows, runs_only
+from lowtide.diagnostics.oom.causes import (
+    TINY_BYTES,
+    Cause,
+    has_overflowed,
+    is_of_a_set,
+    is_of_windows,
+    makes_divisible_tensor,
+    runs_only,
+    source_of,
+)
 from lowtide.diagnostics.oom.facts import Facts, Sign
-from lowtide.diagnostics.oom.known_sources import INFERENCE, LARGE_TENSORS, SOURCES
+from lowtide.diagnostics.oom.known_sources import DIVISIBLE_TENSORS, INFERENCE, LARGE_TENSORS, SOURCES
 from lowtide.diagnostics.oom.message import Message
 from lowtide.diagnostics.oom.vendor_words import vendor_of
 from lowtide.planner.serialization import Record
@@ -33,10 +42,8 @@ _AMD = re.compile(r"\bHIP|\bROCm|\brocm|\bhip[A-Z]")
 
 def advise(message: Message, facts: Facts, cause: Cause) -> tuple[Action, ...]:
     """Return the advice for `cause`, best first."""
-    source = SOURCES.get(message.form)
+    source = source_of(message, facts)
     if source is not None:
-        if message.form == "Errno 28" and facts.shows(Sign.SHARES_MEMORY):
-            source = SOURCES["shared memory of workers"]
         is_amd = message.kind.startswith("hip") or _AMD.search(message.text)
         monitor = vendor_of("hip").monitor if is_amd else "nvidia-smi"
         return tuple(Action(text=text.replace("nvidia-smi", monitor)) for text in source.actions)
@@ -128,6 +135,10 @@ def _other_process(m: Message, f: Facts) -> Advice:
 
 def _not_pytorch(m: Message, f: Facts) -> Advice:
     vendor = vendor_of(m.kind)
+    if m.kind.endswith(" driver") and f.shows(Sign.IN_WORKER):
+        yield "keep the data set on the CPU: tensors in __getitem__ and collate_fn, .to(device) in the training loop"
+        yield "pin_memory=True and .to(device, non_blocking=True) make the copy fast; or num_workers=0"
+        return
     if m.outside_bytes:
         yield f"find the library: {vendor.libraries}", m.outside_bytes
     elif m.kind == "nccl" or f.shows(Sign.STARTS_COMMUNICATION):
@@ -135,6 +146,15 @@ def _not_pytorch(m: Message, f: Facts) -> Advice:
         yield "smaller buffers: NCCL_BUFFSIZE=2097152, fewer channels (NCCL_MAX_NCHANNELS=8), fewer groups"
     else:
         yield f"look with {vendor.monitor} which processes hold the device: others may have taken it"
+    if m.kind.startswith("mps"):
+        yield "torch.mps.empty_cache() between training and evaluation; pad inputs to a few shapes"
+        if m.outside_bytes is None:  # a watermark counts what is outside PyTorch, too: a lower one fails earlier
+            yield (
+                "leave room for what is outside PyTorch: PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.9, with "
+                "PYTORCH_MPS_LOW_WATERMARK_RATIO=0.8 (a high one below the low one's default is refused)"
+            )
+        yield from _fit(m, f)
+        return
     if vendor.fraction:
         limit = f"{vendor.fraction}=0.9" if vendor.fraction.isupper() else f"{vendor.fraction}(0.9)"
         yield f"leave room for what is outside PyTorch: {limit} before the first step"
@@ -304,6 +324,8 @@ def _true_need(m: Message, f: Facts) -> Advice:
     if f.large_tensor:
         yield LARGE_TENSORS[f.large_tensor], m.tried_bytes
     yield from _fit(m, f)
+    if makes_divisible_tensor(m, f):
+        yield DIVISIBLE_TENSORS[f.divisible_tensor], m.tried_bytes
     if f.shows(Sign.IN_OPTIMIZER):
         yield "fused=True for the optimizer: no temporaries in its step"
     if _is_of_torch(m) and not runs_only(m, f):

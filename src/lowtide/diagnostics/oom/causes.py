@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowtide.diagnostics.oom.facts import Facts, Sign
-from lowtide.diagnostics.oom.known_sources import SOURCES
+from lowtide.diagnostics.oom.known_sources import SOURCES, Source
 from lowtide.diagnostics.oom.message import Holder, Message
 from lowtide.diagnostics.oom.vendor_words import vendor_of
 from lowtide.planner.serialization import Record
@@ -27,6 +27,10 @@ _SHARE = 0.1
 _ONE_TENSOR_SHARE = 0.25
 _GAPS_SHARE = 0.05
 _POOLS_SHARE = 0.25
+_FULL_SHARE = 0.05
+"""Largest free share of a device that counts as full."""
+_DIVISIBLE_SHARE = 0.02
+"""Smallest share of the device of logits or attention scores that are named."""
 _HOST_TENSOR_BYTES = 16 * _GIB
 """Smallest request that is blamed on a single huge tensor where the capacity is unknown."""
 _ONE_PROGRAM_BYTES = 512 * _GIB
@@ -78,12 +82,19 @@ def has_room(m: Message) -> bool:
 # --- stated by a program, or by the place that failed
 
 
-def _known_source(m: Message, f: Facts) -> Cause | None:
-    source = SOURCES.get(m.form)
-    if source is None:
+def source_of(m: Message, f: Facts) -> Source | None:
+    """Return the source whose messages have one cause, whatever their numbers; None if the numbers decide."""
+    if has_overflowed(m):
         return None
     if m.form == "Errno 28" and f.shows(Sign.SHARES_MEMORY):
-        source = SOURCES["shared memory of workers"]
+        return SOURCES["shared memory of workers"]
+    return SOURCES.get(m.form)
+
+
+def _known_source(m: Message, f: Facts) -> Cause | None:
+    source = source_of(m, f)
+    if source is None:
+        return None
     numbers: tuple[str, ...] = ()
     if m.allocated_bytes is not None:
         limit = m.allowed_bytes or m.total_bytes
@@ -316,11 +327,14 @@ def _tiny_request(m: Message, _: Facts) -> Cause | None:
     )
 
 
-def _driver(m: Message, _: Facts) -> Cause | None:
+def _driver(m: Message, f: Facts) -> Cause | None:
     tried, held = m.tried_bytes, m.held_bytes
     if tried is None:
         return None
     if has_room(m):
+        is_full = (m.free_bytes or 0) <= _FULL_SHARE * (m.total_bytes or 0)
+        if is_full and _other_process(m, f) is not None:
+            return None  # what is free beside a busy neighbour was taken a moment ago
         free = format_bytes(m.free_bytes or 0)
         return Cause(
             code="driver",
@@ -436,6 +450,12 @@ def _not_pytorch(m: Message, f: Facts) -> Cause | None:
             claim=f"{name} has no room for its buffers, which it allocates outside PyTorch at the first collective",
             evidence=("PyTorch's cache has taken the device before the communicator was made",),
         )
+    if m.kind.endswith(" driver") and f.shows(Sign.IN_WORKER):
+        return Cause(
+            code="not-pytorch",
+            claim="a DataLoader worker uses the GPU, and there is no room for it",
+            evidence=("each worker is a process, with a context and a cache of its own on the GPU",),
+        )
     if m.form.startswith("CUDA driver API"):
         return Cause(
             code="not-pytorch",
@@ -524,14 +544,28 @@ def _true_need(m: Message, f: Facts) -> Cause:
         evidence.append("in an evaluation, which needs no gradients and has a batch size of its own")
     if f.shows(Sign.IN_OPTIMIZER):
         evidence.append("in the optimizer's step: its temporaries come on top of parameters, gradients and state")
-    if m.tried_bytes is not None and m.total_bytes is not None:
-        evidence.append(f"the {format_bytes(m.tried_bytes)} that failed are only the last straw")
+    if m.tried_bytes is not None:
+        evidence.append(_last_straw(m, f))
     what = "an evaluation batch" if f.shows(Sign.EVALUATES) else "running the model" if runs_only(m, f) else "the step"
     return Cause(
         code="true-need",
         claim=f"{what} needs more memory than there is",
         evidence=tuple(line for line in evidence if line) or ("the message says no more",),
     )
+
+
+def _last_straw(m: Message, f: Facts) -> str:
+    """Return what the failed request of a step that needs too much stands for."""
+    tried = format_bytes(m.tried_bytes or 0)
+    if makes_divisible_tensor(m, f):
+        return f"it failed at {f.divisible_tensor} of {tried}, which need not be there whole"
+    return f"{tried} more were tried" if m.total_bytes is None else f"the {tried} that failed are only the last straw"
+
+
+def makes_divisible_tensor(m: Message, f: Facts) -> bool:
+    """Return True if a sizable tensor was being made of which a training step needs only pieces."""
+    least = _DIVISIBLE_SHARE * (m.total_bytes or m.allowed_bytes or 0)
+    return bool(f.divisible_tensor) and (m.tried_bytes or 0) > least and not runs_only(m, f)
 
 
 CAUSES: tuple[Callable[[Message, Facts], Cause | None], ...] = (

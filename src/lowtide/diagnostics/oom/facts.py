@@ -106,6 +106,8 @@ class Sign(Enum):
         file=r"distributed_c10d\.py|torch[/\\]cuda[/\\]nccl\.py|_functional_collectives\.py"
     )
     """A collective operation was running, whose buffers the library allocates at first use."""
+    IN_WORKER = _Pattern(file=r"_utils[/\\]worker\.py$", function=r"_worker_loop")
+    """A DataLoader worker was making a batch."""
     IN_TRITON = _Pattern(file=r"[/\\]triton[/\\]|[/\\]_?inductor[/\\]runtime[/\\]")
     """Triton was loading or launching a kernel."""
     SHARES_MEMORY = _Pattern(file=r"multiprocessing[/\\](?:heap|shared_memory|reductions|reduction)\.py")
@@ -130,7 +132,10 @@ class Sign(Enum):
         file=r"param_and_grad_buffer\.py|distrib_optimizer\.py", function=r"__init__|_build_model_param_groups"
     )
     """Megatron was allocating its own buffers, before the first step."""
-    STARTS_DEVICE = _Pattern(function=r"_lazy_init", code=r"_cuda_init\(\)")
+    STARTS_DEVICE = _Pattern(
+        function=r"_lazy_init|set_device|manual_seed(?:_all)?",
+        code=r"_cuda_init\(\)|_cuda_setDevice\(|default_generator\.manual_seed\(",
+    )
     """The process was making its context on the device."""
     TRAINS = _Pattern(
         function=r"training_step|train_step|train(?:_one)?_epoch|train(?:_loop)?|fit|_inner_training_loop|backward"
@@ -156,6 +161,8 @@ class Facts(Record):
     expandable: bool | None = None
     """True if `expandable_segments` was on."""
     windows: bool = False
+    program: str = ""
+    """Inference program that the log's own prefixes or banners name: a key of INFERENCE."""
     inside: str = ""
     """Path of the module whose forward was running."""
     evaluation_bytes: int = 0
@@ -199,12 +206,18 @@ class Facts(Record):
         return next((name for name, sign in _LARGE_TENSORS.items() if any(map(sign.matches, self.places))), "")
 
     @property
+    def divisible_tensor(self) -> str:
+        """A key of DIVISIBLE_TENSORS, if the innermost lines make such a tensor; else empty."""
+        innermost = self.places[-2:]
+        return next((name for name, sign in _DIVISIBLE_TENSORS.items() if any(map(sign.matches, innermost))), "")
+
+    @property
     def inference(self) -> str:
         """Name of the inference program that ran out of memory; empty if none is known."""
         if self.shows(Sign.TRAINS, Sign.IN_TRAINING_FILE, Sign.IN_OPTIMIZER):
             return ""
         named = (name for place in reversed(self.places) for name, sign in _INFERENCE.items() if sign.matches(place))
-        return next(named, "a model" if self._calls_module_without_gradients() else "")
+        return next(named, self.program or ("a model" if self._calls_module_without_gradients() else ""))
 
     @property
     def own_place(self) -> Place | None:
@@ -243,6 +256,18 @@ _LARGE_TENSORS = {
     "transducer": _Pattern(file=r"rnnt|transducer", function=r".*joint.*"),
 }
 """Functions whose tensors are known to be large: keys of LARGE_TENSORS."""
+_DIVISIBLE_TENSORS = {
+    "logits": _Pattern(
+        function=r"\w*cross_entropy\w*|\w*log_softmax|For\w+LMLoss|calculate_\w*logits\w*",
+        code=r"\blogits\.float\(\)|\blm_head\(",
+    ),
+    "attention scores": _Pattern(
+        code=r"softmax\((?:attn|att|scores|attention)|\b(?:q|query\w*)\b.{0,10}@ ?\(?k|matmul\(q\w*, ?k|baddbmm\("
+    ),
+}
+"""Lines that make tensors of DIVISIBLE_TENSORS."""
+_PROGRAM = re.compile(r"(!!! Exception during processing)|\((?:VllmWorker|EngineCore|Worker_[TPD]P\d)")
+"""A banner of ComfyUI, or a prefix of vLLM's processes."""
 _WINDOWS = _Pattern(file=r"^[A-Za-z]:\\")
 _INFORMATIVE: tuple[Sign | _Pattern, ...] = (*Sign, *_LARGE_TENSORS.values(), *_INFERENCE.values(), _WINDOWS)
 
@@ -318,10 +343,12 @@ class FactReader:
             "input": PatternFinder(_INPUT, ("In [", "In[")),
             "header": PatternFinder(_HEADER, ("Traceback (",)),
             "error": PatternFinder(_OUT_OF_MEMORY, ("ut of memory", "MemoryError", "o allocate ")),
+            "program": PatternFinder(_PROGRAM, ("!!! Exception", "(VllmWorker", "(EngineCore", "(Worker_")),
             "setting": PatternFinder(_SETTING, ("",)),
         }
         self._tracebacks: dict[str | None, _Traceback] = {}
         self._expandable: bool | None = None
+        self._program = ""
 
     def read(self, piece: str, *, is_last: bool) -> None:
         """Read the next `piece` of the text, and record the facts that are complete with it."""
@@ -342,11 +369,14 @@ class FactReader:
         """Return all facts read so far."""
         places = tuple(place for traceback in self._tracebacks.values() for place in traceback.places)
         is_windows = any(map(_WINDOWS.matches, places))
-        return Facts(places=places, expandable=self._expandable, windows=is_windows)
+        return Facts(places=places, expandable=self._expandable, windows=is_windows, program=self._program)
 
     def _take(self, kind: str, match: re.Match[str]) -> None:
         if kind == "setting":
             self._expandable = match[1].lower() == "true" if match[1] else self._expandable
+            return
+        if kind == "program":
+            self._program = "ComfyUI" if match[1] else "vLLM"
             return
         process = self._process(match.start())
         traceback = self._tracebacks.get(process)

@@ -71,6 +71,12 @@ SOURCES: dict[str, Source] = {
         "the kernel's own message: host memory, not the GPU's",
         "dmesg names the process and its memory (anon-rss); raise the limit of the container if it has one",
     ),
+    "a control group": _host_memory(
+        "the kernel ended a process: the limit of a container, a job or a unit (its control group) is reached",
+        "whatever the rest of the system has free: host memory, not the GPU's",
+        "dmesg names the process and its memory (anon-rss); raise the limit: docker run --memory, "
+        "resources.limits.memory, MemoryMax=, Slurm's --mem",
+    ),
     "memory.events": _host_memory(
         "the kernel ended processes of this control group (a container, a job, a unit) to get host memory back",
         "oom_kill counts them: the group's limit (memory.max) was reached, or the whole machine was full",
@@ -81,6 +87,13 @@ SOURCES: dict[str, Source] = {
         "a daemon (systemd-oomd, earlyoom) ended a process before the machine's memory was used up",
         "it goes by memory pressure or free memory, and takes the largest process: host memory, not the GPU's",
         "more memory or swap, or another limit: ManagedOOMMemoryPressureLimit of the slice, earlyoom -m",
+    ),
+    "pinning": _source(
+        "pinned-memory",
+        "the DataLoader's pin_memory thread has ended: it was refused pinned memory or a context on the GPU",
+        "its own error is further up in the log, if it could write one",
+        "DataLoader(pin_memory=False) shows if that is all; then a smaller prefetch_factor and fewer workers",
+        "see with nvidia-smi that the GPU is not full, and the limit on locked memory (ulimit -l)",
     ),
     "DataLoader": _host_memory(
         "the kernel ended a DataLoader worker: host memory of the machine, or of the container, is used up",
@@ -491,6 +504,13 @@ SOURCES: dict[str, Source] = {
         "smaller batches, or cell.recompute() for repeated cells",
         'a larger max_device_memory: mindspore.set_context(max_device_memory="30GB")',
     ),
+    "TensorFlow": _source(
+        "true-need",
+        "TensorFlow has no room on the GPU for a tensor: what it holds and the request are more than there is",
+        "it takes almost the whole GPU at its start, and divides it itself",
+        "smaller batches or shorter rows; mixed_float16, or tf.recompute_grad around blocks",
+        "see with nvidia-smi which other processes hold the GPU; set_memory_growth (tf.config) leaves them room",
+    ),
     "copies of TensorFlow": _source(
         "true-need",
         "TensorFlow has no room on the GPU for a tensor that it copies there",
@@ -573,7 +593,7 @@ SOURCES: dict[str, Source] = {
         "macOS ended a process, or asks to end some, because its memory and swap are used up",
         "on Apple silicon the GPU's memory is part of it",
         "look in Activity Monitor which processes hold memory; free disk space for swap",
-        "smaller batches or a smaller model; a lower PYTORCH_MPS_HIGH_WATERMARK_RATIO makes torch fail first",
+        "smaller batches or a smaller model; lower PYTORCH_MPS_HIGH_ and LOW_WATERMARK_RATIO make torch fail first",
     ),
     "Dask's workers": _source(
         "host-memory",
@@ -718,6 +738,16 @@ LARGE_TENSORS: dict[str, str] = {
     "(NeMo), a pruned loss (k2), shorter audio, a smaller vocabulary",
 }
 """Advice for tensors that are known to be large, by the place that makes them (`Facts.large_tensor`)."""
+
+DIVISIBLE_TENSORS: dict[str, str] = {
+    "logits": "logits over the vocabulary in pieces: a chunked loss head (F.linear_cross_entropy, Liger's kernels), of "
+    "the rows that have a label only",
+    "attention scores": 'no scores of all pairs: F.scaled_dot_product_attention, attn_implementation="sdpa"',
+}
+"""Advice for tensors that a training step need not have whole, by the place that makes them.
+
+See `Facts.divisible_tensor`.
+"""
 
 INFERENCE: dict[str, tuple[str, ...]] = {
     "vLLM": (

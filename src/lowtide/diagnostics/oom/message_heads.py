@@ -28,6 +28,15 @@ def _head(words: str, pattern: str, kind: str, form: str = "", *, certain: bool 
 
 _SHELLS = "shells, torchrun and containers"
 _SHM = "shared memory of workers"
+_KILLED = "Getötet|Ucciso|Morto|Убито|已杀死|已殺死|已砍掉|強制終了|죽었음|Processus arrêté|Terminado (killed)"
+"""Names of SIGKILL in shells of other languages."""
+_ENOMEM = (
+    "(?:Cannot allocate memory|Nicht genügend Hauptspeicher|Kann (?:nicht genügend )?Speicher nicht"
+    "|Impossible d'allouer de la mémoire|No se pudo asignar memoria|Impossibile allocare memoria"
+    "|Não foi possível alocar memória|Невозможно выделить память|无法分配内存|無法配置記憶體|メモリー?を確保できません"
+    "|메모리를 할당할 수 없)"
+)
+"""The system's words for an error of number 12, in several languages."""
 _REFUSED = (
     r"[^\n]{0,120}?(?:[Oo]ut of memory|(?:cuda|hip)Error(?:MemoryAllocation|OutOfMemory)|CUDA_ERROR_OUT_OF_MEMORY)"
 )
@@ -36,7 +45,12 @@ _REFUSED = (
 HEADS = (
     # torch's own allocators, whose messages have numbers
     _head("warming up sampler", r"\b(CUDA|HIP) out of memory occurred when warming up sampler", "", "vLLM's warm-up"),
-    _head("out of memory", r"\b(CUDA|HIP|XPU|NPU|MUSA|GCU|MLU|HPU) out of memory\b", ""),
+    _head(
+        "out of memory",
+        r"(?<!\b[Aa]void )(?<!\b[Pp]revent )(?<!\b[Ii]f )(?<!\bget )"
+        r"\b(CUDA|HIP|XPU|NPU|MUSA|GCU|MLU|HPU) out of memory\b(?! (?:errors|issues|problems)\b)",
+        "",
+    ),
     _head("cuda graph failed", r"Capture cuda graph failed: (CUDA|HIP) out of memory", "", "SGLang's graphs"),
     _head("NVML_SUCCESS == ", r"NVML_SUCCESS == .{1,80}INTERNAL ASSERT FAILED", "cuda", "torch 2.1 and later"),
     _head("Allocation on device", r"Allocation on device(?! \d)", "cuda", "ComfyUI's nodes"),
@@ -136,6 +150,7 @@ HEADS = (
         "TensorFlow on the host",
     ),
     _head("OOM when allocating", r"OOM when allocating tensor with shape", "jax", "TensorFlow"),
+    _head("o allocate memory [Op:", r"failed to allocate memory \[Op:\w{1,60}\]", "jax", "TensorFlow"),
     _head(
         "% of free system|% of system",
         r"Allocation of \d{1,20} exceeds \d{1,3}% of (?:free )?system memory\.? Killed\b",
@@ -335,7 +350,7 @@ HEADS = (
         certain=False,
     ),
     _head("sent SIGKILL!", r"Worker \(pid:\d{1,10}\) was sent SIGKILL!", "system", "gunicorn", certain=False),
-    _head("fork: ", r"\bfork: (?:retry: )?Cannot allocate memory", "system", "fork"),
+    _head("fork: ", rf"\bfork: (?:retry: )?{_ENOMEM}", "system", "fork"),
     _head(
         "start new thread|native thread|emporarily unavailable",
         r"can't start new thread|java\.lang\.OutOfMemoryError: unable to create (?:new )?native thread"
@@ -376,16 +391,17 @@ HEADS = (
     _head("CudaError: out of memory", r"\bCudaError: out of memory \(2\)", "cuda driver", "torch 1.0 and later"),
     _head("Error out of memory at line", r"Error out of memory at line \d{1,6} in file", "cuda driver", "bitsandbytes"),
     _head(
-        "Cuda Runtime (out|OutOfMemory (no|amount of GPU memory|User allocator error",
-        r"Error Code \d{1,3}: (?:Cuda Runtime \(out of memory\)|OutOfMemory \(no further)"
+        "nvinfer1::|Cuda Runtime (out|OutOfMemory (no|amount of GPU memory|User allocator error",
+        r"Cuda Error in nvinfer1::\S{1,100}: 2 \(out of memory\)"
+        r"|Error Code \d{1,3}: (?:Cuda Runtime \(out of memory\)|OutOfMemory \(no further)"
         r"|User allocator error allocating \d{1,20}-byte buffer"
         r"|Requested amount of GPU memory \(\d{1,20} bytes\) could not be allocated",
         "cuda driver",
         "TensorRT",
     ),
     _head(
-        "insufficient to use tactic",
-        r"Device memory is insufficient to use tactic",
+        "insufficient to use tactic|Skipping tactic",
+        r"Device memory is insufficient to use tactic|Skipping tactic \d{1,9} due to insuff?icient memory",
         "cuda driver",
         "tactics of TensorRT",
         certain=False,
@@ -564,6 +580,7 @@ HEADS = (
     _head("shared memory segment", r"[Ee]rror while creating shared memory segment", "shared memory", _SHM),
     _head("/dev/shm/nccl", r"failed to extend /dev/shm/nccl", "shared memory", _SHM),
     _head("shared memory(shm)", r"unable to allocate shared memory\(shm\) for file", "shared memory", _SHM),
+    _head("Pin memory thread", r"Pin memory thread exited unexpectedly(?!\")", "system", "pinning", certain=False),
     _head(
         "DataLoader worker", r"DataLoader worker \(pid[^)]{0,80}\) is killed by signal: Killed", "system", "DataLoader"
     ),
@@ -648,7 +665,8 @@ HEADS = (
         "No executable batch size", r"No executable batch size found, reached zero", "cuda", "accelerate", certain=False
     ),
     _head("due to CUDA OOM", r"to CPU due to CUDA OOM", "cuda", "detectron2"),
-    _head("ut of memory", r"[Oo]ut of memory: Killed? process \d|[Mm]emory cgroup out of memory", "system", "Linux"),
+    _head("emory cgroup out of", r"[Mm]emory cgroup out of memory", "system", "a control group"),
+    _head("ut of memory", r"[Oo]ut of memory: Killed? process \d", "system", "Linux"),
     _head(
         "oom-kill|oom_kill|OOM Killed|OOM killed|OOM-killed|oom_reaper: ",
         r"oom-kill|oom_kill event|OOM [Kk]illed|OOM-killed|oom_reaper: reaped process",
@@ -684,6 +702,14 @@ HEADS = (
         "system",
         "locked memory",
     ),
+    _head(
+        _KILLED,
+        rf"(?:^| \d{{1,9}} )(?:{re.escape(_KILLED).replace(chr(92) + '|', '|')})(?=$| )",
+        "system",
+        _SHELLS,
+        certain=False,
+    ),
+    _head("[Errno 12]", rf"\[Errno 12\](?: {_ENOMEM})?", "cpu", "the operating system"),
     _head("Cannot allocate memory", r"Cannot allocate memory", "cpu", "the operating system"),
     _head(
         "std::bad_alloc|: bad allocation",
