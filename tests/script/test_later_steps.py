@@ -39,6 +39,17 @@ for step in range(22):
                 p.copy_(old)
 """
 
+HELD_SINCE = """
+import copy
+class Average:
+    def __init__(self, net): self.slow = [p.detach().clone() for p in net.parameters()]
+net, kept = nn.Sequential(*[block() for _ in range(3)]), None
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+for step in range(FIRST + 4):
+    update(net, optimizer)
+    if step == FIRST: kept = MAKE
+"""
+
 PUT_ON = """
 from torch.nn.utils import parametrizations, prune
 net = nn.Sequential(*[block() for _ in range(4)])
@@ -130,6 +141,21 @@ def test_memory_that_is_held_later_is_noticed_and_planned_for(tmp_path: Path) ->
     assert fitting.plans.plan is not None
     assert fitting.plans.plan.plain.parts["other tensors"] >= 3 * n_bytes
     assert sum("a step under the plan takes" in line for line in said) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "make"),
+    [
+        (2, "copy.deepcopy(net.state_dict())"),
+        (3, "nn.utils.parameters_to_vector(net.parameters())"),
+        (6, "Average(net)"),
+        (13, "copy.deepcopy(net)"),
+    ],
+)
+def test_memory_that_is_held_from_any_early_step_on_is_noticed_soon(tmp_path: Path, first: int, make: str) -> None:
+    fitting, said = trained(tmp_path, HELD_SINCE.replace("FIRST", str(first)).replace("MAKE", make), "75%")
+    assert sum("more is in memory when a step begins" in line for line in said) == 1, "\n".join(said)
+    assert fitting.plans.plan is not None
 
 
 def test_what_is_put_on_the_model_later_is_planned_for(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from lowtide.memory import timeline_table as text
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.cuda_recorder import CudaRecorder
 from lowtide.memory.del_savings import Del, DelObserver
+from lowtide.memory.entry_storages import bytes_of, living_tensors
 from lowtide.memory.events import Category, EventStream, Label, Recorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.utils import interrupts as _interrupts
@@ -42,6 +43,13 @@ def recorder_for(device: torch.device | str | int) -> Recorder:
     raise RehearsalError(
         f"the memory of {torch.device(device)} cannot be recorded: there are recorders for cpu and cuda."
     )
+
+
+def held_bytes(device: torch.device) -> int:
+    """Return the bytes in use on a GPU; on a CPU those of all tensors that Python holds."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return sum(bytes_of(living_tensors()).values())
 
 
 class Memory(Displayed):

@@ -372,7 +372,9 @@ class Fitting(PlanMonitor):
         steps are to be measured or rehearsed again.
         """
         plans = self.plans
-        plans.later.n_updates += 1  # this runs in every step, so it makes no calls
+        plans.later.n_updates += 1  # this runs in every step, so it makes few calls
+        if plans.later.n_updates >= plans.later.counts_at:
+            plans.later.count()
         if plans.later.n_updates < plans.later.due_at and not plans.larger.is_outgrown:
             return False
         if not plans.resume():

@@ -1,8 +1,9 @@
 """Steps after the one in which a plan was found to hold: which of them are measured, and when they are rehearsed again.
 
-Memory that the program creates later, as for slow copies of the weights, is noticed because steps are measured now and
-then. A step that differs from the rehearsed ones, as in another phase of training, has the next steps measured: if one
-is over the budget, the steps are rehearsed again, as they are at once if the model itself has changed.
+Memory that the program creates later, as for slow copies of the weights, is noticed because tensors are counted after
+each of the first updates, and then less and less often, and because steps are measured now and then. A step that
+differs from the rehearsed ones, as in another phase of training, has the next steps measured: if one is over the
+budget, the steps are rehearsed again, as they are at once if the model itself has changed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, Final
 
+import torch
+
+from lowtide.memory.measure import held_bytes
 from lowtide.profiler.online import PATIENCE
 from lowtide.state.process_group import several_processes
 
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
 
 FIRST_LOOK: Final = 12
 """Number of updates after which a step is measured, then after twice as many each time."""
+COUNTED_UPDATES: Final = 16
+"""Number of updates after each of which tensors are counted; later on only after this share of all updates."""
 MOST_BETWEEN: Final = 500
 """Largest number of updates from one measured step to the next: a measured step takes about twice as long as others."""
 MOST_REHEARSALS: Final = 12
@@ -43,19 +49,39 @@ class LaterSteps:
         """True once the model has changed."""
         self._n_to_measure = self._n_rehearsals = 0
         self._next_look: float = FIRST_LOOK
+        self.counts_at = inf
+        """Number of updates after which tensors are counted."""
+        self._place = torch.device("cpu")
+        self._room_bytes = self._held_bytes = self._least_held_bytes = 0
+        """Bytes between measured peak and budget; bytes of tensors at the last count; the least of all counts."""
 
     @property
     def is_measuring(self) -> bool:
         """Return True if the next step is measured."""
         return self._n_to_measure > 0
 
-    def plan_holds(self, *, is_sure: bool) -> None:
-        """Wait for the next step to be measured, which is the next but one if the plan is not sure to hold for it."""
-        if not (self.has_begun or is_sure):
+    def count(self) -> None:
+        """Measure the next step if more memory is in use than before, and the budget has no room for it."""
+        self.counts_at = self.n_updates + max(1, self.n_updates // COUNTED_UPDATES)
+        self._held_bytes = held_bytes(self._place)
+        self._least_held_bytes = min(self._least_held_bytes, self._held_bytes)
+        if self._held_bytes - self._least_held_bytes > self._room_bytes:
+            self.come_soon()
+
+    def plan_holds(self, place: torch.device, room_bytes: int, *, is_sure: bool) -> None:
+        """Wait for the next step to be measured, which is the next but one if the plan is not sure to hold for it.
+
+        Until then tensors on `place` are counted: room is left for `room_bytes` more of them.
+        """
+        if self.has_begun:
+            self._next_look = max(self._next_look, self.n_updates + FIRST_LOOK)
+        elif not is_sure:
             self._next_look = 1
         self.has_begun = True
         if not several_processes():  # one of them would plan again alone
             self.due_at = 0 if self.is_changed or self.is_different else self._next_look
+            self.counts_at, self._place, self._room_bytes = self.n_updates + 1, place, room_bytes
+            self._least_held_bytes = held_bytes(place)
 
     def come_soon(self) -> None:
         """Measure or rehearse after the next update."""
@@ -63,7 +89,7 @@ class LaterSteps:
 
     def end(self) -> None:
         """Measure no more steps, because another model is trained."""
-        self.due_at = inf
+        self.due_at = self.counts_at = inf
 
     def begin(self) -> None:
         """Begin to measure, or to rehearse if the model has changed."""
@@ -76,6 +102,7 @@ class LaterSteps:
     def measured(self) -> None:
         """Count a measured step that was within the budget."""
         self._n_to_measure -= 1
+        self._least_held_bytes = max(self._least_held_bytes, self._held_bytes)
         if not self._n_to_measure:
             self.is_different = False
 

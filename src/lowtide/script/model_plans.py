@@ -25,7 +25,7 @@ from lowtide.profiler.compiled_bits import compiled_bits
 from lowtide.profiler.online import NOT_RUN
 from lowtide.profiler.other_memory import NOTEWORTHY
 from lowtide.report.text_table import added_time, decisions, lever_lines, listed
-from lowtide.runtime.fingerprint import check_made_for
+from lowtide.runtime.fingerprint import check_made_for, place_of
 from lowtide.script.compiled_checks import CompiledChecks, addresses_with_other_bits, error_of_other_bits
 from lowtide.script.larger_batches import LargerBatches
 from lowtide.script.later_steps import LaterSteps
@@ -107,6 +107,7 @@ class ModelPlans:
         """Counts, by name, of models called between steps."""
         self.over: list[int] = []
         """Measured peaks in bytes of plans that were over the budget."""
+        self._place = torch.device("cpu")
         self._request, self._in_force, self._repeats, self._say = request, in_force, repeats, say
 
     @property
@@ -251,7 +252,7 @@ class ModelPlans:
 
     def _force(self, made: Plan, model: nn.Module) -> None:
         """Put plans in force, the last of which is `made`."""
-        self.plan = made
+        self.plan, self._place = made, place_of(model)
         if not self.later.has_begun:  # else the plan may stay on a model that has changed
             check_made_for(made.fingerprint, model)
         if self._request.budget_for == "reserved":
@@ -346,7 +347,8 @@ class ModelPlans:
         # what is left from the step before, as a graph that outlives it, depends on the plan that was in force then
         static = None if self.profile is None else self.profile.static
         leaves_some = static is not None and static.carried_over >= NOTEWORTHY * static.total
-        self.later.plan_holds(is_sure=not leaves_some)
+        room_bytes = made.budget_bytes - (measured_bytes or made.predicted.peak_bytes)
+        self.later.plan_holds(self._place, room_bytes, is_sure=not leaves_some)
 
     def take_measured(self, made: Plan, measured_bytes: int) -> Plan:
         """Take the measured peak of compiled code as the prediction of `made`, instead of the forecast."""

@@ -412,7 +412,7 @@ class Steps:
         self.updates.last[id(optimizer)] = self.updates.n
         if monitor.is_timing:
             monitor.count_time(optimizer)
-        if self.listener.wants_more() and (model := monitor.model()) is not None:
+        if not monitor.n_others and self.listener.wants_more() and (model := monitor.model()) is not None:
             self._resume(model, monitor.optimizers())
 
     def _start_over(self, optimizer: Optimizer) -> None:
