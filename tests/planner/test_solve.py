@@ -292,6 +292,17 @@ def test_the_error_says_where_plans_save_nothing(at: int, reason: str) -> None:
     assert f"Note: plans save next to nothing of this step: {temporaries} at its peak, {reason}" in str(caught.value)
 
 
+@pytest.mark.parametrize("is_freed", [False, True])
+def test_the_error_says_what_the_step_before_has_left_at_the_peak(is_freed: bool) -> None:
+    profile = transformer(3)
+    static = replace(profile.static, carried_over=plain_peak(profile) // 4)
+    base = [n_bytes - is_freed * static.carried_over for n_bytes in profile.base_bytes]
+    with pytest.raises(Infeasible) as caught:
+        plan(replace(profile, static=static, base_bytes=tuple(base)), 1)
+    note = f"Note: {format_bytes(static.carried_over)} at its peak are left from the step before, such as an output"
+    assert (note in str(caught.value)) != is_freed
+
+
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("limit_s", [0.0, 0.3])
 def test_a_time_limit_gives_the_best_so_far_and_its_gap(limit_s: float) -> None:

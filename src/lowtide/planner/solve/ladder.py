@@ -66,6 +66,9 @@ save next to nothing.
 """
 
 
+LEFT_SHARE = 0.05
+"""Share of the smallest peak from which the same error says that the step before has left memory there."""
+
 _TEMPORARIES = {
     "before forward": "at its peak, before forward, are temporaries",
     "forward": "at its peak, in forward, are temporaries, of which smaller batches need less",
@@ -105,6 +108,12 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: DecisionVector
         begun = {at: phase for phase, at in simulator.profile.phases.items() if at <= prediction.peak_position}
         phase = begun[max(begun)] if begun else "before forward"
         notes.append(f"plans save next to nothing of this step: {format_bytes(temporaries)} {_TEMPORARIES[phase]}")
+    left_bytes = _left_at(simulator.profile, prediction.peak_position)
+    if left_bytes >= LEFT_SHARE * prediction.peak_bytes:
+        notes.append(
+            f"{format_bytes(left_bytes)} at its peak are left from the step before, such as an output that a variable "
+            "holds until the next forward has returned: `del` it at the end of the step"
+        )
     notes += [note for note in simulator.profile.notes if CHECKPOINTED in note or AS_A_WHOLE in note]
     return Infeasible(
         budget_bytes=budget_bytes,
@@ -113,6 +122,12 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: DecisionVector
         extra_ratio=prediction.extra_ms / step_ms if step_ms else None,
         notes=notes,
     )
+
+
+def _left_at(profile: Profile, position: int) -> int:
+    """Return the bytes from the step before that are certain to be in memory at `position`."""
+    freed_bytes = max(0, profile.gradient_bytes[position] - profile.base_bytes[position])
+    return max(0, profile.static.carried_over - freed_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
