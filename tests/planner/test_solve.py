@@ -295,8 +295,8 @@ def test_the_error_says_where_plans_save_nothing(at: int, reason: str) -> None:
 @pytest.mark.parametrize("is_freed", [False, True])
 def test_the_error_says_what_the_step_before_has_left_at_the_peak(is_freed: bool) -> None:
     profile = transformer(3)
-    static = replace(profile.static, carried_over=plain_peak(profile) // 4)
-    base = [n_bytes - is_freed * static.carried_over for n_bytes in profile.base_bytes]
+    static = replace(profile.static, carried_over=plain_peak(profile) // 10)
+    base = [max(profile.base_bytes), *(n_bytes - is_freed * static.carried_over for n_bytes in profile.base_bytes[1:])]
     with pytest.raises(Infeasible) as caught:
         plan(replace(profile, static=static, base_bytes=tuple(base)), 1)
     note = f"Note: {format_bytes(static.carried_over)} at its peak are left from the step before, such as an output"
