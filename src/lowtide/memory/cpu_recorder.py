@@ -17,7 +17,7 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from operator import itemgetter
 from time import perf_counter_ns
@@ -82,7 +82,6 @@ class CpuRecorder(Recorder):
         self._marks: list[Mark | Free] = []
         self._reader = _Reader()
         self._profile: profile | None = None
-        self._spare: list[torch.UntypedStorage] = []
         self._stream: EventStream | None = None
         self._thread: int | None = None
 
@@ -156,21 +155,9 @@ class CpuRecorder(Recorder):
         return EventStream(tuple(self._reader.events), self.device)
 
     def _start(self) -> None:
-        # Storages, not tensors: inspections during the recording look at all tensors that exist.
-        self._spare = [torch.UntypedStorage(1) for _ in range(_SPARE_BLOCKS)]  # type: ignore[no-untyped-call]
-        session = profile(profile_memory=True, use_cpu=True)
         with without_noise(2, *NOISE) as held_back:
-            try:
-                session.__enter__()  # type: ignore[no-untyped-call]
-            except BaseException:  # such as the error for a profiler that runs already
-                _unfinished.append(session)
-                _finish()
-                raise
-            self._profile = session
-            # Free unknown blocks until the allocator has warned: it is silent for the next thousand.
-            quiet = held_back()
-            while self._spare and held_back() == quiet:
-                del self._spare[-20:]
+            _quieten(held_back)
+            self._profile = _begun()
 
     def _stop(self) -> tuple[list[Any], list[Mark | Free]]:
         session, self._profile = cast(profile, self._profile), None
@@ -180,7 +167,6 @@ class CpuRecorder(Recorder):
         except MemoryError:  # the step ran out of memory and its frames still hold it all: stop the profiler later
             _unfinished.append(session)
             raise
-        self._spare.clear()  # set after these frees, which would be counted otherwise
         return profiler_roots(session), self._marks.copy()
 
     def _release(self) -> None:
@@ -225,6 +211,34 @@ def _uncollected() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+def _begun() -> profile:
+    """Return a profile that records from here on."""
+    session = profile(profile_memory=True, use_cpu=True)
+    try:
+        session.__enter__()  # type: ignore[no-untyped-call]
+    except BaseException:  # such as the error for a profiler that runs already
+        _unfinished.append(session)
+        _finish()
+        raise
+    return session
+
+
+def _quieten(held_back: Callable[[], int]) -> None:
+    """Free unknown blocks until the allocator has warned, so that it is silent for the next thousand.
+
+    A profile of its own sees that: blocks that are left are freed before a recording begins, and in none of its peaks.
+    """
+    # Storages, not tensors: inspections during the recording look at all tensors that exist.
+    spare = [torch.UntypedStorage(1) for _ in range(_SPARE_BLOCKS)]  # type: ignore[no-untyped-call]
+    session = _begun()
+    try:
+        quiet = held_back()
+        while spare and held_back() == quiet:
+            del spare[-20:]
+    finally:
+        session.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def _finish() -> None:
