@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lowtide.script.fit_steps import Fitting
+from lowtide.script.later_steps import LaterSteps
 from lowtide.script.run_listened import run_watched
 from lowtide.script.runner import Script
 
@@ -156,6 +157,20 @@ def test_memory_that_is_held_from_any_early_step_on_is_noticed_soon(tmp_path: Pa
     fitting, said = trained(tmp_path, HELD_SINCE.replace("FIRST", str(first)).replace("MAKE", make), "75%")
     assert sum("more is in memory when a step begins" in line for line in said) == 1, "\n".join(said)
     assert fitting.plans.plan is not None
+
+
+@pytest.mark.parametrize("room_bytes", [-100, 0, 4000])
+def test_a_plan_over_its_budget_is_measured_again_only_if_more_is_in_memory(room_bytes: int) -> None:
+    later, place = LaterSteps(), torch.device("cpu")
+    later.plan_holds(place, room_bytes, is_sure=True)
+    later.n_updates += 1
+    later.count()
+    assert later.n_updates < later.due_at
+    more = torch.zeros(1 + max(0, room_bytes) // 4)
+    later.n_updates += 1
+    later.count()
+    assert more.nbytes > room_bytes
+    assert later.n_updates >= later.due_at
 
 
 def test_what_is_put_on_the_model_later_is_planned_for(tmp_path: Path) -> None:

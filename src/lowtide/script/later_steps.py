@@ -80,7 +80,7 @@ class LaterSteps:
         self.has_begun = True
         if not several_processes():  # one of them would plan again alone
             self.due_at = 0 if self.is_changed or self.is_different else self._next_look
-            self.counts_at, self._place, self._room_bytes = self.n_updates + 1, place, room_bytes
+            self.counts_at, self._place, self._room_bytes = self.n_updates + 1, place, max(0, room_bytes)
             self._least_held_bytes = held_bytes(place)
 
     def come_soon(self) -> None:
