@@ -589,6 +589,27 @@ def test_parts_that_are_called_in_turn_are_not_batches_of_several_sizes(estimate
     assert "several sizes" not in out
 
 
+IN_OTHER_ORDER = """
+import torch
+from torch import nn
+
+images, texts = nn.Linear(256, 64).cuda(), nn.Linear(512, 64).cuda()
+optimizer = torch.optim.Adam([*images.parameters(), *texts.parameters()])
+for i in range(4):
+    calls = [(images, torch.randn(8, 256).cuda()), (texts, torch.randn(8, 512).cuda())]
+    first, second = calls if i % 2 else calls[::-1]
+    (first[0](first[1]) @ second[0](second[1]).T).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_steps_that_begin_with_other_parts_are_not_batches_of_several_sizes(estimate) -> None:
+    code, out, _ = estimate("--device", "RTX 4090", text=IN_OTHER_ORDER)
+    assert code == 0
+    assert "several sizes" not in out
+
+
 def test_batches_of_one_size_are_not_said_to_be_of_several(estimate) -> None:
     _, out, _ = estimate("--device", "RTX 3060")
     assert "several sizes" not in out

@@ -329,6 +329,8 @@ def test_two_models_that_take_turns_are_parts_of_one(n_critic: int, is_late: boo
     assert len(steps) >= 5
     assert all(sorted(step.split()) == sorted(whole) for step in steps[1:-1])
     assert all(step.split()[-1] == "ends" for step in steps[:-1])
+    if makes == "once":  # the maker's backward goes through the call before the critic's update
+        assert {step.split()[0] for step in steps[:-1]} == {"critic"}
 
 
 def test_two_models_that_are_trained_one_after_the_other_in_each_step_are_parts_of_one() -> None:

@@ -133,16 +133,19 @@ def peak_with_calls(stream: EventStream, calls: EventStream) -> int | None:
 
     Args:
         stream: The step, with loss, optimizer and all else outside compiled code.
-        calls: The same compiled calls, under another partition.
+        calls: The same compiled calls, under another partition; calls of one kind may be fewer, and in another order.
 
     Returns:
         Bytes beyond those that exist when the step begins; None if other calls ran.
     """
-    spans, others = _spans(stream), _spans(calls)
-    if [what for what, _, _ in spans] != [what for what, _, _ in others]:
-        return None
+    of_kind: dict[object, list[tuple[int, int]]] = {}
+    for kind, begin, end in reversed(_spans(calls)):
+        of_kind.setdefault(kind, []).append((begin, end))
     events, done = list[Event](), 0
-    for (_, enter, leave), (_, begin, end) in zip(spans, others, strict=True):
+    for kind, enter, leave in _spans(stream):
+        if kind not in of_kind:
+            return None
+        begin, end = of_kind[kind].pop() if len(of_kind[kind]) > 1 else of_kind[kind][0]
         events += [*stream.events[done:enter], *calls.events[begin:end]]
         done = leave
     return max(accumulate(map(bytes_added, [*events, *stream.events[done:]])))

@@ -27,7 +27,7 @@ class CompositeModel(nn.Module):
         self._parameters.update((f"alone{number}", parameter) for number, parameter in enumerate(self.alone))
         count: Counter[str] = Counter()
         for module in modules:
-            name = type(module).__name__
+            name = name_of(module)
             count[name] += 1
             self.add_module(name if count[name] == 1 else f"{name}{count[name]}", module)
 

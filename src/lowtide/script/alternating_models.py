@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from lowtide.script.calling_code import caller_optimizers
 
@@ -17,16 +17,49 @@ PATIENCE = 6
 """Number of updates to wait for another optimizer in the script's variables to step: a critic may run ahead."""
 
 
+_Gradient = tuple[weakref.ref[Tensor], int]
+"""A parameter's gradient, and the number of writes to it."""
+
+
 class AlternatingModels:
     """Models that take turns with the model, held by weak references."""
 
     def __init__(self) -> None:
         self._called: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._updated: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        self._awaited: dict[int, list[_Gradient | None]] = {}
+        """For each model through which no backward pass has come since its last call, by id, its gradients then."""
+        self._joined: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Models taken as one."""
+        self._n_waits = 0
+        """Number of further updates after which steps may begin anywhere."""
 
     def called(self, module: nn.Module) -> None:
         """Record that the script calls a module in training."""
         self._called[id(module)] = module
+        self._awaited[id(module)] = [_gradient(p) for p in module.parameters()]
+
+    def join(self, models: Iterable[nn.Module]) -> None:
+        """Take `models` as one; their steps begin where no backward pass is left through earlier calls."""
+        self._joined.update(models)
+        self._n_waits = PATIENCE if self._awaits_backward() else 0
+
+    def counts_update(self) -> None:
+        """Look for gradients that have come since the calls, at an update."""
+        self._awaited = {
+            key: at_call
+            for key, module in self._called.items()
+            if (at_call := self._awaited.get(key)) is not None and not _has_new_gradient(module, at_call)
+        }
+        self._n_waits = self._n_waits - 1 if self._n_waits and self._awaits_backward() else 0
+
+    @property
+    def are_in_step(self) -> bool:
+        """Return True if a backward pass is to come through an earlier call of a model: no step begins here."""
+        return self._n_waits > 0
+
+    def _awaits_backward(self) -> bool:
+        return any(id(model) in self._awaited for model in self._joined)
 
     def others_updated(self, parameters: set[int]) -> None:
         """Record an update of parameters, given by their ids, that are not the model's."""
@@ -40,6 +73,16 @@ class AlternatingModels:
     def begin(self) -> None:
         """Forget noted updates: another model is trained from now on."""
         self._updated.clear()
+
+
+def _gradient(parameter: nn.Parameter) -> _Gradient | None:
+    gradient = parameter.grad if parameter.is_leaf else None
+    return None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+
+def _has_new_gradient(module: nn.Module, at_call: list[_Gradient | None]) -> bool:
+    gradients = zip(map(_gradient, module.parameters()), at_call, strict=False)
+    return any(now and not (before and before[0]() is now[0]() and before[1] == now[1]) for now, before in gradients)
 
 
 def caller_has_other_optimizers(model: nn.Module) -> bool:

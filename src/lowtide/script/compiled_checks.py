@@ -15,7 +15,7 @@ from lowtide.errors import Infeasible, RehearsalError
 from lowtide.levers.selection import Choice
 from lowtide.profiler.compiled_bits import compiled_bits, scheduled_calls
 from lowtide.profiler.online import PATIENCE
-from lowtide.runtime.fingerprint import fingerprint, place_of
+from lowtide.runtime.fingerprint import place_of
 from lowtide.script.run_verdict import AUDITED, COMPARED, NOT_COMPARED
 from lowtide.units import format_bytes
 
@@ -35,6 +35,8 @@ class CompiledChecks:
         """Result of comparing the bits, in words."""
         self.compared: Plan | None = None
         """Plan under which compiled code was compared last."""
+        self.excess_bytes = 0
+        """Bytes by which measured peaks of steps exceed those of scheduled code."""
         self._say = say
         self._n_compiled = 0
         """Number of graphs that torch.compile had compiled when the measured step began."""
@@ -60,18 +62,18 @@ class CompiledChecks:
     ) -> tuple[Plan, Infeasible | None]:
         """Return the cheapest of a few plans whose code inductor schedules within the budget.
 
-        Only on a CPU and on a batch of the planned size, on which plans are measured without kernels; elsewhere `made`
-        is returned. If all plans are over the budget, the one with the smallest peak is returned with the error.
+        Only on a CPU, on which plans are measured without kernels, and only for a batch of the planned size; elsewhere
+        `made` is returned. If all plans are over the budget, the one with the smallest peak is returned with the error.
         """
         profile = rehearsing.profile
-        is_planned = fingerprint(model, batch).batch == made.fingerprint.batch
-        if profile is None or not is_planned or made.budget_for == "reserved" or place_of(model).type != "cpu":
+        if profile is None or made.budget_for == "reserved" or place_of(model).type != "cpu":
             return made, None
 
         def peak_of(tried: Plan) -> int | None:
             with kernels_left_out(), always_partitioned(), apply(model, tried, say=lambda what: None):
                 calls = scheduled_calls(model, code, batch)
-            return None if calls is None else rehearsing.peak_with(calls)
+            peak_bytes = None if calls is None else rehearsing.peak_with(calls)
+            return None if peak_bytes is None else peak_bytes + self.excess_bytes
 
         choice = Choice(profile, made.plain)
         n_scheduled, best = cheapest_within(choice, made, peak_of, SCHEDULED)

@@ -103,10 +103,12 @@ class Estimating(StepListener):
         self.saves = SkippedSaves()
         self.answers: ValueOracle | None = None
         """Known contents of the fake tensors; None before the first forward."""
+        self._is_beginning = False
+        """True until the first call of a step."""
         self._sizes = ""
-        """Shapes and dtypes of the batch with which the last step began, as text."""
-        self._kinds: list[tuple[torch.dtype, int]] = []
-        """Dtype and number of dimensions of each of its tensors: other kinds are the input of another part."""
+        """Shapes and dtypes of the tensors in the first call of the last step, as text."""
+        self._part: tuple[weakref.ref[Any], list[tuple[torch.dtype, int]]] | None = None
+        """Module of that call, and dtype and number of dimensions of each tensor."""
         self._data: dict[int, int] = {}
         """Storages of the parameters, by the parameters' ids, at the last check."""
         self.compiles = False
@@ -122,8 +124,7 @@ class Estimating(StepListener):
         """Switch to fake tensors in the first step; begin the second step later."""
         resizing = self._of_other_size(batch, is_first=True)
         self._optimizers = optimizers
-        before, self._sizes = self._sizes, in_words(tensors_in(batch))
-        kinds_before, self._kinds = self._kinds, [(tensor.dtype, tensor.dim()) for tensor in tensors_in(batch)]
+        self._is_beginning = True
         if self._rehearsal is None:
             if not self._may_enter(batch):
                 self._held_up = model, optimizers
@@ -137,17 +138,26 @@ class Estimating(StepListener):
             self._rehearsal.second(batch)
             if self._plan is not None and not self._differences:
                 self._differences = self._differences_from(self._plan, model, batch)
-            is_other_size = before and before != self._sizes and kinds_before == self._kinds
-            if is_other_size and self._size is None and model is self._model:
-                self._rehearsal.answers.notes[
-                    f"batches are of several sizes, and these two steps had {before} and {self._sizes}: larger ones "
-                    "need more"
-                ] = None
         elif not caller_optimizers():
             self._next_pass(batch)
         self._model = model
         self._data = {id(p): storage_id(p) for p in model.parameters()}
         self._rehearsal.answers.written.clear()
+
+    def calls(self, called: Callable[..., Any], batch: Any) -> None:
+        """Note batches of several sizes, if both steps begin with calls of one module that differ in size only."""
+        if not self._is_beginning or self._rehearsal is None:
+            return
+        self._is_beginning = False
+        tensors = tensors_in(batch)
+        before, self._sizes = self._sizes, in_words(tensors)
+        part_before, self._part = self._part, (weakref.ref(called), [(t.dtype, t.dim()) for t in tensors])
+        is_other_size = part_before == self._part and before != self._sizes
+        if is_other_size and self._n_steps == 1 and self._size is None:
+            self._rehearsal.answers.notes[
+                f"batches are of several sizes, and these two steps had {before} and {self._sizes}: larger ones need "
+                "more"
+            ] = None
 
     def is_left_by(self, model: nn.Module, other: nn.Module) -> bool:
         """Return True if the script reaches `model` and its parts neither from its variables nor from `other`."""

@@ -165,6 +165,10 @@ class Fitting(PlanMonitor):
         """Count a further call of the model in this step."""
         self._calls.n += 1
 
+    def calls(self, called: Callable[..., Any], batch: Any) -> None:
+        """Let the rehearsal see a call inside a step."""
+        self.plans.rehearsing.calls(called, batch)
+
     def _rehearse(self, step: BegunStep) -> None:
         plans, place = self.plans, place_of(step.model)
         plans.name = name_of(step.model)

@@ -25,12 +25,12 @@ from lowtide.profiler.compiled_bits import compiled_bits
 from lowtide.profiler.online import NOT_RUN
 from lowtide.profiler.other_memory import NOTEWORTHY
 from lowtide.report.text_table import added_time, decisions, lever_lines, listed
-from lowtide.runtime.fingerprint import check_made_for, place_of
+from lowtide.runtime.fingerprint import check_made_for, fingerprint, place_of
 from lowtide.script.compiled_checks import CompiledChecks, addresses_with_other_bits, error_of_other_bits
 from lowtide.script.larger_batches import LargerBatches
 from lowtide.script.later_steps import LaterSteps
 from lowtide.script.rehearse_steps import Rehearsing
-from lowtide.script.run_verdict import RunVerdict
+from lowtide.script.run_verdict import NOT_COPIED, RunVerdict
 from lowtide.units import format_bytes, format_change
 from lowtide.utils.progress import Stage
 
@@ -147,6 +147,7 @@ class ModelPlans:
             aim_bytes = made.budget_bytes
             excess_bytes = measured_bytes - forecast_peak(profile, made)
             self.rehearsing.profile = profile = with_excess(profile, excess_bytes)
+            self.checks.excess_bytes += max(0, measured_bytes - made.predicted.peak_bytes)
         try:
             lower = plan(profile, max(1, aim_bytes))
         except Infeasible:
@@ -233,21 +234,35 @@ class ModelPlans:
             self.rehearsing.leaves()
             return self.plan
         self._in_force.remove()
-        plain = None
-        is_compared = self.checks.must_compare(self.plan)
-        if is_compared:  # before the rehearsal ends, under which code has torch's own partition
-            plain = compiled_bits(step.model, step.code, step.batch)
+        if not self.checks.must_compare(self.plan):
+            self.rehearsing.leaves()
+            self._force(self.plan, step.model)
+            return self.plan
+        is_planned = fingerprint(step.model, step.batch).batch == self.plan.fingerprint.batch
+        if (trial := self.rehearsing.trial_call(step.model, step.code, step.batch)) is None:
+            self.rehearsing.leaves()
+            self._force(self.plan, step.model)
+            self.checks.proof, self.checks.compared = NOT_COPIED, self.plan
+            return self.plan
+        return self._try_compiled(self.plan, replace(step, code=trial[0], batch=trial[1]), is_planned=is_planned)
+
+    def _try_compiled(self, made: Plan, step: BegunStep, *, is_planned: bool) -> Plan | None:
+        """Put a plan for compiled code in force, after its memory and bits were tried on the call that `step` holds.
+
+        Memory is tried only if the batch is the one that the plan is for.
+        """
+        plain = compiled_bits(step.model, step.code, step.batch)  # the rehearsal still has torch's own partition
         self.rehearsing.leaves()
-        if is_compared and not self._schedule(self.plan, step):
+        if is_planned and not self._schedule(made, step):
             return None
+        assert self.plan is not None
         self._force(self.plan, step.model)
-        if is_compared:
-            kinds = self._compare(self.plan, plain, step)
-            if kinds and plain is not None and (following := self._with_kept(self.plan, step, plain)):
-                self._force(following, step.model)
-                kinds = self._compare(following, plain, step)
-            if kinds and self.plan is not None:
-                self._refuse(kinds, step.model)
+        kinds = self._compare(self.plan, plain, step)
+        if kinds and plain is not None and (following := self._with_kept(self.plan, step, plain)):
+            self._force(following, step.model)
+            kinds = self._compare(following, plain, step)
+        if kinds and self.plan is not None:
+            self._refuse(kinds, step.model)
         return self.plan
 
     def _force(self, made: Plan, model: nn.Module) -> None:

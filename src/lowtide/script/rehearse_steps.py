@@ -15,10 +15,13 @@ from lowtide.profiler.checkpointed_blocks import with_checkpoint_note
 from lowtide.profiler.online import PATIENCE, OnlineProfiler
 from lowtide.profiler.preconditions import check_not_scripted, has_planned_blocks, has_torchscript
 from lowtide.runtime.composite_model import CompositeModel, name_of
+from lowtide.script.part_calls import PartCalls
 from lowtide.script.step_listener import Enough, StepListener
 from lowtide.state.process_group import several_processes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
     from torch.optim import Optimizer
 
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
     from lowtide.memory.events import EventStream
     from lowtide.planner.records import AppliedLever, Profile
     from lowtide.profiler.compiled_online import OnlineCompiledProfiler
+
+    TrialCall = tuple[Callable[..., Any], tuple[Any, Any]]
+    """A function or module, and the arguments of one call of it."""
 
 TWO_STEPS = f"was rehearsed: that takes two steps, and up to {PATIENCE} where batches are of several sizes"
 
@@ -37,10 +43,6 @@ tensors.
 MOST_UNUSABLE = 6
 """Number of unusable steps after which the rehearsal is given up."""
 
-WHOLE_TOGETHER: Final = (
-    "compiled models that are trained together are not planned inside; compiled blocks that a module calls are "
-    f"{AS_A_WHOLE}"
-)
 WHOLE_IN_PROCESSES: Final = (
     f"compiled code is {AS_A_WHOLE}, not planned inside, where several processes train together: what saves memory "
     "then is to compile the repeated blocks, each in place (`block.compile()`), not the model"
@@ -86,6 +88,8 @@ class Rehearsing(StepListener):
         self._observed: OnlineProfiler | OnlineCompiledProfiler | None = None
         self._n_runs = 0
         """Number of steps in which TorchScript in the model ran; it optimizes itself in the first ones."""
+        self._parts: PartCalls | None = None
+        """Calls in the last step, if compiled code is planned inside."""
         self._given_up: list[OnlineProfiler | OnlineCompiledProfiler] = []
         """Profilers still in force on models that were given up."""
 
@@ -100,6 +104,8 @@ class Rehearsing(StepListener):
             return
         if self._observed is None:
             self._observed = self._profiler(model)
+        if self._parts is not None:
+            self._parts.clear()
         if self._on is None:
             self._on = _put_on(model, self._levers)
         try:
@@ -111,11 +117,10 @@ class Rehearsing(StepListener):
                 raise RehearsalError(str(busy)) from None
 
     def _profiler(self, model: nn.Module) -> OnlineProfiler | OnlineCompiledProfiler:
-        is_one = type(model) is not CompositeModel  # else no single call of the model could be compared
-        inside_blocks = self.inside_blocks and not self._levers and is_one and has_planned_blocks(model)
+        inside_blocks = self.inside_blocks and not self._levers and has_planned_blocks(model)
         if self.compiled is None and not is_compiled(model) and not inside_blocks:
-            if has_compiled_modules(model) and (several_processes() or not is_one):
-                self._notes = (WHOLE_IN_PROCESSES if is_one else WHOLE_TOGETHER,)
+            if has_compiled_modules(model) and several_processes():
+                self._notes = (WHOLE_IN_PROCESSES,)
             return OnlineProfiler(model, plain=self._plain, in_place=self._in_place)
         from lowtide.profiler.compiled_online import OnlineCompiledProfiler  # imports inductor, which takes seconds
 
@@ -124,7 +129,24 @@ class Rehearsing(StepListener):
                 f"{name_of(model)} is compiled as a whole, and in a loop no lever can be combined with that: leave "
                 f"{', '.join(repr(lever.name) for lever in self._levers)} out, or call lowtide.fit in the script."
             )
+        self._parts = PartCalls(model)
         return OnlineCompiledProfiler(model)
+
+    def calls(self, called: Callable[..., Any], batch: Any) -> None:
+        """Copy the arguments of a call, in case no single call runs all compiled code."""
+        if self._parts is not None and not self.done:
+            self._parts.add(called, batch)
+
+    def trial_call(self, model: nn.Module, code: Callable[..., Any], batch: Any) -> TrialCall | None:
+        """Return a call that runs all compiled code of a step: one of `code` on `batch`, or copies of several calls.
+
+        None if the arguments of some calls could not be copied.
+        """
+        is_one = code is not model or type(model) is not CompositeModel
+        if self._parts is None or (is_one and len(self._parts) <= 1):
+            return code, batch
+        calls = self._parts.made()
+        return (self._parts.run, (calls, {})) if calls else None
 
     def ends(self, model: nn.Module) -> None:
         """Check if enough steps were observed. Raises RehearsalError if that can never be."""
@@ -147,7 +169,7 @@ class Rehearsing(StepListener):
         if self._observed is not None:
             self._observed.give_up()
             self._given_up.append(self._observed)  # removed in the next step, because no hooks may be removed here
-        self.done, self.profile, self._observed = False, None, None
+        self.done, self.profile, self._observed, self._parts = False, None, None, None
 
     def peak_with(self, calls: EventStream) -> int | None:
         """Return the rehearsed step's peak if its compiled calls allocate what they did in the recording `calls`."""
@@ -157,7 +179,8 @@ class Rehearsing(StepListener):
 
     def replays_blocks(self, model: nn.Module) -> bool:
         """Return True if compiled blocks are rehearsed again, to be replayed; False if more than blocks is compiled."""
-        if not self.inside_blocks or self.compiled is not None or is_compiled(model):
+        called = model.children() if type(model) is CompositeModel else (model,)
+        if not self.inside_blocks or self.compiled is not None or all(map(is_compiled, called)):
             return False
         self.gives_up(model)
         self.inside_blocks = False
@@ -166,6 +189,8 @@ class Rehearsing(StepListener):
     def restart(self) -> None:
         """Rehearse larger batches than before, reusing earlier results; one step usually suffices."""
         self.done, self.profile = False, None
+        if self._parts is not None:
+            self._parts.clear()
         if self._observed is not None:
             self._observed.restart()
 

@@ -13,6 +13,7 @@ from lowtide.utils.rendering import Displayed, short_repr
 AUDITED: Final = "every recipe and replay was compared with the original tensors, bit by bit"
 COMPARED: Final = "compiled code under the plan was compared with the plain compiled code on a batch, bit by bit"
 NOT_COMPARED: Final = "there was no room to compare bits"
+NOT_COPIED: Final = "bits were not compared, because some arguments of compiled code can't be copied"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

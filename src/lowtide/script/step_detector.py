@@ -207,6 +207,8 @@ class Steps:
         if self._depth or not (
             begins or module in self._prompted or (torch.is_grad_enabled() and any(map(is_lazy, module.parameters())))
         ):
+            if self._is_open and not self._depth and is_compiled(module):
+                self._tell_of_call(module, (args, kwargs))
             return plain(module, *args, **kwargs)
         self._depth += 1  # also keeps modules from beginning a step when a module with lazy parameters calls them
         try:
@@ -215,6 +217,7 @@ class Steps:
                 self.listener.compiled = module if is_around else None
                 with self._noting():
                     self._handle_outermost_call(module, (args, kwargs))
+            self._tell_of_call(module, (args, kwargs))
             out = plain(module, *args, **kwargs)
             if id(module) in self._called and not self.updates.n:
                 self.by_hand.returned(module)
@@ -241,6 +244,7 @@ class Steps:
                         self.listener.compiled = function
                     with self._noting():
                         self._handle_outermost_call(module, (args, kwargs))
+            self._tell_of_call(function, (args, kwargs))
             return function(*args, **kwargs)
         finally:
             self._depth -= 1
@@ -317,7 +321,7 @@ class Steps:
             self._note_other_call(module)
         if self._is_open:
             self.listener.continues(batch)
-        elif self._is_ours(module):
+        elif self._is_ours(module) and not self._turns.are_in_step:
             self._candidates.forget()
             before = None if self._before is None else self._before()
             if before is not None and not self._is_ours(before) and any(True for _ in before.parameters()):
@@ -334,6 +338,13 @@ class Steps:
             self._called[id(module)] = module
             if not self.updates.n:
                 self.by_hand.called(module)
+
+    @never_compiled
+    def _tell_of_call(self, called: Callable[..., Any], batch: Any) -> None:
+        """Let the listener see a call inside a step that backward may go through."""
+        is_ours = self._is_open and self.failed is None and self._thread.is_here()
+        if is_ours and torch.is_grad_enabled() and not in_backward():
+            self.listener.calls(called, batch)
 
     def _note_other_call(self, module: nn.Module) -> None:
         """Record a call of another module, which replaces the model once it was trained for two steps."""
@@ -372,6 +383,7 @@ class Steps:
             return
         if self._is_beginning or self._is_elsewhere(optimizer):
             return
+        self._turns.counts_update()
         self.updates.end(optimizer)
         if self.model is None and (model := self._prompted.updated(optimizer)) is not None:
             self.model = model
@@ -476,7 +488,8 @@ class Steps:
     def _takes_turns(self, others: Sequence[nn.Module]) -> None:
         """Join the model and `others`, which take turns, into one model."""
         assert self.model is not None
-        parts = self.model.children() if type(self.model) is CompositeModel else (self.model,)
+        parts = [*self.model.children()] if type(self.model) is CompositeModel else [self.model]
+        self._turns.join([*parts, *others])
         self._give_up(whole([*parts, *others]))
 
     def _give_up(self, other: nn.Module) -> None:

@@ -56,6 +56,9 @@ class StepListener:
     def continues(self, batch: Any) -> None:
         """Continue a step: the program is about to call a module with `batch`."""
 
+    def calls(self, called: Callable[..., Any], batch: Any) -> None:
+        """Record that the program is about to call a module, or a compiled function, with `batch` inside a step."""
+
     def ends(self, model: nn.Module) -> None:
         """End a step: the optimizer has updated the model.
 
