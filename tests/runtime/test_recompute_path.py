@@ -1,6 +1,7 @@
 """From its third run on a recompute's operands are found by position, and whatever differs there is noticed."""
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ from torch import nn
 
 from lowtide.planner.address_nodes import NOTED
 from lowtide.runtime.engine import Engine, actions_for
+from lowtide.runtime.recipes import RECIPES
+from lowtide.runtime.recompute import Recompute, certain
 from lowtide.runtime.recompute_builder import Builder
+from lowtide.runtime.saved_values import Handle, Value
 from runtime.plans import differences, outcome
 
 WIDTH = 8
@@ -191,3 +195,13 @@ def test_an_output_of_a_higher_number_than_before_is_searched_for():
             net(x, number).backward()
         assert torch.equal(model.weight.grad, plain.weight.grad)
     engine.remove()
+
+
+@pytest.mark.parametrize("is_laid_out", [True, False])
+def test_a_chain_of_recomputes_may_be_longer_than_pythons_recursion(is_laid_out: bool) -> None:
+    constants = {} if is_laid_out else {"out_stride": None}
+    value = Value(maker=Recompute(RECIPES["TanhBackward0"], (Handle(Value(X), None),), None, constants, None))
+    for _ in range(2 * sys.getrecursionlimit()):
+        both = Handle(value, None), Handle(value, None)  # without a memory of visited ones 2 ** n would be looked at
+        value = Value(maker=Recompute(RECIPES["MulBackward0"], both, None, {}, None))
+    assert certain(value) == is_laid_out

@@ -84,11 +84,21 @@ class Recompute(RecomputeFields):
 
     @property
     def certain(self) -> bool:
-        """Return True if the strides of the result are those of the original tensor."""
-        return self.stride is not None or (
-            "out_stride" not in self.constants
-            and all(handle is None or certain(handle.value) for handle in self.operands)
-        )
+        """Return True if the strides of the result are those of the original tensor.
+
+        It does not recurse: a chain of recomputes may be as long as a recurrent model has steps.
+        """
+        pending, visited = [self], set[Recompute]()
+        while pending:
+            maker = pending.pop()
+            if maker.stride is not None or maker in visited:
+                continue
+            if "out_stride" in maker.constants:
+                return False
+            visited.add(maker)
+            makers = (handle.value.maker for handle in maker.operands if handle is not None)
+            pending += (upstream for upstream in makers if isinstance(upstream, Recompute))
+        return True
 
     def make(self, value: Value) -> Tensor:
         """Run the recipe; the result stays if an unread handle needs it."""
