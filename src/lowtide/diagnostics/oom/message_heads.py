@@ -704,7 +704,7 @@ HEADS = (
     ),
     _head(
         _KILLED,
-        rf"(?:^| \d{{1,9}} )(?:{re.escape(_KILLED).replace(chr(92) + '|', '|')})(?=$| )",
+        rf"(?:^| \d{{1,9}} )(?:{'|'.join(map(re.escape, _KILLED.split('|')))})(?=$| )",
         "system",
         _SHELLS,
         certain=False,
