@@ -19,7 +19,7 @@ _FIRST_UNNUMBERED = 2**63
 
 
 def producer(tensor: Tensor) -> Node | None:
-    """Return the node that made a tensor; None for a leaf, and where autograd raises."""
+    """Return the node that computed `tensor`; None for a leaf, and if autograd raises."""
     try:
         return tensor.grad_fn
     except RuntimeError:  # a view whose base was modified so that autograd refuses access

@@ -49,9 +49,9 @@ def _compiled_front(module: torch.nn.Module) -> Any:
 
 
 def compiles_nothing(front: object, module: torch.nn.Module) -> bool:
-    """Return True if `front`, in CALL of `module`, is of `module.compile()` and compiles nothing: torch compiles the
-    frames of forward below it, but not those of its own layers and containers, such as `nn.Sequential`. Torch 2.13; not
-    so in 2.15.
+    """Return True if `module.compile()` has put `front` into CALL of `module`, yet it compiles nothing: torch compiles
+    the frames of forward below it, but not those of its own layers and containers, such as `nn.Sequential`. Torch 2.13;
+    not so in 2.15.
     """
     if not hasattr(front, "_torchdynamo_orig_callable") or _compiles_own_layers():
         return False

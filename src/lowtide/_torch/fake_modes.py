@@ -67,7 +67,7 @@ def fake_mode(run_on_zeros: bool = True, nested: Exception | None = None) -> _fa
 
 
 def end_fakes(mode: _fake_tensor.FakeTensorMode) -> None:
-    """Make any further operator on both fake tensors of `mode` and real tensors raise. Torch 2.13, since 2.0."""
+    """Make every later operator that mixes fake tensors of `mode` with real tensors raise. Torch 2.13, since 2.0."""
     mode.allow_non_fake_inputs = False
 
 

@@ -18,7 +18,7 @@ _OTHERS: Final = frozenset({"as_strided_", "detach_", "embedding_renorm_"})
 """Functions that do not write, and the one that `tensor_writers.py` replaces."""
 
 STORAGE_METHODS: Final = ("__setitem__", "copy_", "fill_")
-"""Methods of `torch.UntypedStorage` that write to it, besides `resize_`."""
+"""Methods of `torch.UntypedStorage` that write to it, other than `resize_`."""
 
 _GET_DATA = vars(torch._C.TensorBase)["data"].__get__
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
@@ -36,7 +36,7 @@ def list_functions() -> list[str]:
 
 
 class _Data(property):
-    """Attribute `data` of tensors. Function modes are given torch's own functions for it."""
+    """Replacement for the attribute `Tensor.data`. Function modes get torch's own getter and setter."""
 
 
 def intercept_data(

@@ -54,8 +54,8 @@ class _DeviceGuard(backend_registration._DummyDeviceGuard):
 
 @contextlib.contextmanager
 def constants_made_on_cpu() -> Iterator[None]:
-    """Let `torch.tensor(..., device=...)` make its tensor on the CPU, then move it visibly, in a `with` block. Torch
-    2.13.
+    """Let `torch.tensor(..., device=...)` make its tensor on the CPU in a `with` block, and copy it to the device by an
+    operator that dispatch modes see. Torch 2.13.
     """
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)

@@ -32,7 +32,7 @@ CLOSE = 0.02
 
 
 def fit_compiled(site: StepContext, choice: Choice, made: Plan, budget_for: BudgetFor) -> tuple[Plan, Verdict]:
-    """Return the cheapest of a few plans that is measured within the budget, with its proof; `made` is the first.
+    """Return the cheapest of a few plans that is measured within the budget, with its proof; `made` is the first plan.
 
     On a CPU, plans are first measured without kernels, which is soon done; the best one of these is compiled. If its
     bits are not those of the plain step, the recomputed values that change them are searched for, and the next plans

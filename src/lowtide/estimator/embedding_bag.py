@@ -21,7 +21,9 @@ _SUM, _MEAN, _MAX = range(3)
 
 
 def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Return the scratch of forward: bags of indices are counted in a second array, before the smaller results."""
+    """Return the scratch bytes of forward: a second array as large as the bag numbers, freed before the smaller results
+    are allocated.
+    """
     if len(made) < 4 or not made[1].numel():  # plain sums need no counts
         return []
     mode = args[4] if len(args) > 4 else kwargs.get("mode", _SUM)
@@ -31,7 +33,7 @@ def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
 
 
 def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Return the scratch of backward: each index's bag, unless saved, and the inputs of the gradient."""
+    """Return the scratch bytes of backward: each index's bag number, unless saved, and the gradient's inputs."""
     grad, indices, offsets, bag_of, bag_size = args[:5]
     mode, is_sparse, weights = args[8:11]
     n_bytes = torch.promote_types(indices.dtype, offsets.dtype).itemsize
@@ -52,7 +54,9 @@ def has_padding(args: Any) -> bool:
 
 
 def _sparse(grad: Tensor, indices: Tensor, bag_size: Tensor, mode: int, padded: bool) -> list[int]:
-    """Return the scratch of a sparse gradient; without padding, the gradients of indices are its values."""
+    """Return the scratch bytes of a sparse gradient; without padding, its values are the gradients of the indices
+    themselves.
+    """
     each = indices.numel() * grad.element_size()
     if padded:
         return [each * grad.shape[1], indices.numel(), _bytes(indices)]
@@ -63,7 +67,9 @@ def _sparse(grad: Tensor, indices: Tensor, bag_size: Tensor, mode: int, padded: 
 
 
 def weights_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Return the scratch of the weights' gradient: bags of indices, unless saved, are counted in a second array."""
+    """Return the scratch bytes of the per-sample weights' gradient: two arrays of bag numbers, unless forward has saved
+    them.
+    """
     indices, bag_of = args[2], args[4]
     return [] if bag_of.numel() else [2 * (indices.numel() + 1) * bag_of.element_size()]
 

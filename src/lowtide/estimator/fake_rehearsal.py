@@ -1,4 +1,4 @@
-"""Rehearse a step on fake tensors: the profile of a model on a GPU that is not there, from which plans are made.
+"""Rehearse a step on fake tensors, for plans of a model on an absent GPU.
 
 Two steps, as in `profiler/online.py`: the first one is audited, the second one is traced under the decisions that free
 the most memory. Without contents nothing can be compared: recomputes and replays are taken to be exact, and `lowtide
@@ -84,7 +84,7 @@ class FakeAudit(Audit):
             super().try_packing(known, tensor)
 
     def try_implementations(self, *args: Any) -> None:
-        """Try none: which one is exact and faster can't be known here."""
+        """Do nothing: on fake tensors no implementation can be compared or timed."""
 
 
 class FakeRehearsal(TwoStepRun):
@@ -113,7 +113,7 @@ class FakeRehearsal(TwoStepRun):
                 yield
 
     def _now(self, batch: Any) -> frozenset[int]:
-        """Look which memory exists now, and return its addresses; those of real tensors, too, if they stay real."""
+        """Record the memory that exists now, and return its addresses, also those of tensors that stay real."""
         with without_function_modes(), fakes_have_addresses():
             self._static, self._blocks = static_of(
                 self._tracker, self._model, batch, self._state, self._reducers.buckets

@@ -145,8 +145,8 @@ def static_of(
 ) -> tuple[Static, frozenset[int]]:
     """Return the bytes that exist when the step begins, counting each storage once, and the blocks that they occupy.
 
-    Other models that the step reaches, such as a teacher, and other tensors that its optimizers update count like the
-    model's, and `buckets` as gradients.
+    Included are other models that the step reaches, such as a teacher, and all tensors that its optimizers update.
+    `buckets` count as gradients.
     """
     modules = [*model.modules(), *(thing for thing in state.reached if isinstance(thing, torch.nn.Module))]
     optimizers = state.optimizers

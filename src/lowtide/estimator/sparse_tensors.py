@@ -42,7 +42,7 @@ def is_compressed(tensor: Tensor) -> bool:
 
 
 def with_parts(sparse: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a sparse tensor with its indices and values changed."""
+    """Return `sparse` with `change` applied to its indices and to its values."""
     indices, values = map(change, parts_of(sparse))
     return like(sparse, indices, values)
 

@@ -131,9 +131,9 @@ class TwoStepRun:
         self._resized.clear()
 
     def take_for(self, lengths: tuple[int, int] | None) -> None:
-        """From here on, treat tensors of the first length in `lengths` as if they had the second.
+        """Count new tensors whose length is the first of `lengths` as if it were the second, from now on.
 
-        For a batch that is yet to be `put` with that length.
+        Needed while a batch has yet to be `put` with its new length.
         """
         self._tracker.ledger.lengths = lengths
 

@@ -129,9 +129,7 @@ class Unrehearsed(Engine):
         return value
 
     def _is_gathered_for(self, value: Value) -> bool:
-        """Return True if a value is there, or is computed in units that are gathered where the running call reads
-        it.
-        """
+        """Return True if a value exists, or all units that recompute it are gathered when the call reads it."""
         if value.tensor is not None:
             return True
         if not isinstance(value.maker, Recompute):

@@ -98,7 +98,7 @@ class _Call:
 
 @dataclass(slots=True)
 class ObservedStep:
-    """Observations of one step."""
+    """Record of one step's backward passes, gradient clipping, and other changes before the optimizer's step."""
 
     backwards: int = 0
     """Largest number of backward passes that added to one parameter's gradient before a step of the optimizer."""

@@ -1,4 +1,4 @@
-"""Memory of L-BFGS, whose state grows from update to update: the bytes held now, and the growth still to come.
+"""Memory of L-BFGS, whose state grows from update to update: the bytes held now, and by how much they will still grow.
 
 The optimizer keeps `history_size` pairs of vectors as large as the parameters, which are added one by one, with two
 numbers each. While it evaluates the model it holds more vectors in variables, and in its first update all of them.

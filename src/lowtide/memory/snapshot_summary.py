@@ -29,7 +29,8 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """The allocator at the end. `reserved = requested + rounding + idle_in_use + idle_segments`; bytes.
+    """State of the allocator when the snapshot was taken: `reserved = requested + rounding + idle_in_use +
+    idle_segments` bytes.
 
     Idle memory in segments that are in use cannot be given back to the device: fragmentation. Whole idle segments are
     given back when the device runs out, or by `torch.cuda.empty_cache()`.

@@ -118,7 +118,7 @@ class ExternalReferences:
             everything: Check all entries.
 
         Returns:
-            Address of each such memory, once, with the number of looks since outside references to it were last found.
+            Address of each such memory, once, with the number of searches since one last found outside references.
         """
         self._looks += 1
         self._due += RECENT

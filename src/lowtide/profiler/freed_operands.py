@@ -48,7 +48,7 @@ def reject_unavailable(values: list[ValueDraft], slots: list[SlotDraft], trace: 
 
 def _claims(values: list[ValueDraft], saved: dict[int, list[int]]) -> dict[int, set[int]]:
     """Map each captured operand (one that autograd does not record) to the slots that are recomputed from it. The first
-    of them holds it.
+    slot holds the operand.
     """
     claims: dict[int, set[int]] = {}
     for index, slots in saved.items():

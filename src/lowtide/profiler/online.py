@@ -73,7 +73,9 @@ used.
 """
 
 MOST_KINDS = 4
-"""Largest number of kinds of steps, as of losses in turn, that are told apart; with more, work counts as random."""
+"""Largest number of kinds of steps, such as steps of alternating losses, that are told apart; with more, work counts as
+random.
+"""
 
 GROWN = 2
 """Largest ratio of a batch to an audited batch at which the batch is not audited itself."""
@@ -238,7 +240,7 @@ class OnlineProfiler:
 
     @property
     def _awaits_kind(self) -> bool:
-        """Return True if steps of a kind came that was not audited yet, and kinds may take turns."""
+        """Return True if steps of some kind were traced but never audited, and kinds may take turns."""
         return any(
             {*kinds} - {each.kind for each in self._audited.get(form, [])} and take_turns(kinds, n_rounds=1)
             for form, kinds in self._kinds.items()
@@ -307,7 +309,7 @@ Kind: TypeAlias = tuple[tuple[str, int | None, int], ...]
 
 
 def kind_of(calls: Iterable[CallShape]) -> Kind:
-    """Return the kind of a step with these calls."""
+    """Return the kind of a step: the path, parent and number of saved tensors of each of its module calls."""
     return tuple((call.path, call.parent, call.n_saved) for call in calls)
 
 
@@ -349,8 +351,8 @@ class _Audited:
         self.fingerprint, self.audit, self.kind = fingerprint, audit, kind_of(audit.shapes)
 
     def extent(self) -> tuple[int, int]:
-        """Return a key that orders steps by size: inputs count before saved bytes, which a first call raises by
-        creating state.
+        """Return a key that orders steps by size: elements of the inputs, then saved bytes. Saved bytes alone would
+        mislead: a first call that creates state saves more.
         """
         return _n_elements(self.audit.inputs), self.saved_bytes()
 
@@ -385,7 +387,9 @@ class _Traced:
         return _saved_bytes(self._values, self._audit.slots)
 
     def profile(self, model: nn.Module, fullest: _Audited | _Traced) -> Profile:
-        """Return the profile of steps like this one. `fullest` is the step that saved most."""
+        """Return the profile of this step. `fullest` is the step that saved the most bytes, which is noted if it is
+        another one.
+        """
         peak_bytes, step_ms = self.plain or (None, 0.0)
         notes = [NOT_RUN] if peak_bytes is None else []
         if fullest.saved_bytes() > self.saved_bytes():

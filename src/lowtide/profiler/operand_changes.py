@@ -59,7 +59,7 @@ class OperandChanges:
 
 
 def _memory_of(maker: Recompute) -> set[int]:
-    """Return the memory of all tensors that a recompute, and the recomputes it passes through, read."""
+    """Return the storages of all tensors that a recompute reads, by itself or through recomputes of its operands."""
     storages = set[int]()
     for value in (handle.value for handle in maker.operands if handle is not None):
         if isinstance(value.maker, Recompute):

@@ -75,9 +75,10 @@ class Rehearsal:
         return len(self._orders) > 1
 
     def vary(self) -> None:
-        """Run a step that draws numbers from Python or NumPy with others, until it calls other modules.
+        """Run a step that draws from Python or NumPy with other random numbers, until it calls other modules.
 
-        Such numbers decide about something, and the runs so far may have called the same modules by chance.
+        Numbers from Python and NumPy mostly decide what runs, and the runs so far may have called the same modules by
+        chance.
         """
         if self.is_random or not self._draws_on_host:
             return
@@ -218,7 +219,9 @@ class Rehearsal:
         return recorder, step_ms
 
     def _draw_as_before(self) -> None:
-        """Let a step whose work is random do the work that was audited; until then, other numbers show if it is."""
+        """Restore the random numbers of the audited step if the step's work is random; otherwise leave them, to find
+        out if it is.
+        """
         if self.is_random:
             self._unchanged.restore_for_rerun()
 

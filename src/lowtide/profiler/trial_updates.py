@@ -94,8 +94,8 @@ class Update:
 
 
 class Updates:
-    """Optimizers of a model in rehearsed steps. Those that the step itself does not call update the model after the
-    step. Used inside a `StepSnapshot`, which undoes the updates.
+    """Optimizers of a model in rehearsed steps. Optimizers that the step itself does not call are stepped after it.
+    Used inside a `StepSnapshot`, which undoes the updates.
     """
 
     def __init__(

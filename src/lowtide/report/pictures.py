@@ -61,7 +61,7 @@ class Axes:
 
 
 def axes_of(memories: Sequence[StepMemory], budget_bytes: int | None = None) -> Axes:
-    """Return axes that show all of these steps, and the budget unless it is far above them."""
+    """Return axes that fit the memory of all steps, and the budget unless it is far above."""
     high = max(1, *(memory.peak_bytes for memory in memories))
     if budget_bytes is not None and budget_bytes < 1.5 * high:
         high = max(high, budget_bytes)

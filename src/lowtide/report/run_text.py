@@ -42,7 +42,7 @@ def _lines(run: RunRecord) -> Iterator[str]:
 
 
 def about(run: RunRecord) -> str:
-    """Return model, batch, device and torch in a line."""
+    """Return model, batch, device and torch version in one line."""
     made_for = run.fingerprint
     if made_for is None:
         return ""

@@ -1,4 +1,5 @@
-"""State besides its arguments that a module call reads, captured when it begins and restored around a replay.
+"""State that a module call reads in addition to its arguments, captured when the call begins and restored around a
+replay.
 
 Random numbers (torch on the CPU and on the module's GPUs, generators passed to it, Python, NumPy), autocast, the
 kernels that attention may use, training flags, buffers and plain attributes are restored; after the replay they return
@@ -230,7 +231,7 @@ class CallContext:
         self.summed = self._places_of_buffers()
 
     def copy(self, storages: set[int], copy_of: Callable[[Tensor], Tensor]) -> bool:
-        """Copy parameters and buffers in this memory, which is about to be written to; return True if there are any."""
+        """Copy parameters and buffers in `storages`, which are about to be written to; return True if there are any."""
         n_copied, sums = len(self.copied), dict(zip(self.summed, self.sums, strict=True))
         uncopied: list[int] = []
         for place, ((table, name, tensor), version) in enumerate(zip(self.held, self.versions, strict=True)):

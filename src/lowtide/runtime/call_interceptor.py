@@ -229,7 +229,7 @@ class InterceptorsInside:
 
 
 def _used(front: Callable[..., Any] | None, module: nn.Module) -> Callable[..., Any] | None:
-    """Return `front`, unless it compiles nothing: below it, torch would compile Lowtide's own code."""
+    """Return `front`, or None if it compiles nothing: calling it would make torch compile Lowtide's own code."""
     return None if compiles_nothing(front, module) else front
 
 

@@ -78,7 +78,7 @@ class PlanGuard:
         self._front = OuterInterceptor(model, self._around, owner)
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check a training call of the model, or of a part of it."""
+        """Check in a training call of the model, or of a part, that the input is no larger and the model unchanged."""
         if self._is_over:
             return
         shapes = shapes_of(args, kwargs)

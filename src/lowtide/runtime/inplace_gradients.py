@@ -1,9 +1,9 @@
 """Gradients written over the gradients that they are computed from, once those are no longer needed.
 
 A node of autograd receives a gradient, returns another one of the same size, and releases the first when it is done. So
-for a moment both exist, besides the node's saved tensors: at a loss over a large vocabulary, three times the logits
-instead of twice. While `InPlace` is in force, kernels of Lowtide run before torch's for some operators of backward.
-Such a kernel lets torch's write its result over the incoming gradient, if
+for a moment both exist, in addition to the node's saved tensors: at a loss over a large vocabulary, three times the
+logits instead of twice. While `InPlace` is in force, kernels of Lowtide run before torch's for some operators of
+backward. Such a kernel lets torch's write its result over the incoming gradient, if
 
 - autograd's own node calls it, whose formula reads the gradient once (`Operator.node`);
 - nothing else refers to the gradient, nor to its memory. References of Python and of C++ are counted, and must be as

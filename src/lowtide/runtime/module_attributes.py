@@ -122,8 +122,8 @@ class Attributes:
         yield from (tensor for *_, known in self._there for then, _ in known if (tensor := then()) is not None)
 
     def copy(self, storages: set[int], copy_of: Callable[[Tensor], Tensor]) -> bool:
-        """Replace the tensors in this memory, which is about to be written to, by copies; return True if there are
-        any.
+        """Replace captured tensors in `storages`, which are about to be written to, by copies; return True if any was
+        replaced.
         """
         has_copied = False
 

@@ -4,8 +4,8 @@ A pooling layer saves its input for its size. A ReLU saves its result to know wh
 enough (Jain et al., Gist, ISCA 2018, doi 10.1109/ISCA.2018.00070). If no other node saved the result, as is the case
 before a pooling layer, no recompute is needed.
 
-Only the node itself shows its readers: a result is being saved if its own node has none yet, and an input is reduced to
-its shape when the call that saved it returns the output of that node.
+A pack hook is not told which node saves a tensor. A ReLU saves its own result if the result's node has yet to save one.
+An input that was saved for its shape is recognized later, when the call returns the output of the node that saved it.
 """
 
 from __future__ import annotations

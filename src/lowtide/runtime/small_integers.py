@@ -1,8 +1,8 @@
 """Indices of pooling and similar operators, stored in as few bytes as they need.
 
-Max pooling saves the place of each maximum in its input's plane, in eight bytes. The places at one point of the output
-all lie in one window: beside the lowest of them over the whole batch, which is stored once, one byte holds the rest for
-a window of 3 x 3 in a plane of up to 126 columns, and two bytes for nearly any other.
+Max pooling saves the place of each maximum in its input's plane, in eight bytes. At one point of the output, the places
+of all examples lie in the same window. So the lowest of them is stored once, and for each example the distance from it:
+one byte for a window of 3 x 3 in a plane of up to 126 columns, two bytes for nearly any other.
 
 Nothing is guessed: lowest and highest are computed in every step, on a GPU at the price of waiting for the device, and
 indices that need as much memory as before are kept unchanged.
@@ -64,7 +64,7 @@ def offsets_of(tensor: Tensor) -> dict[str, Any]:
 
 
 def _extremes(tensor: Tensor, dims: tuple[int, ...]) -> tuple[Any, Any]:
-    """Return the lowest and the highest index at each point; on a CPU in memory of NumPy, which recordings do not
+    """Return the lowest and the highest index at each point; on a CPU as NumPy arrays, whose memory recordings do not
     count.
     """
     if tensor.device.type == "cpu":

@@ -1,10 +1,10 @@
 """Writes, between forward and backward, to tensors that recomputes and replays read again, unnoticed by autograd.
 
 Autograd checks the version of each tensor that it has saved. A recompute also reads others, such as a bias, rows of an
-embedding, or an added mask; and a replay reads every parameter of its call. A plain step tolerates a write to one of
-these before backward. Most writers appear in a rehearsal, and no recompute uses the tensors they write to. Some
-later writers are known in advance: optimizers, embeddings with `max_norm`, which torch renormalises in each forward,
-and in-place methods. Tensors that are still to be read are copied before their write. Other writers are detected in
+embedding, or an added mask; and a replay reads every parameter of its call. A plain step tolerates a write to such a
+tensor before backward. Most writers appear in a rehearsal, and no recompute uses the tensors they write to. Some later
+writers are known in advance: optimizers, embeddings with `max_norm`, which torch renormalises in each forward, and
+in-place methods. Tensors that are still to be read are copied before their write. Other writers are detected in
 backward, too late for that step: by the version, or by the contents of memory that was exposed (`exposed_memory.py`).
 From then on no recompute uses such a tensor.
 """
@@ -150,8 +150,8 @@ class ReliedOn:
             self._begin()
 
     def may_read(self, storages: set[int]) -> bool | None:
-        """Return True if a tensor that will be read again may be in this memory, and None if none is left: a quick
-        answer, before each write.
+        """Return True if `storages` may hold a tensor that will be read again; None if no such tensor is left at all.
+        Fast, because it runs before each write.
         """
         with self._lock:
             if self._newest() is None and not self:
@@ -279,7 +279,7 @@ class ReliedOn:
                 frame.call_context.expose(is_exposed)
 
     def give_up(self, storage: int) -> None:
-        """From now on replay no call that reads this memory, because it was written to before backward."""
+        """Stop replaying calls that read the storage, because it was written to before backward."""
         for frame in [frame for reference in self._frames if (frame := reference()) is not None]:
             if any(storage_id(tensor) == storage for tensor, _ in frame.read(given=True)):
                 frame.interceptor.reach.is_overwritten = True

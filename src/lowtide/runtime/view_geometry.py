@@ -26,7 +26,7 @@ def whole(tensor: Tensor) -> tuple[Tensor, Node | None, int]:
 
 
 def producer(tensor: Tensor) -> tuple[Tensor, Node | None, int, Geometry | None]:
-    """Return what `whole` returns, and the geometry of `tensor` in that base; None if it is not a view."""
+    """Return the results of `whole`, and the geometry of `tensor` as a view of the base; None if it is not a view."""
     base, node, output = whole(tensor)
     view = None if base is tensor else (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
     return base, node, output, view

@@ -28,7 +28,7 @@ class AlternatingModels:
         self._called: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._updated: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._awaited: dict[int, list[_Gradient | None]] = {}
-        """For each model through which no backward pass has come since its last call, by id, its gradients then."""
+        """Gradients at its last call, by id, of each model through which no backward pass has run since."""
         self._joined: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Models taken as one."""
         self._n_waits = 0
@@ -40,12 +40,12 @@ class AlternatingModels:
         self._awaited[id(module)] = [_gradient(p) for p in module.parameters()]
 
     def join(self, models: Iterable[nn.Module]) -> None:
-        """Take `models` as one; their steps begin where no backward pass is left through earlier calls."""
+        """Treat `models` as one from now on. A step begins when no backward pass through earlier calls is awaited."""
         self._joined.update(models)
         self._n_waits = PATIENCE if self._awaits_backward() else 0
 
     def counts_update(self) -> None:
-        """Look for gradients that have come since the calls, at an update."""
+        """Stop awaiting backward passes through calls whose models have got gradients by this update."""
         self._awaited = {
             key: at_call
             for key, module in self._called.items()
@@ -55,7 +55,7 @@ class AlternatingModels:
 
     @property
     def are_in_step(self) -> bool:
-        """Return True if a backward pass is to come through an earlier call of a model: no step begins here."""
+        """Return True if a backward pass through an earlier call is still awaited, so that no step begins here."""
         return self._n_waits > 0
 
     def _awaits_backward(self) -> bool:

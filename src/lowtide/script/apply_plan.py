@@ -35,8 +35,8 @@ class Applying(PlanMonitor):
     """A listener that puts an existing plan in force before the model's first forward, and measures a step under it.
 
     The measured step is the second on a batch of the planned size: in the first an optimizer has no state yet. A step
-    in which DistributedDataParallel makes new buckets does not count. If no such batches come, smaller ones are
-    measured. In all measured steps the tensors read by backward are compared with the saved ones.
+    in which DistributedDataParallel makes new buckets does not count. If there are no batches of that size, smaller
+    ones are measured. In all measured steps the tensors read by backward are compared with the saved ones.
     """
 
     awaits = "was called as its plan has it"

@@ -160,14 +160,14 @@ class Estimating(StepListener):
             ] = None
 
     def is_left_by(self, model: nn.Module, other: nn.Module) -> bool:
-        """Return True if the script reaches `model` and its parts neither from its variables nor from `other`."""
+        """Return True if neither the script's variables nor the module `other` lead to any part of `model`."""
         if self._rehearsal is None:
             return False
         reached = ids(ReachableState(*caller_variables(), other).visited)
         return not reached & ids(model.modules())
 
     def _turn_to(self, model: nn.Module, batch: Any) -> None:
-        """Switch to another model. If the former one was freed, both steps are to be those of the new one."""
+        """Switch to another model. If the former one was freed, two steps of the new one are estimated."""
         assert self._rehearsal is not None
         former = None if self._model is None else weakref.ref(self._model)
         self._model = model
@@ -181,7 +181,9 @@ class Estimating(StepListener):
         self._enter(model, [])
 
     def continues(self, batch: Any) -> None:
-        """Continue a step. If models take turns, or there is no optimizer, the next batch may come early."""
+        """Continue a step. If models take turns, or there is no optimizer, this call may already belong to the next
+        batch.
+        """
         if self._rehearsal is None and self._held_up is not None and self._has_run_backward:
             self.begins(self._held_up[0], batch, self._held_up[1])
             return
@@ -368,7 +370,7 @@ class Estimating(StepListener):
         return is_updated
 
     def leaves(self) -> None:
-        """Restore everything."""
+        """Restore all real tensors and remove all patches, if the run is still in progress."""
         if self._rehearsal is not None:
             rehearsal, self._rehearsal = self._rehearsal, None
             rehearsal.__exit__(None, None, None)

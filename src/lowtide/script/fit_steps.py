@@ -193,7 +193,7 @@ class Fitting(PlanMonitor):
             self.plans.go_on_plain(why)
 
     def _measure(self, made: Plan, step: BegunStep) -> None:
-        """Measure this step if its batch is no larger than those that `made`, the plan in force, is for."""
+        """Measure this step if its batch is no larger than those that the plan in force, `made`, covers."""
         applied = self._in_force.applied
         assert applied is not None
         current, planned = fingerprint(step.model, step.batch).batch, made.fingerprint.batch
@@ -299,7 +299,7 @@ class Fitting(PlanMonitor):
         self._stays_over(made, why)
 
     def _judge_within(self, made: Plan, measured_bytes: int) -> None:
-        """Keep a plan that is within the budget, once a batch of its size has come or many others."""
+        """Keep a plan that is within the budget, once a batch of its size, or many smaller ones, were measured."""
         self._measured.most_bytes = max(self._measured.most_bytes, measured_bytes)
         if self._measured.is_planned:
             if made.graphs and self._request.budget_for == "requested":
@@ -327,7 +327,7 @@ class Fitting(PlanMonitor):
         self._stays(made, why.measured_peak_bytes, is_of_planned_size=self._measured.is_planned)
 
     def _keep(self, made: Plan) -> None:
-        """Keep a plan in force although no batch of its size has come."""
+        """Keep a plan in force although no batch of its size was measured."""
         self._say(self._measured.in_words())
         self._stays(made, self._measured.most_bytes or None, is_of_planned_size=False)
 
@@ -397,7 +397,7 @@ class Fitting(PlanMonitor):
         self.plans.later.end()
 
     def finish(self) -> None:
-        """Keep the plan in force, even if only smaller batches came."""
+        """Keep the plan in force, even if only smaller batches were measured."""
         self.done |= self._has_held
         plan = self.plans.plan
         if plan is not None and self._measured.n_others and not self.done and not self.plans.larger.is_awaited:

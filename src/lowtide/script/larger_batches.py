@@ -24,7 +24,7 @@ class LargerBatches:
         self.has_optimizers = False
         """False if the program updates the model without an optimizer of torch."""
         self.is_outgrown = False
-        """True once a batch has come that is larger than the batches of all plans."""
+        """True once a batch was larger than the batches of all plans."""
         self.is_rehearsed = False
         """True if this step's batch is larger than all planned ones."""
         self._n_looked: int | None = None
@@ -38,11 +38,11 @@ class LargerBatches:
 
     @property
     def has_waited_enough(self) -> bool:
-        """Return True if no batch of the outgrown size came in many steps."""
+        """Return True if many steps have passed without another batch of the outgrown size."""
         return self._n_looked is not None and self._n_looked >= PATIENCE
 
     def can_be_planned(self, made: Plan) -> bool:
-        """Return True if a batch larger than those of `made` can get another plan."""
+        """Return True if a batch that is larger than those the plan `made` covers can get another plan."""
         # with several sizes in a step, a part of a large step would get the plan for a small one
         is_one_size = len(made.input_shapes) == 1
         return is_one_size and self.has_optimizers and not several_processes() and self._n_growths < GROWTHS
@@ -52,7 +52,7 @@ class LargerBatches:
         self._n_looked = 0
 
     def has_come(self, made: Plan, batch: Any) -> bool:
-        """Count this step; return True if its batch exceeds those that `made` is for."""
+        """Count this step; return True if its batch exceeds those that the plan `made` covers."""
         assert self._n_looked is not None
         self._n_looked += 1
         return elements(shapes_in(in_words(tensors_in(batch)))) > most_elements(made)

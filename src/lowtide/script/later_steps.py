@@ -1,4 +1,4 @@
-"""Steps after the one in which a plan was found to hold: which of them are measured, and when they are rehearsed again.
+"""The schedule by which steps are measured, or rehearsed again, after a plan was found to hold.
 
 Memory that the program creates later, as for slow copies of the weights, is noticed because tensors are counted after
 each of the first updates, and then less and less often, and because steps are measured now and then. A step that
@@ -69,9 +69,9 @@ class LaterSteps:
             self.come_soon()
 
     def plan_holds(self, place: torch.device, room_bytes: int, *, is_sure: bool) -> None:
-        """Wait for the next step to be measured, which is the next but one if the plan is not sure to hold for it.
+        """Schedule the next measured step: soon if the plan may not hold for it, else after an interval that grows.
 
-        Until then tensors on `place` are counted: room is left for `room_bytes` more of them.
+        Until then tensors on `place` are counted: the budget has room for `room_bytes` more of them.
         """
         if self.has_begun:
             self._next_look = max(self._next_look, self.n_updates + FIRST_LOOK)
@@ -84,7 +84,7 @@ class LaterSteps:
             self._least_held_bytes = held_bytes(place)
 
     def come_soon(self) -> None:
-        """Measure or rehearse after the next update."""
+        """Schedule a measurement or rehearsal right after the next update."""
         self.due_at = 0
 
     def end(self) -> None:
@@ -107,7 +107,7 @@ class LaterSteps:
             self.is_different = False
 
     def can_rehearse(self, made: Plan) -> bool:
-        """Return True if changed steps can get another plan than `made`."""
+        """Return True if changed steps can get a plan in place of `made`."""
         return not (made.graphs or several_processes()) and self._n_rehearsals < MOST_REHEARSALS
 
     def rehearse(self) -> None:

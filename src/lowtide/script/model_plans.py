@@ -161,7 +161,9 @@ class ModelPlans:
         return True
 
     def plan_or_smallest(self, profile: Profile, made: Plan, otherwise: str) -> Plan:
-        """Return a plan for the budget of `made`, or say `otherwise` and return the one with the smallest peak."""
+        """Return a plan for the budget of the plan `made`; if none fits, report `otherwise` and return the one with the
+        smallest peak.
+        """
         try:
             following = plan(profile, made.budget_bytes)
         except Infeasible as why:
@@ -384,7 +386,9 @@ class ModelPlans:
         return True
 
     def changed(self, kind: Literal["model", "step", "state"], what: str) -> bool:
-        """Return True if the steps get another plan if they need one. See Changed."""
+        """Return True if changed steps can get another plan, and schedule their measurement. The arguments are those of
+        `Changed`.
+        """
         assert self.plan is not None
         if not self.later.can_rehearse(self.plan):
             return False

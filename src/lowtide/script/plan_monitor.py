@@ -124,7 +124,7 @@ class MeasuredSteps:
     """Largest peak of the steps on batches of other sizes."""
 
     def in_words(self) -> str:
-        """Return the report that no batch of the plan's size came."""
+        """Return a message which says that no batch of the plan's size was measured."""
         largest = "no peak was measured"
         if self.most_bytes:
             largest = f"the largest measured peak is {format_bytes(self.most_bytes)}"

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class PromptTuning:
-    """Modules called before the model is known, held by weak references."""
+    """Modules that are called before the trained model is known: frozen ones, and those in evaluation mode. Held by
+    weak references.
+    """
 
     def __init__(self) -> None:
         self._frozen: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
@@ -39,7 +41,9 @@ class PromptTuning:
         self._in_evaluation.clear()
 
     def updated(self, optimizer: Optimizer) -> CompositeModel | None:
-        """Return the model if parameters outside modules were updated, with gradients through frozen modules."""
+        """Return the frozen modules and the trained parameters as one model, if the optimizer updated parameters
+        outside modules.
+        """
         updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         in_modules = {p for module in self._in_evaluation for p in ids(module.parameters())}
         if not self._frozen or not updated or ids(updated) & in_modules:

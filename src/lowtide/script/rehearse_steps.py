@@ -195,12 +195,12 @@ class Rehearsing(StepListener):
             self._observed.restart()
 
     def lets_go(self) -> None:
-        """End the script unless `stop` is False."""
+        """End the script by raising Enough, unless the listener was created with `stop=False`."""
         if self._stop:
             raise Enough
 
     def finish(self) -> None:
-        """Accept the largest size that came often enough, if no size has been rehearsed yet."""
+        """Accept the largest size that occurred often enough, if no size has been rehearsed yet."""
         if self._observed is not None and not self.done:
             self._observed.finish()
             if self._observed.profile is not None:

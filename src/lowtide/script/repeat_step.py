@@ -241,7 +241,7 @@ class StepRepeater(Removable):
                 raise
 
     def _explain(self, error: Exception, why: str) -> None:
-        """Add the reason why the step is not repeated, and the explanation of the error."""
+        """Add notes to the error: the reason why the step is not repeated, and why memory ran out."""
         error.add_note(f"lowtide: the step is not repeated: {why}.")
         self._explaining.__exit__(type(error), error, error.__traceback__)
 
@@ -280,7 +280,7 @@ class _Call:
         self._places: set[int] = set()
         """Numbers of the outputs through which the backward pass in progress has entered the call."""
         self.gradients: dict[int, Tensor | None] | None = {}
-        """Gradients of these outputs, by number; None if they are too large to be held."""
+        """Gradients of the outputs, by number; None if they are too large to be held."""
         self._is_released = False
         """True once a backward pass has released the arguments; another one may enter through other outputs."""
 

@@ -38,7 +38,7 @@ class Replanning:
     # --- for larger batches
 
     def look_for_larger(self, made: Plan, step: BegunStep) -> None:
-        """Rehearse this step if its batch exceeds those that `made` is for; else run it under its plan."""
+        """Rehearse this step if its batch exceeds those that the plan `made` covers; else run it under its plan."""
         if not self._plans.larger.has_come(made, step.batch):
             self._plans.put_in_force(step)
             return
@@ -78,7 +78,7 @@ class Replanning:
     # --- for steps that need more memory
 
     def measure(self, made: Plan, step: BegunStep) -> Measured | None:
-        """Measure this step if its batch is one that `made`, the plan in force, is for."""
+        """Measure this step if the plan in force, `made`, covers its batch."""
         current, planned = fingerprint(step.model, step.batch).batch, made.fingerprint.batch
         if current == planned or no_larger(shapes_in(current), shapes_in(planned)):
             applied = self._in_force.applied
@@ -127,7 +127,7 @@ class Replanning:
         return not self._plan_for_added(made, profile, static, measured_bytes)
 
     def _plan_for_added(self, made: Plan, profile: Profile, static: Static, measured_bytes: int) -> bool:
-        """Plan again, with the memory from before a later step, `static`, and with what its peak had more than that.
+        """Plan again, counting the memory before a later step, `static`, and the rest of its peak's excess.
 
         Returns True if `made` was replaced.
         """
@@ -145,7 +145,7 @@ class Replanning:
         return True
 
     def rehearse(self, step: BegunStep) -> None:
-        """Rehearse this step; nothing is known of such steps."""
+        """Rehearse this step from scratch, without the results of earlier rehearsals."""
         if self._in_force.applied is not None:
             self._in_force.remove()
             self._plans.rehearsing.gives_up(step.model)

@@ -28,7 +28,7 @@ class RunVerdict(Displayed):
     """
     budget_for: BudgetFor = "requested"
     is_of_planned_size: bool
-    """False if only smaller batches than the planned ones came."""
+    """False if all measured batches were smaller than the planned ones."""
     proof: str = AUDITED
     """Result of comparing the bits, in words."""
 

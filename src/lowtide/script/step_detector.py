@@ -161,8 +161,8 @@ class Steps:
             self.updates.forget()
 
     def _resume(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> None:
-        """Detect steps again: the listener was done with the model, and now needs more of its steps, or those of the
-        model that is trained next if `model` is None.
+        """Detect steps again for a listener that was done: of `model`, or if that is None, of the model that is trained
+        next.
         """
         self._afterwards, self.model = None, model
         self.updates.restart(optimizers)

@@ -78,7 +78,7 @@ class StepListener:
         return False
 
     def finds(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
-        """Take `model` as trained after an unobserved step. Called from an optimizer's hook."""
+        """Learn that `model` is the trained one, after an unobserved step. Called from an optimizer's hook."""
 
     def is_updated(self, model: nn.Module) -> bool:
         """Return True if parameters of `model` changed since the last call, which may be the end of a step.

@@ -1,8 +1,8 @@
 """Random numbers that a call draws from the model's own generators, which a replay would draw once more.
 
 A replay restores torch's RNG state, the generators of its modules and arguments, and the global ones of Python and
-NumPy. It does not restore other generators that the model's code can reach: a call that draws from one of them is not
-replayed, and after a trial their states are put back.
+NumPy. It does not restore other generators that the model's code can reach: a call that draws from such a generator is
+not replayed, and after a trial the generators' states are put back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""State besides the model that a step changes: modules, schedulers, scalers, generators, tensors of its code.
+"""State outside the model that a step changes: modules, schedulers, scalers, generators, tensors of its code.
 
 A rehearsed step is a real one. It may advance a learning-rate scheduler, average weights into a second model, or update
 batch norm statistics of a teacher. None of these is passed to the call, so the search follows the step's code:

@@ -242,9 +242,9 @@ def minilm_tokenizer() -> Any:
 
 
 def tokens_in_use(tokenizer: Any) -> tuple[Tensor, Tensor]:
-    """Return Python's reference as indices into the second tensor, which holds the tokens that occur.
+    """Return the text of Python's reference as indices into a vocabulary, and that vocabulary: the tokens that occur.
 
-    [tokens] and [different tokens], int64. The second is sorted, and holds the special tokens of BERT as well.
+    Shapes are [tokens] and [different tokens], int64. The vocabulary is sorted, and also holds BERT's special tokens.
     """
     ids = text.token_ids(tokenizer, text.python_reference())
     used = torch.cat([_special(tokenizer), ids]).unique()  # type: ignore[no-untyped-call]

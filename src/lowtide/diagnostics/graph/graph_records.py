@@ -1,7 +1,7 @@
 """Records of an autograd graph: values, the nodes that made them, and the tensors that each node keeps.
 
 Links lead upstream only, from a value to its producer and from a node to its inputs. Without reference cycles, the
-autograd graph is freed together with the last of these objects.
+autograd graph is freed together with the last of its records.
 """
 
 from __future__ import annotations

@@ -22,13 +22,13 @@ def tree(graph: Graph) -> str:
 
 
 def summary(graph: Graph) -> str:
-    """Return the graph's size and memory in a line."""
+    """Return the graph's size and memory in one line."""
     apart = f", and {format_bytes(graph.parameter_bytes)} of parameters" if graph.parameter_bytes else ""
     return f"{_count(len(graph.nodes), 'node')} keep {format_bytes(graph.held_bytes)}{apart}"
 
 
 def node_line(node: Node) -> str:
-    """Return a node in a line: `AddmmBackward0  keeps 16 KiB  in h.0.mlp`."""
+    """Format a node in one line: `AddmmBackward0  keeps 16 KiB  in h.0.mlp`."""
     parts = [node.name]
     if node.held_bytes or not node.kept:
         parts.append(f"keeps {format_bytes(node.held_bytes)}" if node.held_bytes else "")
@@ -43,7 +43,7 @@ def node_line(node: Node) -> str:
 
 
 def value_line(value: Value) -> str:
-    """Return a leaf or a constant in a line: `W  [3, 4] float32`."""
+    """Format a leaf or a constant in one line: `W  [3, 4] float32`."""
     kind = "leaf" if value.requires_grad else "constant"
     return "  ".join(part for part in (value.name or kind, describe(value), kind if value.name else "") if part)
 

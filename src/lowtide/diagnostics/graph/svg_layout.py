@@ -42,7 +42,7 @@ class Layout:
 
 
 def lay_out(sizes: Sequence[tuple[float, float]], layers: Sequence[int], edges: Sequence[tuple[int, int]]) -> Layout:
-    """Place boxes of these sizes (width, height) in these layers; each edge leads to a higher layer."""
+    """Place a box of each size (width, height) in its layer; each edge leads to a higher layer."""
     boxes = [Box(width, height, layer) for (width, height), layer in zip(sizes, layers, strict=True)]
     routes = [_route(boxes, start, end) for start, end in edges]
     rows: dict[int, list[int]] = defaultdict(list)

@@ -125,7 +125,7 @@ class FindingLog:
             entry.outputs.clear()
 
     def retract(self, retained: Iterable[RetainedObject]) -> None:
-        """Withdraw findings of growth for containers that have no more entries a step later."""
+        """Withdraw findings of growth for containers that have gained no entry in the step since."""
         growing = [e for e in self.entries.values() if e.rule and e.rule.ends_without_growth and not e.is_cycle]
         for group in _by_holder(retained).values() if growing else ():
             storages, n_entries = _storages(group), _most_entries(group)

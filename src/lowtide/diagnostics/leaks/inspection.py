@@ -87,7 +87,7 @@ class RetainedObject:
 
     @property
     def goes_through_calls(self) -> bool:
-        """True if its graph goes through several calls of one line."""
+        """True if the tensors' graph goes through several calls from one line."""
         return len(self.calls) > len({id(call.stats) for call in self.calls})
 
     @property
@@ -97,7 +97,7 @@ class RetainedObject:
 
     @property
     def is_used_again(self) -> bool:
-        """True if backward goes through the graph of a call again, in the pass of a later forward."""
+        """True if the backward pass of a later forward also went through the graph of an earlier call."""
         passes = [call.backwards for call in self.calls if call.backwards]
         return any(each[0].last_call < each[-1].last_call for each in passes)
 

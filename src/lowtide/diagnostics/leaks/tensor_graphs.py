@@ -71,7 +71,7 @@ def computed_by(tensor: Tensor) -> Node | None:
 
 
 def computing(nodes: Iterable[Node]) -> list[Node]:
-    """Return all nodes upstream of these, including them, except those that accumulate gradients of leaves."""
+    """Return `nodes` and all nodes upstream of them, except those that accumulate gradients of leaves."""
     return [node for node in nodes_from(nodes) if is_numbered(node)]
 
 

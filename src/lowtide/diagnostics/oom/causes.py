@@ -555,7 +555,7 @@ def _true_need(m: Message, f: Facts) -> Cause:
 
 
 def _last_straw(m: Message, f: Facts) -> str:
-    """Return what the failed request of a step that needs too much stands for."""
+    """Describe the failed request of a step that needs too much memory: it was only the last of many."""
     tried = format_bytes(m.tried_bytes or 0)
     if makes_divisible_tensor(m, f):
         return f"it failed at {f.divisible_tensor} of {tried}, which need not be there whole"

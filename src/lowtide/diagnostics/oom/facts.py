@@ -298,7 +298,8 @@ _SETTING = re.compile(
 _LINE = 2000
 """Largest number of characters between the beginning of a line and a place of a traceback in it."""
 MOST_PLACES = 1000
-"""Largest number of lines of a traceback that are kept, besides earlier ones that carry a fact by themselves."""
+"""Largest number of lines of a traceback that are kept, in addition to earlier lines that carry a fact by themselves.
+"""
 
 
 class _Traceback:
@@ -329,7 +330,7 @@ class _Traceback:
 
 
 class FactReader:
-    """Reader of the facts in a log that comes in pieces."""
+    """Reader of the facts in a log that is read in chunks."""
 
     def __init__(self) -> None:
         self._window = ""

@@ -90,7 +90,7 @@ def _inside(frames: list[tuple[FrameType, int]], model: nn.Module | None) -> str
 
 
 def _leftover(graphs: list[LiveGraph]) -> tuple[int, int]:
-    """Return the number of graphs besides the newest that hold memory, and the bytes that only they hold."""
+    """Return the number of graphs that hold memory, without the newest one, and the bytes that only they hold."""
     if len(graphs) < 2:
         return 0, 0
     counted = set(_storages(graphs[-1]))
@@ -142,7 +142,7 @@ def _new_state_bytes(optimizer: Optimizer | None) -> int:
 
 
 def _holders(graphs: list[LiveGraph], model: nn.Module | None, optimizer: Optimizer | None) -> tuple[Holder, ...]:
-    """Return the largest holders: kinds of tensors, and the modules of activations."""
+    """Return the largest holders of memory: kinds of tensors, with activations by module."""
     totals: dict[str, int] = defaultdict(int)
     counted: set[int] = set()
 

@@ -67,7 +67,7 @@ _SLACK_BYTES = 1 << 26
 
 
 class Messages:
-    """Out-of-memory messages of a text that comes in pieces, in order of appearance."""
+    """Reader of the out-of-memory messages in a text that is read in chunks, in order of appearance."""
 
     def __init__(self) -> None:
         self._line = LineJoiner()
@@ -263,6 +263,6 @@ _NEXT = re.compile(r"(?:\s+[\w.]*(?:Error|Exception):)+\s*$")
 
 
 def _sentences(text: str) -> str:
-    """Return the message without torch's own advice; only its first sentence where it has no numbers."""
+    """Return the message without torch's own advice; a message without numbers is cut after its first sentence."""
     text = re.split(r" If reserved | Please use | Use PYTORCH_| Buy new RAM", text)[0]
     return _NEXT.sub("", text[:600]).strip()

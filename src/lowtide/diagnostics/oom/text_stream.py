@@ -1,4 +1,4 @@
-"""Text in pieces: searched and cleaned with a few thousand characters in memory.
+"""Text read in chunks: searched and cleaned with a few thousand characters in memory.
 
 Every pattern searched for here matches a bounded number of characters, so matches do not depend on where the pieces
 end. The work is linear in the text.
@@ -68,7 +68,7 @@ class PatternFinder:
 
 
 class LineJoiner:
-    """Cleaner of text that comes in pieces: removes colours, process prefixes and line breaks."""
+    """Cleaner of text that is read in chunks: removes colours, process prefixes and line breaks."""
 
     def __init__(self) -> None:
         self.processes: list[tuple[int, str]] = []

@@ -111,7 +111,7 @@ class CudaRedirect(TorchFunctionMode):
 _WRITING = frozenset(
     {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__"}
 )
-"""Methods that write to their first argument, besides those whose names end in "_"."""
+"""Methods that write to their first argument although their names do not end in "_"."""
 
 CHECKPOINT = "torch.utils.checkpoint"
 

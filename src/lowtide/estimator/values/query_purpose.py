@@ -65,7 +65,9 @@ class _Places(NamedTuple):
 
 
 def passing() -> Taken | None:
-    """Return the value assumed for the whole condition being evaluated; None if there is none, or if it decides."""
+    """Return the value assumed for the condition being evaluated, as a whole; None outside conditions, and for one that
+    decides about memory.
+    """
     frame = _asking()
     if frame is None:
         return None

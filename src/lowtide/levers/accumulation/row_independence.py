@@ -2,8 +2,9 @@
 
 In-batch negatives, for example, compare every row with all others, and a piece has fewer of them. The way a loss
 averages does not tell that its rows are independent, so it is checked once for each loss function: the loss of the
-first two pieces together is compared with the losses of both. Dropout is left out meanwhile; where other random numbers
-are drawn the losses cannot be compared, and the graph is searched for a product of all rows with all rows.
+first two pieces together is compared with the losses of both. Dropout is disabled for this comparison; where other
+random numbers are drawn the losses cannot be compared, and the graph is searched for a product of all rows with all
+rows.
 
 Debts: a ratio of sums over similar pieces (Dice over a batch) can differ by less than the tolerance for rounding.
 """

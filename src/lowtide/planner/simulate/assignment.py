@@ -171,7 +171,7 @@ def _assign_values(index: Index, slots: _SlotStates) -> tuple[Ints, Ints]:
 
 
 def _keep_foreign(index: Index, state: Ints, by_call: Ints) -> Ints:
-    """Keep values that are produced outside the call that was to replay them; return these values."""
+    """Keep and return the foreign values: those produced outside the call whose replay should restore them."""
     values = np.flatnonzero(state == REPLAYED)
     allocated_at, calls = index.storages.allocated_at[index.values.storage[values]], by_call[values]
     is_outside = (allocated_at < index.calls.enter[calls]) | (allocated_at >= index.calls.exit[calls])
@@ -183,7 +183,7 @@ def _keep_foreign(index: Index, state: Ints, by_call: Ints) -> Ints:
 def _assign_advances(
     index: Index, advanced: list[int], slots: _SlotStates, state: Ints, by_call: Ints, foreign: Ints
 ) -> Ints:
-    """Advance to results that no slot inside their call holds. Return the foreign values that are none of these."""
+    """Advance calls whose result no slot inside the call holds. Return the foreign values that are no such result."""
     for call in reversed(advanced):  # inner calls first
         rows, value = index.reruns.result_rows[call], index.reruns.result_value[call]
         if state[value] != ADVANCED and not any(slots.exists[row] and not slots.replay[row] for row in rows):

@@ -6,8 +6,8 @@ is launched and all earlier work is done:
     launched[i] = launched[i - 1] + host[i]
     done[i]     = max(done[i - 1], launched[i]) + device[i]
 
-A launch is hidden while the device is behind, and device time is hidden while the host is. Unrolled, the step takes the
-longest way that is handed over from the host to the device once, at some position k:
+A launch is hidden while the device is behind, and device time is hidden while the host is. Unrolled, the step takes as
+long as the longest path that follows the host up to some position k, and the device from there on:
 
     step = max over k of  host[0] + ... + host[k] + device[k] + ... + device[end]
 

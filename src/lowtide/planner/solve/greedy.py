@@ -116,9 +116,10 @@ class GreedySearch:
         return best
 
     def _best_detour(self, choice: DecisionVector, sweep: Sweep, limit: int, moves: list[Move]) -> Move | None:
-        """Return one of the best of `moves`; if they are many, the best of a sample, refined around it repeatedly.
+        """Return one of the best of `moves`. Of many moves it tries a sample, then ever closer neighbours of the best
+        one.
 
-        In a long chain, the closer a value is to the middle, the more the peak falls if the value is kept again.
+        In a long chain, keeping a value again lowers the peak most if the value is near the middle.
         """
 
         def best(numbers: Iterable[int]) -> Move | None:

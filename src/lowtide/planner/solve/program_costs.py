@@ -10,8 +10,8 @@ from lowtide.planner.simulate.two_clocks import NS_PER_MS, TwoClocks, hand_overs
 from lowtide.planner.solve.program_variables import Floats, Row, SavedValues, Variables
 
 HAND_OVERS = 8
-"""Number of positions at which the extra time is bounded from below, besides the first, the last, and the plain step's
-critical one. They divide the plain step's times into equal parts.
+"""Number of positions at which the extra time is bounded from below, in addition to the first, the last, and the plain
+step's critical one. They divide the plain step's times into equal parts.
 """
 
 
