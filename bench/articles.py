@@ -222,8 +222,8 @@ WORDS = {
     "en": {
         "same": "the same",
         "other": "differ",
-        "smallest": "smallest budget possible",
-        "hand": "peak by hand",
+        "smallest": " (smallest budget possible)",
+        "hand": " (peak by hand)",
         "layers": "layers",
         "plain": "plain: peak",
         "by hand": "by hand: peak",
@@ -234,11 +234,11 @@ WORDS = {
     "ja": {
         "same": "同じ",
         "other": "異なる",
-        "smallest": "可能な最小の予算",
-        "hand": "手作業のピーク",
+        "smallest": "（到達できる最小の予算）",
+        "hand": "（手動のピーク）",
         "layers": "層",
-        "plain": "元のまま: ピーク",
-        "by hand": "手作業: ピーク",
+        "plain": "元の実行: ピーク",
+        "by hand": "手動: ピーク",
         "within": "Lowtide: ピーク",
         "time": "時間",
         "refused": "エラーで終了",
@@ -251,7 +251,7 @@ def table(runs: Sequence[Run], language: str) -> str:
     words, plain = WORDS[language], runs[0]
     lines = [_row(HEADS[language]), "|---|---:|---:|---:|---|"]
     for each in runs:
-        command = f"`{each.command}`" + (f" ({words[each.within]})" if each.within in words else "")
+        command = f"`{each.command}`{words.get(each.within, '')}"
         if each.peak_bytes is None or each.step_ms is None:
             lines.append(_row((command, "", "", "", words["refused"])))
             continue

@@ -28,7 +28,7 @@ def test_runs_under_lowtide_print_the_plain_numbers_within_the_budget(name: str)
         assert each.peak_bytes <= float(budget[0]) * 1024 ** (1 + "KMG".index(budget[1][0])) + 1
 
 
-SAID = {"en": "by hand is faster here", "ja": "手作業のほうが速"}
+SAID = {"en": "by hand is faster here", "ja": "手動のほうが速"}
 """Words with which a section says that a plan is slower than checkpoints by hand."""
 
 
