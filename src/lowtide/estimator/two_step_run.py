@@ -130,7 +130,7 @@ class TwoStepRun:
             swap(tensor, other)
         self._resized.clear()
 
-    def take_for(self, lengths: tuple[int, int] | None) -> None:
+    def assume_length(self, lengths: tuple[int, int] | None) -> None:
         """Count new tensors whose length is the first of `lengths` as if it were the second, from now on.
 
         Needed while a batch has yet to be `put` with its new length.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -14,21 +13,18 @@ from torch import nn
 from lowtide._torch.modes import saved_tensor_hooks
 from lowtide._torch.tensors import storage_id
 from lowtide.errors import LowtideError, RehearsalError
-from lowtide.estimator.batch_search import resized, size_of
 from lowtide.estimator.cuda.absent_gpu_run import AbsentGpuRun
 from lowtide.estimator.cuda.deferred_placement import DeferredCudaModule
 from lowtide.estimator.cuda.placement import is_given
-from lowtide.estimator.fake_step import COMPILED, planned
+from lowtide.estimator.fake_step import COMPILED
 from lowtide.estimator.packed_sequences import sizes_in
 from lowtide.estimator.two_step_run import TwoStepRun
-from lowtide.estimator.unrehearsed_plans import How, engine_for
-from lowtide.levers import enable_plan_levers
-from lowtide.runtime.batch_tensors import in_words, tensors_in
-from lowtide.runtime.fingerprint import differences_from, fingerprint
+from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.script.alternating_models import PATIENCE, caller_has_other_optimizers, held_by, ids
-from lowtide.script.apply_plan import plan_of_another_model
 from lowtide.script.calling_code import caller_optimizers, caller_variables
+from lowtide.script.estimate_batches import BatchSize, FirstCalls
+from lowtide.script.estimate_engine import EstimateEngine
 from lowtide.script.estimate_patches import cuda_for_a_script, steps_of_a_script
 from lowtide.script.manual_updates import has_others
 from lowtide.script.run_listened import run_watched
@@ -44,11 +40,10 @@ if TYPE_CHECKING:
     from lowtide.estimator.absent_processes import AbsentProcesses
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
     from lowtide.estimator.memory_estimate import MemoryEstimate
+    from lowtide.estimator.unrehearsed_plans import How
     from lowtide.estimator.values.assumptions import ValueOracle
-    from lowtide.levers import LeverStack
     from lowtide.memory.gpu_specs import GpuSpec
     from lowtide.planner.records import Plan
-    from lowtide.runtime.engine import Engine
 
 
 BY_HAND = "a step is over when the model is called after its parameters changed: no torch.optim.Optimizer updates them"
@@ -85,30 +80,19 @@ class Estimating(StepListener):
     ) -> None:
         self.done = False
         self.estimate: MemoryEstimate | None = None
-        self._gpu, self._size, self._on_entered, self._processes = gpu, size, on_entered, processes
-        self._how: How = how
-        self._plan = plan
-        self._differences: tuple[str, ...] = ()
-        """Differences between the plan's model and batch and those of the last step."""
-        self._levers: LeverStack | None = None
+        self._gpu, self._on_entered, self._processes = gpu, on_entered, processes
+        self._engine = EstimateEngine(how, plan, on_any_device=gpu is not None)
+        self._batch_size, self._first_calls = BatchSize(size), FirstCalls()
         self._rehearsal: TwoStepRun | None = None
         self._model: nn.Module | None = None
         self._optimizers: tuple[Optimizer, ...] = ()
         self._n_steps = 0
         self._n_waited = 0
         """Number of further steps in which another model that takes turns was waited for."""
-        self._given: int | None = None
-        """Size of the script's own batch, if the batch is to be resized."""
         self.asked = DeferredCudaModule()
         self.saves = SkippedSaves()
         self.answers: ValueOracle | None = None
         """Known contents of the fake tensors; None before the first forward."""
-        self._is_beginning = False
-        """True until the first call of a step."""
-        self._sizes = ""
-        """Shapes and dtypes of the tensors in the first call of the last step, as text."""
-        self._part: tuple[weakref.ref[Any], list[tuple[torch.dtype, int]]] | None = None
-        """Module of that call, and dtype and number of dimensions of each tensor."""
         self._data: dict[int, int] = {}
         """Storages of the parameters, by the parameters' ids, at the last check."""
         self.compiles = False
@@ -122,9 +106,9 @@ class Estimating(StepListener):
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Switch to fake tensors in the first step; begin the second step later."""
-        resizing = self._of_other_size(batch, is_first=True)
+        resizing = self._batch_size.of_other_size(batch, is_first=True)
         self._optimizers = optimizers
-        self._is_beginning = True
+        self._first_calls.begin_step()
         if self._rehearsal is None:
             if not self._may_enter(batch):
                 self._held_up = model, optimizers
@@ -132,12 +116,11 @@ class Estimating(StepListener):
             self._enter(model, batch, resizing)
         elif model is not self._model:
             self._turn_to(model, batch)
-        self._resize(resizing)
         assert self._rehearsal is not None
+        self._batch_size.resize(resizing, self._rehearsal)
         if self._n_steps == 1:
             self._rehearsal.second(batch)
-            if self._plan is not None and not self._differences:
-                self._differences = self._differences_from(self._plan, model, batch)
+            self._engine.check_batch(model, batch)
         elif not caller_optimizers():
             self._next_pass(batch)
         self._model = model
@@ -146,16 +129,12 @@ class Estimating(StepListener):
 
     def calls(self, called: Callable[..., Any], batch: Any) -> None:
         """Note batches of several sizes, if both steps begin with calls of one module that differ in size only."""
-        if not self._is_beginning or self._rehearsal is None:
+        if self._rehearsal is None:
             return
-        self._is_beginning = False
-        tensors = tensors_in(batch)
-        before, self._sizes = self._sizes, in_words(tensors)
-        part_before, self._part = self._part, (weakref.ref(called), [(t.dtype, t.dim()) for t in tensors])
-        is_other_size = part_before == self._part and before != self._sizes
-        if is_other_size and self._n_steps == 1 and self._size is None:
+        sizes = self._first_calls.differ_in_size(called, batch)
+        if sizes is not None and self._n_steps == 1 and self._batch_size.size is None:
             self._rehearsal.answers.notes[
-                f"batches are of several sizes, and these two steps had {before} and {self._sizes}: larger ones need "
+                f"batches are of several sizes, and these two steps had {sizes[0]} and {sizes[1]}: larger ones need "
                 "more"
             ] = None
 
@@ -171,7 +150,7 @@ class Estimating(StepListener):
         assert self._rehearsal is not None
         former = None if self._model is None else weakref.ref(self._model)
         self._model = model
-        self._rehearsal.turn_to(model, caller_variables(), self._engine_for(model, batch))
+        self._rehearsal.turn_to(model, caller_variables(), self._engine.make(model, batch))
         if former is not None and former() is None:
             self._n_steps = 0
 
@@ -187,7 +166,9 @@ class Estimating(StepListener):
         if self._rehearsal is None and self._held_up is not None and self._has_run_backward:
             self.begins(self._held_up[0], batch, self._held_up[1])
             return
-        self._resize(self._of_other_size(batch, is_first=False))
+        resizing = self._batch_size.of_other_size(batch, is_first=False)
+        if self._rehearsal is not None:
+            self._batch_size.resize(resizing, self._rehearsal)
         is_alone = (
             self._n_passes and not self._n_steps and self._rehearsal is not None and not self._rehearsal.has_updated
         )
@@ -241,29 +222,6 @@ class Estimating(StepListener):
         self._n_passes += 1
         self._has_run_backward = False
 
-    def _of_other_size(self, batch: Any, *, is_first: bool) -> list[Tensor]:
-        """Return the leaf tensors of the same length as the script's batch, which have to be resized with it.
-
-        A step may begin with a smaller batch, such as the last one of an epoch. Computed tensors are excluded: a
-        generator's images, for example, already have the new length.
-        """
-        if self._size is None:
-            return []
-        self._given = self._given or size_of(batch, 0)
-        first = tensors_in(batch)[: int(is_first)]
-        lengths = {self._given, *(t.shape[0] for t in first if t.is_leaf and t.dim())} - {self._size}
-        near = (*tensors_in(batch), *_caller_tensors())
-        return [tensor for tensor in near if tensor.is_leaf and tensor.dim() and tensor.shape[0] in lengths]
-
-    def _resize(self, tensors: list[Tensor]) -> None:
-        if self._size is not None and self._rehearsal is not None:
-            size = self._size
-            for given in {int(tensor.shape[0]) for tensor in tensors}:
-                note = f"what is {given} long in its first dimension is the batch, and taken to be {size} long"
-                self._rehearsal.answers.notes[note] = None
-            self._rehearsal.take_for(None)
-            self._rehearsal.put(tensors, lambda tensor: resized(tensor, 0, tensor.shape[0], size))
-
     def _enter(self, model: nn.Module, batch: Any, resizing: Sequence[Tensor] = ()) -> None:
         """Put the model and reachable tensors on the GPU, except `resizing`, which get another size first."""
         for unit in units(model.modules()):
@@ -283,29 +241,10 @@ class Estimating(StepListener):
 
     def _run(self, model: nn.Module, batch: Sequence[Tensor], reached: tuple[Any, ...]) -> TwoStepRun:
         """Return the run of the two steps."""
-        engine = self._engine_for(model, batch)
+        engine = self._engine.make(model, batch)
         if self._gpu is None:
             return TwoStepRun(model, batch, reached, engine=engine)
         return AbsentGpuRun(self._gpu, model, batch, reached, engine=engine, **self._on_gpu())
-
-    def _engine_for(self, model: nn.Module, batch: Any) -> Engine | None:
-        """Return the engine that runs steps of `model`: under the plan, if `model` and its batch are the plan's."""
-        if self._plan is None:
-            return engine_for(self._how, model)
-        self._differences = self._differences_from(self._plan, model, batch)
-        if self._differences:
-            return None
-        if self._levers is not None:  # those of a model that the script no longer trains
-            self._levers.remove()
-        self._levers = enable_plan_levers(self._plan, model, ())
-        return planned(model, batch, self._plan)
-
-    def _differences_from(self, plan: Plan, model: nn.Module, batch: Any) -> tuple[str, ...]:
-        """Return the differences between the plan's model and batch and these; a plan for any device may be estimated
-        on a GPU.
-        """
-        made, current = plan.fingerprint, fingerprint(model, batch)
-        return differences_from(made, current if self._gpu is None else replace(current, device=made.device))
 
     def _on_gpu(self) -> dict[str, Any]:
         """Return the settings of a script's run on an absent GPU."""
@@ -323,16 +262,14 @@ class Estimating(StepListener):
         if self._n_steps == 2:
             self._conclude()
             raise Enough
-        if self._given is not None and self._size is not None:
-            self._rehearsal.take_for((self._given, self._size))
+        self._batch_size.expect_next(self._rehearsal)
 
     def _conclude(self) -> None:
         """End the rehearsal and restore everything."""
         rehearsal = self._rehearsal
         assert rehearsal is not None
-        if self._differences:
-            assert self._model is not None
-            raise plan_of_another_model(self._model, self._differences)
+        assert self._model is not None
+        self._engine.check_model(self._model)
         if self.compiles:
             rehearsal.answers.note(COMPILED)
         if self._processes is not None and not torch.distributed.is_initialized():
@@ -374,8 +311,7 @@ class Estimating(StepListener):
         if self._rehearsal is not None:
             rehearsal, self._rehearsal = self._rehearsal, None
             rehearsal.__exit__(None, None, None)
-        if self._levers is not None:
-            self._levers.remove()
+        self._engine.remove_levers()
 
 
 @overload
@@ -454,10 +390,3 @@ def run_on_fakes(
 
 def _is_in(tensors: Iterable[Tensor], tensor: Tensor) -> bool:
     return any(tensor is one for one in tensors)
-
-
-def _caller_tensors() -> Iterator[Tensor]:
-    """Yield tensors in variables of functions that call the model: the batch, and labels that the loss will read."""
-    for value in caller_variables():
-        tensors = tensors_in(value) if isinstance(value, torch.Tensor | tuple | list | dict) else []
-        yield from (tensor for tensor in tensors if not tensor.requires_grad)

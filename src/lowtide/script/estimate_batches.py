@@ -1,0 +1,90 @@
+"""The batches of a script's estimated steps: another size in place of the script's own, and a note on several sizes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide.estimator.batch_search import resized, size_of
+from lowtide.runtime.batch_tensors import in_words, tensors_in
+from lowtide.script.calling_code import caller_variables
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowtide.estimator.two_step_run import TwoStepRun
+
+
+class BatchSize:
+    """The size that every batch of the script gets in its first dimension; None leaves batches unchanged."""
+
+    def __init__(self, size: int | None) -> None:
+        self.size = size
+        self._own_size: int | None = None
+        """Size of the script's own batch, once it is known."""
+
+    def of_other_size(self, batch: Any, *, is_first: bool) -> list[Tensor]:
+        """Return the leaf tensors of the same length as the script's batch, which have to be resized with it.
+
+        A step may begin with a smaller batch, such as the last one of an epoch. Computed tensors are excluded: a
+        generator's images, for example, already have the new length.
+        """
+        if self.size is None:
+            return []
+        self._own_size = self._own_size or size_of(batch, 0)
+        first = tensors_in(batch)[: int(is_first)]
+        lengths = {self._own_size, *(t.shape[0] for t in first if t.is_leaf and t.dim())} - {self.size}
+        near = (*tensors_in(batch), *_caller_tensors())
+        return [tensor for tensor in near if tensor.is_leaf and tensor.dim() and tensor.shape[0] in lengths]
+
+    def resize(self, tensors: list[Tensor], run: TwoStepRun) -> None:
+        """Give `tensors` this size, and note for each length that it was taken to be the batch's."""
+        size = self.size
+        if size is None:
+            return
+        for length in {int(tensor.shape[0]) for tensor in tensors}:
+            note = f"what is {length} long in its first dimension is the batch, and taken to be {size} long"
+            run.answers.notes[note] = None
+        run.assume_length(None)
+        run.put(tensors, lambda tensor: resized(tensor, 0, tensor.shape[0], size))
+
+    def expect_next(self, run: TwoStepRun) -> None:
+        """Count the script's next batch, which is allocated before it can be resized, in this size."""
+        if self._own_size is not None and self.size is not None:
+            run.assume_length((self._own_size, self.size))
+
+
+class FirstCalls:
+    """The first call of each step, compared with that of the step before: batches may be of several sizes."""
+
+    def __init__(self) -> None:
+        self._is_next = False
+        """True until the first call of a step."""
+        self._sizes = ""
+        """Shapes and dtypes of the tensors in the first call of the last step, as text."""
+        self._form: tuple[weakref.ref[Any], list[tuple[torch.dtype, int]]] | None = None
+        """Module of that call, and dtype and number of dimensions of each tensor."""
+
+    def begin_step(self) -> None:
+        """Expect the first call of a step."""
+        self._is_next = True
+
+    def differ_in_size(self, called: Callable[..., Any], batch: Any) -> tuple[str, str] | None:
+        """Return the sizes of the last and this step's first call if the two differ only in size; else None."""
+        if not self._is_next:
+            return None
+        self._is_next = False
+        tensors = tensors_in(batch)
+        sizes_before, self._sizes = self._sizes, in_words(tensors)
+        form_before, self._form = self._form, (weakref.ref(called), [(t.dtype, t.dim()) for t in tensors])
+        return (sizes_before, self._sizes) if form_before == self._form and sizes_before != self._sizes else None
+
+
+def _caller_tensors() -> Iterator[Tensor]:
+    """Yield tensors in variables of functions that call the model: the batch, and labels that the loss will read."""
+    for value in caller_variables():
+        tensors = tensors_in(value) if isinstance(value, torch.Tensor | tuple | list | dict) else []
+        yield from (tensor for tensor in tensors if not tensor.requires_grad)
