@@ -40,7 +40,7 @@ from contest.ways import every_nth_block
 from torch._functorch import config as functorch_config
 
 import lowtide
-from lowtide._torch.joint_graph import always_partitioned, kernels_left_out, partitioning_by
+from lowtide._torch.inductor import always_partitioned, kernels_left_out, partitioning_by
 from lowtide.api.compiled_fit import COMPILED_REPAIRS, SCHEDULED, cheapest_within
 from lowtide.api.plan_attempts import forecast_plan
 from lowtide.levers.selection import Choice

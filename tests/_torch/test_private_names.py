@@ -31,6 +31,7 @@ from lowtide._torch import (
     distributed,
     fake_modes,
     fsdp,
+    inductor,
     joint_graph,
     modes,
     modules,
@@ -335,9 +336,9 @@ def test_compiled_functions_are_recognized() -> None:
 
 
 def test_settings_that_prevent_plans_are_found() -> None:
-    assert not [*joint_graph.hindrances()]
+    assert not [*inductor.hindrances()]
     with torch._functorch.config.patch(activation_memory_budget=0.5):
-        assert "activation_memory_budget is 0.5" in next(joint_graph.hindrances())
+        assert "activation_memory_budget is 0.5" in next(inductor.hindrances())
 
 
 @pytest.mark.slow
@@ -359,9 +360,9 @@ def test_a_partitioner_gets_each_graph_and_calls_of_graphs_are_noted() -> None:
     function = torch.compile(lambda x, w: torch.tanh(x @ w).sum())
     x, w = torch.ones(4, 4), torch.ones(4, 4, requires_grad=True)
     with (
-        joint_graph.always_partitioned(),
-        joint_graph.partitioning_by(Noting()),
-        joint_graph.watched_calls(lambda what, number, is_backward, sizes: calls.append((what, number, is_backward))),
+        inductor.always_partitioned(),
+        inductor.partitioning_by(Noting()),
+        inductor.watched_calls(lambda what, number, is_backward, sizes: calls.append((what, number, is_backward))),
     ):
         function(x, w).backward()
     assert calls == [("enter", 0, False), ("leave", 0, False), ("enter", 0, True), ("leave", 0, True)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 
 import lowtide
-from lowtide._torch.joint_graph import kernels_left_out
+from lowtide._torch.inductor import kernels_left_out
 from lowtide.script.run_verdict import COMPARED
 
 pytestmark = pytest.mark.usefixtures("inductor")

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 import lowtide
 from compiled_by_hand import plan_for
 from joint_graphs import masked
-from lowtide._torch.joint_graph import always_partitioned, kernels_left_out
+from lowtide._torch.inductor import always_partitioned, kernels_left_out
 from lowtide.api.compiled_fit import as_measured
 from lowtide.api.verify import compare_with_plain, scheduled_peak
 from lowtide.planner.planning import plain_peak_bytes, smallest_peak, smallest_plan
@@ -333,7 +333,7 @@ def test_another_partitioner_and_other_processes_are_refused_by_name(monkeypatch
 def test_code_that_cuda_graphs_replay_is_refused_by_the_name_of_the_mode() -> None:
     from torch._inductor.output_code import CompiledFxGraph
 
-    from lowtide._torch.joint_graph import watched_calls
+    from lowtide._torch.inductor import watched_calls
 
     graph: Any = SimpleNamespace(fx_kwargs={"cudagraphs": True})
     with watched_calls(lambda *_: None), pytest.raises(lowtide.RehearsalError, match='mode="reduce-overhead"'):

@@ -12,7 +12,7 @@ from torch._inductor import config as inductor_config
 
 import lowtide
 from comparing import equal
-from lowtide._torch.joint_graph import kernels_left_out
+from lowtide._torch.inductor import kernels_left_out
 from lowtide.api.compiled_fit import FORECAST
 from lowtide.errors import RehearsalError
 from lowtide.profiler.compiled_bits import compiled_bits

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lowtide._torch.compiled_code import has_compiled_modules, is_recompiling
-from lowtide._torch.joint_graph import is_addmm_unfused, partition_by
+from lowtide._torch.inductor import is_addmm_unfused, partition_by
 from lowtide.levers import enable_plan_levers
 from lowtide.planner.records import Plan
 from lowtide.profiler.preconditions import check_is_module

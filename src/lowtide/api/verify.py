@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lowtide._torch.device_timing import now_ms
-from lowtide._torch.joint_graph import always_partitioned, kernels_left_out
+from lowtide._torch.inductor import always_partitioned, kernels_left_out
 from lowtide.api.apply import apply
 from lowtide.levers import enable, lever_named
 from lowtide.memory.device_budget import check_on_device

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from lowtide._torch.joint_graph import partition_by
+from lowtide._torch.inductor import partition_by
 from lowtide.levers.lever import Lever, LeverNotApplicable, Settings, StepContext
 from lowtide.profiler.preconditions import is_planned_by_its_compiler
 from lowtide.utils.removable import Removable

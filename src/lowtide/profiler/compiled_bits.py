@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch.joint_graph import watched_calls
+from lowtide._torch.inductor import watched_calls
 from lowtide.memory.measure import recorder_for
 from lowtide.profiler.compiled_profile import CALL
 from lowtide.runtime.batch_tensors import tensors_in

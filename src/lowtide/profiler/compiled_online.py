@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lowtide._torch.compiled_code import n_compiled
 from lowtide._torch.device_timing import now_ms
-from lowtide._torch.joint_graph import always_partitioned, is_addmm_unfused, partition_by, watched_calls
+from lowtide._torch.inductor import always_partitioned, is_addmm_unfused, partition_by, watched_calls
 from lowtide.memory.events import EventStream
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline

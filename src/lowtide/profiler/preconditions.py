@@ -14,7 +14,7 @@ from lowtide._torch.compiled_code import (
     is_compiled_by_inductor,
     is_compiled_function,
 )
-from lowtide._torch.joint_graph import hindrances
+from lowtide._torch.inductor import hindrances
 from lowtide._torch.modules import Convolution
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.runtime.batch_tensors import tensors_in

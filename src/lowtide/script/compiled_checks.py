@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lowtide._torch.compiled_code import n_compiled
-from lowtide._torch.joint_graph import always_partitioned, kernels_left_out
+from lowtide._torch.inductor import always_partitioned, kernels_left_out
 from lowtide.api.apply import apply
 from lowtide.api.compiled_fit import SCHEDULED, cheapest_within, compiled_over
 from lowtide.api.differing_bits import differing_addresses

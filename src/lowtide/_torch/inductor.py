@@ -1,0 +1,171 @@
+"""Private names of torch: inductor's partitioner, its settings, and calls of the code that it compiles."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from lowtide._torch.patching import replace_function
+from lowtide.errors import LowtideError, RehearsalError
+
+
+@contextlib.contextmanager
+def partitioning_by(partitioner: Any) -> Iterator[None]:
+    """Have inductor use `partitioner` for code compiled inside this `with` block."""
+    undo = partition_by(partitioner)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def partition_by(partitioner: Any, of: object = None, *, reuse: bool = True) -> Callable[[], None]:
+    """Have inductor use `partitioner` until the returned function is called, or `of` is freed.
+
+    Code compiled before is recompiled at its next call, and once more after the returned function was called. With
+    `reuse=False`, compiled code frees each buffer after its last read. Otherwise inductor may keep one for a later
+    buffer of the same size, wherever its own estimate of the peak allows that; the estimate leaves out the memory
+    inside operators and what exists outside the graph. Read in torch 2.13 (`torch/_inductor/codegen/wrapper.py`,
+    `should_reuse_buffer`).
+    """
+    from torch._inductor import config
+
+    before, had_reuse = config.custom_partitioner_fn, config.allow_buffer_reuse
+    if before is not None and not getattr(before, "is_lever", False):
+        raise LowtideError(f"{_other(before)}.")
+    config.custom_partitioner_fn = partitioner
+    config.allow_buffer_reuse = had_reuse and reuse
+    torch._dynamo.reset()
+
+    def restore() -> bool:
+        is_mine = config.custom_partitioner_fn is partitioner
+        if is_mine:
+            config.custom_partitioner_fn = before
+            config.allow_buffer_reuse = had_reuse
+        return is_mine
+
+    def undo() -> None:
+        if restore():
+            torch._dynamo.reset()
+
+    if of is not None:  # code of freed models is not called, and other code has torch's own partition
+        weakref.finalize(of, restore).atexit = False
+    return undo
+
+
+def is_addmm_unfused() -> bool:
+    """Return True if the active partitioner is that of the lever `unfused addmm`."""
+    from torch._inductor import config
+
+    return bool(getattr(config.custom_partitioner_fn, "is_lever", False))
+
+
+def _other(partitioner: Any) -> str:
+    if type(partitioner).__module__.startswith("lowtide."):
+        return "a plan is in force on compiled code already: take it off (`remove()`)"
+    name = type(partitioner).__name__
+    return f"inductor has a partitioner already, {name}: take it out (`config.custom_partitioner_fn = None`)"
+
+
+def hindrances() -> Iterator[str]:
+    """Yield settings of torch that prevent plans for compiled code, with a remedy for each."""
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    if inductor.custom_partitioner_fn is not None and not is_addmm_unfused():
+        yield _other(inductor.custom_partitioner_fn)
+    if functorch.activation_memory_budget != 1:
+        yield (
+            f"activation_memory_budget is {functorch.activation_memory_budget}: set it to 1, as the plan takes its "
+            "place. Where a compiled graph draws random numbers, as for dropout, torch draws others in backward "
+            "below 1, and gradients are wrong"
+        )
+    if dynamo.compiled_autograd:
+        yield "compiled autograd is on, which compiles backward once more: turn it off"
+
+
+@contextlib.contextmanager
+def always_partitioned() -> Iterator[None]:
+    """Call the partitioner instead of using caches, and compile backward at once, inside this `with` block.
+
+    A cached partition has the number of another graph.
+    """
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    with (
+        functorch.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+        inductor.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def kernels_left_out() -> Iterator[None]:
+    """Have inductor's kernels for processors write zeros instead of being compiled, inside this `with` block. Torch
+    2.13.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    def without(_: object, types: list[str], code: str) -> Callable[..., None]:
+        written = [at for at, kind in enumerate(types) if "*" in kind and "const" not in kind]
+
+        def kernel(*args: Any) -> None:
+            for at in written:
+                args[at].zero_()
+
+        return kernel
+
+    owner: Any = AsyncCompile  # `replace_function` leaves code alone that is compiled
+    own = owner.cpp_pybinding
+    owner.cpp_pybinding = without
+    try:
+        yield
+    finally:
+        owner.cpp_pybinding = own
+
+
+@contextlib.contextmanager
+def watched_calls(note: Callable[[str, int, bool, tuple[int, ...]], None]) -> Iterator[None]:
+    """Call `note` at the beginning and end of each call of a differentiated compiled graph inside this `with` block.
+
+    Arguments of `note`: "enter" or "leave", the graph's number in order of first calls, True for its backward, and the
+    values of its symbolic sizes (`JointGraph.at`).
+    """
+    from torch._inductor.output_code import CompiledFxGraph
+
+    numbers: dict[int, int] = {}
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def instead(graph: Any, inputs: Any) -> Any:
+            settings = graph.fx_kwargs
+            if settings.get("is_inference"):
+                return call(graph, inputs)
+            if settings.get("cudagraphs"):
+                raise RehearsalError(
+                    'compiled code is replayed by CUDA graphs (mode="reduce-overhead"), which hold their memory for '
+                    "good: compile in the default mode."
+                )
+            number = numbers.setdefault(settings["graph_id"], len(numbers))
+            is_backward = bool(settings.get("is_backward"))
+            sizes = tuple(given for given in inputs if type(given) is int)
+            note("enter", number, is_backward, sizes)
+            try:
+                return call(graph, inputs)
+            finally:
+                note("leave", number, is_backward, sizes)
+
+        return instead
+
+    undo = replace_function(CompiledFxGraph, "__call__", noted)
+    try:
+        yield
+    finally:
+        undo()
