@@ -50,8 +50,8 @@ from lowtide.estimator.op_sets import (
 )
 from lowtide.estimator.packed_sequences import copies
 from lowtide.estimator.storage_ledger import StorageLedger
-from lowtide.estimator.values.assumptions import ValueOracle, detached_real
 from lowtide.estimator.values.query_site import where
+from lowtide.estimator.values.value_oracle import ValueOracle, detached_real
 from lowtide.profiler.measure_call import CAN_GO_WRONG, FORMULAS
 from lowtide.runtime import inplace_gradients as in_place
 

@@ -21,7 +21,7 @@ from lowtide.estimator import embedding_bag as bags
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.estimator.values.assumptions import ValueOracle
+    from lowtide.estimator.values.value_oracle import ValueOracle
 
 aten = torch.ops.aten
 

@@ -32,8 +32,8 @@ from lowtide.estimator.fake_step_state import Everything
 from lowtide.estimator.fake_tensors import placed, swap
 from lowtide.estimator.memory_estimate import MemoryEstimate
 from lowtide.estimator.sharded_units import sharding
-from lowtide.estimator.values.assumptions import ValueOracle
 from lowtide.estimator.values.queries import PythonQueries
+from lowtide.estimator.values.value_oracle import ValueOracle
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.preconditions import NESTED
 from lowtide.runtime.batch_tensors import tensors_in

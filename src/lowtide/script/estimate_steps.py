@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
     from lowtide.estimator.memory_estimate import MemoryEstimate
     from lowtide.estimator.unrehearsed_plans import How
-    from lowtide.estimator.values.assumptions import ValueOracle
+    from lowtide.estimator.values.value_oracle import ValueOracle
     from lowtide.memory.gpu_specs import GpuSpec
     from lowtide.planner.records import Plan
 

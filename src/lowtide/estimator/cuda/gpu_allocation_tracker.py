@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lowtide._torch.fake_modes import FakeTensorMode
     from lowtide.estimator.cuda.op_workspace import OpWorkspaces
     from lowtide.estimator.cuda.ops.op_registry import ScratchBlock
-    from lowtide.estimator.values.assumptions import ValueOracle
+    from lowtide.estimator.values.value_oracle import ValueOracle
 
 aten = torch.ops.aten
 

@@ -23,7 +23,7 @@ from lowtide.runtime.batch_tensors import tensors_in
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.estimator.values.assumptions import ValueOracle
+    from lowtide.estimator.values.value_oracle import ValueOracle
 
 
 class GpuPlacement:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from lowtide.estimator.cuda.gpu_allocation_tracker import GpuAllocationTracker
     from lowtide.estimator.cuda.memory_stats import Usage
-    from lowtide.estimator.values.assumptions import ValueOracle
+    from lowtide.estimator.values.value_oracle import ValueOracle
     from lowtide.memory.gpu_specs import GpuSpec
 
 

@@ -1,406 +1,41 @@
-"""Known and assumed contents of fake tensors.
-
-A model branches on contents: whether a mask is all ones, which positions are padding, how many steps the optimizer
-took. Contents that come from the batch, from buffers and from constants alone are **known**: small operators on known
-tensors also run on real ones. Two kinds of answers are **assumed**, and noted with the line that asked: nothing is NaN
-or infinite, a gradient scaler finds no overflow, checks pass and training continues (`branch_rules.py`), as in every
-step worth rehearsing; and a router sends equally many tokens to each expert. Any other query is refused with its line.
-"""
+"""Assumed answers to queries for unknown contents, each noted with the line that asked, and refusals of all others."""
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-import torch
-
-from lowtide._torch.backward import in_forward_mode
-from lowtide._torch.fake_modes import SENDING_OPERATORS, is_fake, is_strided, on_real_tensors
-from lowtide._torch.operators import draws, written_by
-from lowtide._torch.pytree import tree_leaves, tree_map
-from lowtide._torch.tensors import storage_id
 from lowtide.errors import DataDependentStepError
-from lowtide.estimator.op_sets import (
-    ALL_OR_ANY,
-    BY_INTEGERS,
-    BY_SHAPE,
-    CHOICES,
-    COMPARING,
-    EMPTY,
-    GATHERING,
-    INDEXING,
-    LESS,
-    MORE,
-    NORMED_BY_BATCH,
-    NOT_IN_HEALTH,
-    PACKING,
-    PUTTING,
-    RUNNING,
-    TRAINING,
-)
 from lowtide.estimator.values import known_values as contents
-from lowtide.estimator.values.query_purpose import in_optimizer, is_counted, is_searching, passing
-from lowtide.estimator.values.query_site import asked_by_loader, where
-from lowtide.estimator.values.unknown_values import Unknown, unknown_array
+from lowtide.estimator.values.query_purpose import in_optimizer, passing
+from lowtide.estimator.values.query_site import where
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from lowtide._torch.fake_modes import FakeTensorMode
     from lowtide.estimator.values.unknown_values import UnknownArray
-
-aten = torch.ops.aten
-
-_CPU = torch.device("cpu")
-
-LARGEST_KNOWN = 2**20
-"""Largest number of elements of an integer or boolean tensor with known contents: a batch of tokens, a mask."""
-LARGEST_KNOWN_FLOAT = 2**17
-
-LARGEST_ASKED = 2**26
-"""Largest number of elements of a batch that is searched for NaN and infinity."""
 
 MOST_ASKED = 10_000
 """Largest number of times in a row that one line gets the answer "the loop goes on"."""
-
-_AS_NUMBER = (aten._local_scalar_dense.default, aten.item.default)
-"""Operators behind `.item()`; the second is seen only for inference-mode tensors, else it is composed of the first."""
-
-HEALTH = "no NaN or infinity"
-DRAWN = "random numbers are as they were drawn"
-EVENLY = "choices made here by the largest value are assumed to be spread evenly"
 
 SEARCHING = (
     "LBFGS is assumed to find a better point in each iteration; later steps keep more, up to two vectors as large as "
     "all parameters for each of history_size iterations"
 )
 
-RECEIVING = frozenset(
-    {
-        "all_gather_into_tensor",
-        "all_gather_into_tensor_coalesced",
-        "all_gather_into_tensor_out",
-        "all_to_all_single",
-        "reduce_scatter_tensor",
-        "reduce_scatter_tensor_coalesced",
-    }
-)
-"""Operators among `SENDING_OPERATORS` whose results other processes fill; others keep this process's contents."""
 
-_LEFT_REAL = "_lowtide_left_real"
+class Assumptions:
+    """Assumed answers of one rehearsal."""
 
-
-class ValueOracle:
-    """Answers to queries for the contents of fake tensors. `notes` are the assumed answers, each with its line."""
-
-    def __init__(self, fakes: FakeTensorMode) -> None:
-        self._fakes = fakes
+    def __init__(self) -> None:
         self.notes: dict[str, None] = {}
+        """The assumptions so far, each with its line, in order."""
         self.refused: DataDependentStepError | None = None
         """The first query that was refused; cleanup code may make more."""
-        self._generators: dict[torch.Generator, torch.Generator] = {}
         self.arrays: WeakValueDictionary[int, UnknownArray] = WeakValueDictionary()
         """Arrays of unknown numbers, by id."""
-        self.written: set[int] = set()
-        """Storages that operators wrote to, until a caller clears the set."""
         self._asked_at, self._n_asked = "", 0
         """Line of code that last got an assumed answer, and the number of times in a row."""
         self._n_searched = 0
         """Number of losses given to LBFGS."""
-
-    # --- known contents
-
-    def introduce(self, fake: Tensor, real: Tensor) -> None:
-        """Give a fake tensor the contents of its real tensor. Parameters get none, because the step changes them."""
-        if real.requires_grad or real.device.type == "meta" or contents.is_met(fake):
-            return
-        if self.arrays and real.data_ptr() in {array.ctypes.data for array in self.arrays.values()}:
-            return  # `torch.from_numpy`, which no mode sees
-        if not is_strided(real) or real.untyped_storage().nbytes() == fake.untyped_storage().nbytes():
-            contents.borrow(fake, real)
-        elif _is_small(real):  # a slice of a larger tensor; only the slice is on the GPU
-            self.learn(fake, real.detach().cpu())
-
-    def array(self, tensor: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return a fake tensor's contents as an array, which Python code may write to."""
-        with on_real_tensors():
-            value = contents.writable(tensor)
-            if value is None and not contents.is_known(tensor):
-                self.note("the numbers of an array, which are not known, are taken as 1")
-                one = torch.ones((), dtype=tensor.dtype)
-                ones = one.expand(tensor.shape)
-                is_small = ones.numel() * ones.itemsize <= contents.LARGEST_COPIED
-                array = func(ones.clone() if is_small else ones, *args, **kwargs)
-                if not is_small:
-                    array.setflags(write=False)  # an expanded array has one number for all elements
-                return unknown_array(array, self)
-            self._note_assumed(tensor)
-            if value is not None:
-                return func(value, *args, **kwargs)
-            value = contents.value(tensor)
-            array = func(value, *args, **kwargs)
-            array.setflags(write=False)  # memory of a real tensor that is too large to be copied
-            return array
-
-    def numbers(self, tensor: Tensor) -> Any:
-        """Return a fake tensor's contents as nested lists."""
-        value = self.value(tensor)
-        if value is None:
-            return _nested(tuple(tensor.shape), Unknown(self))
-        self._note_assumed(tensor)
-        with on_real_tensors():
-            return value.tolist()
-
-    def is_score(self, tensor: Tensor) -> bool:
-        """Return True for a tensor that only rates predictions, such as an accuracy, and does not count chosen
-        elements.
-        """
-        return contents.assumed(tensor) == EVENLY and (tensor.dtype.is_floating_point or is_counted())
-
-    def pass_on(self, tensor: Tensor, copy: Tensor) -> None:
-        """Give `copy` the known contents of `tensor`."""
-        with on_real_tensors():
-            contents.share(tensor, copy)
-
-    def forget(self, tensors: Any) -> None:
-        """Forget the contents of these tensors, after unknown numbers were written to them."""
-        for tensor in tree_leaves(tensors):
-            if is_fake(tensor):
-                contents.forget(tensor)
-
-    def value(self, tensor: Tensor) -> Tensor | None:
-        """Return a fake tensor's contents if known. Not to be written to."""
-        with on_real_tensors():
-            return contents.value(tensor)
-
-    def learn(self, tensor: Tensor, value: Tensor, assumed: str = "") -> None:
-        """Set the known contents of a fake tensor."""
-        with on_real_tensors():
-            contents.learn(tensor, value, assumed)
-
-    # --- operators
-
-    def before(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[bool, Any]:
-        """Return (True, result) if an operator's result is known without running it."""
-        if func in _AS_NUMBER:
-            return True, self._number(args[0])
-        if func in COMPARING:
-            return True, self._comparison(func, args, kwargs, tensors)
-        if torch.Tag.dynamic_output_shape not in func.tags and func not in BY_INTEGERS:
-            return False, None
-        if func in INDEXING:
-            return self._index(func, args, kwargs)
-        if func is aten.masked_select.default:
-            return self._select(*args)
-        for tensor in tensors:
-            if contents.is_known(tensor):
-                self._note_assumed(tensor)
-            elif not (func in BY_INTEGERS and tensor.dtype.is_floating_point):
-                raise self.refusal(f"the size of what {_name(func)} gives depends on contents")
-        real = self._run(func, args, kwargs)
-        device = tensors[0].device
-
-        def made(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            if func is PACKING and value.dtype is torch.long:
-                return left_real(value)  # rows of each step: recurrent layers, and backward, read its memory
-            fake = self._fake_like(value, device)
-            if not value.dtype.is_floating_point and _is_small(value):
-                self.learn(fake, value)
-            return fake
-
-        return True, tree_map(made, real)
-
-    def _comparison(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> bool:
-        if not all(map(contents.is_known, tensors)):
-            return self.truth("it compares tensors")
-        for tensor in tensors:
-            self._note_assumed(tensor)
-        return bool(self._run(func, args, kwargs))
-
-    def places_of_masks(self, func: Any, args: Any) -> list[int]:
-        """Return, for each known mask among an operator's indices, the bytes of the integer index that replaces it.
-
-        aten/src/ATen/native/IndexingUtils.h: expandTensors; a single number written everywhere is filled in instead
-        (TensorAdvancedIndexing.cpp: _index_put_impl_). torch 2.13.
-        """
-        if func not in INDEXING and func not in PUTTING:
-            return []
-        is_filled = func in PUTTING and args[2].numel() == 1 and not (len(args) > 3 and args[3])
-        if is_filled or not _has_mask(args[1]):
-            return []
-        masks = [self.value(index) for index in args[1] if index is not None and index.dtype in _MASKS]
-        with on_real_tensors():
-            return [int(mask.count_nonzero()) * mask.dim() * torch.long.itemsize for mask in masks if mask is not None]
-
-    def _index(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-        """Replace known masks by the equivalent integer indices, so that the number of rows is known."""
-        if not _has_mask(args[1]):
-            return False, None
-        indices: list[Tensor | None] = []
-        for index in args[1]:
-            if index is None or index.dtype not in _MASKS:
-                indices.append(index)
-                continue
-            mask = self.value(index)
-            if mask is None:
-                raise self.refusal("how many elements it takes depends on a mask")
-            self._note_assumed(index)
-            with on_real_tensors():
-                numbers = mask.nonzero().unbind(1)
-            for number in numbers:
-                fake = self._fake_like(number, index.device)
-                self.learn(fake, number, contents.assumed(index))
-                indices.append(fake)
-        args[1][:] = indices
-        return False, None
-
-    def _select(self, tensor: Tensor, mask: Tensor) -> tuple[bool, Any]:
-        """Return as many elements as the mask selects, with unknown contents."""
-        chosen = self.value(mask)
-        if chosen is None:
-            raise self.refusal("how many elements it takes depends on a mask")
-        self._note_assumed(mask)
-        with on_real_tensors():
-            count = int(chosen.expand(torch.broadcast_shapes(tensor.shape, mask.shape)).sum())  # type: ignore[no-untyped-call]
-        with self._fakes:
-            return True, torch.empty(count, dtype=tensor.dtype, device=tensor.device)
-
-    def after(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
-        """Record the known contents of an operator's results, and of tensors that it wrote to."""
-        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
-            for gradient in args[0]:
-                contents.forget(gradient)
-            return  # its `found_inf` stays as it was, 0
-        if func.namespace in SENDING_OPERATORS:  # never run, as that would send
-            for given, tensor in zip(tensors, made, strict=False):
-                if _name(func) in RECEIVING:
-                    contents.receive(tensor, func.name())
-                elif not contents.is_met(tensor):
-                    self.pass_on(given, tensor)
-            return
-        targets = _targets(written_by(func), args, kwargs)
-        self.written.update(map(storage_id, targets))
-        changes = targets or not all(map(contents.is_known, made))
-        if changes and self._is_worth(func, tensors, made) and self._compute(func, args, kwargs, targets, made):
-            return
-        if func in NORMED_BY_BATCH and args[TRAINING]:
-            targets += _targets(RUNNING, args, kwargs)
-        for target in targets:
-            contents.forget(target)
-        verdict = self._healthy(func, args, tensors)
-        goes_on = None if verdict is not None else _assume_continues(func, args)
-        with on_real_tensors():
-            if verdict is not None:
-                contents.learn_alike(made[0], torch.tensor(verdict), HEALTH)
-            elif goes_on is not None:
-                contents.learn_alike(made[0], torch.tensor(goes_on), SEARCHING)
-            elif func in CHOICES and _is_small(made[-1]) and (count := _candidates(func, args)):
-                contents.learn(made[-1], _assume_balanced(made[-1], count), EVENLY)
-
-    def _is_worth(self, func: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
-        """Return True if an operator can be run on its arguments' contents: they are known and small, and have no
-        tangents.
-        """
-        if in_forward_mode() or func is aten._efficientzerotensor.default:  # can't be copied
-            return False
-        if func in NOT_IN_HEALTH and contents.is_known(tensors[0]):
-            return tensors[0].numel() <= LARGEST_ASKED  # a batch may contain NaN
-        if func in BY_SHAPE:
-            tensors = ()
-        elif func in GATHERING:
-            tensors = tensors[1:] if contents.is_known(tensors[0]) else tensors
-        return all(_is_small(t) and contents.is_known(t) for t in tensors) and all(map(_is_small, made))
-
-    def _compute(self, func: Any, args: Any, kwargs: Any, targets: list[Tensor], made: list[Tensor]) -> bool:
-        """Run an operator on the contents of its arguments and record its results. Return False, with no effect, if it
-        can't run.
-
-        Assumed contents may be invalid for the operator, such as an index that is too large; and some operators exist
-        only on GPUs.
-        """
-        given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        assumed = DRAWN if draws(func) else next(filter(None, map(contents.assumed, given)), "")
-        with on_real_tensors():
-            written = {id(target): contents.writable(target, assumed) for target in targets}
-        if any(target is None for target in written.values()):
-            return False
-        try:
-            real = self._run(func, args, kwargs, written)
-        except (RuntimeError, IndexError, ValueError) as error:
-            is_for_gpus = isinstance(error, NotImplementedError) and any(fake.device != _CPU for fake in made)
-            if not (assumed or is_for_gpus):
-                raise
-            return False
-        results = [leaf for leaf in tree_leaves(real) if isinstance(leaf, torch.Tensor)]
-        if func in EMPTY:
-            for value in results:
-                value.zero_()  # so that all rehearsals draw the same numbers
-        for fake, value in zip(made, results, strict=False):
-            if fake.shape == value.shape and not contents.is_known(fake):
-                self.learn(fake, value, assumed)
-        return True
-
-    def _fake_like(self, real: Tensor, device: torch.device) -> Tensor:
-        with self._fakes:
-            return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
-
-    def _healthy(self, func: Any, args: Any, tensors: list[Tensor]) -> bool | None:
-        """Return the answer to a test for NaN or infinity in a step without either; None for any other operator."""
-        if func in NOT_IN_HEALTH:
-            return False
-        if func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[-1]:
-            return func is aten.eq.Tensor
-        if func in (aten.eq.Scalar, aten.ne.Scalar) and isinstance(args[1], float) and math.isinf(args[1]):
-            return func is aten.ne.Scalar
-        if func in ALL_OR_ANY and len(tensors) == 1:
-            return contents.alike(tensors[0], HEALTH)
-        return None
-
-    def _run(self, func: Any, args: Any, kwargs: Any, written: dict[int, Tensor | None] | None = None) -> Any:
-        """Run an operator on the contents of its arguments. `written`: contents of its write targets, by fake tensor's
-        id.
-        """
-        targets = written or {}
-        borrowed: set[int] = set()
-
-        def real(leaf: Any) -> Any:
-            if isinstance(leaf, torch.device):
-                return _CPU  # all contents are on the CPU
-            if isinstance(leaf, torch.Generator):
-                return self._generator(leaf)
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            value = targets.get(id(leaf))
-            if value is None:
-                value = self.value(leaf)
-            if value is None:
-                return torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)  # only the shape of this argument matters
-            borrowed.add(storage_id(value))
-            return value
-
-        def own(leaf: Any) -> Any:
-            is_borrowed = isinstance(leaf, torch.Tensor) and storage_id(leaf) in borrowed
-            return leaf.clone() if is_borrowed else leaf
-
-        with on_real_tensors():
-            out = func(*tree_map(real, args), **tree_map(real, kwargs))
-            return out if targets else tree_map(own, out)
-
-    def _generator(self, generator: torch.Generator) -> torch.Generator:
-        """Return a generator that draws the same numbers without advancing the script's."""
-        copy = self._generators.get(generator)
-        if copy is None:
-            copy = self._generators[generator] = (
-                generator.clone_state() if generator.device == _CPU else torch.Generator().manual_seed(0)
-            )
-        return copy
-
-    # --- queries
 
     def truth(self, why: str) -> bool:
         """Return the assumed answer to a yes-or-no query of unknown contents. `why` as for `refusal`.
@@ -427,25 +62,6 @@ class ValueOracle:
         self._n_searched += 1
         return 1 / self._n_searched
 
-    def _number(self, tensor: Tensor) -> Any:
-        value = self.value(tensor)
-        if value is None and tensor.dtype is torch.bool:
-            return self.truth("it asks for a number that depends on contents")
-        if value is None and tensor.dtype.is_floating_point and in_optimizer():
-            self.note("a number that an optimizer computes with is taken as 1.0")
-            return 1.0
-        if value is None:
-            raise self.refusal("it asks for a number that depends on contents")
-        self._note_assumed(tensor)
-        with on_real_tensors():
-            return value.item()
-
-    def _note_assumed(self, tensor: Tensor) -> None:
-        assumed = contents.assumed(tensor)
-        # the choice of a batch's rows is random in any case
-        if assumed and not (assumed == DRAWN and asked_by_loader()):
-            self.note(assumed)
-
     def note(self, what: str) -> None:
         """Record an assumption, with the line that asked."""
         self.notes[f"{where()}: {what}"] = None
@@ -462,69 +78,3 @@ class ValueOracle:
         )
         self.refused = self.refused or error
         return error
-
-
-_MASKS = (torch.bool, torch.uint8)
-
-
-def _targets(writes: tuple[int | str, ...], args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors that an operator writes to."""
-    places = (kwargs.get(p) if isinstance(p, str) else args[p] if p < len(args) else None for p in writes)
-    return [leaf for place in places for leaf in tree_leaves(place) if isinstance(leaf, torch.Tensor)]
-
-
-def _candidates(func: Any, args: Any) -> int:
-    """Return the number of candidates from which the largest are chosen, such as experts; 0 if all elements are
-    chosen.
-    """
-    place = 2 if func is aten.topk.default else 1
-    dim = args[place] if len(args) > place else -1 if func is aten.topk.default else None
-    return 0 if dim is None or not args[0].dim() else int(args[0].shape[dim])
-
-
-def _assume_balanced(choices: Tensor, count: int) -> Tensor:
-    """Return a balanced assignment of `count` choices in this shape."""
-    return (torch.arange(choices.numel()) % count).view(choices.shape)
-
-
-def _assume_continues(func: Any, args: Any) -> bool | None:
-    """Answer a comparison in LBFGS so that its search goes on: steps and gradients are assumed to be far from 0.
-
-    A tensor is compared with bounds above and below it, and with another tensor to test if a point is good enough.
-    """
-    if (func not in LESS and func not in MORE) or not is_searching():
-        return None
-    if isinstance(args[1], torch.Tensor):
-        return func in LESS
-    return func in MORE and args[1] > 0
-
-
-def _has_mask(indices: Any) -> bool:
-    return any(isinstance(index, torch.Tensor) and index.dtype in _MASKS for index in indices)
-
-
-def _nested(shape: tuple[int, ...], number: Any) -> Any:
-    """Return nested lists with one number everywhere."""
-    return [_nested(shape[1:], number) for _ in range(shape[0])] if shape else number
-
-
-def left_real(tensor: Tensor) -> Tensor:
-    """Mark a tensor, and tensors detached from it, to stay real instead of being replaced by a fake one."""
-    setattr(tensor, _LEFT_REAL, True)
-    return tensor
-
-
-def detached_real(func: Any, args: Any) -> Tensor | None:
-    """Return the result of `detach` on a tensor marked by `left_real`; None for any other call."""
-    if func is not aten.detach.default or not hasattr(args[0], _LEFT_REAL):
-        return None
-    with on_real_tensors():
-        return left_real(args[0].detach())
-
-
-def _is_small(tensor: Tensor) -> bool:
-    return tensor.numel() <= (LARGEST_KNOWN if not tensor.dtype.is_floating_point else LARGEST_KNOWN_FLOAT)
-
-
-def _name(func: Any) -> str:
-    return str(func.__name__).partition(".")[0]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lowtide.estimator.allocation_tracker import AllocationTracker
-    from lowtide.estimator.values.assumptions import ValueOracle
+    from lowtide.estimator.values.value_oracle import ValueOracle
 
 
 class PythonQueries(TorchFunctionMode):

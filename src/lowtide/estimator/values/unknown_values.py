@@ -16,7 +16,7 @@ import numpy as np
 from lowtide.estimator.values.query_purpose import choosing, is_only_reported, is_scoring, is_searching
 
 if TYPE_CHECKING:
-    from lowtide.estimator.values.assumptions import ValueOracle
+    from lowtide.estimator.values.assumptions import Assumptions
 
 _BY_NUMBER = "it decides by a number from a tensor"
 
@@ -24,10 +24,10 @@ _BY_NUMBER = "it decides by a number from a tensor"
 class Unknown(float):
     """An unknown number, which counts as 1: it can be printed, averaged, passed on, and compared in checks."""
 
-    _answers: ValueOracle
-    _last: ClassVar[ValueOracle]
+    _answers: Assumptions
+    _last: ClassVar[Assumptions]
 
-    def __new__(cls, given: ValueOracle | float) -> Unknown:
+    def __new__(cls, given: Assumptions | float) -> Unknown:
         """Create a number unknown to `given`, or convert `given` to this type, as `statistics.mean` does."""
         self = super().__new__(cls, 1.0)
         if isinstance(given, numbers.Number):
@@ -89,7 +89,7 @@ class Unknown(float):
         return self
 
 
-def whole_number(answers: ValueOracle) -> int:
+def whole_number(answers: Assumptions) -> int:
     """Return the `int` of an unknown number; refuse unless it is only counted or reported."""
     if not is_only_reported():
         raise answers.refusal(_BY_NUMBER)
@@ -100,7 +100,7 @@ def whole_number(answers: ValueOracle) -> int:
 class UnknownArray(np.ndarray[Any, Any]):
     """An array of unknown numbers, taken as 1. Code that wants a plain array gets an array of ones."""
 
-    _answers: ValueOracle
+    _answers: Assumptions
 
     def __array_finalize__(self, source: object) -> None:
         if isinstance(source, UnknownArray):
@@ -179,7 +179,7 @@ class UnknownArray(np.ndarray[Any, Any]):
         return _plain(self).__reduce__()
 
 
-def unknown_array(array: np.ndarray[Any, Any], answers: ValueOracle) -> UnknownArray:
+def unknown_array(array: np.ndarray[Any, Any], answers: Assumptions) -> UnknownArray:
     """Return the same array with its numbers marked as unknown."""
     view = array.view(UnknownArray)
     view._answers = answers
