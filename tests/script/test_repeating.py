@@ -144,6 +144,27 @@ def test_a_second_time_is_the_end_with_an_explanation(where: list[None]) -> None
     assert "what to do, best first:" in notes
 
 
+def test_a_larger_batch_may_have_larger_gradients() -> None:
+    def train(made: Made, fails: Callable[[], object]) -> None:
+        for number in range(5):
+            x = torch.randn(512 * (16 if number == 4 else 1), 64)
+            if number == 4:
+                fails()
+            made.step(x)
+
+    made = Made()
+    with lowtide.within("75%", retry=True) as ran:
+        train(made, lambda: in_backward.append(None))
+    assert ran.plan is not None
+    gradient_bytes = 16 * 512 * 64 * 4
+    assert gradient_bytes > ran.plan.predicted.peak_bytes // 20
+    assert ran.n_repeated == 1
+    plain = Made()
+    train(plain, lambda: None)
+    assert made.losses == plain.losses
+    assert equal(made.model.state_dict(), plain.model.state_dict())
+
+
 def test_each_failing_step_is_repeated_and_the_numbers_for_a_log_say_so() -> None:
     made = Made()
     with lowtide.within("75%", retry=True) as ran:

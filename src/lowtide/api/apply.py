@@ -126,6 +126,10 @@ class Applied(Removable, Displayed):
         """
         return self._engine.save_most(args, kwargs)
 
+    def growth(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Return how many times larger a call with these arguments is than the largest planned one; at least 1."""
+        return self._engine.growth(args, kwargs)
+
     def also(self, remove: Callable[[], object]) -> None:
         """Call `remove` just before the plan is removed."""
         self._undo.callback(remove)

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from lowtide._torch.modules import CALL
 from lowtide.runtime import saved_values as values
+from lowtide.runtime.call_interceptor import CallInterceptor, OuterInterceptor
 from lowtide.runtime.call_shapes import elements, elements_in, shapes_in
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.plan_table import Actions, actions_for, with_like_blocks
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lowtide.planner.records import Decided, Plan
-    from lowtide.runtime.call_interceptor import CallInterceptor
     from lowtide.runtime.forward_pass import ForwardPass
 
 
@@ -80,6 +81,8 @@ class Planned(Engine):
         """Smallest number of elements of calls that run under the plan with the smallest peak, because such a call ran
         out of memory.
         """
+        self.saves_most = False
+        """True if the last call ran under the plan with the smallest peak."""
 
     def choose(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the plan for the number of elements passed to a call; the fallback if it exceeds all rehearsed ones.
@@ -91,7 +94,9 @@ class Planned(Engine):
         if len(self.tables) > 1:
             n_elements = elements_in(args, kwargs)
             last = len(self.tables) - 1
-            return last if n_elements >= self._saves_most_from else min(bisect_left(self._most, n_elements), last)
+            fits = last if n_elements >= self._saves_most_from else min(bisect_left(self._most, n_elements), last)
+            self.saves_most = fits == last
+            return fits
         return 0
 
     def has_room(self, now: ForwardPass) -> bool:
@@ -107,5 +112,21 @@ class Planned(Engine):
         self._saves_most_from = n_elements
         return True
 
+    def growth(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Return how many times larger a call is than the largest planned one; 1 if it is not larger."""
+        most = self._most[-1] if self._most else 0
+        return max(1.0, elements_in(args, kwargs) / most) if 0 < most < inf else 1.0
+
     def keeps_all(self, plan: int) -> bool:
         return not self.tables[plan] and values.observer_of(self) is None  # observers get kept tensors, too
+
+
+def planned_engine(model: nn.Module) -> Planned | None:
+    """Return the engine whose plan is in force on `model` or on a module inside it; None without a plan."""
+    for module in model.modules():
+        front = module.__dict__.get(CALL)
+        while isinstance(front, CallInterceptor | OuterInterceptor):
+            if isinstance(front, CallInterceptor) and isinstance(front.engine, Planned):
+                return front.engine
+            front = front.before
+    return None

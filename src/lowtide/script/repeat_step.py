@@ -79,6 +79,7 @@ class StepRepeater(Removable):
         if self._why_not is not None:
             self._looks_left = 0
             say(f"a step that runs out of memory will not be repeated: {self._why_not}")
+        self.growth = applied.growth
         self.most_held_bytes = applied.plan.predicted.peak_bytes // HELD_SHARE
         self.numbers = itertools.count()
         self.entered: list[_Call] = []
@@ -279,6 +280,8 @@ class _Call:
         self._outputs: list[weakref.ref[Tensor]] = []
         self._places: set[int] = set()
         """Numbers of the outputs through which the backward pass in progress has entered the call."""
+        self.most_held_bytes = int(repeater.most_held_bytes * repeater.growth(args, kwargs))
+        """Largest total of the gradients to hold; a larger batch has a larger peak, and larger gradients."""
         self.gradients: dict[int, Tensor | None] | None = {}
         """Gradients of the outputs, by number; None if they are too large to be held."""
         self._is_released = False
@@ -326,7 +329,7 @@ class _Call:
         self._places.add(place)
         if self.gradients is not None:
             self.gradients[place] = gradient
-            if sum(g.nbytes for g in self.gradients.values() if g is not None) > repeater.most_held_bytes:
+            if sum(g.nbytes for g in self.gradients.values() if g is not None) > self.most_held_bytes:
                 self.gradients = None
 
     def is_entered(self, place: int) -> bool:

@@ -188,6 +188,16 @@ def test_a_rehearsal_adds_the_plan_that_fits(least: int | None, first: str, amou
     assert (None if given_bytes is None else round(given_bytes / GIB, 2)) == amount
 
 
+def test_a_step_under_a_plan_is_not_advised_to_make_one() -> None:
+    for facts in (Facts(is_planned=True), Facts(is_planned=True, saves_most=True)):
+        found = explain(FULL, facts)
+        assert found is not None
+        texts = [action.text for action in found.actions]
+        assert not any("lowtide.fit(" in text for text in texts)
+        assert any(text.startswith("lowtide.accumulate") for text in texts)
+        assert facts.saves_most == any("the plan with the smallest peak is in force" in text for text in texts)
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 

@@ -347,7 +347,13 @@ def _fit(m: Message, f: Facts) -> Advice:
     usable, least = m.usable_bytes, f.smallest_peak_bytes
     pieces = "lowtide.accumulate(loss_of, batch, 2): half of the activations, gradients of the whole batch"
     room = None if usable is None else usable * 95 // 100
-    if least is None:
+    if f.saves_most:
+        yield "a smaller batch, or shorter rows: the plan with the smallest peak is in force already"
+        yield pieces
+    elif f.is_planned:
+        yield "a smaller budget: the plan in force recomputes only what its budget asks for", usable
+        yield pieces
+    elif least is None:
         text = (
             f'lowtide.fit(model, step, batch, budget="{_typed(room)}"): the same gradients, bit for bit, or what fits'
         )

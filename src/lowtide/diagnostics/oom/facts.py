@@ -185,6 +185,10 @@ class Facts(Record):
     host_free_bytes: int | None = None
     smallest_peak_bytes: int | None = None
     """Peak of the step under the plan with the smallest peak; from a rehearsal."""
+    is_planned: bool = False
+    """True if the model ran under a plan."""
+    saves_most: bool = False
+    """True if the model's last call ran under the plan with the smallest peak."""
     plain_peak_bytes: int | None = None
     static_bytes: int | None = None
     """Bytes in use before the step begins, which no plan lowers."""

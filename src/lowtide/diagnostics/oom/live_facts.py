@@ -22,6 +22,7 @@ from lowtide.diagnostics.oom.facts import Facts, Place
 from lowtide.diagnostics.oom.live_graphs import LiveGraph, graph_behind, separate_graphs, tensors_with_graphs
 from lowtide.diagnostics.oom.message import Holder
 from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.planned_engine import planned_engine
 
 _MOST_HOLDERS = 8
 
@@ -38,6 +39,7 @@ def facts_now(error: BaseException, model: nn.Module | None, optimizer: Optimize
     evaluated = _evaluated(graphs, model)
     roots = [root for graph in evaluated for root in graph.roots]
     limit = _limit()
+    engine = None if model is None else planned_engine(model)
     machine = host.machine()
     return Facts(
         places=tuple(Place(file=f.f_code.co_filename, line=line, function=f.f_code.co_name) for f, line in frames),
@@ -50,6 +52,8 @@ def facts_now(error: BaseException, model: nn.Module | None, optimizer: Optimize
         leftover_bytes=left_bytes,
         new_state_bytes=_new_state_bytes(optimizer),
         holders=_holders(graphs, model, optimizer),
+        is_planned=engine is not None,
+        saves_most=engine is not None and engine.saves_most,
         limit_bytes=None if limit is None else limit[1],
         limit_used_bytes=0 if limit is None else limit[2],
         limit_name="" if limit is None else limit[0],
