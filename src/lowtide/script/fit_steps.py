@@ -110,8 +110,8 @@ class Fitting(PlanMonitor):
         self._calls = _Calls()
         self._has_said_sizes = False
         """True once varying sizes have been reported."""
-        self._has_held = False
-        """True once a plan was found to hold, also if another model is trained since."""
+        self._held: Plan | None = None
+        """The last plan that was found to hold, also if another model is trained since."""
 
     def _start_with(self, rehearsing: Rehearsing) -> None:
         """Start without a plan, for a model that is not known yet."""
@@ -335,7 +335,7 @@ class Fitting(PlanMonitor):
         self.plans.hold(made, measured_bytes, is_of_planned_size=is_of_planned_size)
         if not self._request.is_for_next:  # a saved plan is for the model that is trained first
             self.when_kept(made)
-        self.done = self._has_held = True
+        self._held, self.done = made, True
 
     # --- between steps, and after them
 
@@ -398,10 +398,10 @@ class Fitting(PlanMonitor):
 
     def finish(self) -> None:
         """Keep the plan in force, even if only smaller batches were measured."""
-        self.done |= self._has_held
-        plan = self.plans.plan
-        if plan is not None and self._measured.n_others and not self.done and not self.plans.larger.is_awaited:
+        plan, n_others = self.plans.plan, self._measured.n_others
+        if plan is not None and plan is not self._held and n_others and not self.plans.larger.is_awaited:
             self._keep(plan)
+        self.done |= self._held is not None
 
     def leaves(self) -> None:
         """End recordings that are for one step only; the plan stays."""
