@@ -372,13 +372,14 @@ for _ in range(100):
 """
 )
 NO_UPDATE = NEVER + "model(torch.randn(8, 64)).sum().backward()"
-DEEPER = TRAIN.replace("model = nn.Sequential(", "model = Deeper(").replace(
+DEEPER = TRAIN.replace("model = nn.Sequential(*[block() for _ in range(4)", "model = Deeper(*[block() for _ in range(6)")
+DEEPER = DEEPER.replace(
     "torch.manual_seed(0)\n",
     """
 class Deeper(nn.Sequential):
     depth = 0
     def forward(self, x):
-        self.depth = self.depth % 4 + 1
+        self.depth = self.depth % 6 + 1
         for part in self[: self.depth]:
             x = part(x)
         return x
@@ -451,7 +452,7 @@ EVAL = TRAIN.replace("for step in", "model.eval()\nfor step in")
         (NO_UPDATE, (), "ended, and no optimizer stepped: Linear was called"),
         (TRAIN, ("--steps", "1"), "ended after 1 step, before Sequential was rehearsed"),
         (NO_TWO_ALIKE, (), "no two of 7 steps had batches of the same form"),
-        (DEEPER, ("--steps", "30"), "no two of 12 steps did the same work: it saved "),
+        (DEEPER, ("--steps", "30"), "of 8 steps, no two that were compared did the same work: it saved "),
     ],
     ids=["eval", "eval, what to do", "no update", "too short", "all forms differ", "all depths differ"],
 )
@@ -1442,14 +1443,29 @@ def test_a_script_that_runs_out_of_memory_runs_within_a_budget(
     assert "within the budget" in within.stderr
 
 
-EPISODES = TRAIN.replace("    x = torch", "    for _ in range(step): model(torch.randn(8, 64))\n    x = torch")
+EPISODES = "    optimizer.zero_grad()\n    for _ in range(CALLS): model(torch.randn(ROWS, 64)).sum().backward()\n"
+EPISODES = TRAIN.replace("    optimizer.zero_grad()\n", EPISODES)
 
 
 @pytest.mark.slow
 def test_calls_that_are_alike_are_named_once(script: Callable[[str], str], run: Run) -> None:
-    done = run("rehearse", script(EPISODES), "--steps", "20")
+    done = run("rehearse", script(EPISODES.replace("CALLS", "5").replace("ROWS", "8 + step")), "--steps", "20")
     assert done.code == 2
-    assert re.search(r"it called the model with \d+ times \[8, 64\] float32 and \[256, 64\] float32, and an", done.err)
+    (text,) = re.findall(r"it called the model with .*", done.err)
+    assert text == (
+        "it called the model with [256, 64] float32 and 5 times [19, 64] float32, and another step that began with "
+        "the same batch with [256, 64] float32 and 5 times [18, 64] float32."
+    )
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_before_steps_that_do_the_same_work_is_told_so(
+    script: Callable[[str], str], run: Run
+) -> None:
+    done = run("rehearse", script(EPISODES.replace("CALLS", "step").replace("ROWS", "8")))
+    assert done.code == 2
+    assert "ended after 5 steps, before Sequential was rehearsed" in done.err
+    assert "its steps did not do the same work: in one, it saved" in done.err
 
 
 TAUGHT = TRAIN.replace(

@@ -71,6 +71,8 @@ class OnlineCompiledProfiler:
         self.checkpointed: Counter[str] = Counter()
         """Always empty: checkpoints in compiled code are part of its graphs."""
         self.why: list[str] = []
+        self.other_kind: str | None = None
+        """Always None: steps of several kinds are compiled again, and not compared."""
         self.n_steps = 0
         """Number of complete steps."""
         self._graphs: list[JointSlots] = []

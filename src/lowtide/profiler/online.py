@@ -98,6 +98,8 @@ class OnlineProfiler:
         """Number of torch.utils.checkpoint calls by path of the module that they run in."""
         self.profile: Profile | None = None
         self.why: list[str] = []
+        self.other_kind: str | None = None
+        """Difference between the last step of a kind of its own and the step that it was compared with."""
         self.n_steps = 0
         """Number of complete, usable steps."""
         self._plain = plain
@@ -178,8 +180,8 @@ class OnlineProfiler:
             elif self._best is not None:
                 peak_bytes = watch.seen_static.total + Timeline(watch.recorder.stream).peak_bytes
                 self._best.plain = peak_bytes, took_ms
-        except _OtherKind:
-            pass
+        except _OtherKind as why:
+            self.other_kind = str(why)
         except _Unusable as why:
             self.why.append(str(why))
             return
@@ -194,17 +196,18 @@ class OnlineProfiler:
         kinds = self._kinds.setdefault(_form(watch.size), [])
         kinds.append(kind_of(trace.calls))
         if differing := modules_that_differ(audit.shapes, trace.calls):
-            if "" in differing and len({*kinds}) <= MOST_KINDS:
-                raise _OtherKind
-            self._forget_form(_form(watch.size))
-            self._is_drawn |= "" in differing
-            if "" not in differing:
-                self._leave_alone(differing)
-            raise _Unusable(
+            difference = (
                 f"it saved {trace.packs} tensors in {len(trace.calls)} calls, and another step on a batch of "
                 f"{'the same size' if is_alike else 'such a form'}, {known.fingerprint.batch}, saved "
                 f"{len(audit.slots)} in {len(audit.calls)}"
             )
+            if "" in differing and len({*kinds}) <= MOST_KINDS:
+                raise _OtherKind(difference)
+            self._forget_form(_form(watch.size))
+            self._is_drawn |= "" in differing
+            if "" not in differing:
+                self._leave_alone(differing)
+            raise _Unusable(difference)
         if trace.inputs != audit.inputs and (is_alike or len(trace.inputs) != len(audit.inputs)):
             if _n_elements(trace.inputs) > _n_elements(audit.inputs):
                 self._forget_form(_form(watch.size))
@@ -332,7 +335,7 @@ class _Unusable(Exception):
 
 
 class _OtherKind(_Unusable):
-    """Signal that a step was of another kind than expected."""
+    """Signal that a step was of another kind than expected; the text is the difference."""
 
 
 class _Audited:

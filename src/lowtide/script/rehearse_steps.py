@@ -66,7 +66,8 @@ class Rehearsing(StepListener):
     @property
     def awaits(self) -> str:
         hidden = f"; the script itself recorded {self.n_hidden} of them, as with a profiler" if self.n_hidden else ""
-        return TWO_STEPS + hidden
+        other = None if self._observed is None else self._observed.other_kind
+        return TWO_STEPS + hidden + (f"; its steps did not do the same work: in one, {other}" if other else "")
 
     def __init__(
         self, *, plain: bool = False, stop: bool = True, levers: tuple[AppliedLever, ...] = (), in_place: bool = True
@@ -157,12 +158,13 @@ class Rehearsing(StepListener):
         self.n_steps += 1
         if self._observed.profile is not None:
             self._finish(self._observed)
-        elif len(self._observed.why) >= MOST_UNUSABLE:
-            raise RehearsalError(
-                f"no two of {self.n_steps} steps did the same work: {self._observed.why[-1]}.\n{ONE_FORM}"
-            )
-        elif self._observed.n_steps >= PATIENCE:
-            raise RehearsalError(f"no two of {self.n_steps} steps had batches of the same form.\n{ONE_FORM}")
+        elif len(self._observed.why) >= MOST_UNUSABLE or self._observed.n_steps >= PATIENCE:
+            differences = [*filter(None, [self._observed.other_kind]), *self._observed.why]
+            if differences:
+                what = f"of {self.n_steps} steps, no two that were compared did the same work: {differences[-1]}"
+            else:
+                what = f"no two of {self.n_steps} steps had batches of the same form"
+            raise RehearsalError(f"{what}.\n{ONE_FORM}")
 
     def gives_up(self, model: nn.Module) -> None:
         """Forget `model`, which is not the trained one, and its recordings."""
