@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def write(contest: Contest, folder: Path) -> None:
     """The pictures of a model, and the peers' points for `lowtide frontier --beside`."""
-    from lowtide.report.plot import save  # here: processes that measure have no use for matplotlib
+    from lowtide.report.frontier_figure import save  # here: processes that measure have no use for matplotlib
 
     for name, figure in pictures(contest).items():
         save(figure, folder / name)
@@ -57,7 +57,7 @@ def peers(contest: Contest) -> tuple[Point, ...]:
 
 def _picture(contest: Contest, ours: Sequence[Point], theirs: Sequence[Point]) -> Figure:
     """On the line is what no smaller peak has for less; where others of ours are is shown, too."""
-    from lowtide.report.plot import draw
+    from lowtide.report.frontier_figure import draw
 
     line: list[Point] = []
     for point in sorted(ours, key=lambda p: (p.peak_bytes, _cost(p))):

@@ -44,7 +44,7 @@ def frontier(n: int, beside: str | None, json_to: str | None, picture_to: str | 
     if json_to is not None:
         write(curve.to_json(), json_to)
     if picture_to is not None:
-        from lowtide.report.plot import draw, save
+        from lowtide.report.frontier_figure import draw, save
 
         save(draw(curve, others), picture_to)
         say(f"written: {picture_to}")

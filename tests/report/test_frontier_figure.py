@@ -15,7 +15,7 @@ from conftest import RunPython
 from lowtide import cli
 from lowtide.planner.budget_frontier import Frontier, Point, frontier, read_points
 from lowtide.planner.records import Fingerprint
-from lowtide.report.plot import draw, save
+from lowtide.report.frontier_figure import draw, save
 from planner.profiles import chain
 
 SVG = "{http://www.w3.org/2000/svg}"
