@@ -13,7 +13,7 @@ from typing import Final, Self, TypeVar
 import msgspec
 
 from lowtide.planner.address_nodes import check_names
-from lowtide.planner.plan_format import KINDS, Block, fold, unfold
+from lowtide.planner.folded_decisions import KINDS, Block, fold, unfold
 from lowtide.planner.serialization import FORMAT, Record
 from lowtide.units import format_bytes, format_change
 from lowtide.utils.amounts import BudgetFor
@@ -309,7 +309,7 @@ class Prediction(Record):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided(Record):
     """Decisions with everything that the engine needs to carry them out. In JSON text they are folded
-    (`plan_format.py`).
+    (`folded_decisions.py`).
     """
 
     recompute: dict[str, str]

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from lowtide.planner.plan_format import ranges
+from lowtide.planner.folded_decisions import ranges
 from lowtide.planner.records import Plan, Profile
 from lowtide.planner.simulate.assignment import ADVANCED, OFFLOADED, RECOMPUTED, REPLAYED
 from lowtide.report.step_memory import swept

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lowtide.planner.plan_format import KINDS, fold, join
+from lowtide.planner.folded_decisions import KINDS, fold, join
 from lowtide.planner.records import Decided, Plan, Profile
 from lowtide.planner.serialization import Record
 from lowtide.report.text_table import added_time, decisions, lever_lines

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from lowtide.planner.plan_format import ranges
+from lowtide.planner.folded_decisions import ranges
 from lowtide.planner.records import Decisions
 from lowtide.units import format_bytes, format_ratio, format_time
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lowtide.errors import LowtideError
 from lowtide.planner import plan
-from lowtide.planner.plan_format import fold, ranges, unfold
+from lowtide.planner.folded_decisions import fold, ranges, unfold
 from lowtide.planner.records import Plan
 from planner.profiles import chain
 
