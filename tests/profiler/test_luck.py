@@ -11,8 +11,9 @@ from torch.nn import functional as F
 import lowtide
 from lowtide.errors import Infeasible
 from lowtide.planner.planning import smallest_plan
-from lowtide.profiler.online import VARIES, OnlineProfiler, take_turns
+from lowtide.profiler.online import VARIES, OnlineProfiler
 from lowtide.profiler.random_work import HIGH, LOW, SEEDS, Draw, drawn_as, fullest
+from lowtide.profiler.step_kinds import take_turns
 from lowtide.runtime.plan_table import actions_for, with_like_blocks
 
 

@@ -75,8 +75,8 @@ def test_starting_the_recorder_is_not_part_of_a_steps_time(monkeypatch: pytest.M
         now[0] += 1000
         return recorder_for(place)
 
-    monkeypatch.setattr("lowtide.profiler.online.recorder_for", slow_to_start)
-    monkeypatch.setattr("lowtide.profiler.online.now_ms", lambda place: now[0])
+    monkeypatch.setattr("lowtide.profiler.training_step.recorder_for", slow_to_start)
+    monkeypatch.setattr("lowtide.profiler.training_step.now_ms", lambda place: now[0])
     case = build("gpt2")
     observed = OnlineProfiler(case.model, plain=True)
     hook = register_optimizer_step_pre_hook(lambda *_: now.__setitem__(0, now[0] + 7))

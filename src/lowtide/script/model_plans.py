@@ -22,8 +22,8 @@ from lowtide.errors import Infeasible, LowtideError
 from lowtide.planner import plan
 from lowtide.planner.planning import forecast_peak, smallest_plan
 from lowtide.profiler.compiled_bits import compiled_bits
-from lowtide.profiler.online import NOT_RUN
 from lowtide.profiler.other_memory import NOTEWORTHY
+from lowtide.profiler.training_step import NOT_RUN
 from lowtide.report.text_table import added_time, decisions, lever_lines, listed
 from lowtide.runtime.fingerprint import check_made_for, fingerprint, place_of
 from lowtide.script.compiled_checks import CompiledChecks, addresses_with_other_bits, error_of_other_bits

@@ -1,0 +1,238 @@
+"""One step of training that is recorded: audited, or traced under the decisions that free the most memory."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from lowtide._torch.device_timing import now_ms
+from lowtide.errors import RehearsalError
+from lowtide.memory.measure import recorder_for
+from lowtide.profiler.assemble import TracedStep, assemble
+from lowtide.profiler.audit import Audit
+from lowtide.profiler.host_bandwidth import host_bandwidth
+from lowtide.profiler.other_memory import in_words, with_others
+from lowtide.profiler.preconditions import (
+    SEVERAL_STREAMS,
+    by_contents,
+    check_saved,
+    nondeterminism_notes,
+)
+from lowtide.profiler.rescale import resized
+from lowtide.profiler.trace import MaxSavingEngine, Trace
+from lowtide.runtime.call_shapes import elements, shapes_in
+from lowtide.runtime.fingerprint import place_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from lowtide.memory.events import Recorder
+    from lowtide.planner.records import Fingerprint, Profile, Static
+    from lowtide.profiler.differing_modules import CallShape
+    from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
+    from lowtide.runtime.call_interceptor import CallInterceptor
+    from lowtide.runtime.replay import ReplayFrame
+
+NOT_RUN = "no plain step was run: its peak is predicted"
+
+
+Kind: TypeAlias = tuple[tuple[str, int | None, int], ...]
+"""Calls of modules in a step, each with the call around it and the number of tensors that it saved."""
+
+
+def kind_of(calls: Iterable[CallShape]) -> Kind:
+    """Return the kind of a step: the path, parent and number of saved tensors of each of its module calls."""
+    return tuple((call.path, call.parent, call.n_saved) for call in calls)
+
+
+class Unusable(Exception):
+    """Signal that a step can't be used; the text is the reason."""
+
+
+class OtherKind(Unusable):
+    """Signal that a step was of another kind than expected; the text is the difference."""
+
+
+class AuditedTrainingStep:
+    """The audit of one training step, and what later steps need of it."""
+
+    def __init__(self, fingerprint: Fingerprint, audit: Audit, recorder: Recorder) -> None:
+        """Complete the audit of a step. Raises Unusable and RehearsalError."""
+        if len(audit.streams) > 1:
+            raise RehearsalError(SEVERAL_STREAMS)
+        check_saved(audit.model, audit)
+        if not audit.slots:
+            raise Unusable("the model saved nothing for backward")
+        if not audit.reads:
+            raise Unusable("no backward ran through the model")
+        audit.settle(recorder.stream)
+        self.fingerprint, self.audit, self.kind = fingerprint, audit, kind_of(audit.shapes)
+
+    def extent(self) -> tuple[int, int]:
+        """Return a key that orders steps by size: elements of the inputs, then saved bytes. Saved bytes alone would
+        mislead: a first call that creates state saves more.
+        """
+        return n_elements(self.audit.inputs), self.saved_bytes()
+
+    def saved_bytes(self) -> int:
+        """Return the bytes of all tensors saved for backward."""
+        return _saved_bytes(self.audit.values, self.audit.slots)
+
+
+class TracedTrainingStep:
+    """A traced step, under the decisions that free the most memory, from an audit of this step or of a similar one."""
+
+    def __init__(self, watch: StepRecorder, audited: AuditedTrainingStep, trace: Trace) -> None:
+        self.fingerprint = watch.size
+        self.plain: tuple[int, float] | None = None
+        """Peak in bytes and time in milliseconds of such a step without any plan."""
+        assert watch.engine is not None
+        self._watch, self._trace, self._decisions = watch, trace, watch.engine.decisions
+        self._audit = audit = audited.audit
+        self._is_alike = watch.size == audited.fingerprint
+        self._values, self._calls = audit.values, audit.calls
+        if not self._is_alike:
+            self._values, self._calls = resized(
+                audit.values, audit.slots, audit.calls, audited=audit.elements, traced=trace.elements
+            )
+
+    def extent(self) -> tuple[int, int]:
+        """Return the step's size, comparable with that of an audited step."""
+        return n_elements(self._trace.inputs), self.saved_bytes()
+
+    def saved_bytes(self) -> int:
+        """Return the bytes of all tensors saved for backward."""
+        return _saved_bytes(self._values, self._audit.slots)
+
+    def profile(self, model: nn.Module, fullest: AuditedTrainingStep | TracedTrainingStep) -> Profile:
+        """Return the profile of this step. `fullest` is the step that saved the most bytes, which is noted if it is
+        another one.
+        """
+        peak_bytes, step_ms = self.plain or (None, 0.0)
+        notes = [NOT_RUN] if peak_bytes is None else []
+        if fullest.saved_bytes() > self.saved_bytes():
+            is_larger = fullest.extent() > self.extent() and fullest.fingerprint != self.fingerprint
+            kind = "larger batch" if is_larger else "batch of which more is saved"
+            notes.append(f"a {kind} came, {fullest.fingerprint.batch}, but not often enough to be rehearsed")
+        static = self._watch.seen_static
+        values, slots, calls = copy.deepcopy((self._values, self._audit.slots, self._calls))  # larger steps may follow
+        step = TracedStep(
+            values=values,
+            slots=slots,
+            calls=calls,
+            kept=self._trace.kept,
+            replayed=self._decisions.replay,
+            stream=self._watch.recorder.stream,
+            entry=self._watch.recorder.entry_addresses,
+            given=self._trace.inputs,
+            written_over=self._audit.written_over if self._is_alike else [],
+            allows_in_place=self._audit.allows_in_place,
+            implementations=self._audit.implementations,
+        )
+        return assemble(
+            step,
+            fingerprint=self.fingerprint,
+            static=static,
+            plain=(peak_bytes, step_ms),
+            offload_bytes_per_ms=host_bandwidth(place_of(model)),
+            notes=(
+                *nondeterminism_notes(model, place_of(model)),
+                *by_contents(self._audit),
+                *in_words(model, static),
+                *notes,
+            ),
+        )
+
+
+def _saved_bytes(values: list[ValueDraft], slots: list[SlotDraft]) -> int:
+    """Return the bytes of all tensors saved for backward."""
+    return sum(values[index].bytes for index in {slot.value for slot in slots})
+
+
+def form_of(fingerprint: Fingerprint) -> str:
+    """Describe the batch without its sizes: `[_, _] int64`."""
+    return re.sub(r"\[.*?\]", lambda shape: re.sub(r"\d+", "_", shape[0]), fingerprint.batch)
+
+
+def size_of(fingerprint: Fingerprint) -> int:
+    """Return the number of elements of the batch."""
+    return elements(shapes_in(fingerprint.batch))
+
+
+def n_elements(inputs: list[list[str]]) -> int:
+    return sum(elements(shapes_in(words)) for call in inputs for words in call)
+
+
+def inputs_in_words(inputs: list[list[str]]) -> str:
+    """Describe the model's inputs, with equal calls counted together."""
+    times = Counter(", ".join(call) for call in inputs)
+    kinds = [words if n == 1 else f"{n} times {words}" for words, n in times.items()]
+    return " and ".join(kinds if len(kinds) < 4 else [*kinds[:3], f"{len(kinds) - 3} others"])
+
+
+class TrainingAudit(Audit):
+    """An audit that raises before the update if it has changed the step, and that ends with the step."""
+
+    is_over = False
+    """True once the step has ended; hooks are removed later, and the model may be called until then."""
+
+    def begin(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return interceptor.inner(*args, **kwargs) if self.is_over else super().begin(interceptor, args, kwargs)
+
+    def try_all(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> str | None:
+        refused = super().try_all(call, frame, returned)
+        if self.leaked is not None:
+            raise RehearsalError(
+                f"{self.leaked} writes tensors to something outside it, such as a dict, and has now done so twice, "
+                "because it was replayed on trial.\n  "
+                "Return them, or store them in attributes of the module, or use lowtide.fit, which rehearses a step "
+                "before training begins."
+            )
+        return refused
+
+
+class StepRecorder:
+    """Recording of one step, with the engine on the model. The recording ends with the step, and `leave` removes the
+    engine.
+    """
+
+    recorder: Recorder
+    audit: TrainingAudit | None = None
+    known: AuditedTrainingStep | None = None
+    """Audited step from which the decisions that free the most memory come."""
+    engine: MaxSavingEngine | None = None
+    trace: Trace | None = None
+    n_with_new_buckets = 0
+
+    def __init__(self, size: Fingerprint, static: Static, addresses: frozenset[int], place: torch.device) -> None:
+        self.size = size
+        self._static, self._addresses, self._place = static, addresses, place
+        self.open, self.leave = contextlib.ExitStack(), contextlib.ExitStack()
+        self.runs = True
+
+    def start(self) -> None:
+        """Start recording, then the clock: the recorder first collects garbage and looks for tensors."""
+        self.recorder = self.open.enter_context(recorder_for(self._place))
+        self._began = now_ms(self._place)
+
+    @property
+    def seen_static(self) -> Static:
+        """Static memory as it was when the step began."""
+        return with_others(self._static, self._addresses, self.recorder)
+
+    def mark(self, label: str, data: object) -> None:
+        """Add a mark to the recording, unless the step is over."""
+        if self.runs:
+            self.recorder.mark(label, data)
+
+    def end(self) -> float:
+        """End the recording and return the milliseconds since it started."""
+        took_ms = now_ms(self._place) - self._began
+        self.runs = False
+        self.open.close()
+        return took_ms
