@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowtide.diagnostics.oom.facts import Facts, Sign
-from lowtide.diagnostics.oom.known_sources import SOURCES, Source
+from lowtide.diagnostics.oom.known_sources import SOURCES
 from lowtide.diagnostics.oom.message import Holder, Message
+from lowtide.diagnostics.oom.message_source import Source
 from lowtide.diagnostics.oom.vendor_words import vendor_of
 from lowtide.planner.serialization import Record
 from lowtide.units import format_bytes, format_ratio

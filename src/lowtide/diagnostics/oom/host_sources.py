@@ -1,0 +1,259 @@
+"""Messages by which programs and systems say that host memory ran out, each with its meaning and the remedy."""
+
+from __future__ import annotations
+
+from lowtide.diagnostics.oom.message_source import Source, source
+
+_LESS_HOST_MEMORY = (
+    "fewer DataLoader workers (num_workers), a smaller prefetch_factor, no copy of the data set per worker",
+    "torch.load(..., mmap=True); checkpoints on one rank; no whole epoch of predictions in a list",
+)
+
+
+def host_memory(claim: str, evidence: str, *actions: str) -> Source:
+    """Return a source that ran out of host memory: it gets `actions`, and the advice to use less."""
+    return source("host-memory", claim, evidence, *actions, *_LESS_HOST_MEMORY)
+
+
+HOST_SOURCES: dict[str, Source] = {
+    "Slurm": host_memory(
+        "Slurm ended the task: the job used more host memory than it had asked for",
+        "the limit is the job's --mem or --mem-per-cpu; the GPU's memory is not concerned",
+        "ask for more: sbatch --mem=64G, or --mem=0 for the whole node; `seff JOBID` shows the peak",
+    ),
+    "PBS": host_memory(
+        "PBS ended the job: it used more host memory than it had asked for",
+        "the limit is the job's mem or vmem; the GPU's memory is not concerned",
+        "ask for more: qsub -l select=1:mem=64gb; `qstat -fx JOBID` shows the peak",
+    ),
+    "LSF": host_memory(
+        "LSF ended the job: it used more host memory than its limit",
+        "TERM_MEMLIMIT is the limit of bsub -M; the GPU's memory is not concerned",
+        'ask for more: bsub -M 64GB -R "rusage[mem=64GB]"; `bhist -l JOBID` shows the peak',
+    ),
+    "SGE": host_memory(
+        "Grid Engine ended the job: it used more host memory than it had asked for",
+        "the limit is the job's h_vmem; the GPU's memory is not concerned",
+        "ask for more: qsub -l h_vmem=64G; `qacct -j JOBID` shows maxvmem",
+    ),
+    "AWS Batch": host_memory(
+        "AWS Batch ended the container: it reached the memory of its job definition",
+        "the kernel ends a container at its limit, whatever the instance has free",
+        "raise MEMORY in resourceRequirements of the job definition, within the instance's memory",
+    ),
+    "Kubernetes": source(
+        "host-memory",
+        "the container was ended for its memory (OOMKilled): it reached its limit, or the node ran out",
+        "OOMKilled is the kernel's own verdict: host memory, not the GPU's",
+        "raise resources.limits.memory of the container; `kubectl top pod` shows the usage before the end",
+        "give /dev/shm an emptyDir of medium Memory: its pages count toward the limit",
+    ),
+    "Linux": host_memory(
+        "the kernel ended a process to get host memory back: the machine's, or the container's limit, is used up",
+        "the kernel's own message: host memory, not the GPU's",
+        "dmesg names the process and its memory (anon-rss); raise the limit of the container if it has one",
+    ),
+    "a control group": host_memory(
+        "the kernel ended a process: the limit of a container, a job or a unit (its control group) is reached",
+        "whatever the rest of the system has free: host memory, not the GPU's",
+        "dmesg names the process and its memory (anon-rss); raise the limit: docker run --memory, "
+        "resources.limits.memory, MemoryMax=, Slurm's --mem",
+    ),
+    "memory.events": host_memory(
+        "the kernel ended processes of this control group (a container, a job, a unit) to get host memory back",
+        "oom_kill counts them: the group's limit (memory.max) was reached, or the whole machine was full",
+        "raise the group's limit (memory.max): docker run --memory, resources.limits.memory, MemoryMax=",
+        "compare memory.peak with memory.max; if it stayed below, dmesg names the process that filled the machine",
+    ),
+    "a memory daemon": host_memory(
+        "a daemon (systemd-oomd, earlyoom) ended a process before the machine's memory was used up",
+        "it goes by memory pressure or free memory, and takes the largest process: host memory, not the GPU's",
+        "more memory or swap, or another limit: ManagedOOMMemoryPressureLimit of the slice, earlyoom -m",
+    ),
+    "pinning": source(
+        "pinned-memory",
+        "the DataLoader's pin_memory thread has ended: it was refused pinned memory or a context on the GPU",
+        "its own error is further up in the log, if it could write one",
+        "DataLoader(pin_memory=False) shows if that is all; then a smaller prefetch_factor and fewer workers",
+        "see with nvidia-smi that the GPU is not full, and the limit on locked memory (ulimit -l)",
+    ),
+    "DataLoader": host_memory(
+        "the kernel ended a DataLoader worker: host memory of the machine, or of the container, is used up",
+        "workers hold their own copies of what the data set touches, times prefetch_factor batches",
+    ),
+    "shells, torchrun and containers": host_memory(
+        "the system ended a process, most likely to get host memory back: the machine's or the container's",
+        "SIGKILL (exit code 137, or -9) leaves no reason; `dmesg | grep -i oom` says whether it was memory",
+        "look: dmesg | grep -i oom, or `kubectl describe pod` (Reason: OOMKilled)",
+    ),
+    "Colab": host_memory(
+        "the machine's RAM is used up: Colab ended the session",
+        "this is host memory; the GPU's is reported by PyTorch itself",
+        "load less at once: stream the data set, or a high-RAM runtime",
+    ),
+    "Kaggle": host_memory(
+        "the machine's RAM is used up: Kaggle restarted the notebook",
+        "this is host memory; the GPU's is reported by PyTorch itself",
+        "load less at once: stream the data set, a smaller dtype",
+    ),
+    "HTCondor": host_memory(
+        "HTCondor ended or held the job: it used more host memory than it had asked for",
+        "the limit is request_memory; the GPU's memory is not concerned",
+        "ask for more: request_memory = 64GB in the submit file",
+    ),
+    "Jupyter": host_memory(
+        "the notebook's kernel died, most likely because the machine's RAM is used up",
+        "out of host memory, a kernel ends without a traceback; crashes in libraries look the same",
+        "watch RAM while it runs (free -h), or run the cell as a script: `dmesg | grep -i oom` then says why",
+    ),
+    "Windows": source(
+        "host-memory",
+        "Windows' commit limit is reached: the paging file is too small (error 1455)",
+        "each process that loads CUDA's libraries reserves gigabytes, and so does each DataLoader worker",
+        "enlarge the paging file (System, Advanced, Performance, Virtual memory), or let Windows manage its size",
+        "fewer DataLoader workers: num_workers=0 at first, and `if __name__ == '__main__':` around the script",
+    ),
+    "Kubernetes, the node": host_memory(
+        "the node ran low on host memory: Kubernetes evicted a pod, or the kernel ended one of its processes",
+        "both take the pod that uses most beyond its resources.requests.memory; the GPU is not concerned",
+        "set resources.requests.memory to what the pod needs, and the limit to the same: such nodes are chosen",
+        "give emptyDir volumes of medium Memory a sizeLimit: their pages count",
+    ),
+    "SageMaker": host_memory(
+        "the instance's host memory is used up: SageMaker ended the job",
+        "this is the instance's main memory, not the GPU's",
+        "an instance type with more memory, or input by streaming (FastFile, Pipe mode)",
+    ),
+    "Dask": source(
+        "host-memory",
+        "Dask's nanny restarted a worker: it used more host memory than the worker's limit",
+        "the limit is memory_limit of the worker: by default its share of the machine",
+        "smaller partitions, or fewer threads a worker; a larger memory_limit if the machine has room",
+        "do not collect large results on one worker: persist() and write them out",
+    ),
+    "a compiler": source(
+        "host-memory",
+        "the system ended a compiler to get host memory back: too many compile jobs run at once",
+        "extensions such as flash-attn and DeepSpeed's ops start one job for each core, of some GiB each",
+        "MAX_JOBS=2 before pip install or the first use",
+        "or a prebuilt wheel for this torch and CUDA",
+    ),
+    "llama.cpp on the host": source(
+        "host-memory",
+        "llama.cpp was refused host memory: for weights, KV cache or scratch memory that is not on a GPU",
+        "CPU and host buffers are main memory; the GPU's memory is not concerned",
+        "a smaller or further quantized model, a shorter context (-c), or more layers on the GPU (-ngl)",
+        "keep memory mapping on (no --no-mmap, no --mlock): mapped weights need no memory of their own",
+    ),
+    "pinned memory of llama.cpp": source(
+        "pinned-memory",
+        "llama.cpp was refused pinned host memory, and goes on with ordinary memory: slower copies, same results",
+        "pinned memory is bounded by the driver and the limit on locked memory, whatever is free",
+        "raise the limit on locked memory (ulimit -l unlimited; under WSL more memory in .wslconfig)",
+        "or GGML_CUDA_NO_PINNED=1, which does without and says nothing",
+    ),
+    "GitHub Actions": source(
+        "host-memory",
+        "the runner stopped answering, most likely because the job took all its memory or all its cores",
+        "GitHub cannot tell which: a hosted Linux runner has 7 to 16 GB of memory and no limit for a job",
+        "print the memory while the job runs (free -h in a loop), or run it in a container with --memory",
+        "fewer processes at a time (pytest -n, MAX_JOBS), a smaller model or data set, or a larger runner",
+    ),
+    "Julia": source(
+        "host-memory",
+        "Julia was refused host memory for an array",
+        "its OutOfMemoryError is about main memory; for the GPU there is another message",
+        "print the array's size: one dimension may be wrong; then blocks, views, or a smaller element type",
+        "a limit: --heap-size-hint lets Julia collect garbage earlier; free -h shows the machine's memory",
+    ),
+    "TensorFlow on the host": source(
+        "host-memory",
+        "TensorFlow asked for main memory and the machine had none left; the GPU is not concerned",
+        "the tensor was to be on the CPU",
+        "no whole data set as one tensor: tf.data from files, in batches",
+        "smaller batches, a smaller dtype, fewer prefetched batches and parallel calls",
+    ),
+    "Ollama": source(
+        "host-memory",
+        "the machine has less free RAM than Ollama reckons for the model",
+        "both numbers are in the message; layers that are not on a GPU count as RAM",
+        "a smaller or further quantized model, or a smaller num_ctx",
+        "more layers on the GPU (num_gpu), or free RAM: other programs, a container's limit",
+    ),
+    "YARN": source(
+        "host-memory",
+        "YARN ended a container of Spark: it used more host memory than its limit",
+        "memory outside Java's heap counts: Python workers and their tensors are there",
+        "a larger spark.executor.memoryOverhead, or spark.executor.pyspark.memory",
+        "fewer cores an executor, smaller partitions",
+    ),
+    "Spark's workers": source(
+        "host-memory",
+        "Spark lost an executor or one of its Python workers, most likely for host memory",
+        "Python workers and their tensors are outside Java's heap, and count toward the container's limit",
+        "a larger spark.executor.memoryOverhead, or spark.executor.pyspark.memory",
+        "fewer cores an executor, smaller partitions, a smaller spark.sql.execution.arrow.maxRecordsPerBatch",
+        "look in the executor's own log: a crash in a library looks the same",
+    ),
+    "Java's heap": source(
+        "host-memory",
+        "Java's heap is full: its limit, not the machine's memory",
+        "Spark's driver and executors run in Java, and collect results there",
+        "a larger heap: -Xmx, spark.driver.memory or spark.executor.memory",
+        "collect less: no toPandas() or collect() of a whole table",
+    ),
+    "macOS": host_memory(
+        "macOS ended a process, or asks to end some, because its memory and swap are used up",
+        "on Apple silicon the GPU's memory is part of it",
+        "look in Activity Monitor which processes hold memory; free disk space for swap",
+        "smaller batches or a smaller model; lower PYTORCH_MPS_HIGH_ and LOW_WATERMARK_RATIO make torch fail first",
+    ),
+    "Dask's workers": source(
+        "host-memory",
+        "workers of Dask died while they ran one task, most likely for their memory",
+        "the worker's own log says why it ended",
+        "look in the workers' logs; a larger memory_limit, or fewer threads a worker",
+        "smaller partitions: the task of one has to fit into a worker",
+    ),
+    "pools of processes": source(
+        "host-memory",
+        "a worker process ended without a word, most likely for host memory",
+        "the kernel ends the largest process; a crash in a library looks the same",
+        "fewer workers (num_proc, n_jobs, max_workers, nnUNet_n_proc_DA): each has its own copy of what it touches",
+        "smaller pieces: writer_batch_size of datasets' map; `dmesg | grep -i oom` tells if it was memory",
+    ),
+    "gunicorn": source(
+        "host-memory",
+        "a worker of the server was ended, most likely for host memory",
+        "each worker loads its own model; gunicorn sends SIGKILL after a timeout, too",
+        "one worker with threads, or preload_app with the model loaded before the fork",
+        "a larger limit of the container, and a longer --timeout if no memory was missing (dmesg | grep -i oom)",
+    ),
+    "fork": source(
+        "host-memory",
+        "the system refused a new process: too little memory is left to promise it a copy of its parent's",
+        "a fork needs no memory at once, but the kernel must be able to commit it",
+        "look: free -h and the container's limit; end what holds the memory, or add swap",
+        "fewer DataLoader workers, started before large arrays are made; or vm.overcommit_memory=1 on your machine",
+    ),
+    "a service's limit": host_memory(
+        "the service ended the program at its memory limit: main memory, not the GPU's",
+        "the service's own message",
+        "a larger memory size for the job, function or machine",
+    ),
+    "libraries on the host": source(
+        "host-memory",
+        "a library was refused host memory: the machine's is used up, or a limit is reached",
+        "it asked the system directly; the GPU's memory is not concerned",
+        "look: free -h, ulimit -v, and the container's limit",
+        "less at once: smaller images or tables, fewer processes with a copy each",
+    ),
+    "Ray": source(
+        "host-memory",
+        "Ray ended a worker: the node's host memory went over Ray's threshold",
+        "Ray's memory monitor ends workers before the kernel would (95 % of the node by default)",
+        "fewer tasks at a time: a larger num_cpus or memory= for each, or nodes with more memory",
+        "RAY_memory_usage_threshold moves the limit; RAY_memory_monitor_refresh_ms=0 switches the monitor off",
+    ),
+}
+"""Sources by the name in `MessageHead.form`."""
