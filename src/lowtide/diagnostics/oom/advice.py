@@ -6,16 +6,10 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lowtide.diagnostics.oom.causes import (
-    TINY_BYTES,
-    Cause,
-    has_overflowed,
-    is_of_a_set,
-    is_of_windows,
-    makes_divisible_tensor,
-    runs_only,
-    source_of,
-)
+from lowtide.diagnostics.oom.cause import Cause, has_overflowed, is_of_a_set, is_of_windows
+from lowtide.diagnostics.oom.causes import makes_divisible_tensor, runs_only
+from lowtide.diagnostics.oom.causes_by_numbers import TINY_BYTES
+from lowtide.diagnostics.oom.causes_by_place import source_of
 from lowtide.diagnostics.oom.facts import Facts, Sign
 from lowtide.diagnostics.oom.known_sources import DIVISIBLE_TENSORS, INFERENCE, LARGE_TENSORS, SOURCES
 from lowtide.diagnostics.oom.message import Message

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from lowtide.diagnostics.oom.advice import Action, advise
-from lowtide.diagnostics.oom.causes import Cause, find_cause
+from lowtide.diagnostics.oom.cause import Cause
+from lowtide.diagnostics.oom.causes import find_cause
 from lowtide.diagnostics.oom.facts import FactReader, Facts
 from lowtide.diagnostics.oom.message import Message
 from lowtide.diagnostics.oom.parse_messages import Messages, candidates, most_informative

@@ -1,0 +1,76 @@
+"""The record of a cause, and readings of a message that several causes share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.diagnostics.oom.message import Message
+from lowtide.planner.serialization import Record
+from lowtide.units import format_bytes
+
+_MIB = 1 << 20
+
+SHARE = 0.1
+"""Smallest share of the device's capacity that counts as a cause."""
+_IMPOSSIBLE_BYTES = 1 << 50
+"""Smallest request that must be a wrong size: a PiB."""
+_ROWS_OF_A_SET = 1000
+"""Smallest number of rows, and of columns, of an array that is taken for the logits of a whole evaluation set."""
+HOST = frozenset({"cpu", "numpy", "system", "shared memory"})
+"""Kinds of host memory."""
+_CACHING = frozenset({"cuda", "hip", "xpu", "npu", "musa", "mlu", "gcu"})
+"""Kinds whose allocator requests whole segments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause(Record):
+    """Cause of an out-of-memory error."""
+
+    code: str
+    """Stable: `cap`, `huge-tensor`, `other-process`, `not-pytorch`, `private-pools`, `fragmentation`, `driver`,
+    `evaluation-with-gradients`, `evaluation-gathers`, `leak`, `optimizer-first-step`, `optimizer-temporaries`,
+    `loading`, `model-copy`, `engine-buffers`, `pinned-memory`, `host-memory`, `true-need`.
+    """
+    claim: str
+    evidence: tuple[str, ...]
+
+
+def needed_bytes(m: Message) -> int:
+    """Return the memory that PyTorch's allocator asks the driver for to serve the request: a whole segment."""
+    tried = m.tried_bytes or 0
+    if m.kind not in _CACHING or m.form == "async":
+        return tried
+    if tried <= _MIB:
+        return 2 * _MIB
+    return 20 * _MIB if tried < 10 * _MIB else -(-tried // (2 * _MIB)) * 2 * _MIB
+
+
+def has_room(m: Message) -> bool:
+    """Return True if more is free on the device than the request needs."""
+    return m.free_bytes is not None and m.tried_bytes is not None and m.free_bytes > needed_bytes(m)
+
+
+def has_overflowed(m: Message) -> bool:
+    """Return True if no machine has as much memory as was requested."""
+    return (m.tried_bytes or 0) >= _IMPOSSIBLE_BYTES
+
+
+def is_of_windows(m: Message) -> bool:
+    """Return True if torch's allocator failed on Windows, where its message is worded differently."""
+    return m.kind == "cpu" and "not enough memory" in m.text
+
+
+def is_of_a_set(m: Message) -> bool:
+    """Return True if the failed array has a row for each example of a data set, and a column for each word of a
+    vocabulary.
+    """
+    shape = m.shape or ()
+    return len(shape) > 2 and shape[0] >= _ROWS_OF_A_SET and shape[-1] >= _ROWS_OF_A_SET
+
+
+def held_in_words(m: Message) -> str:
+    """Describe the memory that tensors, and PyTorch's cache, hold."""
+    held = f"{format_bytes(m.allocated_bytes or 0)} are held by tensors"
+    if m.elsewhere_bytes:
+        return f"{held} and {format_bytes(m.elsewhere_bytes)} outside PyTorch"
+    return f"{held} and {format_bytes(m.unallocated_bytes)} by PyTorch's cache" if m.unallocated_bytes else held

@@ -1,0 +1,323 @@
+"""Causes that follow from a message's numbers: limits, the request's size, other processes, PyTorch's own use."""
+
+from __future__ import annotations
+
+from lowtide.diagnostics.oom.cause import (
+    HOST,
+    SHARE,
+    Cause,
+    has_overflowed,
+    has_room,
+    held_in_words,
+    is_of_a_set,
+    is_of_windows,
+    needed_bytes,
+)
+from lowtide.diagnostics.oom.facts import Facts, Sign
+from lowtide.diagnostics.oom.message import Message
+from lowtide.diagnostics.oom.vendor_words import vendor_of
+from lowtide.units import format_bytes, format_ratio
+
+_KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
+
+_ONE_TENSOR_SHARE = 0.25
+"""Smallest share of the device's capacity of a request that is itself the cause."""
+_GAPS_SHARE = 0.05
+"""Smallest share of the device that is unused in PyTorch's cache if fragmentation is the cause."""
+_POOLS_SHARE = 0.25
+"""Smallest share of the device in private pools that counts as a cause."""
+_FULL_SHARE = 0.05
+"""Largest free share of a device that counts as full."""
+_HOST_TENSOR_BYTES = 16 * _GIB
+"""Smallest request that is blamed on a single huge tensor where the capacity is unknown."""
+_ONE_PROGRAM_BYTES = 512 * _GIB
+"""Smallest such request of XLA, which requests all temporaries of a compiled function in one piece."""
+TINY_BYTES = 64 * _KIB
+"""Host request below which a limit is the cause, not the size."""
+_ONE_ALLOCATION_BYTES = 4 * _GIB
+"""Largest single allocation of Intel GPUs without relaxed limits."""
+_LIBRARIES = frozenset({"cublas", "cudnn", "cusolver", "cusparse", "cufft", "curand", "hipblas", "rocblas", "miopen"})
+
+
+def device_limit(m: Message, _: Facts) -> Cause | None:
+    """Return the cause if the memory fraction that is set for the process is used up."""
+    held = m.held_bytes
+    if m.allowed_bytes is None or held is None or m.tried_bytes is None or m.kind in (*HOST, "mps"):
+        return None
+    rounding = _rounding(m.allowed_bytes) + _rounding(held)
+    if held + needed_bytes(m) <= m.allowed_bytes - rounding or not (m.free_bytes is None or has_room(m)):
+        return None
+    free = "" if m.free_bytes is None else f", while {format_bytes(m.free_bytes)} of the device are free"
+    return Cause(
+        code="cap",
+        claim=f"a memory fraction set for this process: {format_bytes(m.allowed_bytes)} allowed, not the device",
+        evidence=(f"{held_in_words(m)}; {format_bytes(m.tried_bytes)} more is above it{free}",),
+    )
+
+
+def mps_limit(m: Message, _: Facts) -> Cause | None:
+    """Return the cause if the share of memory that MPS allows PyTorch is used up."""
+    held = m.held_bytes
+    if m.kind != "mps" or m.allowed_bytes is None or m.tried_bytes is None or held is None:
+        return None
+    if (m.elsewhere_bytes or 0) > max(_GIB, held // 2):
+        return None  # not PyTorch's doing
+    if held + m.tried_bytes <= m.allowed_bytes - 2 * _rounding(m.allowed_bytes):
+        return None
+    if m.tried_bytes > _ONE_TENSOR_SHARE * m.allowed_bytes:
+        return None
+    return Cause(
+        code="cap",
+        claim=f"the share of memory that MPS allows PyTorch, {format_bytes(m.allowed_bytes)}, is used up",
+        evidence=(f"{held_in_words(m)}, {format_bytes(m.tried_bytes)} more were tried",),
+    )
+
+
+def one_allocation(m: Message, _: Facts) -> Cause | None:
+    """Return the cause if the request is larger than the device allows for a single one."""
+    tried, held, total = m.tried_bytes, m.held_bytes, m.total_bytes
+    if m.kind != "xpu" or tried is None or tried < _ONE_ALLOCATION_BYTES:
+        return None
+    if m.form != "IPEX" and (held is None or total is None or held + tried > (1 - SHARE) * total):
+        return None
+    return Cause(
+        code="cap",
+        claim=f"a single allocation may not exceed 4 GiB on this device, and {format_bytes(tried)} were requested",
+        evidence=(f"{format_bytes(held or 0)} of {format_bytes(total or 0)} are held: the device is not full",),
+    )
+
+
+def host_limit(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if a limit of the process on main memory is used up, and the machine's memory is not."""
+    if f.limit_bytes is None or m.kind not in HOST:
+        return None
+    tried = m.tried_bytes or 0
+    if f.host_free_bytes is None:
+        if f.limit_used_bytes + tried <= f.limit_bytes:
+            return None
+        free = ""
+    elif tried > f.host_free_bytes:
+        return None
+    else:  # without the limit the request would have fitted; the memory of the failed call itself is free again by now
+        free = f", while {format_bytes(f.host_free_bytes)} of the machine are free"
+    return Cause(
+        code="cap",
+        claim=f"the {f.limit_name} of this process, {format_bytes(f.limit_bytes)}, not the machine",
+        evidence=(f"{format_bytes(f.limit_used_bytes)} are used, and {format_bytes(tried)} were tried{free}",),
+    )
+
+
+def tiny_request(m: Message, _: Facts) -> Cause | None:
+    """Return the cause if the request was too small to fail for its size."""
+    tried = m.tried_bytes
+    if m.kind not in ("cpu", "jax") or tried is None or tried > TINY_BYTES:
+        return None
+    if m.kind == "jax":
+        return Cause(
+            code="other-process",
+            claim=f"the device was full before: so small a request ({format_bytes(tried)}) does not fail for its size",
+            evidence=("another process holds it, or the pool that JAX has preallocated is smaller than needed",),
+        )
+    if is_of_windows(m):
+        return Cause(
+            code="host-memory",
+            claim=f"Windows' commit limit is reached: only {format_bytes(tried)} were requested",
+            evidence=("so small a request does not fail for its size: the paging file is too small",),
+        )
+    return Cause(
+        code="cap",
+        claim=f"a limit on mappings (vm.max_map_count) or of the process: only {format_bytes(tried)} requested",
+        evidence=("so small a request does not fail for its size: each shared tensor is a separate mapping",),
+    )
+
+
+def driver(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if the driver refused a request for which there was room."""
+    tried, held = m.tried_bytes, m.held_bytes
+    if tried is None:
+        return None
+    if has_room(m):
+        is_full = (m.free_bytes or 0) <= _FULL_SHARE * (m.total_bytes or 0)
+        if is_full and other_process(m, f) is not None:
+            return None  # what is free beside a busy neighbour was taken a moment ago
+        free = format_bytes(m.free_bytes or 0)
+        return Cause(
+            code="driver",
+            claim=f"the driver refused {format_bytes(tried)} although {free} are free",
+            evidence=(
+                "memory is not what ran out: a limit outside PyTorch (a container's, ulimit -v), no range "
+                "of addresses, an error of the driver, or another process that has freed it since",
+            ),
+        )
+    limit = m.allowed_bytes or m.total_bytes
+    if m.kind in HOST or m.free_bytes is not None or held is None or limit is None or m.others:
+        return None
+    if held + tried > (1 - SHARE) * limit or held > SHARE * limit:
+        return None
+    return Cause(
+        code="driver",
+        claim=f"the driver refused {format_bytes(tried)} with only {format_bytes(held)} of "
+        f"{format_bytes(limit)} in use",
+        evidence=(f"memory is not what ran out, but a driver or a virtual machine; see {vendor_of(m.kind).monitor}",),
+    )
+
+
+def huge_tensor(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if a single tensor takes much of the device, or more than all of it."""
+    tried = m.tried_bytes
+    if tried is None:
+        return None
+    total = m.total_bytes or m.allowed_bytes or (f.limit_bytes or f.host_bytes if m.kind in HOST else None)
+    if has_overflowed(m):
+        evidence = f"{format_bytes(tried)} or more: a size has overflowed, is negative, or was read from corrupted data"
+    elif total is None:
+        if f.shows(Sign.IN_OPTIMIZER, Sign.STARTS_ENGINE, Sign.STARTS_MEGATRON):
+            return None
+        least = _ONE_PROGRAM_BYTES if m.kind in ("jax", "xla") else _HOST_TENSOR_BYTES
+        if tried < least and m.form != "Metal":
+            return None
+        evidence = f"one request of {format_bytes(tried)}"
+    else:
+        without_others = m.others_bytes > SHARE * total and (m.free_bytes or 0) + m.others_bytes >= tried
+        in_pieces = (m.unallocated_bytes or 0) >= max(tried, _GAPS_SHARE * total)
+        if tried <= total and (tried <= _ONE_TENSOR_SHARE * total or without_others or in_pieces):
+            return None
+        share = format_ratio(tried / total)
+        evidence = f"one request of {format_bytes(tried)}, {share} of {format_bytes(total)}"
+    at = () if f.own_place is None else (f"made at {f.own_place.short}",)
+    if is_of_a_set(m):
+        at = (f"an array of shape {m.shape}: logits or other outputs of a whole evaluation set", *at)
+    elif m.shape is not None:
+        at = (f"an array of shape {m.shape}", *at)
+    return Cause(code="huge-tensor", claim="a single tensor is the problem", evidence=(evidence, *at))
+
+
+def other_process(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if other processes hold much of the device."""
+    total = m.total_bytes
+    if total is None or device_limit(m, f) is not None:  # the device has the memory, whatever others hold
+        return None
+    if m.others_bytes > SHARE * total:
+        largest = sorted(m.others, key=lambda other: -other.bytes)[:5]
+        named = [f"{other.name} holds {format_bytes(other.bytes)}" for other in largest]
+        hold, rest = format_bytes(m.others_bytes), ""
+        if m.sure_others_bytes <= SHARE * total:
+            rest = ", or this one holds much outside PyTorch: the message does not say which process it is"
+        elif m.sure_others_bytes < m.others_bytes:
+            hold = f"at least {format_bytes(m.sure_others_bytes)}"
+        return Cause(
+            code="other-process",
+            claim=f"other processes hold {hold} of the device's {format_bytes(total)}{rest}",
+            evidence=(*named, _own_share(m)),
+        )
+    hidden = m.hidden_bytes
+    if hidden is not None and hidden > SHARE * total:
+        return Cause(
+            code="other-process",
+            claim=f"some {format_bytes(hidden)} of the device are held by processes that this one cannot see",
+            evidence=(f"{format_bytes(total)} in all, {format_bytes(m.free_bytes or 0)} free", _own_share(m)),
+        )
+    return None
+
+
+def not_pytorch(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if the memory was requested, or is held, outside PyTorch's allocator."""
+    if m.form == "Triton" or (m.kind.endswith(" driver") and f.shows(Sign.IN_TRITON)):
+        return Cause(
+            code="not-pytorch",
+            claim="Triton could not load or launch a kernel: the GPU is full, and kernels need memory of their own",
+            evidence=("the driver takes it from what PyTorch's cache has left over",),
+        )
+    if m.kind in ("nccl", "rccl") or (m.kind.endswith(" driver") and f.shows(Sign.STARTS_COMMUNICATION)):
+        name = "RCCL" if m.kind in ("rccl", "hip driver") else "NCCL"
+        return Cause(
+            code="not-pytorch",
+            claim=f"{name} has no room for its buffers, which it allocates outside PyTorch at the first collective",
+            evidence=("PyTorch's cache has taken the device before the communicator was made",),
+        )
+    if m.kind.endswith(" driver") and f.shows(Sign.IN_WORKER):
+        return Cause(
+            code="not-pytorch",
+            claim="a DataLoader worker uses the GPU, and there is no room for it",
+            evidence=("each worker is a process, with a context and a cache of its own on the GPU",),
+        )
+    if m.form.startswith("CUDA driver API"):
+        return Cause(
+            code="not-pytorch",
+            claim="a direct request to the driver found no memory left",
+            evidence=(
+                f"{m.kind} says so, and no numbers",
+                "PyTorch's expandable segments make such requests, and so do libraries",
+                "freed memory that PyTorch keeps counts as used",
+            ),
+        )
+    if m.kind in _LIBRARIES or m.kind.endswith(" driver"):
+        return Cause(
+            code="not-pytorch",
+            claim="memory was requested from the driver outside PyTorch's allocator, and none was left",
+            evidence=(
+                f"{m.kind} says so, and no numbers" + ("" if m.certain else "; this message has other causes, too"),
+                "PyTorch keeps freed memory for itself, so libraries, a new context or NCCL find the device full",
+            ),
+        )
+    outside, total = m.outside_bytes, m.total_bytes or m.allowed_bytes
+    if outside is None or total is None or outside <= max(_GIB, SHARE * total):
+        return None
+    return Cause(
+        code="not-pytorch",
+        claim=f"{format_bytes(outside)} are held by this process outside PyTorch's allocator",
+        evidence=(f"this process has {format_bytes((m.reserved_bytes or 0) + outside)}, of which {held_in_words(m)}",)
+        if m.reserved_bytes is not None
+        else (f"PyTorch's tensors have {format_bytes(m.allocated_bytes or 0)}",),
+    )
+
+
+def private_pools(m: Message, _: Facts) -> Cause | None:
+    """Return the cause if captured graphs hold much of the device in private pools."""
+    if m.private_pool_bytes is None or m.total_bytes is None:
+        return None
+    if m.private_pool_bytes <= _POOLS_SHARE * m.total_bytes:
+        return None
+    return Cause(
+        code="private-pools",
+        claim=f"{format_bytes(m.private_pool_bytes)} are in private pools, which nothing else may use",
+        evidence=("each captured graph, one for each input shape, keeps its memory until it is dropped",),
+    )
+
+
+def fragmentation(m: Message, _: Facts) -> Cause | None:
+    """Return the cause if PyTorch holds enough unused memory, but in no single block."""
+    gaps, tried, total = m.unallocated_bytes, m.tried_bytes, m.total_bytes
+    if gaps is None or tried is None or total is None or gaps < tried or gaps <= _GAPS_SHARE * total:
+        return None
+    return Cause(
+        code="fragmentation",
+        claim=f"{format_bytes(gaps)} are held by PyTorch and unused, but no free block has {format_bytes(tried)}",
+        evidence=(f"of {format_bytes(m.reserved_bytes or 0)} held {format_bytes(m.allocated_bytes or 0)} are in use",),
+    )
+
+
+def host(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if the request was for main memory."""
+    if m.kind not in HOST:
+        return None
+    free = () if f.host_free_bytes is None else (f"the machine has {format_bytes(f.host_free_bytes)} free",)
+    return Cause(
+        code="host-memory",
+        claim="the machine's main memory is used up; the GPU is not concerned",
+        evidence=free or ((f"{format_bytes(m.tried_bytes)} more were tried",) if m.tried_bytes else (m.text[:120],)),
+    )
+
+
+def _rounding(n_bytes: int) -> int:
+    """Return the largest error of an amount stated with two decimals of its unit."""
+    unit = next((unit for unit in (_GIB, _MIB, _KIB) if n_bytes >= unit), 0)
+    return -(-unit // 200)
+
+
+def _own_share(m: Message) -> str:
+    """Describe the memory of this process, as far as the message states it."""
+    own = m.known_own_bytes
+    if own is not None and m.process_bytes is None and (m.maybe_own or m.hidden_bytes):
+        return f"PyTorch has {format_bytes(own)} in this process"
+    return "this process's share is unknown" if own is None else f"this process has {format_bytes(own)}"

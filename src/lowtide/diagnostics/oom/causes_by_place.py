@@ -1,0 +1,191 @@
+"""Causes that a program states, or that follow from the place that failed or from graphs that are alive."""
+
+from __future__ import annotations
+
+import re
+
+from lowtide.diagnostics.oom.cause import HOST, SHARE, Cause, has_overflowed, held_in_words
+from lowtide.diagnostics.oom.causes_by_numbers import other_process
+from lowtide.diagnostics.oom.facts import Facts, Sign
+from lowtide.diagnostics.oom.known_sources import SOURCES
+from lowtide.diagnostics.oom.message import Message
+from lowtide.diagnostics.oom.message_source import Source
+from lowtide.units import format_bytes
+
+_PINS = re.compile(r"Host(?:Alloc|Malloc|Register)|pinned host memory|bytes on host: ")
+
+
+def source_of(m: Message, f: Facts) -> Source | None:
+    """Return the source whose messages have one cause, whatever their numbers; None if the numbers decide."""
+    if has_overflowed(m):
+        return None
+    if m.form == "Errno 28" and f.shows(Sign.SHARES_MEMORY):
+        return SOURCES["shared memory of workers"]
+    return SOURCES.get(m.form)
+
+
+def known_source(m: Message, f: Facts) -> Cause | None:
+    """Return the cause that the program's own message states."""
+    source = source_of(m, f)
+    if source is None:
+        return None
+    numbers: tuple[str, ...] = ()
+    if m.allocated_bytes is not None:
+        limit = m.allowed_bytes or m.total_bytes
+        of = "" if limit is None else f", of {format_bytes(limit)}"
+        numbers = (f"{format_bytes(m.allocated_bytes)} were used{of}",)
+    return Cause(code=source.code, claim=source.claim, evidence=(*numbers, source.evidence))
+
+
+def pinned_memory(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if pinned host memory was requested."""
+    if not (f.shows(Sign.PINS_MEMORY, Sign.PINS_BATCHES) or _PINS.search(m.text)) or m.tried_bytes is not None:
+        return None
+    failed = "the DataLoader's pin_memory thread" if f.shows(Sign.PINS_BATCHES) else "a request for pinned memory"
+    return Cause(
+        code="pinned-memory",
+        claim="no pinned host memory could be had (pin_memory), although the error names the GPU",
+        evidence=(f"{failed} failed: page-locked memory of the host, or the GPU's context",),
+    )
+
+
+def loading(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if a checkpoint was being read onto the GPU."""
+    if not f.shows(Sign.LOADS_STATE, Sign.READS_CHECKPOINT) or m.kind in HOST or other_process(m, f) is not None:
+        return None
+    return Cause(
+        code="loading",
+        claim="a checkpoint is read onto the GPU, where it stays beside the model until it is dropped",
+        evidence=("it failed in torch.load or a loader like it: tensors go back to the device they were saved from",),
+    )
+
+
+def moving_model(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if the model's weights were being moved to the device."""
+    if not f.shows(Sign.MOVES_MODEL, Sign.LOADS_WEIGHTS) or m.kind in HOST or other_process(m, f) is not None:
+        return None
+    return Cause(
+        code="loading",
+        claim="the model's weights have no room on the device: it failed while they were moved there, before any step",
+        evidence=(held_in_words(m),)
+        if m.allocated_bytes
+        else ("it failed in Module.to(), or where a loader calls it",),
+    )
+
+
+def evaluation_gathers(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if an evaluation was joining the outputs of all batches."""
+    if not f.gathers_evaluation or other_process(m, f) is not None:
+        return None
+    where = "in main memory" if m.kind in HOST else "on the GPU"
+    return Cause(
+        code="evaluation-gathers",
+        claim=f"the evaluation gathers the predictions of the whole set {where}",
+        evidence=("it failed where the outputs of one more batch are joined to all before: logits of every row",),
+    )
+
+
+def optimizer(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if the optimizer was creating its state."""
+    is_old_message = m.tried_bytes is None and f.shows(Sign.IN_OPTIMIZER) and m.kind.startswith(("cuda", "hip"))
+    if not (f.shows(Sign.MAKES_STATE) or is_old_message) or other_process(m, f) is not None:
+        return None
+    if not f.shows(Sign.MAKES_STATE):
+        return Cause(
+            code="optimizer-first-step",
+            claim="the optimizer's step has no room for its state and temporaries, most likely in its first step",
+            evidence=("the optimizer creates its state in the first step: for Adam two copies of the parameters",),
+        )
+    state = f", {format_bytes(f.new_state_bytes)} of it" if f.new_state_bytes else ""
+    where = " in main memory" if m.kind in HOST else ""
+    return Cause(
+        code="optimizer-first-step",
+        claim=f"the optimizer creates its state in its first step, and there is no room for it{where}",
+        evidence=(f"it failed where the state is made{state}: every step after this one would need as much",),
+    )
+
+
+def model_copy(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if a second copy of the model, or of its state, was being made."""
+    if not f.shows(Sign.COPIES_TENSORS, Sign.GATHERS_STATE) or m.kind in HOST or other_process(m, f) is not None:
+        return None
+    if f.shows(Sign.GATHERS_STATE):
+        claim = "sharded parameters or optimizer state are gathered whole on the device, as for a checkpoint"
+        evidence = "it failed where the shards are joined: a whole copy beside them"
+    else:
+        claim = "a second copy of the model or of its state is made on the device (copy.deepcopy)"
+        evidence = "it failed in copy.deepcopy of tensors, which stay on the device of the original"
+    return Cause(code="model-copy", claim=claim, evidence=(evidence, *_evidence_of_held(m)))
+
+
+def engine_buffers(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if a parallel engine was allocating its buffers."""
+    if not f.shows(Sign.STARTS_ENGINE, Sign.STARTS_MEGATRON) or m.kind in HOST or other_process(m, f) is not None:
+        return None
+    return Cause(
+        code="engine-buffers",
+        claim="the parallel engine's own buffers have no room on the device: it failed at its start, before any step",
+        evidence=(
+            "DistributedDataParallel and Megatron make buffers as large as all gradients, DeepSpeed float32 copies of "
+            "parameters",
+            *_evidence_of_held(m),
+        ),
+    )
+
+
+def no_context(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if the device had no room for the process's context."""
+    if not f.shows(Sign.STARTS_DEVICE) or not m.kind.endswith(" driver"):
+        return None
+    return Cause(
+        code="other-process",
+        claim="the device was full before this process had anything on it: there is no room for its context",
+        evidence=("it failed where the context is made, at the first use of the device",),
+    )
+
+
+def optimizer_temporaries(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if the optimizer was updating parameters."""
+    if not f.shows(Sign.UPDATES_WITH_TEMPORARIES):
+        return None
+    return Cause(
+        code="optimizer-temporaries",
+        claim="the optimizer's update has no room for its temporaries: with foreach, as much as all parameters",
+        evidence=("it failed in the update itself: parameters, gradients and state were there",),
+    )
+
+
+def _evidence_of_held(m: Message) -> tuple[str, ...]:
+    return (held_in_words(m),) if m.allocated_bytes else ()
+
+
+def evaluation(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if graphs of a model in evaluation mode hold enough memory."""
+    if not _would_do(f.evaluation_bytes, m):
+        return None
+    n = f.evaluation_graphs
+    holds = f"its {n} graphs, of outputs that are kept, hold" if n > 1 else "its graph holds"
+    return Cause(
+        code="evaluation-with-gradients",
+        claim="a model in evaluation mode is run with gradients on",
+        evidence=(f"{holds} {format_bytes(f.evaluation_bytes)} for a backward that will not come",),
+    )
+
+
+def leak(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if graphs of earlier steps hold enough memory."""
+    if not _would_do(f.leftover_bytes, m):
+        return None
+    graphs = "graph" if f.leftover_graphs == 1 else "graphs"
+    return Cause(
+        code="leak",
+        claim=f"{f.leftover_graphs} {graphs} of earlier steps are still alive",
+        evidence=(f"they hold {format_bytes(f.leftover_bytes)} beside the step that failed",),
+    )
+
+
+def _would_do(n_bytes: int, m: Message) -> bool:
+    """Return True if the request would have fitted without these bytes, and they are a sizable share of the GPU's
+    memory.
+    """
+    return n_bytes > 0 and n_bytes >= (m.tried_bytes or 0) and n_bytes >= SHARE * (m.allocated_bytes or 0)
