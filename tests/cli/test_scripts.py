@@ -372,7 +372,9 @@ for _ in range(100):
 """
 )
 NO_UPDATE = NEVER + "model(torch.randn(8, 64)).sum().backward()"
-DEEPER = TRAIN.replace("model = nn.Sequential(*[block() for _ in range(4)", "model = Deeper(*[block() for _ in range(6)")
+DEEPER = TRAIN.replace(
+    "model = nn.Sequential(*[block() for _ in range(4)", "model = Deeper(*[block() for _ in range(6)"
+)
 DEEPER = DEEPER.replace(
     "torch.manual_seed(0)\n",
     """
