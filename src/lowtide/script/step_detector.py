@@ -36,16 +36,16 @@ from lowtide._torch.compiled_code import (
     not_compiled_alone,
 )
 from lowtide._torch.distributed import is_spawned
-from lowtide._torch.patching import Make, replace_function
+from lowtide._torch.patching import replace_function
 from lowtide.errors import LowtideError
 from lowtide.profiler.preconditions import check_not_in_zero, check_updates_outside
 from lowtide.runtime.batch_tensors import tensors_in
-from lowtide.runtime.class_calls import class_of_call, classes_of_calls
 from lowtide.runtime.composite_model import CompositeModel, whole
 from lowtide.script.alternating_models import PATIENCE, AlternatingModels, caller_has_other_optimizers, held_by, ids
 from lowtide.script.candidate_models import CandidateModels
 from lowtide.script.compiled_functions import trained_modules, watch_compiled_functions
 from lowtide.script.manual_updates import ManualUpdates
+from lowtide.script.module_calls import intercept_all_calls
 from lowtide.script.optimizer_updates import OptimizerUpdates
 from lowtide.script.post_plan_monitor import PostPlanMonitor
 from lowtide.script.prompt_tuning import PromptTuning
@@ -97,8 +97,6 @@ class Steps:
         """The model, if it is known."""
         self.failed: LowtideError | Enough | None = None
         """The listener's error. A script that catches it gets it again at its next step."""
-        self._own_calls: set[type] = set()
-        """Classes whose own `__call__` is patched as well."""
         self._called: dict[int, nn.Module] = {}
         self.updates = OptimizerUpdates()
         self._candidates, self._prompted, self._turns, self.by_hand = (
@@ -129,19 +127,13 @@ class Steps:
         return self
 
     def _watch(self) -> None:
-        """Patch the calls of all modules, including classes with their own `__call__`."""
+        """Patch the calls of all modules and compiled functions, updates, and starts of processes."""
         self._unwatch.callback(register_optimizer_step_pre_hook(self._begins_update).remove)
-        patch_call = functools.partial(functools.partial, self._call)
-        self._unwatch.callback(replace_function(nn.Module, "__call__", patch_call))
-        self._unwatch.callback(
-            replace_function(nn.Module, "__init__", functools.partial(functools.partial, self._made, patch_call))
-        )
+        self._unwatch.callback(intercept_all_calls(self._call))
         started = functools.partial(functools.partial, self._starts_process)
         self._unwatch.callback(replace_function(BaseProcess, "start", started))
         if self.listener.plans_compiled:
             self._unwatch.callback(watch_compiled_functions(self))
-        for kind in classes_of_calls():
-            self._watch_class(kind, patch_call)
 
     def __exit__(self, *_: object) -> None:
         self.stop()
@@ -151,7 +143,6 @@ class Steps:
     def stop(self) -> None:
         """Remove all patches and references. Repeated calls do nothing."""
         self._unwatch.close()
-        self._own_calls.clear()
         if self.model is not None and (self.listener.done or self.failed is not None):
             finds_next = self.listener.plans_next and not self._is_given and self.failed is None
             known = self.updates.optimizers.values()
@@ -183,19 +174,6 @@ class Steps:
             self.listener.starts_processes()  # at once, as they may train for hours
         self.unseen.in_processes = True
         plain(process)
-
-    def _made(
-        self, patch_call: Make, plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Patch the class of a new module if its calls bypass torch's `__call__`."""
-        if (kind := class_of_call(module)) is not None:
-            self._watch_class(kind, patch_call)
-        return plain(module, *args, **kwargs)
-
-    def _watch_class(self, kind: type, patch_call: Make) -> None:
-        if kind not in self._own_calls:
-            self._own_calls.add(kind)
-            self._unwatch.callback(replace_function(kind, "__call__", patch_call))
 
     @not_compiled_alone
     def _call(self, plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
