@@ -25,12 +25,13 @@ _CHOICE = "aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.13"
 
 Behaviour(
     name="attention kernel",
-    does="cuDNN (9.x, 10.x), flash, memory-efficient or all scores, by dtype, mask, head size and capability",
+    does="cuDNN (9.x, 10.x), flash, memory-efficient, or the kernel that stores all scores; chosen by dtype, mask, "
+    "head size and compute capability",
     source=_CHOICE,
 )
 Behaviour(
     name="attention mask",
-    does="a boolean mask becomes one of numbers; one whose rows are no multiple of 8 is padded",
+    does="a boolean mask is converted to numbers; a mask whose rows are not a multiple of 8 long is padded",
     source="aten/src/ATen/native/transformers/attention.cpp: preprocess_mask, torch 2.13",
 )
 

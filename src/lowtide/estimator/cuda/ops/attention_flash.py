@@ -23,23 +23,23 @@ _SOURCE = "aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: {}, 
 
 _FORWARD = Behaviour(
     name="flash attention",
-    does="without dropout, where there are few rows and many keys: results of parts of the keys, in single "
-    "precision; one number a row is kept",
+    does="saves one number per row; without dropout, few rows and many keys are split over the keys: partial results "
+    "in single precision",
     source=_SOURCE.format("mha_fwd, set_params_splitkv, num_splits_heuristic"),
     exact=False,
 )
 _BACKWARD = Behaviour(
     name="flash attention, backward",
-    does="gradients of queries are summed up in single precision, rows to 128 and heads to 32 (once for each wave "
-    "of multiprocessors if deterministic), beside one number a row; shared keys get a gradient for each head; the "
-    "result and its gradient are copied where rows do not lie before heads",
+    does="sums the gradients of queries in single precision, padded to 128 rows and heads of a multiple of 32 (once "
+    "per wave of multiprocessors if deterministic), plus one number per row; shared keys get a gradient for each"
+    " head; the result and its gradient are copied unless rows come before heads in memory",
     source=_SOURCE.format("mha_bwd") + "; attention_backward.cu: _flash_attention_backward",
     exact=False,
 )
 _CUDNN = Behaviour(
     name="cuDNN attention",
-    does="workspaces of cuDNN's choice (get_workspace_size): none counted in forward, gradients of queries in "
-    "single precision in backward; that it is at most thrice as much is assumed, no document says so",
+    does="workspaces that cuDNN chooses (get_workspace_size): none counted in forward, gradients of queries in single"
+    " precision in backward; assumed to be at most three times that, which no document states",
     source="aten/src/ATen/native/cudnn/MHA.cpp: run_cudnn_SDP_fprop, torch at commit c8d6fb3acbf7",
     exact=False,
 )

@@ -23,14 +23,14 @@ _KERNELS = "torch/include/ATen/native/transformers/cuda/mem_eff_attention/{}, to
 
 _FORWARD = Behaviour(
     name="memory-efficient attention",
-    does="for half precision and heads above 128 the result in single precision; one number a row is kept, to 32; "
-    "seed and offset stay on the CPU",
+    does="for half precision and heads above 128 the result in single precision; saves one number per row, padded to "
+    "32; seed and offset stay on the CPU",
     source=_KERNELS.format("kernel_forward.h: kNeedsOutputAccumulatorBuffer, kAlignLSE; kernels/cutlassF.h"),
 )
 _BACKWARD = Behaviour(
     name="memory-efficient attention, backward",
-    does="one number a row, in single precision made of a whole product; queries' gradients in whole tiles, with a "
-    "lock each, also in single precision; those of keys and values where they don't stay in registers",
+    does="one number per row, computed from a whole product in single precision; gradients of queries in whole tiles "
+    "with a lock each, in single precision too; gradients of keys and values, unless they stay in registers",
     source=_KERNELS.format("kernel_backward.h: workspace_size, kKernelComputesDelta; kernels/cutlassB.h")
     + "; aten/src/ATen/native/transformers/cuda/attention_backward.cu: _efficient_attention_backward, "
     "at the state with shared_storage_dqdkdv, as in torch 2.13",

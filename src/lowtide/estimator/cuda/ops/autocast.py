@@ -23,23 +23,27 @@ _SOURCE = "torch/include/ATen/autocast_mode.h: AT_FORALL_{}, torch 2.13"
 
 Behaviour(
     name="autocast, lower precision",
-    does="convolutions, products, recurrent cells and attention",
+    does="casts for convolutions, matrix products, recurrent cells and attention",
     source=_SOURCE.format("LOWER_PRECISION_FP"),
 )
 Behaviour(
     name="autocast, single precision",
-    does="norms, losses, exponentials, logarithms, resampling",
+    does="casts for norms, losses, exponentials, logarithms and resampling",
     source=_SOURCE.format("FP32"),
 )
 Behaviour(
     name="autocast, results in single precision",
-    does="softmax, sums, products and norms along a dimension",
+    does="for softmax, sums, products and norms along a dimension",
     source=_SOURCE.format("FP32_SET_OPT_DTYPE"),
 )
-Behaviour(name="autocast, widest", does="operators of several tensors", source=_SOURCE.format("PROMOTE"))
+Behaviour(
+    name="autocast, widest",
+    does="casts the operands of operators of several tensors to their widest dtype",
+    source=_SOURCE.format("PROMOTE"),
+)
 Behaviour(
     name="autocast, cache",
-    does="casts of parameters that need a gradient are kept until the outermost autocast ends",
+    does="keeps casts of parameters that need a gradient until the outermost autocast ends",
     source="aten/src/ATen/autocast_mode.cpp: cached_cast, torch 2.13",
 )
 

@@ -22,19 +22,21 @@ aten = torch.ops.aten
 
 _LAYOUT = Behaviour(
     name="convolution, layout",
-    does="results and gradients are channels-last if the input or the weight is; what is not is copied for it",
+    does="results and gradients are channels-last if the input or the weight is; the other tensors are copied to that"
+    " layout",
     source="torch/include/ATen/native/ConvUtils.h: cudnn_conv_suggest_memory_format, torch 2.13; "
     "aten/src/ATen/native/Convolution.cpp: determine_backend_memory_format, use_cudnn_depthwise, "
     "convolution_backward; aten/src/ATen/native/cudnn/ConvShared.cpp, torch at commit 02f095500106",
 )
 Behaviour(
     name="depthwise convolution",
-    does="a kernel of torch's own without a workspace, unless in half precision or channels-last",
+    does="torch's own kernel without a workspace, unless in half precision or channels-last",
     source="aten/src/ATen/native/Convolution.cpp: use_cudnn_depthwise, torch 2.13",
 )
 _WORKSPACE = Behaviour(
     name="convolution",
-    does="cuDNN's workspace: copies of what is not channels-last in half precision, in TF32 on 9.x; else perhaps",
+    does="a workspace that cuDNN chooses: copies of tensors that are not channels-last in half precision, and in TF32"
+    " on 9.x; otherwise it may be empty",
     source="NVIDIA, Convolutional Layers User's Guide: tensor layouts in memory, NCHW vs NHWC; "
     "tests/estimator/data/cudnn_h200.json, measured on an H200 with cuDNN 9.19",
     exact=False,

@@ -8,12 +8,12 @@ from lowtide.estimator.cuda.ops.op_registry import Behaviour, entry_of
 
 Behaviour(
     name="dropout",
-    does="saves a byte for each element; on the CPU it saves a mask of numbers",
+    does="saves one byte per element, where the CPU saves a mask of numbers",
     source="aten/src/ATen/native/Dropout.cpp: is_fused_kernel_acceptable, torch 2.13",
 )
 _ORDER = Behaviour(
     name="dropout, order",
-    does="the mask is allocated before the result",
+    does="allocates the mask before the result",
     source="aten/src/ATen/native/cuda/Dropout.cu: dropout_cuda, torch 2.6 and later",
 )
 

@@ -15,21 +15,21 @@ aten = torch.ops.aten
 
 _EMBEDDING = Behaviour(
     name="embedding, backward",
-    does="beyond 3072 indices: these sorted, with their origins, where each row begins, and sums of up to ten "
-    "gradients of a row; into few rows, one more table instead, if in half precision",
+    does="beyond 3072 indices: the sorted indices, their origins, the start of each row, and sums of up to ten "
+    "gradients of a row; for tables of few rows in half precision, one more table instead",
     source="aten/src/ATen/native/cuda/Embedding.cu: embedding_dense_backward_cuda, EmbeddingBackwardKernel.cu: "
     "embedding_backward_cuda_kernel, torch with pull request 172454 of January 2026",
     exact=False,
 )
 Behaviour(
     name="sorting",
-    does="pairs of keys and values are sorted into a second pair of arrays, unless they are few",
+    does="sorts pairs of keys and values into a second pair of arrays, unless they are few",
     source="torch/include/ATen/cuda/cub-RadixSortPairs.cuh: radix_sort_pairs_impl, torch 2.13",
     exact=False,
 )
 _INDEXING = Behaviour(
     name="indexing, backward",
-    does="linear, sorted and original indices; the values, where they are broadcast",
+    does="linear, sorted and original indices; and the values, if they are broadcast",
     source="aten/src/ATen/native/cuda/Indexing.cu: index_put_with_sort_kernel, torch with BComplex32, of 2026",
     exact=False,
 )

@@ -21,17 +21,18 @@ aten = torch.ops.aten
 
 Behaviour(
     name="cuBLAS workspace",
-    does="8.1 MiB for each thread that multiplies (forward and backward: two), 32 MiB on 9.x, 10.x and 12.x",
+    does="8.1 MiB for each thread that multiplies (two: forward and backward), 32 MiB on 9.x, 10.x and 12.x",
     source="aten/src/ATen/cuda/CublasHandlePool.cpp: getChosenWorkspaceSize, torch 2.13",
 )
 Behaviour(
     name="cuBLASLt workspace",
-    does="that of cuBLAS is used; before torch 2.13 1 MiB more for each thread, at its first product with a bias",
+    does="shares the workspace of cuBLAS; before torch 2.13, takes 1 MiB more for each thread, at its first product "
+    "with a bias",
     source="torch/backends/cuda/__init__.py: cublaslt_workspace_size, torch 2.13; measured on an H200, torch 2.11",
 )
 _FACTORS = Behaviour(
     name="factors",
-    does="copies of matrices in which neither rows nor columns lie one after the other",
+    does="copies matrices in which neither rows nor columns are contiguous",
     source="torch/include/ATen/native/cuda/cuBlasCommonArgs.h: prepare_matrix_for_cublas, torch 2.13; "
     "aten/src/ATen/native/cuda/Blas.cpp: prepare_batch_matrix_for_cublas, torch of 2022 and later",
 )

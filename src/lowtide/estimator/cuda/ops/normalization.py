@@ -26,43 +26,44 @@ _LAYER_NORM_FILE = "aten/src/ATen/native/cuda/layer_norm_kernel.cu: {}, torch of
 
 Behaviour(
     name="RMS norm",
-    does="one kernel that saves its input and one number a row; the CPU composes it of five operators",
+    does="one kernel that saves its input and one number per row; the CPU composes it of five operators",
     source="aten/src/ATen/native/native_functions.yaml: _fused_rms_norm, torch 2.13",
 )
 Behaviour(
     name="layer norm",
-    does="mean and inverse deviation in single precision also for half precision",
+    does="saves mean and reciprocal deviation in single precision, also for half precision",
     source="torch/_decomp/decompositions.py: native_layer_norm, torch 2.13",
 )
 _LAYER_NORM_LAYOUT = Behaviour(
     name="layer norm, layout",
-    does="copies of what is not contiguous, that of the input before there are results; results are contiguous",
+    does="copies tensors that are not contiguous, the input before any result is allocated; results are contiguous",
     source=_LAYER_NORM_FILE.format("layer_norm_cuda, layer_norm_backward_cuda, LayerNormBackwardKernelImpl"),
 )
 _LAYER_NORM_BACKWARD = Behaviour(
     name="layer norm, backward",
-    does="beyond 65,536 short rows a partial sum of each 32 rows for the gradients of weight and bias",
+    does="beyond 65,536 short rows, one partial sum per 32 rows for the gradients of weight and bias",
     source=_LAYER_NORM_FILE.format("LaunchGammaBetaBackwardCUDAKernel"),
     exact=False,
 )
 _GROUP_NORM = Behaviour(
     name="group norm",
-    does="one or two numbers for each channel of an example, and in half precision for each group",
+    does="one or two numbers per channel of each example, and in half precision per group",
     source="aten/src/ATen/native/cuda/group_norm_kernel.cu: GroupNormKernelImplInternal, "
     "GroupNormBackwardKernelImplInternal, torch at commit 0081abf78c45",
 )
 _BATCH_NORM = Behaviour(
     name="batch norm",
-    does="cuDNN's kernel in training, but for bfloat16, rows and what has no weights: for channels-last batches "
-    "one that keeps a reserve of cuDNN's choice for backward, and takes a workspace; counted as none, and said",
+    does="cuDNN's kernel in training, except for bfloat16, two-dimensional inputs and norms without weights. For "
+    "channels-last batches it saves a reserve for backward and takes a workspace, both of a size that cuDNN "
+    "chooses: counted as 0 bytes, with a note",
     source="aten/src/ATen/native/cudnn/BatchNorm.cpp: getCudnnBatchNormMode, cudnn_batch_norm, "
     "_get_cudnn_batch_norm_reserve_space_size, torch at commit d7572ba2e934",
     exact=False,
 )
 _BATCH_NORM_BACKWARD = Behaviour(
     name="batch norm, backward",
-    does="cuDNN's copies a gradient that has another layout than the input, torch's own does not; either gives the "
-    "input's layout",
+    does="cuDNN's kernel copies a gradient whose layout differs from the input's, torch's own does not; both return "
+    "the input's layout",
     source="aten/src/ATen/native/cudnn/BatchNorm.cpp: cudnn_batch_norm_backward, torch at commit d7572ba2e934; "
     "aten/src/ATen/native/Normalization.cpp: _select_batch_norm_backend, _batch_norm_impl_index_backward, "
     "aten/src/ATen/native/cuda/Normalization.cu: batch_norm_backward_cuda, torch of 2025",

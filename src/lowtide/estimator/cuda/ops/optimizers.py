@@ -6,11 +6,12 @@ from lowtide.estimator.cuda.ops.op_registry import Behaviour
 
 Behaviour(
     name="foreach",
-    does="the default on CUDA where neither foreach nor fused is asked for: intermediate results of all parameters",
+    does="the default on CUDA if neither foreach nor fused is requested: intermediate results for all parameters at "
+    "once",
     source="torch/optim/optimizer.py: _default_to_fused_or_foreach, torch 2.13",
 )
 Behaviour(
     name="counters of steps",
-    does="on the CPU, unless the optimizer is fused or capturable",
+    does="are on the CPU, unless the optimizer is fused or capturable",
     source="torch/optim/adam.py: _init_group, torch 2.13",
 )

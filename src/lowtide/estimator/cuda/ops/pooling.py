@@ -17,12 +17,12 @@ _FILES = "aten/src/ATen/native/cuda/{}, torch of 2022 and later"
 
 _POOLING = Behaviour(
     name="pooling",
-    does="copies of an input that is not contiguous in its layout, and of gradients in another one than the input",
+    does="copies an input that is not contiguous in its layout, and a gradient whose layout differs from the input's",
     source=_FILES.format("DilatedMaxPool2d.cu, AveragePool2d.cu, AdaptiveAveragePooling.cu"),
 )
 _UPSAMPLING = Behaviour(
     name="upsampling",
-    does="copies of what is not contiguous in its layout",
+    does="copies tensors that are not contiguous in their layout",
     source=_FILES.format("UpSampleNearest2d.cu, UpSampleBilinear2d.cu"),
 )
 

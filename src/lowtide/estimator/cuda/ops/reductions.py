@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 _PARTIAL_SUMS = Behaviour(
     name="reduction",
-    does="partial results of at most 8 MiB where few results are made of many elements",
+    does="partial results of at most 8 MiB if few results are computed from many elements",
     source="aten/src/ATen/native/cuda/Reduce.cuh: ReduceConfig.global_memory_size, torch 2.13",
     exact=False,
 )

@@ -20,15 +20,15 @@ from lowtide.estimator.cuda.ops.op_registry import Behaviour, cuda_kernel, cuda_
 
 Behaviour(
     name="recurrent layers",
-    does="one operator that keeps its input, its output and a reserve; it works on the sequence first, with copies "
-    "where the batch is first; gradients of all weights are one block",
+    does="one operator that saves its input, its output and a reserve; it works sequence-first and copies batch-first"
+    " tensors; the gradients of all weights are one block",
     source="aten/src/ATen/native/cudnn/RNN.cpp: _cudnn_rnn, _cudnn_rnn_backward_input, "
     "_cudnn_rnn_backward_weight, torch at commit 357b8267a5eb",
     exact=False,
 )
 _GRU_CELL = Behaviour(
     name="a step of a GRU by itself",
-    does="keeps five numbers for each hidden unit, where a CPU keeps each gate as its own tensor",
+    does="saves five numbers per hidden unit, where the CPU saves each gate as a tensor of its own",
     source="aten/src/ATen/native/cuda/RNN.cu: GRU_WORKSPACE_MULTIPLIER, _thnn_fused_gru_cell_backward_cuda; torch 2.13",
 )
 

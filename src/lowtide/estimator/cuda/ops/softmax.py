@@ -17,13 +17,13 @@ _SOURCE = "aten/src/ATen/native/cuda/SoftMax.cu: {}, torch at commit e9865f53f25
 
 _COPIES = Behaviour(
     name="softmax",
-    does="copies of what is not contiguous; results are",
+    does="copies an input that is not contiguous; results are contiguous",
     source=_SOURCE.format("host_softmax, host_softmax_backward")
     + "; aten/src/ATen/native/SoftMax.cpp: TORCH_META_FUNC",
 )
 _BACKWARD = Behaviour(
     name="softmax, backward",
-    does="the gradient times the result, beside the gradient that it gives",
+    does="allocates the product of gradient and result in addition to the gradient that it returns",
     source=_SOURCE.format("softmax_backward_cuda_out"),
 )
 

@@ -17,12 +17,12 @@ _SOURCE = "aten/src/ATen/native/cuda/Normalization.cu: {}, torch 2.13"
 
 _RESULTS = Behaviour(
     name="synchronized batch norm",
-    does="statistics in single precision, one number a channel; results in the input's layout",
+    does="statistics in single precision, one number per channel; results have the input's layout",
     source=_SOURCE.format("batch_norm_stats_cuda, batch_norm_elemt_cuda, batch_norm_backward_reduce_cuda"),
 )
 _STAGING = Behaviour(
     name="synchronized batch norm, channels-last",
-    does="partial statistics of at most 128 thread blocks a channel",
+    does="partial statistics of at most 128 thread blocks per channel",
     source=_SOURCE.format("flexible_launch_configs, batch_norm_stats_channels_last_cuda_template"),
     exact=False,
 )
