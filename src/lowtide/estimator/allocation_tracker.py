@@ -194,12 +194,12 @@ class AllocationTracker(TorchDispatchMode):
             with contextlib.suppress(AssertionError, *CAN_GO_WRONG):  # a refusing formula counts nothing
                 n_flops = int(formula(*args, **kwargs, out_val=out))
                 self.n_flops += n_flops
-        made = [out] if isinstance(out, torch.Tensor) else [t for t in _leaves(out) if isinstance(t, torch.Tensor)]
-        self._record(func, args, kwargs, tensors, sparse.parts(made))
+        results = [out] if isinstance(out, torch.Tensor) else [t for t in _leaves(out) if isinstance(t, torch.Tensor)]
+        self._record(func, args, kwargs, tensors, sparse.parts(results))
         if self.meter is not None:
-            self.meter(func, tensors, made, n_flops)
+            self.meter(func, tensors, results, n_flops)
         self.ledger.inside(places, "aten::nonzero")
-        self._answers.after(func, args, kwargs, tensors, made)
+        self._answers.after(func, args, kwargs, tensors, results)
         return out
 
     def _real(self, tensor: Tensor, func: Any) -> Tensor:
@@ -252,9 +252,9 @@ class AllocationTracker(TorchDispatchMode):
         with self._fakes:
             return torch.empty_strided(shape, strides, dtype=dtype, device=one.device)
 
-    def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
+    def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor]) -> None:
         op = "aten::" + _name(func)
-        new = [tensor for tensor in made if not self.ledger.knows(tensor)]
+        new = [tensor for tensor in results if not self.ledger.knows(tensor)]
         if len(new) == 1 and self._writes_otherwise(func, args):
             if self._reuse_memory(args[0], new[0]):
                 return
@@ -265,9 +265,9 @@ class AllocationTracker(TorchDispatchMode):
             self.ledger.share(args[0], new[0])
             return
         if new and in_place.wanted_from(func, args):
-            self._reuse_memory(args[0], made[0])
-        sizes, extra = self._scratch.of(func, args, kwargs, tensors, made)
-        for number, tensor in enumerate(made):
+            self._reuse_memory(args[0], results[0])
+        sizes, extra = self._scratch.of(func, args, kwargs, tensors, results)
+        for number, tensor in enumerate(results):
             self._follow(tensor, op, n_bytes=sizes.get(number))
         self.ledger.inside(extra, op)
         if func is PACKING and (known := self._answers.value(args[1])) is not None:

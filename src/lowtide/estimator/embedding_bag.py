@@ -20,19 +20,19 @@ BACKWARD = aten._embedding_bag_backward.default
 _SUM, _MEAN, _MAX = range(3)
 
 
-def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the scratch bytes of forward: a second array as large as the bag numbers, freed before the smaller results
     are allocated.
     """
-    if len(made) < 4 or not made[1].numel():  # plain sums need no counts
+    if len(results) < 4 or not results[1].numel():  # plain sums need no counts
         return []
     mode = args[4] if len(args) > 4 else kwargs.get("mode", _SUM)
-    later = sum(map(_bytes, made[2:]))
-    means = 2 * _bytes(made[2]) + made[0].shape[0] * made[0].element_size() if mode == _MEAN else 0
-    return [max(0, _bytes(made[1]) - later, means)]
+    later = sum(map(_bytes, results[2:]))
+    means = 2 * _bytes(results[2]) + results[0].shape[0] * results[0].element_size() if mode == _MEAN else 0
+    return [max(0, _bytes(results[1]) - later, means)]
 
 
-def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the scratch bytes of backward: each index's bag number, unless saved, and the gradient's inputs."""
     grad, indices, offsets, bag_of, bag_size = args[:5]
     mode, is_sparse, weights = args[8:11]
@@ -66,7 +66,7 @@ def _sparse(grad: Tensor, indices: Tensor, bag_size: Tensor, mode: int, padded: 
     return [max(0, 2 * bag_size.numel() * grad.element_size() + each - widened)]
 
 
-def weights_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+def weights_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the scratch bytes of the per-sample weights' gradient: two arrays of bag numbers, unless forward has saved
     them.
     """

@@ -63,12 +63,12 @@ class Clock:
     def __init__(self) -> None:
         self.ms = 0.0
 
-    def takes(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor], n_flops: int) -> None:
+    def takes(self, func: Any, arguments: Sequence[Tensor], results: Sequence[Tensor], n_flops: int) -> None:
         """Advance by the time of an operator: that of its FLOPs or that of its bytes, whichever is longer."""
         if func.is_view:
             return
-        n_bytes = sum(tensor.nbytes for tensor in (*given, *made))
-        size = max((tensor.element_size() for tensor in given), default=4)
+        n_bytes = sum(tensor.nbytes for tensor in (*arguments, *results))
+        size = max((tensor.element_size() for tensor in arguments), default=4)
         self.ms += max(n_bytes / BYTES_PER_MS, n_flops / FLOPS_PER_MS.get(size, 4e10))
 
 

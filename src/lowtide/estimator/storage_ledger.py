@@ -249,10 +249,10 @@ class StorageLedger(Recorder):
         """
         n_before = len(self._events)
         yield
-        made = {event.block: event for event in self._events[n_before:] if isinstance(event, Allocate)}
+        allocations = {event.block: event for event in self._events[n_before:] if isinstance(event, Allocate)}
         ended = [event.block for event in self._events[n_before:] if isinstance(event, Free)]
-        created = [made[block] for block in made if block not in ended]
-        freed = [block for block in ended if block not in made]
+        created = [allocations[block] for block in allocations if block not in ended]
+        freed = [block for block in ended if block not in allocations]
         if len(created) == len(freed) == 1:
             for place, event in enumerate(self._events[:n_before]):
                 if isinstance(event, Allocate) and event.block == freed[0]:

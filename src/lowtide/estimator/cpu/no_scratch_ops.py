@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def takes_nothing(func: Any, tensors: list[Tensor], made: list[Tensor]) -> bool:
+def takes_nothing(func: Any, tensors: list[Tensor], results: list[Tensor]) -> bool:
     """Return True if an operator allocates no scratch memory worth counting, given these tensors."""
     if not tensors or _never_takes(func):
         return True
@@ -26,7 +26,7 @@ def takes_nothing(func: Any, tensors: list[Tensor], made: list[Tensor]) -> bool:
         return all(tensor.is_contiguous() for tensor in tensors)
     if func in POOLING:
         return all(tensor.is_contiguous() or _has_channels_last(tensor) for tensor in tensors)
-    return _is_pointwise(func) and len(_numbers(tensors) | _numbers(made)) <= 1
+    return _is_pointwise(func) and len(_numbers(tensors) | _numbers(results)) <= 1
 
 
 @cache

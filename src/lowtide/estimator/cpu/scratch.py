@@ -45,7 +45,7 @@ class Scratch:
         self.unknown = () if device == "cpu" else (f"what kernels of {device} allocate and free inside",)
 
     def of(
-        self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]
+        self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor]
     ) -> tuple[dict[int, int], list[int]]:
         """Return the true sizes of results (by number) whose fake storage has another size, and the sizes of scratch
         blocks.
@@ -54,7 +54,7 @@ class Scratch:
             return {0: 0}, []
         if self._device != "cpu" or func.namespace in SHARDING_OPERATORS:
             return {}, []
-        if func in REDUCED_LATE and not made[0].dim():
+        if func in REDUCED_LATE and not results[0].dim():
             return {0: args[0].numel() * args[0].element_size()}, []
         if func in _BY_CONTENTS:
             self._trials.leave(func, args, kwargs)  # an operator that is tried counts as in the trial
@@ -62,30 +62,30 @@ class Scratch:
             self._trials.leave(func, args, kwargs)  # a custom operator may allocate more
             return {}, []
         rule = RULES.get(func)
-        if rule is None and takes_nothing(func, tensors, made):
+        if rule is None and takes_nothing(func, tensors, results):
             return {}, []
-        sizes = None if rule is None else rule(args, kwargs, made)
+        sizes = None if rule is None else rule(args, kwargs, results)
         return self._trials.of(func, args, kwargs) if sizes is None else ({}, [n for n in sizes if n])
 
 
 def _copied(*places: int) -> Callable[[Any, Any, list[Tensor]], list[int]]:
     """Return a rule for kernels that copy the arguments at `places` if they are not contiguous."""
 
-    def rule(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    def rule(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
         given = (args[place] for place in places if args[place] is not None)
         return [_bytes(tensor) for tensor in given if not tensor.is_contiguous()]
 
     return rule
 
 
-def _promoted(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+def _promoted(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the bytes of TensorIterator's casts: copies of tensors with dimensions whose dtype is not the common
     dtype.
     """
     one, other = args[:2]
     dtype = torch.result_type(one, other)
-    if made[0].dtype.is_floating_point and not dtype.is_floating_point:  # integers are divided in floating point
-        dtype = made[0].dtype
+    if results[0].dtype.is_floating_point and not dtype.is_floating_point:  # integers are divided in floating point
+        dtype = results[0].dtype
     return [
         operand.numel() * dtype.itemsize
         for operand in (one, other)
@@ -93,69 +93,69 @@ def _promoted(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
     ]
 
 
-def _cast_input(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    return [] if args[0].dtype == made[0].dtype else [args[0].numel() * made[0].dtype.itemsize]
+def _cast_input(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
+    return [] if args[0].dtype == results[0].dtype else [args[0].numel() * results[0].dtype.itemsize]
 
 
-def _safe_softmax(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+def _safe_softmax(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the bytes of masks of -inf elements and of all -inf rows; or of a copy, which is freed before the
     masks.
     """
     numel = args[0].numel()
     masks = [numel, numel // max(args[0].shape[args[1]], 1)]
-    return max(masks, _copied(0)(args, kwargs, made), key=sum)
+    return max(masks, _copied(0)(args, kwargs, results), key=sum)
 
 
-def _roll(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
+def _roll(args: Any, kwargs: Any, results: list[Tensor]) -> list[int] | None:
     """Return the bytes of intermediate results, one for each dimension rolled. Without dimensions the tensor is
     flattened.
     """
     dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
-    return [_bytes(made[0])] * (len(dims) - 1) if dims else None
+    return [_bytes(results[0])] * (len(dims) - 1) if dims else None
 
 
-def _batch_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
+def _batch_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int] | None:
     return [_bytes(args[1])] if args[1].is_contiguous() else None
 
 
-def _layer_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+def _layer_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the bytes of copies, and of each thread's partial sums of the gradients of weight and bias."""
     normed = math.prod(args[2])
     sums = 2 * torch.get_num_threads() * normed * args[1].element_size() if any(args[-1][1:]) else 0
-    return [*_copied(0, 1)(args, kwargs, made), sums]
+    return [*_copied(0, 1)(args, kwargs, results), sums]
 
 
-def _group_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+def _group_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the bytes of two sums for each channel of each example."""
     examples, channels = args[5:7]
-    return [2 * examples * channels * made[0].element_size()]
+    return [2 * examples * channels * results[0].element_size()]
 
 
-def _logsumexp(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+def _logsumexp(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the bytes of the exponentials, and of the maxima."""
-    return [args[0].numel() * made[0].element_size(), _bytes(made[0])]
+    return [args[0].numel() * results[0].element_size(), _bytes(results[0])]
 
 
-def _upsample(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+def _upsample(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the bytes of input and result in channels-last, the format in which small images are enlarged
     (UpSampleKernel.cpp).
     """
-    is_small = sum(made[0].shape[-2:]) <= _SMALL_IMAGE
+    is_small = sum(results[0].shape[-2:]) <= _SMALL_IMAGE
     if not is_small or args[0].is_contiguous(memory_format=torch.channels_last):
         return []
-    return [_bytes(args[0]), _bytes(made[0])]
+    return [_bytes(args[0]), _bytes(results[0])]
 
 
 _SMALL_IMAGE = 128
 """Largest sum of rows and columns of a small image."""
 
 
-def _upsample_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+def _upsample_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the bytes of a copy of the gradient, unless it is contiguous or channels-last."""
-    return [] if args[0].is_contiguous(memory_format=torch.channels_last) else _copied(0)(args, kwargs, made)
+    return [] if args[0].is_contiguous(memory_format=torch.channels_last) else _copied(0)(args, kwargs, results)
 
 
-def _flash(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+def _flash(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return each thread's bytes for tiles of scores and of the result, and for maxima and sums of rows
     (FlashAttentionKernel.cpp).
     """
@@ -166,7 +166,7 @@ def _flash(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
     return [floats * 4, rows * columns * query.element_size() * torch.get_num_threads() if reduced else 0]
 
 
-def _flash_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+def _flash_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the bytes of two tiles for each thread, and of the sums of all rows."""
     query, key = args[1:3]
     rows, columns = _tile(query, key)
@@ -181,13 +181,13 @@ def _tile(query: Tensor, key: Tensor) -> tuple[int, int]:
     return min(rows, length), min(512, key.shape[2])
 
 
-def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
+def _factors(args: Any, kwargs: Any, results: list[Tensor]) -> list[int] | None:
     """Return the bytes of copies of factors that BLAS can't read: neither their rows nor their columns are contiguous.
 
     Copies are of whole matrices, one of a batch at a time (LinearAlgebra.cpp: addmm_impl_cpu_). Batched products of
     small matrices do not use BLAS (bmm_out_or_baddbmm_).
     """
-    factors, result = args[-2:], made[0]
+    factors, result = args[-2:], results[0]
     is_reduced = any(factor.dtype in (torch.bfloat16, torch.float16) for factor in factors)
     if is_reduced or not all(map(is_strided, factors)):  # for oneDNN, or for sparse matrices
         return None
@@ -207,7 +207,7 @@ def blas_reads(factor: Tensor) -> bool:
     return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
 
 
-def _sorted_indices(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+def _sorted_indices(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the bytes of one sorted number for each element, of positions, and of the sort's buffers
     (SparseTensor.cpp).
     """

@@ -74,22 +74,24 @@ class GpuAllocationTracker(AllocationTracker):
     def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
         super()._follow(tensor, emulated[-1] if op and emulated else op, entry=entry, n_bytes=n_bytes)
 
-    def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
+    def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor]) -> None:
         op = f"aten::{func.__name__.partition('.')[0]}"
         known = CUDA_OPS.get(func, _AS_ON_CPU)
         if (host := known.on_host) is not None:
             for place in host:
-                self._follow(made[place], op, n_bytes=0)
-            made = [tensor for place, tensor in enumerate(made) if place not in host]
-        scratch = self._takes.inside(func, args, kwargs, made)
+                self._follow(results[place], op, n_bytes=0)
+            results = [tensor for place, tensor in enumerate(results) if place not in host]
+        scratch = self._takes.inside(func, args, kwargs, results)
         held = [(self._open(inside, op), inside) for inside in scratch if inside.first]
-        super()._record(func, args, kwargs, tensors, made if known.order is None else [made[i] for i in known.order])
-        if made and func.namespace not in OWN_OPERATORS | SHARDING_OPERATORS:
+        super()._record(
+            func, args, kwargs, tensors, results if known.order is None else [results[i] for i in known.order]
+        )
+        if results and func.namespace not in OWN_OPERATORS | SHARDING_OPERATORS:
             self.unbounded.setdefault(op, f"{func.name()}, no operator of torch: what it takes inside")
         self._take([inside for inside in scratch if not inside.first], op)
         for block, inside in reversed(held):
             self.ledger.free(block, inside.bytes)
-        for library, n_bytes in self._takes.lasting(func, args, made):
+        for library, n_bytes in self._takes.lasting(func, args, results):
             self.ledger.allocate(n_bytes, library)
 
     def _take(self, scratch: list[ScratchBlock], op: str) -> None:

@@ -31,22 +31,22 @@ class OpWorkspaces:
         self._bytes = {WORKSPACE: workspace_bytes(gpu), LT_WORKSPACE: lt_workspace_bytes()}
         self._taken: set[tuple[str, bool]] = set()
 
-    def inside(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+    def inside(self, func: Any, args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
         """Return the scratch blocks of an operator on the GPU."""
         op = CUDA_OPS.get(func)
-        return [] if op is None or op.scratch is None or not _on_gpu(made) else op.scratch(args, kwargs, made)
+        return [] if op is None or op.scratch is None or not _on_gpu(results) else op.scratch(args, kwargs, results)
 
-    def lasting(self, func: Any, args: Any, made: list[Tensor]) -> Iterator[tuple[str, int]]:
+    def lasting(self, func: Any, args: Any, results: list[Tensor]) -> Iterator[tuple[str, int]]:
         """Return the workspaces allocated by a thread's first matrix products, by library.
 
         Backward runs in its own thread on CUDA.
         """
-        if func in PRODUCTS and _on_gpu(made):
+        if func in PRODUCTS and _on_gpu(results):
             for library in (WORKSPACE, LT_WORKSPACE) if is_with_bias(func, args) else (WORKSPACE,):
                 if (which := (library, in_backward())) not in self._taken and self._bytes[library]:
                     self._taken.add(which)
                     yield library, self._bytes[library]
 
 
-def _on_gpu(made: list[Tensor]) -> bool:
-    return any(tensor.device.type == NAME for tensor in made)
+def _on_gpu(results: list[Tensor]) -> bool:
+    return any(tensor.device.type == NAME for tensor in results)

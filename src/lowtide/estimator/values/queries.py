@@ -82,10 +82,10 @@ class PythonQueries(TorchFunctionMode):
 
         with on_real_tensors():  # real tensors have their dtypes
             numbers = torch.tensor(tree_map(real, data))
-        made = torch.tensor(numbers.tolist(), **{"dtype": numbers.dtype, **kwargs})
+        tensor = torch.tensor(numbers.tolist(), **{"dtype": numbers.dtype, **kwargs})
         if not is_known:
-            self._answers.forget(made)
-        return made
+            self._answers.forget(tensor)
+        return tensor
 
     def _shown(self, tensor: Tensor) -> Any:
         """Return a number to be formatted into text."""

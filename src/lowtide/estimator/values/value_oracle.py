@@ -185,7 +185,7 @@ class ValueOracle(Assumptions):
         real = self._run(func, args, kwargs)
         device = tensors[0].device
 
-        def made(value: Any) -> Any:
+        def fake_of(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             if func is PACKING and value.dtype is torch.long:
@@ -195,7 +195,7 @@ class ValueOracle(Assumptions):
                 self.learn(fake, value)
             return fake
 
-        return True, tree_map(made, real)
+        return True, tree_map(fake_of, real)
 
     def _comparison(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> bool:
         if not all(map(contents.is_known, tensors)):
@@ -252,14 +252,14 @@ class ValueOracle(Assumptions):
         with self._fakes:
             return True, torch.empty(count, dtype=tensor.dtype, device=tensor.device)
 
-    def after(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
+    def after(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor]) -> None:
         """Record the known contents of an operator's results, and of tensors that it wrote to."""
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             for gradient in args[0]:
                 contents.forget(gradient)
             return  # its `found_inf` stays as it was, 0
         if func.namespace in SENDING_OPERATORS:  # never run, as that would send
-            for given, tensor in zip(tensors, made, strict=False):
+            for given, tensor in zip(tensors, results, strict=False):
                 if _name(func) in RECEIVING:
                     contents.receive(tensor, func.name())
                 elif not contents.is_met(tensor):
@@ -267,8 +267,8 @@ class ValueOracle(Assumptions):
             return
         targets = _targets(written_by(func), args, kwargs)
         self.written.update(map(storage_id, targets))
-        changes = targets or not all(map(contents.is_known, made))
-        if changes and self._is_worth(func, tensors, made) and self._compute(func, args, kwargs, targets, made):
+        changes = targets or not all(map(contents.is_known, results))
+        if changes and self._is_worth(func, tensors, results) and self._compute(func, args, kwargs, targets, results):
             return
         if func in NORMED_BY_BATCH and args[TRAINING]:
             targets += _targets(RUNNING, args, kwargs)
@@ -278,13 +278,13 @@ class ValueOracle(Assumptions):
         goes_on = None if verdict is not None else _assume_continues(func, args)
         with on_real_tensors():
             if verdict is not None:
-                contents.learn_alike(made[0], torch.tensor(verdict), HEALTH)
+                contents.learn_alike(results[0], torch.tensor(verdict), HEALTH)
             elif goes_on is not None:
-                contents.learn_alike(made[0], torch.tensor(goes_on), SEARCHING)
-            elif func in CHOICES and _is_small(made[-1]) and (count := _candidates(func, args)):
-                contents.learn(made[-1], _assume_balanced(made[-1], count), EVENLY)
+                contents.learn_alike(results[0], torch.tensor(goes_on), SEARCHING)
+            elif func in CHOICES and _is_small(results[-1]) and (count := _candidates(func, args)):
+                contents.learn(results[-1], _assume_balanced(results[-1], count), EVENLY)
 
-    def _is_worth(self, func: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+    def _is_worth(self, func: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
         """Return True if an operator can be run on its arguments' contents: they are known and small, and have no
         tangents.
         """
@@ -296,9 +296,9 @@ class ValueOracle(Assumptions):
             tensors = ()
         elif func in GATHERING:
             tensors = tensors[1:] if contents.is_known(tensors[0]) else tensors
-        return all(_is_small(t) and contents.is_known(t) for t in tensors) and all(map(_is_small, made))
+        return all(_is_small(t) and contents.is_known(t) for t in tensors) and all(map(_is_small, results))
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, targets: list[Tensor], made: list[Tensor]) -> bool:
+    def _compute(self, func: Any, args: Any, kwargs: Any, targets: list[Tensor], results: list[Tensor]) -> bool:
         """Run an operator on the contents of its arguments and record its results. Return False, with no effect, if it
         can't run.
 
@@ -314,15 +314,15 @@ class ValueOracle(Assumptions):
         try:
             real = self._run(func, args, kwargs, written)
         except (RuntimeError, IndexError, ValueError) as error:
-            is_for_gpus = isinstance(error, NotImplementedError) and any(fake.device != _CPU for fake in made)
+            is_for_gpus = isinstance(error, NotImplementedError) and any(fake.device != _CPU for fake in results)
             if not (assumed or is_for_gpus):
                 raise
             return False
-        results = [leaf for leaf in tree_leaves(real) if isinstance(leaf, torch.Tensor)]
+        values = [leaf for leaf in tree_leaves(real) if isinstance(leaf, torch.Tensor)]
         if func in EMPTY:
-            for value in results:
+            for value in values:
                 value.zero_()  # so that all rehearsals draw the same numbers
-        for fake, value in zip(made, results, strict=False):
+        for fake, value in zip(results, values, strict=False):
             if fake.shape == value.shape and not contents.is_known(fake):
                 self.learn(fake, value, assumed)
         return True

@@ -77,7 +77,7 @@ def _bounds_of_splits(blocks: int, parts: int) -> tuple[int, int]:
 
 
 @cuda_op(aten._scaled_dot_product_flash_attention.default, of=_FORWARD)
-def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the blocks for each split of the keys: one number a row, and a partial result."""
     query, key = args[:2]
     if len(args) > 3 and args[3] > 0:
@@ -103,7 +103,7 @@ def _widths(head: int) -> tuple[int, int]:
 
 
 @cuda_op(aten._scaled_dot_product_flash_attention_backward.default, of=_BACKWARD)
-def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the blocks for copies, softmax_d, dq_accum, and gradients for each query head of shared keys and
     values.
     """
@@ -125,7 +125,7 @@ def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
 
 
 @cuda_op(aten._scaled_dot_product_cudnn_attention_backward.default, of=_CUDNN)
-def cudnn_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def cudnn_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the block for cuDNN's workspace, of which only bounds are known."""
     query = args[1]
     n_bytes = query.numel() * 4

@@ -99,16 +99,16 @@ def _up(number: int, multiple: int) -> int:
 
 
 @cuda_op(aten._scaled_dot_product_efficient_attention.default, of=_FORWARD)
-def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the block for the result in float32, unless it stays in registers."""
     query, key, value = args[:3]
     if query.dtype not in HALF or max(key.shape[-1], value.shape[-1]) <= _HEAD_IN_REGISTERS:
         return []
-    return [ScratchBlock.exactly(made[0].numel() * 4)]
+    return [ScratchBlock.exactly(results[0].numel() * 4)]
 
 
 @cuda_op(aten._scaled_dot_product_efficient_attention_backward.default, of=_BACKWARD)
-def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the blocks for delta, the sum over a head of the result times its gradient, then for the workspace.
 
     A gradient that is not contiguous is copied before other gradients are allocated.

@@ -33,7 +33,7 @@ Behaviour(
 )
 Behaviour(
     name="autocast, results in single precision",
-    does="for softmax, sums, products and norms along a dimension",
+    does="returns single precision from softmax, sums, products and norms along a dimension",
     source=_SOURCE.format("FP32_SET_OPT_DTYPE"),
 )
 Behaviour(

@@ -76,18 +76,18 @@ def _layout_backward(args: Any, out: Any) -> Any:
 
 
 @cuda_op(aten.convolution.default, of=_WORKSPACE)
-def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the blocks for copies of the input (before the result is allocated) and of the weight, and for the
     workspace.
     """
     x, weight = args[:2]
     layout = _layout(x, weight) or torch.contiguous_format
     copied = [*copies(x, layout=layout, first=True), *copies(weight, layout=layout)]
-    return [*copied, *_workspace(x, weight, made[0], groups=args[8])]
+    return [*copied, *_workspace(x, weight, results[0], groups=args[8])]
 
 
 @cuda_op(aten.convolution_backward.default, of=_WORKSPACE)
-def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the blocks for copies, and for the workspace that serves the input's gradient and then the weight's.
 
     The input is copied before gradients are allocated, and so is a gradient of the other layout.

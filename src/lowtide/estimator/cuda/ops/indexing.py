@@ -56,7 +56,7 @@ _HISTOGRAMS = 64 * 2**10
 
 
 @cuda_op(aten.embedding_dense_backward.default, of=_EMBEDDING)
-def _embedding(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _embedding(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     gradient, indices, n_rows, _, by_frequency = args[:5]
     n, width, each = indices.numel(), gradient.shape[-1], indices.element_size()
     inside = [ScratchBlock.exactly(t.numel() * t.element_size()) for t in (indices, gradient) if not t.is_contiguous()]
@@ -95,7 +95,7 @@ def _sorting(n: int, each: int) -> ScratchBlock:
 
 
 @cuda_op(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default, of=_INDEXING)
-def _index_put(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _index_put(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     if len(args) < 4 or not args[3]:  # without accumulation rows are written unsorted
         return []
     into, indices, values = args[:3]

@@ -49,7 +49,7 @@ LT_WORKSPACE = "cublaslt::workspace"
 
 
 @cuda_op(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, of=_FACTORS)
-def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _factors(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the blocks for copies of the factors (the last two tensor arguments) that cuBLAS can't read directly."""
     factors = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
     return [ScratchBlock.exactly(t.numel() * t.element_size()) for t in factors if is_strided(t) and not _is_taken(t)]

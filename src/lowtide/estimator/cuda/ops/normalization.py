@@ -108,12 +108,12 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: fl
 
 
 @cuda_op(aten.native_layer_norm.default, of=_LAYER_NORM_LAYOUT)
-def _layer_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _layer_norm(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     return copies(args[0], first=True)
 
 
 @cuda_op(aten.native_layer_norm_backward.default, of=_LAYER_NORM_BACKWARD)
-def _layer_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _layer_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     gradient, x, shape = args[:3]
     return [*copies(x, first=True), *copies(gradient), *_partial_sums(x, prod(shape), sum(args[7][1:]))]
 
@@ -128,7 +128,7 @@ def _partial_sums(x: Tensor, width: int, n_gradients: int) -> list[ScratchBlock]
 
 
 @cuda_op(aten.native_group_norm.default, of=_GROUP_NORM)
-def _group_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _group_norm(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the blocks for mean and deviation in float32, and for the scale and shift of each channel."""
     x, weight, bias, examples, channels, pixels, groups = args[:7]
     each = 8 if x.dtype is torch.float64 else 4
@@ -139,7 +139,7 @@ def _group_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock
 
 
 @cuda_op(aten.native_group_norm_backward.default, of=_GROUP_NORM)
-def _group_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _group_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the blocks of two sums for each channel; if the input has a gradient, also two float32 numbers for each
     group and one for each channel.
     """
@@ -161,7 +161,7 @@ def _is_cudnns(x: Tensor, weight: Tensor | None, training: bool) -> bool:
 
 
 @cuda_op(aten.native_batch_norm.default, of=_BATCH_NORM)
-def _batch_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _batch_norm(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return no blocks; note that cuDNN's reserve is unknown: only a GPU reports its size, without a documented
     bound.
     """
@@ -174,7 +174,7 @@ def _batch_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock
 
 
 @cuda_op(aten.native_batch_norm_backward.default, of=_BATCH_NORM_BACKWARD)
-def _batch_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _batch_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     gradient, x, weight = args[:3]
     if not _is_cudnns(x, weight, args[7]):
         return []

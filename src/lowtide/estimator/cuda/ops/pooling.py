@@ -40,19 +40,19 @@ def _layout(tensor: Tensor) -> torch.memory_format:
 
 @cuda_op(*_UPSAMPLED, of=_UPSAMPLING)
 @cuda_op(aten.max_pool2d_with_indices.default, aten.avg_pool2d.default, aten._adaptive_avg_pool2d.default, of=_POOLING)
-def _own(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _own(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     return copies(args[0], layout=_layout(args[0]))
 
 
 @cuda_op(aten.max_pool2d_with_indices_backward.default, aten.avg_pool2d_backward.default, of=_POOLING)
-def _pooled(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _pooled(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the blocks for copies of the input and its gradient, if these are not in the kernel's layout."""
     gradient, x = args[:2]
     return copies(x, gradient, layout=_layout(x))
 
 
 @cuda_op(aten._adaptive_avg_pool2d_backward.default, of=_POOLING)
-def _pooled_by_shape(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _pooled_by_shape(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the block for a copy of the gradient, unless the input is channels-last: that kernel reads any layout."""
     gradient, x = args[:2]
     return [] if is_channels_last(x) else copies(gradient)

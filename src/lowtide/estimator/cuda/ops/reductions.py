@@ -25,8 +25,8 @@ _FEW = 2**16
 
 
 @cuda_op(aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, of=_PARTIAL_SUMS)
-def _reduction(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
-    elements, results = args[0].numel(), made[0].numel()
-    if results > _FEW or elements < 64 * results:
+def _reduction(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
+    elements, n_results = args[0].numel(), results[0].numel()
+    if n_results > _FEW or elements < 64 * n_results:
         return []
     return [ScratchBlock(0, 0, min(_MOST, elements * 4))]

@@ -29,12 +29,12 @@ _BACKWARD = Behaviour(
 
 
 @cuda_op(aten._softmax.default, aten._log_softmax.default, of=_COPIES)
-def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     return copies(args[0])
 
 
 @cuda_op(aten._softmax_backward_data.default, of=_BACKWARD)
-def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the block of the product, laid out like the gradient, and the blocks of copies."""
     gradient, result = args[:2]
     n_bytes = gradient.numel() * gradient.element_size()
@@ -42,7 +42,7 @@ def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
 
 
 @cuda_op(aten._log_softmax_backward_data.default, of=_COPIES)
-def _log_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _log_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     return copies(*args[:2])
 
 

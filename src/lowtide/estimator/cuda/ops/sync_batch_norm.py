@@ -69,12 +69,12 @@ def _gradient(gradient: Tensor, x: Tensor, *statistics: Any) -> Tensor:
 
 
 @cuda_op(aten.batch_norm_stats.default, of=_STAGING)
-def _stats_scratch(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _stats_scratch(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     return _partial(args[0], 4)
 
 
 @cuda_op(aten.batch_norm_backward_reduce.default, of=_STAGING)
-def _reduced_scratch(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
+def _reduced_scratch(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     return _partial(args[1], 2)
 
 
