@@ -31,30 +31,30 @@ CLOSE = 0.02
 """Share by which measured peaks may exceed a budget that plans with larger forecasts are tried for."""
 
 
-def fit_compiled(site: StepContext, choice: Choice, made: Plan, budget_for: BudgetFor) -> tuple[Plan, Verdict]:
-    """Return the cheapest of a few plans that is measured within the budget, with its proof; `made` is the first plan.
+def fit_compiled(site: StepContext, choice: Choice, plan: Plan, budget_for: BudgetFor) -> tuple[Plan, Verdict]:
+    """Return the cheapest of a few plans that is measured within the budget, with its proof; `plan` is the first plan.
 
     On a CPU, plans are first measured without kernels, which is soon done; the best one of these is compiled. If its
     bits are not those of the plain step, the recomputed values that change them are searched for, and the next plans
     keep them. Raises Infeasible with the smallest measured peak, and RehearsalError for other bits.
     """
-    made, kept = _scheduled(site, choice, replace(made, budget_for=budget_for)), tuple[str, ...]()
+    plan, kept = _scheduled(site, choice, replace(plan, budget_for=budget_for)), tuple[str, ...]()
     while True:
-        best, proofs = _proven(site, choice, made)
+        best, proofs = _proven(site, choice, plan)
         last, verdict = proofs[-1]
-        if verdict.identical or (best is not None and best.predicted.peak_bytes <= made.budget_bytes):
+        if verdict.identical or (best is not None and best.predicted.peak_bytes <= plan.budget_bytes):
             break
         if kept or not last.recompute:
             raise RehearsalError(_compiled_differs(site, last))
         kept = differing_addresses(tuple(last.recompute), partial(_is_identical, site, last))
         choice = replace(choice, profile=with_kept(choice.profile, kept))
         try:
-            made = replace(plan_for(choice, made.budget_bytes, made.budget_bytes, offload=False), budget_for=budget_for)
-            made = _scheduled(site, choice, made)
+            plan = replace(plan_for(choice, plan.budget_bytes, plan.budget_bytes, offload=False), budget_for=budget_for)
+            plan = _scheduled(site, choice, plan)
         except Infeasible as why:
             raise RehearsalError(_compiled_differs(site, last, why.smallest_peak_bytes)) from why
     assert best is not None  # bits were those of the plain step
-    if best.predicted.peak_bytes > made.budget_bytes:
+    if best.predicted.peak_bytes > plan.budget_bytes:
         raise compiled_over(choice, best, f"plans that were compiled and measured: {len(proofs)}")
     if len(proofs) > 1:
         best = replace(best, notes=(*best.notes, f"{len(proofs)} plans were compiled and measured"))
@@ -63,7 +63,7 @@ def fit_compiled(site: StepContext, choice: Choice, made: Plan, budget_for: Budg
     return best, next(proof for tried, proof in proofs if tried.decisions == best.decisions)
 
 
-def _proven(site: StepContext, choice: Choice, made: Plan) -> tuple[Plan | None, list[tuple[Plan, Verdict]]]:
+def _proven(site: StepContext, choice: Choice, plan: Plan) -> tuple[Plan | None, list[tuple[Plan, Verdict]]]:
     """Return the best of a few compiled plans whose bits are those of the plain step, and all that were compiled."""
     proofs: list[tuple[Plan, Verdict]] = []
 
@@ -72,53 +72,53 @@ def _proven(site: StepContext, choice: Choice, made: Plan) -> tuple[Plan | None,
         proofs.append((tried, verdict))
         return verdict.measured_peak_bytes if verdict.identical else None
 
-    _, best = cheapest_within(choice, made, peak_of, COMPILED_REPAIRS)
+    _, best = cheapest_within(choice, plan, peak_of, COMPILED_REPAIRS)
     return best, proofs
 
 
-def _scheduled(site: StepContext, choice: Choice, made: Plan) -> Plan:
+def _scheduled(site: StepContext, choice: Choice, plan: Plan) -> Plan:
     """Return the best of a few plans that are measured without kernels: on a CPU, for a budget of requested bytes.
 
     Raises Infeasible if none is within the budget.
     """
-    if made.decisions == Decisions() or made.budget_for != "requested" or place_of(site.model).type != "cpu":
-        return made
+    if plan.decisions == Decisions() or plan.budget_for != "requested" or place_of(site.model).type != "cpu":
+        return plan
     peak_of = partial(scheduled_peak, site.model, site.step, site.batch, optimizer=site.optimizer)
-    n_scheduled, best = cheapest_within(choice, made, peak_of, SCHEDULED)
-    if best is not None and best.predicted.peak_bytes > made.budget_bytes:
+    n_scheduled, best = cheapest_within(choice, plan, peak_of, SCHEDULED)
+    if best is not None and best.predicted.peak_bytes > plan.budget_bytes:
         raise compiled_over(choice, best, f"plans that were scheduled by inductor and measured: {n_scheduled}")
-    return best or made
+    return best or plan
 
 
-def _is_identical(site: StepContext, made: Plan, addresses: Collection[str]) -> bool:
+def _is_identical(site: StepContext, plan: Plan, addresses: Collection[str]) -> bool:
     """Return True if the step has the plain step's bits when it recomputes just the values at `addresses`."""
-    return prove(site, replace(made, recompute={at: made.recompute[at] for at in addresses})).identical
+    return prove(site, replace(plan, recompute={at: plan.recompute[at] for at in addresses})).identical
 
 
 def cheapest_within(
-    choice: Choice, made: Plan, peak_of: Callable[[Plan], int | None], most: int
+    choice: Choice, plan: Plan, peak_of: Callable[[Plan], int | None], most: int
 ) -> tuple[int, Plan | None]:
     """Return the number of plans tried, and the cheapest one measured within the budget, else the one with the lowest
     peak.
 
     Args:
         choice: The profile, and the levers.
-        made: The first plan; each other one is made from the forecast, corrected by the excess of the one before.
+        plan: The first plan; each other one is made from the forecast, corrected by the excess of the one before.
         peak_of: Function that measures a plan's peak; it returns None for a plan that can't be used.
         most: Largest number of plans to try.
     """
-    budget_bytes, tried, best = made.budget_bytes, list[Decisions](), None
+    budget_bytes, tried, best = plan.budget_bytes, list[Decisions](), None
     while True:
-        peak_bytes = peak_of(made)
-        tried.append(made.decisions)
+        peak_bytes = peak_of(plan)
+        tried.append(plan.decisions)
         if peak_bytes is None:
             break
-        measured = as_measured(made, peak_bytes)
+        measured = as_measured(plan, peak_bytes)
         if best is None or _rank(measured) < _rank(best):
             best = measured
-        if len(tried) == most or 0 <= 1 - peak_bytes / budget_bytes <= UNUSED or made.budget_for == "reserved":
+        if len(tried) == most or 0 <= 1 - peak_bytes / budget_bytes <= UNUSED or plan.budget_for == "reserved":
             break
-        forecast_bytes = forecast_peak(choice.profile, made)
+        forecast_bytes = forecast_peak(choice.profile, plan)
         following = _following(with_excess(choice.profile, peak_bytes - forecast_bytes), budget_bytes)
         if following.decisions in tried and best.predicted.peak_bytes > budget_bytes:  # others may be off by less
             aims = [(forecast_bytes + peak_bytes) // 2] if peak_bytes > forecast_bytes else []
@@ -128,7 +128,7 @@ def cheapest_within(
             following = next((each for each in others if each.decisions not in tried), following)
         if following.decisions in tried or _rank(best) < (False, following.predicted.extra_ms):
             break
-        made = replace(with_choice(choice, following, budget_bytes), budget_for=made.budget_for)
+        plan = replace(with_choice(choice, following, budget_bytes), budget_for=plan.budget_for)
     return len(tried), best
 
 
@@ -147,14 +147,14 @@ def _rank(measured: Plan) -> tuple[bool, float]:
     return is_over, peak_bytes if is_over else measured.predicted.extra_ms
 
 
-def as_measured(made: Plan, peak_bytes: int) -> Plan:
+def as_measured(plan: Plan, peak_bytes: int) -> Plan:
     """Return a compiled plan with its measured peak as prediction; a note says how far off the forecast was."""
-    if made.predicted == made.plain and peak_bytes <= made.budget_bytes:  # nothing is compiled for the plan
-        return made
-    apart = peak_bytes / made.predicted.peak_bytes - 1
-    made = replace(made, notes=tuple(note for note in made.notes if not note.startswith(FORECAST)))
-    note = f"{FORECAST}, {format_bytes(made.predicted.peak_bytes)} were forecast: {apart:+.1%} measured"
-    return replace(made, predicted=with_peak(made.predicted, peak_bytes), notes=(*made.notes, note))
+    if plan.predicted == plan.plain and peak_bytes <= plan.budget_bytes:  # nothing is compiled for the plan
+        return plan
+    apart = peak_bytes / plan.predicted.peak_bytes - 1
+    plan = replace(plan, notes=tuple(note for note in plan.notes if not note.startswith(FORECAST)))
+    note = f"{FORECAST}, {format_bytes(plan.predicted.peak_bytes)} were forecast: {apart:+.1%} measured"
+    return replace(plan, predicted=with_peak(plan.predicted, peak_bytes), notes=(*plan.notes, note))
 
 
 def compiled_over(choice: Choice, lowest: Plan, tried: str) -> Infeasible:
@@ -167,9 +167,9 @@ def compiled_over(choice: Choice, lowest: Plan, tried: str) -> Infeasible:
     )
 
 
-def _compiled_differs(site: StepContext, made: Plan, smallest_bytes: int | None = None) -> str:
-    """Explain why no plan is put in force: under `made` bits differ, and plans that keep them need `smallest_bytes`."""
-    verdict = compare_with_plain(site.model, site.step, site.batch, made, site.optimizer, copies=True)
+def _compiled_differs(site: StepContext, plan: Plan, smallest_bytes: int | None = None) -> str:
+    """Explain why no plan is put in force: under `plan` bits differ, and plans that keep them need `smallest_bytes`."""
+    verdict = compare_with_plain(site.model, site.step, site.batch, plan, site.optimizer, copies=True)
     relative = (verdict.relative_differences or {}).items()
     apart = ", ".join(f"{kind} {distance:.1e}" for kind, distance in relative if distance)
     apart = f"; relative differences: {apart}" if apart else ""

@@ -216,12 +216,12 @@ def _fit_blocks(
     """
     whole = None
     try:
-        choice, made = _first(site, profile, budget, levers, offload=False)
-        if rehearse_whole is not None and made.predicted.extra_flops:
+        choice, plan = _first(site, profile, budget, levers, offload=False)
+        if rehearse_whole is not None and plan.predicted.extra_flops:
             whole = rehearse_whole()
-        if whole is None or not _is_cheaper_replayed(whole, made):
-            made, verdict = fit_compiled(site, choice, made, budget_for)
-            return Fitted(apply(site.model, made, optimizer=site.optimizer), choice.profile, made, verdict)
+        if whole is None or not _is_cheaper_replayed(whole, plan):
+            plan, verdict = fit_compiled(site, choice, plan, budget_for)
+            return Fitted(apply(site.model, plan, optimizer=site.optimizer), choice.profile, plan, verdict)
         note = f"{REPLAYED_WHOLE}, which takes fewer FLOPs than any plan inside them"
     except (Infeasible, RehearsalError) as why:
         if rehearse_whole is None:
@@ -235,30 +235,30 @@ def _fit_blocks(
     return _measured_within(site, *_first(site, whole, budget, levers, offload=False), False, budget_for)
 
 
-def _measured_within(site: StepContext, choice: Choice, made: Plan, offload: bool, budget_for: BudgetFor) -> Fitted:
-    """Put the first plan in force that is measured within the budget: `made`, or one that aims lower by the excess.
+def _measured_within(site: StepContext, choice: Choice, plan: Plan, offload: bool, budget_for: BudgetFor) -> Fitted:
+    """Put the first plan in force that is measured within the budget: `plan`, or one that aims lower by the excess.
 
     Raises OverBudget after REPAIRS plans, or if no plan aims lower, and RehearsalError for other bits.
     """
-    budget_bytes, measured = made.budget_bytes, list[int]()
+    budget_bytes, measured = plan.budget_bytes, list[int]()
     while True:
-        made = replace(made, budget_for=budget_for)
-        verdict = prove(site, made)
+        plan = replace(plan, budget_for=budget_for)
+        verdict = prove(site, plan)
         if not verdict.identical:
             raise RehearsalError(_not_identical(verdict))
         if verdict.within_budget:
-            return Fitted(apply(site.model, made, optimizer=site.optimizer), choice.profile, made, verdict)
+            return Fitted(apply(site.model, plan, optimizer=site.optimizer), choice.profile, plan, verdict)
         measured.append(verdict.measured_peak_bytes)
         if len(measured) == REPAIRS:
             raise over_budget(choice.profile, budget_bytes, measured, budget_for=budget_for)
-        aim_bytes = made.predicted.peak_bytes - (verdict.measured_peak_bytes - budget_bytes)
+        aim_bytes = plan.predicted.peak_bytes - (verdict.measured_peak_bytes - budget_bytes)
         try:
-            made = plan_for(choice, max(1, aim_bytes), budget_bytes, offload)
+            plan = plan_for(choice, max(1, aim_bytes), budget_bytes, offload)
         except Infeasible:
             least = smallest_plan(choice.profile)
-            if least.decisions == made.decisions or offload:
+            if least.decisions == plan.decisions or offload:
                 raise over_budget(choice.profile, budget_bytes, measured, budget_for=budget_for) from None
-            made = with_choice(choice, least, budget_bytes)
+            plan = with_choice(choice, least, budget_bytes)
 
 
 def _is_cheaper_replayed(whole: Profile, inside: Plan) -> bool:

@@ -28,19 +28,19 @@ def plan_for(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -
     """Plan for `aim_bytes`, so that the measured peak is within the budget."""
     with Stage("planning") as stage:
         is_compiled = bool(choice.profile.graphs)
-        made = (
+        attempt = (
             forecast_plan(choice.profile, aim_bytes)
             if is_compiled
             else plan(choice.profile, aim_bytes, offload=offload)
         )
-        budget, predicted = format_bytes(budget_bytes), format_bytes(made.predicted.peak_bytes)
+        budget, predicted = format_bytes(budget_bytes), format_bytes(attempt.predicted.peak_bytes)
         stage.result = f"planned for {budget}: {predicted} peak predicted"
-    return with_choice(choice, made, budget_bytes)
+    return with_choice(choice, attempt, budget_bytes)
 
 
-def with_choice(choice: Choice, made: Plan, budget_bytes: int) -> Plan:
-    """Return `made` for the budget `budget_bytes`, its time compared with that of the step without levers."""
-    return replace(made, budget_bytes=budget_bytes, plain=choice.plain, notes=(*made.notes, *choice.notes.values()))
+def with_choice(choice: Choice, plan: Plan, budget_bytes: int) -> Plan:
+    """Return `plan` for the budget `budget_bytes`, its time compared with that of the step without levers."""
+    return replace(plan, budget_bytes=budget_bytes, plain=choice.plain, notes=(*plan.notes, *choice.notes.values()))
 
 
 def forecast_plan(profile: Profile, budget: int | str) -> Plan:
@@ -61,25 +61,25 @@ def with_excess(profile: Profile, excess_bytes: int) -> Profile:
     return replace(profile, static=replace(profile.static, margin=profile.static.margin + excess_bytes))
 
 
-def prove(site: StepContext, made: Plan) -> Verdict:
+def prove(site: StepContext, plan: Plan) -> Verdict:
     """Run the step under the plan and without it, and compare. Raises RehearsalError if the device has no room for the
     budget.
     """
 
     def no_room(said: str) -> RehearsalError:
         return RehearsalError(
-            f"a step under a plan for {format_bytes(made.budget_bytes)} ran out of memory: {said}\n"
+            f"a step under a plan for {format_bytes(plan.budget_bytes)} ran out of memory: {said}\n"
             "  A device has to hold more than the step: a CUDA context, fragments between blocks, and other "
             "processes' memory. Give a smaller budget."
         )
 
     return unless_out_of_memory(
-        lambda: compare_with_plain(site.model, site.step, site.batch, made, site.optimizer), no_room
+        lambda: compare_with_plain(site.model, site.step, site.batch, plan, site.optimizer), no_room
     )
 
 
 def over_budget(
-    made: Profile | Plan,
+    plan: Profile | Plan,
     budget_bytes: int,
     measured: Collection[int],
     nearest: Collection[str] = (),
@@ -87,8 +87,8 @@ def over_budget(
     budget_for: BudgetFor = "requested",
 ) -> OverBudget:
     """Build the error for a budget that no plan keeps; `measured` are the peaks of the plans that were tried."""
-    notes = made.notes if any(OTHER_WORK in note for note in made.notes) else (*made.notes, OTHER_WORK)
-    plain_bytes = made.plain.peak_bytes if isinstance(made, Plan) else plain_peak_bytes(made)
+    notes = plan.notes if any(OTHER_WORK in note for note in plan.notes) else (*plan.notes, OTHER_WORK)
+    plain_bytes = plan.plain.peak_bytes if isinstance(plan, Plan) else plain_peak_bytes(plan)
     if budget_for == "reserved":
         notes = ("these are reserved bytes, with fragments that the allocator can't use", *notes)
     elif min(measured) > plain_bytes:

@@ -185,9 +185,9 @@ def unplanned_step(profile: Profile) -> Prediction:
     return with_peak(plain, plain_peak_bytes(profile))
 
 
-def forecast_peak(profile: Profile, made: Plan) -> int:
-    """Return the peak that `profile` predicts for the decisions of `made`."""
-    return simulator_of(profile).predict(made.decisions).peak_bytes
+def forecast_peak(profile: Profile, plan: Plan) -> int:
+    """Return the peak that `profile` predicts for the decisions of `plan`."""
+    return simulator_of(profile).predict(plan.decisions).peak_bytes
 
 
 def with_peak(prediction: Prediction, peak_bytes: int) -> Prediction:

@@ -47,27 +47,27 @@ class CompiledChecks:
         """Note the code that is compiled so far, as a measured step begins."""
         self._n_compiled = n_compiled()
 
-    def can_judge(self, made: Plan) -> bool:
+    def can_judge(self, plan: Plan) -> bool:
         """Return False if this step compiled code, which takes memory; up to `PATIENCE` such steps are skipped."""
-        is_compiling = bool(made.graphs) and n_compiled() != self._n_compiled
+        is_compiling = bool(plan.graphs) and n_compiled() != self._n_compiled
         self._n_compiling += is_compiling
         return not is_compiling or self._n_compiling >= PATIENCE
 
-    def must_compare(self, made: Plan) -> bool:
-        """Return True if other code is compiled under `made` than without it, and was not compared yet."""
-        return bool(made.graphs) and made.predicted != made.plain and self.compared is not made
+    def must_compare(self, plan: Plan) -> bool:
+        """Return True if other code is compiled under `plan` than without it, and was not compared yet."""
+        return bool(plan.graphs) and plan.predicted != plan.plain and self.compared is not plan
 
     def scheduled(
-        self, made: Plan, rehearsing: Rehearsing, model: nn.Module, code: Callable[..., Any], batch: Any
+        self, plan: Plan, rehearsing: Rehearsing, model: nn.Module, code: Callable[..., Any], batch: Any
     ) -> tuple[Plan, Infeasible | None]:
         """Return the cheapest of a few plans whose code inductor schedules within the budget.
 
         Only on a CPU, on which plans are measured without kernels, and only for a batch of the planned size; elsewhere
-        `made` is returned. If all plans are over the budget, the one with the smallest peak is returned with the error.
+        `plan` is returned. If all plans are over the budget, the one with the smallest peak is returned with the error.
         """
         profile = rehearsing.profile
-        if profile is None or made.budget_for == "reserved" or place_of(model).type != "cpu":
-            return made, None
+        if profile is None or plan.budget_for == "reserved" or place_of(model).type != "cpu":
+            return plan, None
 
         def peak_of(tried: Plan) -> int | None:
             with kernels_left_out(), always_partitioned(), apply(model, tried, say=lambda what: None):
@@ -75,23 +75,23 @@ class CompiledChecks:
             peak_bytes = None if calls is None else rehearsing.peak_with(calls)
             return None if peak_bytes is None else peak_bytes + self.excess_bytes
 
-        choice = Choice(profile, made.plain)
-        n_scheduled, best = cheapest_within(choice, made, peak_of, SCHEDULED)
+        choice = Choice(profile, plan.plain)
+        n_scheduled, best = cheapest_within(choice, plan, peak_of, SCHEDULED)
         if best is None:
-            return made, None
+            return plan, None
         peak_bytes = best.predicted.peak_bytes
         plans = "one plan" if n_scheduled == 1 else f"{n_scheduled} plans"
         self._say(f"inductor scheduled {plans} without kernels: {format_bytes(peak_bytes)} peak")
-        if peak_bytes <= made.budget_bytes:
+        if peak_bytes <= plan.budget_bytes:
             return best, None
         tried = f"plans that were scheduled by inductor and measured: {n_scheduled}"
         return best, compiled_over(choice, best, tried)
 
     def compare(
-        self, made: Plan, plain: Outcome | None, model: nn.Module, code: Callable[..., Any], batch: Any
+        self, plan: Plan, plain: Outcome | None, model: nn.Module, code: Callable[..., Any], batch: Any
     ) -> dict[str, tuple[str, ...]]:
         """Compare compiled code under the plan with `plain`; return the names of results with other bits, by kind."""
-        self.compared = made
+        self.compared = plan
         planned = None if plain is None else compiled_bits(model, code, batch)
         if plain is None or planned is None:
             self.proof = NOT_COMPARED
@@ -101,17 +101,17 @@ class CompiledChecks:
 
 
 def addresses_with_other_bits(
-    made: Plan, plain: Outcome, model: nn.Module, code: Callable[..., Any], batch: Any
+    plan: Plan, plain: Outcome, model: nn.Module, code: Callable[..., Any], batch: Any
 ) -> tuple[str, ...]:
-    """Return the recomputed values by which the bits under `made` differ from `plain`, as far as a few trials tell."""
+    """Return the recomputed values by which the bits under `plan` differ from `plain`, as far as a few trials tell."""
 
     def is_identical(addresses: tuple[str, ...]) -> bool:
-        recompute = {address: made.recompute[address] for address in addresses}
-        with apply(model, replace(made, recompute=recompute), say=lambda what: None):
+        recompute = {address: plan.recompute[address] for address in addresses}
+        with apply(model, replace(plan, recompute=recompute), say=lambda what: None):
             planned = compiled_bits(model, code, batch)
         return planned is not None and not any(plain.differences(planned).values())
 
-    return differing_addresses(tuple(made.recompute), is_identical)
+    return differing_addresses(tuple(plan.recompute), is_identical)
 
 
 def error_of_other_bits(kinds: dict[str, tuple[str, ...]]) -> RehearsalError:

@@ -154,9 +154,9 @@ class Fitting(PlanMonitor):
         elif plans.later.is_measuring:
             self._open = self._replanning.measure(plans.plan, step)
         else:
-            made = plans.put_in_force(step)
-            if made is not None:
-                self._measure(made, step)
+            plan = plans.put_in_force(step)
+            if plan is not None:
+                self._measure(plan, step)
             elif plans.unplanned is None:  # compiled blocks will be replayed
                 with self._may_go_on_plain():
                     plans.rehearsing.begins(model, batch, optimizers)
@@ -192,11 +192,11 @@ class Fitting(PlanMonitor):
                 raise
             self.plans.go_on_plain(why)
 
-    def _measure(self, made: Plan, step: BegunStep) -> None:
-        """Measure this step if its batch is no larger than those that the plan in force, `made`, covers."""
+    def _measure(self, plan: Plan, step: BegunStep) -> None:
+        """Measure this step if its batch is no larger than those that `plan`, which is in force, covers."""
         applied = self._in_force.applied
         assert applied is not None
-        current, planned = fingerprint(step.model, step.batch).batch, made.fingerprint.batch
+        current, planned = fingerprint(step.model, step.batch).batch, plan.fingerprint.batch
         self._measured.n_others += current != planned
         if current == planned or (not self.plans.smaller and no_larger(shapes_in(current), shapes_in(planned))):
             self.plans.checks.begin_step()
@@ -205,7 +205,7 @@ class Fitting(PlanMonitor):
                 self._open = Measured(step.model, step.batch, step.optimizers, applied, self._request.budget_for)
             self._measured.is_planned = current == planned
         elif self._measured.n_others >= PATIENCE:
-            self._keep(made)
+            self._keep(plan)
 
     def _show(self, doing: str, model: nn.Module) -> None:
         """Show the current work as a progress bar until the step ends."""
@@ -272,11 +272,11 @@ class Fitting(PlanMonitor):
 
     # --- a measured step is judged
 
-    def _judge(self, made: Plan, measured_bytes: int, model: nn.Module) -> None:
+    def _judge(self, plan: Plan, measured_bytes: int, model: nn.Module) -> None:
         """Keep a plan that is within the budget; replace one that is over it. Raises OverBudget."""
-        over_bytes = measured_bytes - made.budget_bytes
+        over_bytes = measured_bytes - plan.budget_bytes
         if over_bytes <= 0:
-            self._judge_within(made, measured_bytes)
+            self._judge_within(plan, measured_bytes)
             return
         if self._calls.explain_excess():
             following = MEASURED if self.plans.changed("step", "") else FIT_SUCH
@@ -287,33 +287,33 @@ class Fitting(PlanMonitor):
             return
         over = self.plans.over
         over.append(measured_bytes)
-        if len(over) < (COMPILED_REPAIRS if made.graphs else REPAIRS) and self.plans.plan_lower(made, measured_bytes):
+        if len(over) < (COMPILED_REPAIRS if plan.graphs else REPAIRS) and self.plans.plan_lower(plan, measured_bytes):
             return
         profile = self.plans.profile
         assert profile is not None
-        why = over_budget(profile, made.budget_bytes, over, budget_for=self._request.budget_for)
-        if made.graphs and self.plans.replays_blocks(why, model):
+        why = over_budget(profile, plan.budget_bytes, over, budget_for=self._request.budget_for)
+        if plan.graphs and self.plans.replays_blocks(why, model):
             self._in_force.give_up()  # hooks may be changed in the next step
             self.plans.over, self.plans.checks = [], CompiledChecks(self._say)
             return
-        self._stays_over(made, why)
+        self._stays_over(plan, why)
 
-    def _judge_within(self, made: Plan, measured_bytes: int) -> None:
+    def _judge_within(self, plan: Plan, measured_bytes: int) -> None:
         """Keep a plan that is within the budget, once a batch of its size, or many smaller ones, were measured."""
         self._measured.most_bytes = max(self._measured.most_bytes, measured_bytes)
         if self._measured.is_planned:
-            if made.graphs and self._request.budget_for == "requested":
-                made = self.plans.take_measured(made, measured_bytes)
+            if plan.graphs and self._request.budget_for == "requested":
+                plan = self.plans.take_measured(plan, measured_bytes)
             if self._request.budget_for == "reserved":  # for the plain step requested bytes are known only
                 what = "peak reserved"
             else:
-                what = f"peak, {format_ratio(measured_bytes / made.plain.peak_bytes)} of the plain step's"
+                what = f"peak, {format_ratio(measured_bytes / plan.plain.peak_bytes)} of the plain step's"
             self._say(f"measured {format_bytes(measured_bytes)} {what}: within the budget")
-            self._stays(made, measured_bytes, is_of_planned_size=True)
+            self._stays(plan, measured_bytes, is_of_planned_size=True)
         elif self._measured.n_others >= PATIENCE:
-            self._keep(made)
+            self._keep(plan)
 
-    def _stays_over(self, made: Plan, why: OverBudget) -> None:
+    def _stays_over(self, plan: Plan, why: OverBudget) -> None:
         """Continue as `on_infeasible` says if no plan keeps to the budget. Raises OverBudget."""
         has_begun = self.plans.later.has_begun
         if self._request.ends_training and not has_begun:
@@ -324,18 +324,18 @@ class Fitting(PlanMonitor):
             return
         smallest = format_bytes(why.measured_peak_bytes)
         self._say(f"{first_line(why)} Training continues under the plan with the smallest measured peak, {smallest}")
-        self._stays(made, why.measured_peak_bytes, is_of_planned_size=self._measured.is_planned)
+        self._stays(plan, why.measured_peak_bytes, is_of_planned_size=self._measured.is_planned)
 
-    def _keep(self, made: Plan) -> None:
+    def _keep(self, plan: Plan) -> None:
         """Keep a plan in force although no batch of its size was measured."""
         self._say(self._measured.in_words())
-        self._stays(made, self._measured.most_bytes or None, is_of_planned_size=False)
+        self._stays(plan, self._measured.most_bytes or None, is_of_planned_size=False)
 
-    def _stays(self, made: Plan, measured_bytes: int | None, *, is_of_planned_size: bool) -> None:
-        self.plans.hold(made, measured_bytes, is_of_planned_size=is_of_planned_size)
+    def _stays(self, plan: Plan, measured_bytes: int | None, *, is_of_planned_size: bool) -> None:
+        self.plans.hold(plan, measured_bytes, is_of_planned_size=is_of_planned_size)
         if not self._request.is_for_next:  # a saved plan is for the model that is trained first
-            self.when_kept(made)
-        self._held, self.done = made, True
+            self.when_kept(plan)
+        self._held, self.done = plan, True
 
     # --- between steps, and after them
 

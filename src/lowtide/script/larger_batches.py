@@ -41,21 +41,21 @@ class LargerBatches:
         """Return True if many steps have passed without another batch of the outgrown size."""
         return self._n_looked is not None and self._n_looked >= PATIENCE
 
-    def can_be_planned(self, made: Plan) -> bool:
-        """Return True if a batch that is larger than those the plan `made` covers can get another plan."""
+    def can_be_planned(self, plan: Plan) -> bool:
+        """Return True if a batch that is larger than those that `plan` covers can get another plan."""
         # with several sizes in a step, a part of a large step would get the plan for a small one
-        is_one_size = len(made.input_shapes) == 1
+        is_one_size = len(plan.input_shapes) == 1
         return is_one_size and self.has_optimizers and not several_processes() and self._n_growths < GROWTHS
 
     def await_next(self) -> None:
         """Begin to wait for another batch of the outgrown size."""
         self._n_looked = 0
 
-    def has_come(self, made: Plan, batch: Any) -> bool:
-        """Count this step; return True if its batch exceeds those that the plan `made` covers."""
+    def has_come(self, plan: Plan, batch: Any) -> bool:
+        """Count this step; return True if its batch exceeds those that `plan` covers."""
         assert self._n_looked is not None
         self._n_looked += 1
-        return elements(shapes_in(in_words(tensors_in(batch)))) > most_elements(made)
+        return elements(shapes_in(in_words(tensors_in(batch)))) > most_elements(plan)
 
     def end_wait(self) -> None:
         """Stop waiting; the current plan stays."""

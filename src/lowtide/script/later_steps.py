@@ -106,9 +106,9 @@ class LaterSteps:
         if not self._n_to_measure:
             self.is_different = False
 
-    def can_rehearse(self, made: Plan) -> bool:
-        """Return True if changed steps can get a plan in place of `made`."""
-        return not (made.graphs or several_processes()) and self._n_rehearsals < MOST_REHEARSALS
+    def can_rehearse(self, plan: Plan) -> bool:
+        """Return True if changed steps can get a plan in place of `plan`."""
+        return not (plan.graphs or several_processes()) and self._n_rehearsals < MOST_REHEARSALS
 
     def rehearse(self) -> None:
         """Rehearse the next steps."""

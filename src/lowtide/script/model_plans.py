@@ -128,57 +128,57 @@ class ModelPlans:
         budget = self._request.budget
         try:
             with Stage("planning"):
-                made = forecast_plan(profile, budget) if profile.graphs else plan(profile, budget)
+                first = forecast_plan(profile, budget) if profile.graphs else plan(profile, budget)
         except Infeasible as why:
             if not self._accepts_over(why, model):
                 return
-            made = replace(smallest_plan(profile), budget_bytes=why.budget_bytes)
-        self.plan = replace(made, budget_for=self._request.budget_for)
+            first = replace(smallest_plan(profile), budget_bytes=why.budget_bytes)
+        self.plan = replace(first, budget_for=self._request.budget_for)
         self.announce(self.plan)
 
-    def plan_lower(self, made: Plan, measured_bytes: int) -> bool:
-        """Replace `made`, which was measured over the budget, by a plan with a lower peak. Returns False if there is
+    def plan_lower(self, current: Plan, measured_bytes: int) -> bool:
+        """Replace `current`, which was measured over the budget, by a plan with a lower peak. Returns False if there is
         none.
         """
-        profile, over_bytes = self.profile, measured_bytes - made.budget_bytes
+        profile, over_bytes = self.profile, measured_bytes - current.budget_bytes
         assert profile is not None
-        aim_bytes = made.predicted.peak_bytes - over_bytes
-        if made.graphs:
-            aim_bytes = made.budget_bytes
-            excess_bytes = measured_bytes - forecast_peak(profile, made)
+        aim_bytes = current.predicted.peak_bytes - over_bytes
+        if current.graphs:
+            aim_bytes = current.budget_bytes
+            excess_bytes = measured_bytes - forecast_peak(profile, current)
             self.rehearsing.profile = profile = with_excess(profile, excess_bytes)
-            self.checks.excess_bytes += max(0, measured_bytes - made.predicted.peak_bytes)
+            self.checks.excess_bytes += max(0, measured_bytes - current.predicted.peak_bytes)
         try:
             lower = plan(profile, max(1, aim_bytes))
         except Infeasible:
             lower = smallest_plan(profile)
-        if lower.decisions == made.decisions:
+        if lower.decisions == current.decisions:
             return False
         self._say(
             f"measured {format_bytes(measured_bytes)} peak, {format_bytes(over_bytes)} over the budget: planning again"
         )
-        self.plan = replace(lower, budget_bytes=made.budget_bytes, budget_for=made.budget_for)
+        self.plan = replace(lower, budget_bytes=current.budget_bytes, budget_for=current.budget_for)
         return True
 
-    def plan_or_smallest(self, profile: Profile, made: Plan, otherwise: str) -> Plan:
-        """Return a plan for the budget of the plan `made`; if none fits, report `otherwise` and return the one with the
+    def plan_or_smallest(self, profile: Profile, current: Plan, otherwise: str) -> Plan:
+        """Return a plan for the budget of `current`; if none fits, report `otherwise` and return the one with the
         smallest peak.
         """
         try:
-            following = plan(profile, made.budget_bytes)
+            following = plan(profile, current.budget_bytes)
         except Infeasible as why:
             following = smallest_plan(profile)
             self._say(f"{first_line(why)} {otherwise}")
-        return replace(following, budget_bytes=made.budget_bytes, budget_for=made.budget_for)
+        return replace(following, budget_bytes=current.budget_bytes, budget_for=current.budget_for)
 
-    def announce(self, made: Plan) -> None:
+    def announce(self, plan: Plan) -> None:
         """Report a plan that will be in force."""
-        change = format_change(made.plain.peak_bytes, made.predicted.peak_bytes)
+        change = format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)
         self._say(
-            f"{self.name}: {change} peak predicted (budget {format_bytes(made.budget_bytes)}), "
-            f"{added_time(made.predicted.extra_ms, made.step_ms)}; in force from the next step on"
+            f"{self.name}: {change} peak predicted (budget {format_bytes(plan.budget_bytes)}), "
+            f"{added_time(plan.predicted.extra_ms, plan.step_ms)}; in force from the next step on"
         )
-        for line in (decisions(made), *lever_lines(made)):
+        for line in (decisions(plan), *lever_lines(plan)):
             self._say(line)
         if self.smaller:
             return
@@ -188,7 +188,7 @@ class ModelPlans:
                 f"note: {another}{name} is called before the model in each step, and memory that it takes until then "
                 "is not counted: lowtide.fit counts it"
             )
-        for note in made.notes:
+        for note in plan.notes:
             if note != NOT_RUN:
                 self._say(f"note: {note}")
 
@@ -248,14 +248,14 @@ class ModelPlans:
             return self.plan
         return self._try_compiled(self.plan, replace(step, code=trial[0], batch=trial[1]), is_planned=is_planned)
 
-    def _try_compiled(self, made: Plan, step: BegunStep, *, is_planned: bool) -> Plan | None:
+    def _try_compiled(self, plan: Plan, step: BegunStep, *, is_planned: bool) -> Plan | None:
         """Put a plan for compiled code in force, after its memory and bits were tried on the call that `step` holds.
 
         Memory is tried only if the batch is the one that the plan is for.
         """
         plain = compiled_bits(step.model, step.code, step.batch)  # the rehearsal still has torch's own partition
         self.rehearsing.leaves()
-        if is_planned and not self._schedule(made, step):
+        if is_planned and not self._schedule(plan, step):
             return None
         assert self.plan is not None
         self._force(self.plan, step.model)
@@ -267,48 +267,48 @@ class ModelPlans:
             self._refuse(kinds, step.model)
         return self.plan
 
-    def _force(self, made: Plan, model: nn.Module) -> None:
-        """Put plans in force, the last of which is `made`."""
-        self.plan, self._place = made, place_of(model)
+    def _force(self, plan: Plan, model: nn.Module) -> None:
+        """Put plans in force, the last of which is `plan`."""
+        self.plan, self._place = plan, place_of(model)
         if not self.later.has_begun:  # else the plan may stay on a model that has changed
-            check_made_for(made.fingerprint, model)
+            check_made_for(plan.fingerprint, model)
         if self._request.budget_for == "reserved":
             torch.cuda.empty_cache()  # returns segments of rehearsed steps to the device
         applied = AppliedPlans(model, self.all, self._say, self._outgrown, self.changed, self.rehearsing)
         self._in_force.applied = applied
         self._repeats.guard(model, applied)
 
-    def _schedule(self, made: Plan, step: BegunStep) -> bool:
+    def _schedule(self, plan: Plan, step: BegunStep) -> bool:
         """Replace a plan for compiled code by the cheapest of a few whose code inductor schedules within the budget.
 
         Returns False if none is within the budget and no plan is to be in force, as `on_infeasible` says. Raises
         Infeasible.
         """
-        best, why = self.checks.scheduled(made, self.rehearsing, step.model, step.code, step.batch)
+        best, why = self.checks.scheduled(plan, self.rehearsing, step.model, step.code, step.batch)
         if why is not None:
             if self.later.has_begun:
                 self._say(f"{first_line(why)} {SMALLEST_FOR_LARGER}")
             elif not self._accepts_over(why, step.model):
                 return False
-        if best.decisions != made.decisions:
+        if best.decisions != plan.decisions:
             self._say(decisions(best))
         self.plan = best
         return True
 
-    def _compare(self, made: Plan, plain: Outcome | None, step: BegunStep) -> dict[str, tuple[str, ...]]:
-        return self.checks.compare(made, plain, step.model, step.code, step.batch)
+    def _compare(self, plan: Plan, plain: Outcome | None, step: BegunStep) -> dict[str, tuple[str, ...]]:
+        return self.checks.compare(plan, plain, step.model, step.code, step.batch)
 
-    def _with_kept(self, made: Plan, step: BegunStep, plain: Outcome) -> Plan | None:
-        """Return a plan that keeps the values by which the bits under `made` differ from `plain`; None if none fits."""
+    def _with_kept(self, plan: Plan, step: BegunStep, plain: Outcome) -> Plan | None:
+        """Return a plan that keeps the values by which the bits under `plan` differ from `plain`; None if none fits."""
         profile = self.profile
-        if self._in_force.applied is None or profile is None or not made.recompute:
+        if self._in_force.applied is None or profile is None or not plan.recompute:
             return None
         self._in_force.remove()
-        kept = addresses_with_other_bits(made, plain, step.model, step.code, step.batch)
+        kept = addresses_with_other_bits(plan, plain, step.model, step.code, step.batch)
         self.rehearsing.profile = profile = with_kept(profile, kept)
         try:
-            following = forecast_plan(profile, made.budget_bytes)
-            self.plan = replace(following, budget_for=made.budget_for)
+            following = forecast_plan(profile, plan.budget_bytes)
+            self.plan = replace(following, budget_for=plan.budget_for)
             if not self._schedule(self.plan, step):
                 return None
         except Infeasible as why:
@@ -351,11 +351,11 @@ class ModelPlans:
 
     # --- measured
 
-    def hold(self, made: Plan, measured_bytes: int | None, *, is_of_planned_size: bool) -> None:
-        """Keep `made` in force, with its verdict; later steps are measured now and then."""
+    def hold(self, plan: Plan, measured_bytes: int | None, *, is_of_planned_size: bool) -> None:
+        """Keep `plan` in force, with its verdict; later steps are measured now and then."""
         self.verdict = RunVerdict(
-            budget_bytes=made.budget_bytes,
-            predicted_peak_bytes=made.predicted.peak_bytes,
+            budget_bytes=plan.budget_bytes,
+            predicted_peak_bytes=plan.predicted.peak_bytes,
             measured_peak_bytes=measured_bytes,
             budget_for=self._request.budget_for,
             is_of_planned_size=is_of_planned_size,
@@ -364,14 +364,14 @@ class ModelPlans:
         # what is left from the step before, as a graph that outlives it, depends on the plan that was in force then
         static = None if self.profile is None else self.profile.static
         leaves_some = static is not None and static.carried_over >= NOTEWORTHY * static.total
-        room_bytes = made.budget_bytes - (measured_bytes or made.predicted.peak_bytes)
+        room_bytes = plan.budget_bytes - (measured_bytes or plan.predicted.peak_bytes)
         self.later.plan_holds(self._place, room_bytes, is_sure=not leaves_some)
 
-    def take_measured(self, made: Plan, measured_bytes: int) -> Plan:
-        """Take the measured peak of compiled code as the prediction of `made`, instead of the forecast."""
+    def take_measured(self, plan: Plan, measured_bytes: int) -> Plan:
+        """Take the measured peak of compiled code as the prediction of `plan`, instead of the forecast."""
         assert self._in_force.applied is not None
-        self.plan = self.checks.compared = self._in_force.applied.plan = made = as_measured(made, measured_bytes)
-        return made
+        self.plan = self.checks.compared = self._in_force.applied.plan = plan = as_measured(plan, measured_bytes)
+        return plan
 
     def _outgrown(self, what: str) -> bool:
         """Return True if the model gets another plan for a batch that is larger than the planned ones."""

@@ -37,9 +37,9 @@ class Replanning:
 
     # --- for larger batches
 
-    def look_for_larger(self, made: Plan, step: BegunStep) -> None:
-        """Rehearse this step if its batch exceeds those that the plan `made` covers; else run it under its plan."""
-        if not self._plans.larger.has_come(made, step.batch):
+    def look_for_larger(self, plan: Plan, step: BegunStep) -> None:
+        """Rehearse this step if its batch exceeds those that `plan` covers; else run it under its plan."""
+        if not self._plans.larger.has_come(plan, step.batch):
             self._plans.put_in_force(step)
             return
         self._in_force.remove()
@@ -50,8 +50,8 @@ class Replanning:
             self._leave_growth(why)
             self._plans.put_in_force(step)
 
-    def plan_for_larger(self, made: Plan, model: nn.Module) -> bool:
-        """Plan for a larger batch once it was rehearsed often enough. Returns True if `made` was replaced."""
+    def plan_for_larger(self, plan: Plan, model: nn.Module) -> bool:
+        """Plan for a larger batch once it was rehearsed often enough. Returns True if `plan` was replaced."""
         plans = self._plans
         plans.larger.is_rehearsed = False
         try:
@@ -61,11 +61,11 @@ class Replanning:
         if plans.profile is None:
             return False
         plans.larger.count_plan()
-        larger = plans.plan_or_smallest(plans.profile, made, SMALLEST_FOR_LARGER)
-        if len(larger.input_shapes) != 1 or most_elements(larger) <= most_elements(made):
+        larger = plans.plan_or_smallest(plans.profile, plan, SMALLEST_FOR_LARGER)
+        if len(larger.input_shapes) != 1 or most_elements(larger) <= most_elements(plan):
             return False
         if not larger.graphs:  # compiled code has one partition for all sizes
-            plans.smaller.append(made)
+            plans.smaller.append(plan)
         plans.plan, plans.over = larger, []
         plans.announce(larger)
         return True
@@ -77,9 +77,9 @@ class Replanning:
 
     # --- for steps that need more memory
 
-    def measure(self, made: Plan, step: BegunStep) -> Measured | None:
-        """Measure this step if the plan in force, `made`, covers its batch."""
-        current, planned = fingerprint(step.model, step.batch).batch, made.fingerprint.batch
+    def measure(self, plan: Plan, step: BegunStep) -> Measured | None:
+        """Measure this step if `plan`, which is in force, covers its batch."""
+        current, planned = fingerprint(step.model, step.batch).batch, plan.fingerprint.batch
         if current == planned or no_larger(shapes_in(current), shapes_in(planned)):
             applied = self._in_force.applied
             assert applied is not None
@@ -87,7 +87,7 @@ class Replanning:
                 return Measured(step.model, step.batch, step.optimizers, applied, self._budget_for, is_checked=False)
         return None
 
-    def judge(self, made: Plan, step: Measured | None) -> bool:
+    def judge(self, plan: Plan, step: Measured | None) -> bool:
         """Compare a later step with the budget: plan again if more is in memory, rehearse again if it does more.
 
         Returns True if no further step has to be observed for now.
@@ -100,15 +100,15 @@ class Replanning:
             return False
         verdict = self._plans.verdict
         known_bytes = 0 if verdict is None else verdict.measured_peak_bytes or 0
-        if step is None or (measured_bytes := step.peak_bytes()) <= max(made.budget_bytes, known_bytes):
+        if step is None or (measured_bytes := step.peak_bytes()) <= max(plan.budget_bytes, known_bytes):
             later.measured()
             return not later.is_measuring
         profile, static = self._plans.profile, step.static
         added_bytes = 0 if profile is None else static.total - profile.static.total
-        over = format_bytes(measured_bytes - made.budget_bytes)
+        over = format_bytes(measured_bytes - plan.budget_bytes)
         what = f"measured {format_bytes(measured_bytes)} peak, {over} over the budget"
-        does_more = later.is_different or measured_bytes - made.predicted.peak_bytes > added_bytes
-        if does_more and later.can_rehearse(made):
+        does_more = later.is_different or measured_bytes - plan.predicted.peak_bytes > added_bytes
+        if does_more and later.can_rehearse(plan):
             self._say(
                 f"{what}, in a step that does more than the rehearsed ones: the next ones are rehearsed, for a new plan"
             )
@@ -120,26 +120,26 @@ class Replanning:
         if added_bytes > 0:
             what += f": {format_bytes(added_bytes)} more is in memory when a step begins than when it was rehearsed"
         self._plans.over = []
-        if profile is None or made.graphs:
+        if profile is None or plan.graphs:
             self._say(what)
             return True
         self._say(f"{what}; planning again")
-        return not self._plan_for_added(made, profile, static, measured_bytes)
+        return not self._plan_for_added(plan, profile, static, measured_bytes)
 
-    def _plan_for_added(self, made: Plan, profile: Profile, static: Static, measured_bytes: int) -> bool:
+    def _plan_for_added(self, plan: Plan, profile: Profile, static: Static, measured_bytes: int) -> bool:
         """Plan again, counting the memory before a later step, `static`, and the rest of its peak's excess.
 
-        Returns True if `made` was replaced.
+        Returns True if `plan` was replaced.
         """
         before_bytes = profile.static.total
         if static.inputs == profile.static.inputs:
             profile = replace(profile, static=replace(static, margin=profile.static.margin))
-        unknown_bytes = measured_bytes - made.predicted.peak_bytes - (profile.static.total - before_bytes)
+        unknown_bytes = measured_bytes - plan.predicted.peak_bytes - (profile.static.total - before_bytes)
         profile = with_excess(profile, max(0, unknown_bytes))
         self._plans.rehearsing.profile = profile
         self._plans.smaller.clear()  # these plans do not count what was added either
-        following = self._plans.plan_or_smallest(profile, made, SMALLEST_FROM_NOW)
-        if following.decisions == made.decisions:
+        following = self._plans.plan_or_smallest(profile, plan, SMALLEST_FROM_NOW)
+        if following.decisions == plan.decisions:
             return False
         self._plans.plan = following
         return True
@@ -155,8 +155,8 @@ class Replanning:
             self._leave_changed(why)
             self._plans.put_in_force(step)
 
-    def plan_changed(self, made: Plan, model: nn.Module) -> bool:
-        """Plan for changed steps once they were rehearsed often enough. Returns True if `made` was replaced."""
+    def plan_changed(self, plan: Plan, model: nn.Module) -> bool:
+        """Plan for changed steps once they were rehearsed often enough. Returns True if `plan` was replaced."""
         plans = self._plans
         try:
             plans.rehearsing.ends(model)
@@ -166,7 +166,7 @@ class Replanning:
         if plans.profile is None:
             return False
         plans.later.is_rehearsing = False
-        plans.plan = plans.plan_or_smallest(plans.profile, made, SMALLEST_FROM_NOW)
+        plans.plan = plans.plan_or_smallest(plans.profile, plan, SMALLEST_FROM_NOW)
         plans.smaller, plans.larger, plans.over = [], LargerBatches(), []
         plans.larger.has_optimizers = True
         plans.announce(plans.plan)
