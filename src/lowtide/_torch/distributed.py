@@ -333,7 +333,7 @@ def _once_for_like_tensors(propagate: Callable[[Any, Any], Any]) -> Callable[[An
         if not schema.op.name().startswith(_OVER_LISTS) or not specs or len({*map(len, lists)}) > 1:
             return propagate(self, schema)
         numbers: dict[tuple[Any, ...], int] = {}
-        places = [numbers.setdefault(each, len(numbers)) for each in zip(*specs, strict=True)]
+        places = [numbers.setdefault(specs_of_tensor, len(numbers)) for specs_of_tensor in zip(*specs, strict=True)]
         firsts = [places.index(number) for number in range(len(numbers))]
 
         def shortened(arg: Any) -> Any:

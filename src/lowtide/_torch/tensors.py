@@ -78,9 +78,9 @@ def storage_id(tensor: torch.Tensor) -> int:
 def memory_ids(memory: Iterable[torch.Tensor | torch.UntypedStorage]) -> set[int]:
     """Return the numbers of the storages among and behind `memory`, without those of tensors that have none."""
     numbers = set()
-    for each in memory:
+    for owner in memory:
         try:
-            storage = each.untyped_storage() if isinstance(each, torch.Tensor) else each
+            storage = owner.untyped_storage() if isinstance(owner, torch.Tensor) else owner
         except (NotImplementedError, RuntimeError):  # sparse tensors
             continue
         numbers.add(int(storage._cdata))

@@ -125,7 +125,7 @@ def cheapest_within(
             if best.predicted.peak_bytes <= (1 + CLOSE) * budget_bytes:
                 aims += [int(forecast_bytes * (1 + share)) for share in (CLOSE / 2, CLOSE)]
             others = (_following(choice.profile, aim_bytes) for aim_bytes in aims)
-            following = next((each for each in others if each.decisions not in tried), following)
+            following = next((candidate for candidate in others if candidate.decisions not in tried), following)
         if following.decisions in tried or _rank(best) < (False, following.predicted.extra_ms):
             break
         plan = replace(with_choice(choice, following, budget_bytes), budget_for=plan.budget_for)

@@ -234,23 +234,23 @@ def _detach(tensor: Tensor, *, must: bool = True) -> bool:
     return True
 
 
-def _tensors_in(thing: Any) -> Iterator[Tensor]:
-    pending, visited = [thing], {}
+def _tensors_in(obj: Any) -> Iterator[Tensor]:
+    pending, visited = [obj], {}
     while pending:
-        thing = pending.pop()
-        if id(thing) in visited:
+        obj = pending.pop()
+        if id(obj) in visited:
             continue
-        visited[id(thing)] = thing
-        if isinstance(thing, Tensor):
-            yield thing
-        elif isinstance(thing, nn.Module):
-            yield from (p.grad for p in thing.parameters() if p.grad is not None)
-        elif isinstance(thing, list | tuple | set | frozenset | deque):
-            pending += thing
-        elif not isinstance(thing, type):
-            if isinstance(thing, dict):
-                pending += thing.values()
-            pending += (*getattr(thing, "__dict__", {}).values(), *in_slots(thing))
+        visited[id(obj)] = obj
+        if isinstance(obj, Tensor):
+            yield obj
+        elif isinstance(obj, nn.Module):
+            yield from (p.grad for p in obj.parameters() if p.grad is not None)
+        elif isinstance(obj, list | tuple | set | frozenset | deque):
+            pending += obj
+        elif not isinstance(obj, type):
+            if isinstance(obj, dict):
+                pending += obj.values()
+            pending += (*getattr(obj, "__dict__", {}).values(), *in_slots(obj))
 
 
 def _is_reached(node: Node) -> bool:

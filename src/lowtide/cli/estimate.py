@@ -247,7 +247,7 @@ def _record(estimates: Mapping[int | None, MemoryEstimate], target: str) -> RunR
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 
     shown = estimates[[*estimates][-1]].to_record(command_line(), subject=target)
-    needs = (each.on_gpu(size) for size, each in estimates.items() if isinstance(each, GpuMemoryEstimate))
+    needs = (estimate.on_gpu(size) for size, estimate in estimates.items() if isinstance(estimate, GpuMemoryEstimate))
     return replace(shown, needs=tuple(needs))
 
 

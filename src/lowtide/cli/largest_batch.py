@@ -88,7 +88,7 @@ def largest_batch(
         click.echo(f"{about}\n{ranking}")
     if json_to is not None:
         write(json.dumps(_record(ranking, about), indent=1), json_to)
-    return 0 if any(each.plain or each.replayed for each in ranking.limits) else 1
+    return 0 if any(limit.plain or limit.replayed for limit in ranking.limits) else 1
 
 
 def _of_script(target: str, args: tuple[str, ...], *, is_module: bool) -> EstimateAt:
@@ -117,14 +117,14 @@ def _record(ranking: GpuRanking, about: str) -> dict[str, Any]:
         "extra_flops": dict(ranking.extra_flops),
         "gpus": [
             {
-                "gpu": each.gpu.name,
-                "gpu_bytes": each.gpu.total_bytes,
-                "largest_batch": each.plain,
-                "largest_batch_recomputed": each.recomputed,
-                "largest_batch_replayed": each.replayed,
-                "is_sure": each.is_sure,
+                "gpu": limit.gpu.name,
+                "gpu_bytes": limit.gpu.total_bytes,
+                "largest_batch": limit.plain,
+                "largest_batch_recomputed": limit.recomputed,
+                "largest_batch_replayed": limit.replayed,
+                "is_sure": limit.is_sure,
             }
-            for each in ranking.limits
+            for limit in ranking.limits
         ],
         "unknown": list(ranking.unknown),
         "assumed": list(ranking.assumed),

@@ -43,7 +43,7 @@ def _own_options(ctx: click.Context, parameter: click.Parameter, args: tuple[str
     source mentions it.
     """
     script = Path(ctx.params.get("target") or "")
-    ours = {option for each in ctx.command.params for option in each.opts if option.startswith("--")}
+    ours = {option for parameter in ctx.command.params for option in parameter.opts if option.startswith("--")}
     given = [name for name in (arg.partition("=")[0] for arg in args) if name in ours]
     if given and script.is_file():
         source = script.read_text(encoding="utf-8", errors="replace")
@@ -107,7 +107,7 @@ def profile_source(metavar: str) -> Callable[[Callable[..., Any]], Callable[...,
     def add(body: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(body)
         def with_source(**given: Any) -> Any:
-            source = ProfileSource(**{each.name: given.pop(each.name) for each in fields(ProfileSource)})
+            source = ProfileSource(**{field.name: given.pop(field.name) for field in fields(ProfileSource)})
             return body(source=source, **given)
 
         add_processes = click.option(

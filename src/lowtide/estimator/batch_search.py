@@ -196,9 +196,9 @@ def _largest_within(peak: Callable[[int], int], budget: int, *, start: int, most
 
 def size_of(batch: Any, dim: int) -> int:
     """Return the size of the first tensor or array that has dimension `dim`. Raises RehearsalError without one."""
-    for thing in tensors_in(tree_map(_tensor, batch)):
-        if thing.dim() > dim:
-            return int(thing.shape[dim])
+    for obj in tensors_in(tree_map(_tensor, batch)):
+        if obj.dim() > dim:
+            return int(obj.shape[dim])
     raise RehearsalError(
         f"no tensor or array of the batch has a dimension {dim} whose size could be changed.\n"
         "  Give the batch as the step takes it, with tensors, or a batch_dim that they have."
@@ -233,9 +233,9 @@ def _resized(part: Any, dim: int, given: int, size: int, *, is_whole: bool = Tru
     return with_tensors(part, lambda tensor: resized(tensor, dim, given, size))
 
 
-def _is_long(thing: Any, given: int) -> bool:
+def _is_long(obj: Any, given: int) -> bool:
     """Return True if `thing` has one entry for each row, and is not itself the entry of one row."""
-    return isinstance(thing, torch.Tensor | np.ndarray) and thing.ndim > 0 and thing.shape[0] == given
+    return isinstance(obj, torch.Tensor | np.ndarray) and obj.ndim > 0 and obj.shape[0] == given
 
 
 def resized(tensor: Tensor, dim: int, given: int, size: int) -> Tensor:

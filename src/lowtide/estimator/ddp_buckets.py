@@ -117,8 +117,8 @@ class _Reducer:
             hook = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
             stack.callback(hook.remove)
         stack.callback(self._tracker.in_place.clear)
-        for name, thing in (("reducer", self), ("logger", self), (SYNC_BUFFERS, _as_one)):
-            stack.enter_context(patch.object(self._wrapper, name, thing))
+        for name, obj in (("reducer", self), ("logger", self), (SYNC_BUFFERS, _as_one)):
+            stack.enter_context(patch.object(self._wrapper, name, obj))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
@@ -177,8 +177,8 @@ class _Reducer:
     def _send(self, number: int) -> None:
         """Copy a bucket in the dtype in which it is sent, once all its gradients have arrived."""
         if not self._awaited:
-            for each, view in self._views.items():
-                self._awaited.setdefault(storage_id(view), set()).add(each)
+            for number, view in self._views.items():
+                self._awaited.setdefault(storage_id(view), set()).add(number)
         awaited, view = self._awaited[storage_id(self._views[number])], self._views[number]
         awaited.discard(number)
         if not awaited and view.dtype not in self._sent_as:

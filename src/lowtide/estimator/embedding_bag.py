@@ -57,13 +57,13 @@ def _sparse(grad: Tensor, indices: Tensor, bag_size: Tensor, mode: int, padded: 
     """Return the scratch bytes of a sparse gradient; without padding, its values are the gradients of the indices
     themselves.
     """
-    each = indices.numel() * grad.element_size()
+    column_bytes = indices.numel() * grad.element_size()
     if padded:
-        return [each * grad.shape[1], indices.numel(), _bytes(indices)]
+        return [column_bytes * grad.shape[1], indices.numel(), _bytes(indices)]
     if mode != _MEAN:
         return []
     widened = 0 if indices.dtype == torch.long else indices.numel() * _INDEX  # a later result
-    return [max(0, 2 * bag_size.numel() * grad.element_size() + each - widened)]
+    return [max(0, 2 * bag_size.numel() * grad.element_size() + column_bytes - widened)]
 
 
 def weights_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:

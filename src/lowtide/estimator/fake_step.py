@@ -148,7 +148,7 @@ def static_of(
     Included are other models that the step reaches, such as a teacher, and all tensors that its optimizers update.
     `buckets` count as gradients.
     """
-    modules = [*model.modules(), *(thing for thing in state.reached if isinstance(thing, torch.nn.Module))]
+    modules = [*model.modules(), *(obj for obj in state.reached if isinstance(obj, torch.nn.Module))]
     optimizers = state.optimizers
     updated = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     parameters = [*(p for module in modules for p in module.parameters(recurse=False)), *updated]

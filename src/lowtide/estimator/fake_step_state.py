@@ -87,13 +87,13 @@ class Everything(ReachableObjects):
 
     # --- the walk
 
-    def _is_of_interest(self, thing: Any) -> bool:
+    def _is_of_interest(self, obj: Any) -> bool:
         return True
 
-    def _is_excluded(self, thing: Any) -> bool:
+    def _is_excluded(self, obj: Any) -> bool:
         return False
 
-    def _is_walked(self, thing: Any) -> bool:
+    def _is_walked(self, obj: Any) -> bool:
         return True
 
     def _function(self, function: types.FunctionType) -> Iterable[Any]:
@@ -103,13 +103,13 @@ class Everything(ReachableObjects):
         wrapped = getattr(function, "__wrapped__", None)
         return (*variables, *self._named.add_code(function), *self._cells(function), *own, wrapped)
 
-    def _object(self, thing: Any) -> Iterable[Any]:
-        if is_generator(thing):
-            set_state, state = state_of(thing)
-            self._other_restores.append((thing, functools.partial(set_state, state)))
-        elif is_excluded(thing):
-            self.watch(thing)
-        return super()._object(thing)
+    def _object(self, obj: Any) -> Iterable[Any]:
+        if is_generator(obj):
+            set_state, state = state_of(obj)
+            self._other_restores.append((obj, functools.partial(set_state, state)))
+        elif is_excluded(obj):
+            self.watch(obj)
+        return super()._object(obj)
 
     def _module(self, module: torch.nn.Module) -> Iterable[Any]:
         scripted = isinstance(module, torch.jit.ScriptModule)  # whose parameters are in no dict
@@ -131,9 +131,9 @@ def _has_fakes(cache: Any) -> bool:
     """Return True if a cache, whose entries can't be listed, refers to a fake tensor up to _DEPTH objects deep."""
     level, visited = [cache], set[int]()
     for _ in range(_DEPTH):
-        level = [inside for thing in level for inside in gc.get_referents(thing) if id(inside) not in visited]
+        level = [inside for obj in level for inside in gc.get_referents(obj) if id(inside) not in visited]
         visited.update(map(id, level))
-        if any(isinstance(thing, torch.Tensor) and is_fake(thing) for thing in level):
+        if any(isinstance(obj, torch.Tensor) and is_fake(obj) for obj in level):
             return True
-        level = [thing for thing in level if not isinstance(thing, (*LEAVES, type, types.FunctionType, torch.Tensor))]
+        level = [obj for obj in level if not isinstance(obj, (*LEAVES, type, types.FunctionType, torch.Tensor))]
     return False

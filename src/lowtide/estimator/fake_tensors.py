@@ -88,9 +88,9 @@ class FakeTensors:
         return view
 
 
-def is_real(thing: Any) -> bool:
+def is_real(obj: Any) -> bool:
     """Return True for a tensor with real memory."""
-    return isinstance(thing, torch.Tensor) and not is_fake(thing)
+    return isinstance(obj, torch.Tensor) and not is_fake(obj)
 
 
 @contextlib.contextmanager

@@ -98,7 +98,7 @@ def rank_gpus(estimate_at: EstimateAt, gpus: Sequence[GpuSpec]) -> GpuRanking:
     for work in works:
         extra_flops |= _extra_flops(work)
         has_blocks = work.estimates["replayed"] and extra_flops["replayed"] > extra_flops["recomputed"]
-        is_bounded = all(each.is_bounded for each in work.estimates["plain"].values())
+        is_bounded = all(estimate.is_bounded for estimate in work.estimates["plain"].values())
         for gpu in work.gpus:
             plain, recomputed, replayed = (_largest(gpu, work.estimates, how) for how in ("plain", *SAVING))
             limits.append(
@@ -110,14 +110,14 @@ def rank_gpus(estimate_at: EstimateAt, gpus: Sequence[GpuSpec]) -> GpuRanking:
                     is_sure=is_bounded and not gpu.shared,
                 )
             )
-    limits.sort(key=lambda each: each.gpu.total_bytes)
-    plains = [each for work in works for each in work.estimates["plain"].values()]
+    limits.sort(key=lambda limit: limit.gpu.total_bytes)
+    plains = [estimate for work in works for estimate in work.estimates["plain"].values()]
     return GpuRanking(
         limits=tuple(limits),
         extra_flops=extra_flops,
         sizes=tuple(sorted({size for work in works for by_size in work.estimates.values() for size in by_size})),
-        unknown=tuple(dict.fromkeys(line for each in plains for line in each.unknown)),
-        assumed=tuple(dict.fromkeys(line for each in plains for line in each.assumed)),
+        unknown=tuple(dict.fromkeys(line for estimate in plains for line in estimate.unknown)),
+        assumed=tuple(dict.fromkeys(line for estimate in plains for line in estimate.assumed)),
     )
 
 
@@ -197,13 +197,13 @@ def _largest(gpu: GpuSpec, estimates: Mapping[How, Mapping[int, GpuMemoryEstimat
 
 
 def _table(ranking: GpuRanking) -> Iterator[str]:
-    has_blocks = any(each.replayed is not None for each in ranking.limits)
+    has_blocks = any(limit.replayed is not None for limit in ranking.limits)
     heading = ("GPU", "memory", "plain step", "cheap recomputed", *(["blocks replayed"] if has_blocks else []))
     rows = []
-    for each in ranking.limits:
-        sizes = [each.plain, each.recomputed, *([each.replayed or 0] if has_blocks else [])]
-        words = (_in_words(size, is_sure=each.is_sure) for size in sizes)
-        rows.append((each.gpu.name, format_bytes(each.gpu.total_bytes), *words))
+    for limit in ranking.limits:
+        sizes = [limit.plain, limit.recomputed, *([limit.replayed or 0] if has_blocks else [])]
+        words = (_in_words(size, is_sure=limit.is_sure) for size in sizes)
+        rows.append((limit.gpu.name, format_bytes(limit.gpu.total_bytes), *words))
     yield "The largest batch that fits:"
     yield from Table(headings=heading, rows=rows).lines()
     extra = {how: format_ratio(ratio, signed=True) for how, ratio in ranking.extra_flops.items()}
@@ -214,7 +214,7 @@ def _table(ranking: GpuRanking) -> Iterator[str]:
     tried = ", ".join(map(str, ranking.sizes))
     yield f"Estimated, not measured: the step at batches {tried}; others on lines in between, which no peak is above."
     yield "The largest CUDA context is left free, and the most that the allocator reserves counts."
-    if any(not each.is_sure for each in ranking.limits):
+    if any(not limit.is_sure for limit in ranking.limits):
         yield "\"probably\": the GPU's memory is the host's, or not all of the step's memory is known."
     for title, lines in (("not known exactly", ranking.unknown), ("assumed", ranking.assumed)):
         if lines:

@@ -101,8 +101,8 @@ def _transpose(answers: ValueOracle, sparse: Tensor, one: int = 0, other: int = 
     indices, values = parts_of(sparse)
     one, other = one % sparse.dim(), other % sparse.dim()
     rows, shape = [*range(len(indices))], [*sparse.shape]
-    for each in (rows, shape):  # torch accepts only sparse dimensions
-        each[one], each[other] = each[other], each[one]
+    for sizes in (rows, shape):  # torch accepts only sparse dimensions
+        sizes[one], sizes[other] = sizes[other], sizes[one]
     copy = indices.clone()
     if (known := answers.value(indices)) is not None:
         with on_real_tensors():
@@ -116,7 +116,7 @@ def _add(answers: ValueOracle, sparse: Tensor, other: Tensor, **options: Any) ->
     if sparse.layout is not other.layout:
         dense = other if sparse.layout is torch.sparse_coo else sparse
         return torch.empty_like(dense, dtype=torch.result_type(sparse, other))
-    (indices, values), (more, added) = (tuple(parts_of(each)) for each in (sparse, other))
+    (indices, values), (more, added) = (tuple(parts_of(tensor)) for tensor in (sparse, other))
     both = torch.cat([indices, more], 1)
     known = answers.value(indices), answers.value(more)
     if known[0] is not None and known[1] is not None:

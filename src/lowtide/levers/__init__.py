@@ -47,8 +47,8 @@ class LeverStack(Removable):
 
         Raises LeverNotApplicable if a lever changed nothing in the steps, or must not stay on.
         """
-        for each in self._levers:
-            each.check()
+        for lever in self._levers:
+            lever.check()
 
     def remove(self) -> None:
         """Restore model and optimizer. Repeated calls do nothing."""
@@ -66,9 +66,9 @@ def enable(model: nn.Module, levers: Iterable[AppliedLever], optimizer: Optimize
     with contextlib.ExitStack() as undo:
         on = []
         for applied in levers:
-            each = lever_named(applied.name).enable(model, only_optimizer, applied.settings)
-            undo.callback(each.remove)
-            on.append(each)
+            active = lever_named(applied.name).enable(model, only_optimizer, applied.settings)
+            undo.callback(active.remove)
+            on.append(active)
         return LeverStack(undo.pop_all(), tuple(on))
 
 

@@ -59,7 +59,7 @@ def unfold(blocks: Mapping[str, Block]) -> tuple[dict[str, str], *tuple[tuple[st
 
     Raises ValueError for an invalid decision.
     """
-    written = sum(len(each) for content in blocks.values() for each in content.values())
+    written = sum(len(entries) for content in blocks.values() for entries in content.values())
     n_decisions = sum(_count(block) * sum(map(len, content.values())) for block, content in blocks.items())
     if n_decisions > MOST + written:
         raise ValueError(f"it has {n_decisions} decisions, more than any step can have")

@@ -20,13 +20,13 @@ def prefix_lengths(profile: Profile) -> Iterator[int]:
     """Yield the numbers of leading entries of `profile.in_place` that a plan may use: all that cost no time, then one
     more each.
     """
-    free = next((n for n, each in enumerate(profile.in_place) if each.extra_ms), len(profile.in_place))
+    free = next((n for n, group in enumerate(profile.in_place) if group.extra_ms), len(profile.in_place))
     yield from range(free, len(profile.in_place) + 1)
 
 
 def nodes_in_prefix(profile: Profile, n: int) -> dict[str, int]:
     """Map the kinds of nodes in the first `n` entries to the least bytes of a gradient that is written in place."""
-    return {node: least for each in profile.in_place[:n] for node, least in each.nodes.items()}
+    return {node: least for group in profile.in_place[:n] for node, least in group.nodes.items()}
 
 
 def prefix_length_of(profile: Profile, nodes: frozenset[str]) -> int:
@@ -39,12 +39,12 @@ def prefix_length_of(profile: Profile, nodes: frozenset[str]) -> int:
 
 def extra_ms(profile: Profile, n: int) -> float:
     """Return the extra time per step of the first `n` entries."""
-    return sum(each.extra_ms for each in profile.in_place[:n])
+    return sum(group.extra_ms for group in profile.in_place[:n])
 
 
 def with_in_place(profile: Profile, n: int) -> Profile:
     """Return the step with the first `n` entries in its plain step; their extra time is not included anywhere."""
     base = profile.base_bytes
-    for each in profile.in_place[:n]:
-        base = tuple(level - saved for level, saved in zip(base, each.saved_bytes, strict=True))
+    for group in profile.in_place[:n]:
+        base = tuple(level - saved for level, saved in zip(base, group.saved_bytes, strict=True))
     return replace(profile, base_bytes=base, in_place=())

@@ -157,7 +157,7 @@ def _search(
         n: _solve_with_in_place(simulator, make_simulator(minimize, in_place=n), budget_bytes, n, search)
         for n in prefix_lengths(profile)
     }
-    feasible = [each for each in results.values() if isinstance(each, Decisions)]
+    feasible = [result for result in results.values() if isinstance(result, Decisions)]
     if not feasible:
         errors = _errors_in([*results.values()])
         results.clear()
@@ -165,7 +165,7 @@ def _search(
         if minimize == "flops":
             solver(make_simulator(in_place=len(profile.in_place)), budget_bytes)
         raise errors.pop()
-    decisions = min(feasible, key=lambda each: _cost(simulator.predict(each), minimize))
+    decisions = min(feasible, key=lambda decisions: _cost(simulator.predict(decisions), minimize))
     if minimize == "flops":
         return decisions, 0.0
     return decisions, min(
@@ -206,12 +206,12 @@ def cheapest(profile: Profile, budget_bytes: int) -> Prediction:
         _solve_with_in_place(simulator, simulator_of(profile, in_place=n), budget_bytes, n, solve)
         for n in prefix_lengths(profile)
     ]
-    predictions = [simulator.predict(each) for each in results if isinstance(each, Decisions)]
+    predictions = [simulator.predict(result) for result in results if isinstance(result, Decisions)]
     if not predictions:
         errors = _errors_in(results)
         results.clear()
         raise errors.pop()
-    predicted = min(predictions, key=lambda each: (each.extra_ms, each.extra_flops))
+    predicted = min(predictions, key=lambda prediction: (prediction.extra_ms, prediction.extra_flops))
     return replace(predicted, extra_ms=predicted.extra_ms + sum(lever.extra_ms for lever in profile.levers))
 
 
@@ -263,7 +263,7 @@ def _errors_in(results: list[Decisions | Infeasible]) -> list[Infeasible]:
     A function that raises one must not refer to it: the frames around, among them the training loop's, would be held by
     a reference cycle, and with them their tensors.
     """
-    return [each for each in results if isinstance(each, Infeasible)]
+    return [result for result in results if isinstance(result, Infeasible)]
 
 
 def _cost(predicted: Prediction, minimize: Objective) -> tuple[float, float]:

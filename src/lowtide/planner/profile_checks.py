@@ -20,9 +20,9 @@ def check(profile: Profile) -> None:
     for phase, at in profile.phases.items():
         if not 0 <= at <= end:
             raise contradiction(f"{phase} begins at {at} of {end} positions")
-    for each in profile.in_place:
-        if len(each.saved_bytes) != end:
-            raise contradiction(f"gradients in place are given for {len(each.saved_bytes)} of {end} positions")
+    for group in profile.in_place:
+        if len(group.saved_bytes) != end:
+            raise contradiction(f"gradients in place are given for {len(group.saved_bytes)} of {end} positions")
     if (clocks := profile.clocks) is not None and {len(clocks.host_ms), len(clocks.device_ms)} != {end}:
         raise contradiction(f"{len(clocks.host_ms)} and {len(clocks.device_ms)} of {end} positions have times")
     for index, storage in enumerate(profile.storages):
@@ -59,7 +59,7 @@ def _check_amounts(profile: Profile) -> None:
     """Check that bytes, FLOPs and times are not negative, and that their sums can be computed."""
     static, measured = profile.static, profile.measured_plain_peak_bytes
     parts = (static.parameters, static.gradients, static.optimizer, static.buffers, static.inputs, static.carried_over)
-    ms: list[float] = [profile.step_ms, *(each.extra_ms for each in profile.in_place)]
+    ms: list[float] = [profile.step_ms, *(group.extra_ms for group in profile.in_place)]
     ms += (lever.extra_ms for lever in profile.levers)
     flops: list[int] = []
     n_bytes = [*parts, *(storage.bytes for storage in profile.storages)]
@@ -77,7 +77,11 @@ def _check_amounts(profile: Profile) -> None:
     for unit, amounts in (("bytes", n_bytes), ("FLOPs", flops), ("milliseconds", ms)):
         if min(amounts, default=0) < 0 or sum(amounts) > MOST:
             raise contradiction(f"it has from {min(amounts)} to {max(amounts)} {unit} at a place")
-    levels = (*profile.base_bytes, *profile.gradient_bytes, *(n for each in profile.in_place for n in each.saved_bytes))
+    levels = (
+        *profile.base_bytes,
+        *profile.gradient_bytes,
+        *(n for group in profile.in_place for n in group.saved_bytes),
+    )
     if max(map(abs, levels)) > MOST or (profile.offload_bytes_per_ms or 1) <= 0:
         raise contradiction(f"it has {max(levels, key=abs)} bytes at a position")
     if static.total + max(profile.base_bytes) < 0 or sum(n_bytes) + max(profile.base_bytes) <= 0 or measured == 0:

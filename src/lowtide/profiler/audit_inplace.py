@@ -108,7 +108,7 @@ def _allocated(stream: EventStream) -> dict[tuple[str, int], int]:
 
 def _same(expected: Any, result: Any) -> bool:
     """Return True if both have the same bits in the same layout."""
-    both = ((each if isinstance(each, tuple) else (each,)) for each in (expected, result))
+    both = ((output if isinstance(output, tuple) else (output,)) for output in (expected, result))
     return all(_same_tensor(one, other) for one, other in zip(*both, strict=True))
 
 
@@ -132,7 +132,7 @@ def in_place(groups: Sequence[InPlaceGroup], levels: MemoryLevels) -> tuple[reco
     base = [with_their_own(groups[n:], levels) for n in range(len(groups) + 1)]
     saved = [tuple(a - b for a, b in zip(*both, strict=True)) for both in itertools.pairwise(base)]
     return tuple(
-        records.InPlace(nodes=group.nodes, saved_bytes=each, extra_ms=group.extra_ms)
-        for group, each in zip(groups, saved, strict=True)
-        if any(each)
+        records.InPlace(nodes=group.nodes, saved_bytes=saved_bytes, extra_ms=group.extra_ms)
+        for group, saved_bytes in zip(groups, saved, strict=True)
+        if any(saved_bytes)
     )

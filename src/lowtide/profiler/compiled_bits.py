@@ -68,7 +68,7 @@ def _step_of(model: nn.Module, call: Callable[..., Any]) -> Callable[[tuple[Any,
         # sums, so that gradients of the outputs are freed as soon as they were read, as in a real step
         sums = [(head * torch.cos(head.detach())).sum() for head in heads]
         if sums:
-            torch.autograd.backward(sums, [torch.ones_like(each) for each in sums])
+            torch.autograd.backward(sums, [torch.ones_like(total) for total in sums])
         return result
 
     return step

@@ -116,8 +116,8 @@ def unmodelled(joint: JointGraph, half: Half, events: Sequence[Event]) -> dict[i
         if number not in position:
             last = reached[freed[event.block]] if event.block in freed else end
             first = min(reached[at] + 1, last)  # scratch memory of one call, or a value that comes after it
-            for each in range(first, last + 1):
-                more_bytes[each] += event.bytes
+            for index in range(first, last + 1):
+                more_bytes[index] += event.bytes
     return dict(zip((*half.order, -1), more_bytes, strict=True))
 
 
@@ -330,6 +330,6 @@ def _kernels(
         elif value in is_written and nodes[value].kind != "view":
             group.append(at)
             if len(group) > 1:
-                begins |= {order[each]: group[0] for each in group}
-                ends |= {order[each]: at for each in group}
+                begins |= {order[value]: group[0] for value in group}
+                ends |= {order[value]: at for value in group}
     return begins, ends

@@ -79,5 +79,5 @@ def are_signs_of(signs: Tensor, tensor: Tensor) -> bool:
     if signs.stride() != tensor.stride():
         return False
     n_elements = -(-tensor.numel() // PIECES)
-    pieces = (torch.split(each.as_strided((each.numel(),), (1,)), n_elements) for each in (signs, tensor.detach()))
+    pieces = (torch.split(whole.as_strided((whole.numel(),), (1,)), n_elements) for whole in (signs, tensor.detach()))
     return all(torch.equal(sign, (part <= 0).logical_not_().to(part.dtype)) for sign, part in zip(*pieces, strict=True))

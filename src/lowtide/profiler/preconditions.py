@@ -58,10 +58,10 @@ def check_step(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None
         raise RehearsalError(
             f"step must be a function of the batch that runs forward and backward, found {type(step).__name__}."
         )
-    for each in listed(optimizer):
-        if not hasattr(each, "param_groups"):
+    for wrapped in listed(optimizer):
+        if not hasattr(wrapped, "param_groups"):
             raise RehearsalError(
-                f"optimizer takes a torch.optim.Optimizer or a list of them, found {type(each).__name__}. Leave "
+                f"optimizer takes a torch.optim.Optimizer or a list of them, found {type(wrapped).__name__}. Leave "
                 "optimizer= out: tensors that the step's code reaches are restored without it."
             )
     if not torch.is_grad_enabled():  # also for tensors made in inference mode
@@ -179,9 +179,9 @@ def _compiles_around(model: torch.nn.Module, step: Any) -> bool:
 def _compiled_around(model: torch.nn.Module, step: Any) -> Iterator[Any]:
     """Yield the compiled functions, `step` itself or functions that it calls, that call `model`."""
     functions = {id(value): value for function in user_functions(step) for _, _, value in variables(function)}
-    for thing in (step, *functions.values()):
-        if is_compiled_function(thing) and any(value is model for value in _named_by(thing)):
-            yield thing
+    for obj in (step, *functions.values()):
+        if is_compiled_function(obj) and any(value is model for value in _named_by(obj)):
+            yield obj
 
 
 def _named_by(function: Any) -> Iterator[Any]:

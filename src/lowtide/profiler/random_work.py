@@ -133,7 +133,7 @@ def _coin(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _whole(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace random integers. Like torch's randint, it never returns the upper end."""
-    bounds = [each for each in args if isinstance(each, int)]
+    bounds = [bound for bound in args if isinstance(bound, int)]
     low, high = (0, *bounds)[-2:] if bounds else (kwargs.get("low", 0), kwargs.get("high"))
     if high is None:
         return numbers

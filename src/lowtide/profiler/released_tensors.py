@@ -55,9 +55,9 @@ class FreedValues:
             and value.readers >= 1
             and not maker.noted
             and all(
-                (each.kept and (each.leaf or self._index.get(each) in self._saved))
-                or (chained and each in self._values)
-                for each in operands
+                (operand.kept and (operand.leaf or self._index.get(operand) in self._saved))
+                or (chained and operand in self._values)
+                for operand in operands
             )
         )
 
@@ -67,12 +67,12 @@ class FreedValues:
         The gradient that is about to be computed is as large as the value; the operands come on top.
         """
         needed = {value, *(handle.value for handle in maker.operands if handle is not None)}
-        missing = [each for each in needed if each.tensor is None and each in self._index]
-        more = sum(self._drafts[self._index[each]].bytes for each in missing)
+        missing = [value for value in needed if value.tensor is None and value in self._index]
+        more = sum(self._drafts[self._index[value]].bytes for value in missing)
         if not more:
             return True
-        saved = [(each, n) for each, n in self._index.items() if n in self._saved]
-        held = sum(self._drafts[n].bytes for each, n in saved if each.tensor is not None)
+        saved = [(value, n) for value, n in self._index.items() if n in self._saved]
+        held = sum(self._drafts[n].bytes for value, n in saved if value.tensor is not None)
         if self._most is None:
             self._most = sum(self._drafts[n].bytes for _, n in saved)
         return more <= self._most - held

@@ -24,7 +24,7 @@ class StepKinds:
 
     def add_audited(self, form: str, step: AuditedTrainingStep) -> None:
         """Add an audited step, in place of an earlier one of its kind."""
-        others = [each for each in self._audited.get(form, []) if each.kind != step.kind]
+        others = [audited for audited in self._audited.get(form, []) if audited.kind != step.kind]
         self._audited[form] = [*others, step]
         self.add(form, step.kind)
 
@@ -41,7 +41,7 @@ class StepKinds:
         if 2 * n > len(kinds) and kinds[-2:-1] == kinds[-1:]:
             n = 1  # two steps of one kind tell more than a rule that has not come round twice
         kind = kinds[-n] if kinds else None
-        return next((each for each in self._audited.get(form, []) if each.kind == kind), None)
+        return next((step for step in self._audited.get(form, []) if step.kind == kind), None)
 
     def forget_form(self, form: str) -> None:
         """Forget the steps on batches of a form."""
@@ -52,7 +52,7 @@ class StepKinds:
     def are_awaited(self) -> bool:
         """Return True if steps of some kind were traced but never audited, and kinds may take turns."""
         return any(
-            {*kinds} - {each.kind for each in self._audited.get(form, [])} and take_turns(kinds, n_rounds=1)
+            {*kinds} - {step.kind for step in self._audited.get(form, [])} and take_turns(kinds, n_rounds=1)
             for form, kinds in self._kinds.items()
         )
 

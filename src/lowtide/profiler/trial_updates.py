@@ -75,10 +75,10 @@ class Update:
         base, most_bytes = list(profile.base_bytes), max(profile.gradient_bytes) + self.transient_bytes
         level, in_place = base[-1], []
         base[-1] = max(level, most_bytes)
-        for each in profile.in_place:
-            below = level - each.saved_bytes[-1]
+        for group in profile.in_place:
+            below = level - group.saved_bytes[-1]
             saved_bytes = max(level, most_bytes) - max(below, most_bytes)
-            in_place.append(replace(each, saved_bytes=(*each.saved_bytes[:-1], saved_bytes)))
+            in_place.append(replace(group, saved_bytes=(*group.saved_bytes[:-1], saved_bytes)))
             level = below
         static = replace(profile.static, optimizer=profile.static.optimizer + self.state_bytes)
         return replace(profile, static=static, base_bytes=tuple(base), in_place=tuple(in_place))

@@ -50,9 +50,9 @@ class Branch:
             one = group[0]
             if len(group) > 1:
                 one = Branch(
-                    ranges(int(each.name) for each in group),
+                    ranges(int(branch.name) for branch in group),
                     Counter({decision: n * len(group) for decision, n in one.bytes.items()}),
-                    sum(each.ms for each in group),
+                    sum(branch.ms for branch in group),
                     len(group),
                     one.branches,
                 )

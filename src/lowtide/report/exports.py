@@ -44,7 +44,9 @@ def perfetto_trace(run: RunRecord) -> str:
 
     One microsecond of the trace represents one event of the step.
     """
-    events = [each for number, (name, memory) in enumerate(tracks_of(run), 1) for each in _events(number, name, memory)]
+    events = [
+        event for number, (name, memory) in enumerate(tracks_of(run), 1) for event in _events(number, name, memory)
+    ]
     if run.plan is not None:
         text = f"budget {format_bytes(run.plan.budget_bytes)}"
         events.append({"ph": "i", "s": "g", "name": text, "ts": 0, "pid": len(tracks_of(run)), "tid": 1})

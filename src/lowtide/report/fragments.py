@@ -69,7 +69,7 @@ def _sections(record: object) -> list[Section]:
             ("else", "What other budgets cost", alternatives(run.frontier, run.plan)),
             ("how", "How this was obtained", obtained(run)),
         ]
-    return [each for each in sections if each[2]]
+    return [section for section in sections if section[2]]
 
 
 def _timeline_of(record: object) -> Any:

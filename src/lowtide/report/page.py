@@ -48,7 +48,7 @@ def run_page(run: RunRecord) -> str:
         ("outlives", "What outlives its step", outlives(run)),
         ("how", "How this was obtained", obtained(run)),
     ]
-    return document(title, about, [each for each in sections if each[2]])
+    return document(title, about, [section for section in sections if section[2]])
 
 
 def document(title: str, about: str, sections: Sequence[tuple[str, str, str]]) -> str:
@@ -179,15 +179,15 @@ def _trained_table(run: RunRecord) -> str:
         return "" if n is None else format_bytes(n)
 
     rows = []
-    for each in run.trained:
-        time = "" if each.time_ratio is None else format_ratio(each.time_ratio - 1, signed=True)
-        bits = {None: "", True: "identical", False: "DIFFERENT"}[each.is_identical]
+    for trained in run.trained:
+        time = "" if trained.time_ratio is None else format_ratio(trained.time_ratio - 1, signed=True)
+        bits = {None: "", True: "identical", False: "DIFFERENT"}[trained.is_identical]
         rows.append(
             (
-                each.name,
-                size(each.budget_bytes),
-                size(each.predicted_peak_bytes),
-                size(each.measured_peak_bytes) or each.refusal or "",
+                trained.name,
+                size(trained.budget_bytes),
+                size(trained.predicted_peak_bytes),
+                size(trained.measured_peak_bytes) or trained.refusal or "",
                 time,
                 bits,
             )
@@ -207,7 +207,7 @@ def memory(
     words: tuple[str, str] = ("before: without Lowtide", "after: under the plan"),
 ) -> str:
     """Return the memory plot of one step or two, which `words` name, with a description of each moment."""
-    tracks = [(name, each) for name, each in (("before", before), ("after", after)) if each is not None]
+    tracks = [(name, memory) for name, memory in (("before", before), ("after", after)) if memory is not None]
     if not tracks:
         return ""
     name, shown = tracks[-1]
@@ -215,19 +215,19 @@ def memory(
     choice = ""
     if len(tracks) > 1:
         options = "".join(
-            f'<label><input type="radio" name="lt-track" value="{each}"{" checked" if each == name else ""}>'
+            f'<label><input type="radio" name="lt-track" value="{key}"{" checked" if key == name else ""}>'
             f"<span>{escape(named)}</span></label>"
-            for each, named in zip(("before", "after"), words, strict=True)
+            for key, named in zip(("before", "after"), words, strict=True)
         )
         choice = (
             f'<fieldset class="lt-choice"><legend class="lt-hidden">Step that is shown</legend>{options}</fieldset>'
         )
     said = "".join(
-        f'<p class="lt-peak-sentence" data-track="{each}"{"" if each == name else " hidden"}>'
+        f'<p class="lt-peak-sentence" data-track="{key}"{"" if key == name else " hidden"}>'
         f"{f'<b>{escape(named)}:</b> ' if len(tracks) > 1 else ''}{escape(peak_sentence(m))}</p>"
-        for (each, m), named in zip(tracks, (_heading(word) for word in words), strict=False)
+        for (key, m), named in zip(tracks, (_heading(word) for word in words), strict=False)
     )
-    names = {category for _, each in tracks for category in each.bytes}
+    names = {category for _, memory in tracks for category in memory.bytes}
     how = {
         "predicted": "Predicted from the rehearsed step; sizes are exact unless a note says otherwise.",
         "measured": "Measured: every allocation of one step.",
@@ -265,9 +265,9 @@ def tensors(shown: StepMemory, moment: int) -> str:
     """Return list items of the largest tensors alive at a moment."""
     largest = shown.tensors_at(moment)
     items = [
-        f'<li><i class="lt-swatch lt-{each.category.replace(" ", "-")}"></i><code>{escape(each.name)}</code>'
-        f"<b>{format_bytes(each.bytes)}</b></li>"
-        for each in largest
+        f'<li><i class="lt-swatch lt-{tensor.category.replace(" ", "-")}"></i><code>{escape(tensor.name)}</code>'
+        f"<b>{format_bytes(tensor.bytes)}</b></li>"
+        for tensor in largest
     ]
     return "".join(items) or "<li>none that is known by name</li>"
 
@@ -276,20 +276,22 @@ def _data(tracks: Sequence[tuple[str, StepMemory]]) -> str:
     """Return the page script's data, as JSON that is safe inside HTML."""
     base = tracks[0][1]
     by_track = {}
-    for name, each in tracks:
-        names = list(dict.fromkeys(t.name for t in each.tensors))
+    for name, memory in tracks:
+        names = list(dict.fromkeys(t.name for t in memory.tensors))
         index = {n: i for i, n in enumerate(names)}
         by_track[name] = {
-            "x": [round(place / base.n_events, 5) for place in places(each, base)],
-            "at": [round(at / max(each.n_events - 1, 1), 4) for at in each.at],
-            "bytes": {category: each.bytes[category] for category in CATEGORIES if category in each.bytes},
-            "totals": each.totals,
-            "peak": each.peak_moment,
-            "modules": each.modules,
-            "where": each.where,
-            "phases": [(span.name, span.first, span.stop) for span in each.phases],
+            "x": [round(place / base.n_events, 5) for place in places(memory, base)],
+            "at": [round(at / max(memory.n_events - 1, 1), 4) for at in memory.at],
+            "bytes": {category: memory.bytes[category] for category in CATEGORIES if category in memory.bytes},
+            "totals": memory.totals,
+            "peak": memory.peak_moment,
+            "modules": memory.modules,
+            "where": memory.where,
+            "phases": [(span.name, span.first, span.stop) for span in memory.phases],
             "names": names,
-            "tensors": [(index[t.name], CATEGORIES.index(t.category), t.bytes, t.first, t.stop) for t in each.tensors],
+            "tensors": [
+                (index[t.name], CATEGORIES.index(t.category), t.bytes, t.first, t.stop) for t in memory.tensors
+            ],
         }
     return json.dumps({"tracks": by_track, "categories": CATEGORIES}, separators=(",", ":")).replace("<", "\\u003c")
 
@@ -354,9 +356,9 @@ def _branch(branch: Branch, whole: int, depth: int, step_ms: float) -> Iterator[
     if not children:
         yield f'<div class="lt-leaf">{row}</div>'
         return
-    each = f'<p class="lt-each">each of the {branch.n_alike}:</p>' if branch.n_alike > 1 else ""
+    of_each = f'<p class="lt-each">each of the {branch.n_alike}:</p>' if branch.n_alike > 1 else ""
     below = whole // branch.n_alike if branch.n_alike > 1 else whole
-    yield f"<details{' open' if depth <= _DEEPEST_OPEN else ''}><summary>{row}</summary>{each}"
+    yield f"<details{' open' if depth <= _DEEPEST_OPEN else ''}><summary>{row}</summary>{of_each}"
     for child in children:
         yield from _branch(child, below, depth + 1, step_ms)
     yield "</details>"
@@ -391,7 +393,7 @@ def _named(frontier: Frontier, plan: Plan | None) -> list[tuple[str, Point]]:
         made = plan.predicted
         share = made.peak_bytes / max(frontier.plain_bytes, 1)
         chosen = Point(peak_bytes=made.peak_bytes, extra_ms=made.extra_ms, extra_flops=made.extra_flops, share=share)
-        points = sorted([*points, ("this plan", chosen)], key=lambda each: each[1].peak_bytes)
+        points = sorted([*points, ("this plan", chosen)], key=lambda point: point[1].peak_bytes)
     return points
 
 

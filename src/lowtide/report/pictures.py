@@ -175,7 +175,7 @@ def legend(memory: StepMemory, moment: int, names: Collection[str]) -> str:
     total = memory.totals[moment]
     parts = total - memory.floor_bytes
     rows = []
-    for name in (each for each in reversed(CATEGORIES) if each in names):
+    for name in (category for category in reversed(CATEGORIES) if category in names):
         n = memory.bytes[name][moment] if name in memory.bytes else 0
         rows.append(
             f'<tr data-category="{escape(name)}"><th scope="row"><i class="lt-swatch lt-{slug(name)}"></i>'

@@ -29,7 +29,7 @@ class RunComparison:
 
     def __post_init__(self) -> None:
         one, other = self.first.fingerprint, self.second.fingerprint
-        models = [None if each is None else each.model.partition(" ")[0] for each in (one, other)]
+        models = [None if run is None else run.model.partition(" ")[0] for run in (one, other)]
         if models[0] != models[1]:
             what = [f"{name} is of {model or 'no model'}" for name, model in zip(self.names, models, strict=True)]
             raise LowtideError(f"{what[0]}, and {what[1]}: two runs of one model can be compared.")
@@ -45,16 +45,16 @@ class RunComparison:
     @property
     def new_findings(self) -> tuple[Finding, ...]:
         """Findings that the first run does not have."""
-        known = {(each.code, each.holder) for each in self.first.findings or ()}
-        return tuple(each for each in self.second.findings or () if (each.code, each.holder) not in known)
+        known = {(finding.code, finding.holder) for finding in self.first.findings or ()}
+        return tuple(finding for finding in self.second.findings or () if (finding.code, finding.holder) not in known)
 
     @property
     def gone_findings(self) -> tuple[Finding, ...]:
         """Findings that only the first run has."""
         if self.second.findings is None:
             return ()
-        known = {(each.code, each.holder) for each in self.second.findings}
-        return tuple(each for each in self.first.findings or () if (each.code, each.holder) not in known)
+        known = {(finding.code, finding.holder) for finding in self.second.findings}
+        return tuple(finding for finding in self.first.findings or () if (finding.code, finding.holder) not in known)
 
     def rows(self) -> Iterator[tuple[str, str, str, str]]:
         """Yield a row for each difference: name, both values, and the change."""
@@ -104,8 +104,10 @@ class RunComparison:
             lines += Table(headings=("", *self.names, "change"), rows=rows).lines()
         if self.first.plan is not None and self.second.plan is not None:
             lines += show_diff(self.first.plan, self.second.plan).splitlines()
-        lines += [f"new finding: {each.code} {each.name}, {_size(each.held_bytes)}" for each in self.new_findings]
-        lines += [f"gone: {each.code} {each.name}, {_size(each.held_bytes)}" for each in self.gone_findings]
+        lines += [
+            f"new finding: {finding.code} {finding.name}, {_size(finding.held_bytes)}" for finding in self.new_findings
+        ]
+        lines += [f"gone: {finding.code} {finding.name}, {_size(finding.held_bytes)}" for finding in self.gone_findings]
         return "\n".join(lines)
 
     def to_html(self, path: str | Path | None = None) -> str:
@@ -119,10 +121,10 @@ class RunComparison:
         if self.first.plan is not None and self.second.plan is not None:
             plans = f'<pre class="lt-command">{escape(show_diff(self.first.plan, self.second.plan))}</pre>'
         findings = "".join(
-            f"<li>{word}: <code>{escape(each.code)}</code> {escape(each.name)}, {escape(_size(each.held_bytes))}, "
-            f"held by {escape(each.holder)}</li>"
+            f"<li>{word}: <code>{escape(line.code)}</code> {escape(line.name)}, {escape(_size(line.held_bytes))}, "
+            f"held by {escape(line.holder)}</li>"
             for word, group in (("new", self.new_findings), ("gone", self.gone_findings))
-            for each in group
+            for line in group
         )
         sections = [
             ("fits", "What changed", html),
@@ -133,7 +135,7 @@ class RunComparison:
         ]
         made_for = self.second.fingerprint
         title = self.second.subject if made_for is None else made_for.model.partition(" ")[0]
-        page = document(title, " and ".join(self.names), [each for each in sections if each[2]])
+        page = document(title, " and ".join(self.names), [section for section in sections if section[2]])
         if path is not None:
             Path(path).write_text(page, encoding="utf-8")
         return page

@@ -126,12 +126,12 @@ class StepMemory(Record):
             raise ValueError("a step's memory has no moments")
         if any(len(column) != n for column in self.bytes.values()) or len(self.where) not in (0, n):
             raise ValueError("a step's memory has columns of different lengths")
-        if any(not 0 <= each < len(self.modules) for each in self.where):
+        if any(not 0 <= module < len(self.modules) for module in self.where):
             raise ValueError("a moment is in a module that is not listed")
-        spans = [(each.first, each.stop) for each in self.phases] + [(t.first, t.stop) for t in self.tensors]
+        spans = [(span.first, span.stop) for span in self.phases] + [(t.first, t.stop) for t in self.tensors]
         if any(not 0 <= first <= stop <= n for first, stop in spans):
             raise ValueError("a phase or tensor is at moments that there are not")
-        if any(each not in CATEGORIES for each in (*self.bytes, *(t.category for t in self.tensors))):
+        if any(category not in CATEGORIES for category in (*self.bytes, *(t.category for t in self.tensors))):
             raise ValueError("a category of memory is not known")
         if any(earlier >= later for earlier, later in pairwise(self.at)):
             raise ValueError("moments are not in order")

@@ -54,4 +54,4 @@ def caller_variables() -> Iterator[Any]:
 
 def caller_optimizers() -> list[Optimizer]:
     """Return the optimizers reachable from the variables of calling functions."""
-    return [thing for thing in ReachableState(*caller_variables()).visited if isinstance(thing, Optimizer)]
+    return [obj for obj in ReachableState(*caller_variables()).visited if isinstance(obj, Optimizer)]

@@ -55,8 +55,8 @@ def watch_compiled_functions(detector: _Detector) -> Callable[[], None]:
 def trained_modules(function: Callable[..., Any], args: Any, kwargs: Any) -> list[nn.Module]:
     """Return the modules in training mode that a call of `function` may train: its arguments, and modules it names."""
     given = [*args, *kwargs.values(), getattr(function, "__self__", None)]
-    named = [content for each in user_functions(function) for _, _, content in variables(each)]
-    modules = {id(thing): thing for thing in (*given, *named) if isinstance(thing, nn.Module) and thing.training}
+    named = [content for user_function in user_functions(function) for _, _, content in variables(user_function)]
+    modules = {id(obj): obj for obj in (*given, *named) if isinstance(obj, nn.Module) and obj.training}
     trained = [module for module in modules.values() if any(p.requires_grad for p in module.parameters())]
     inside = {id(below) for module in trained for below in module.modules() if below is not module}
     return [module for module in trained if id(module) not in inside]

@@ -32,7 +32,7 @@ has ended.
 
 def forget_left_over(end: Callable[[], None]) -> None:
     """Remove `end` from the exit functions in `left_over`."""
-    left_over[:] = [each for each in left_over if each != end]
+    left_over[:] = [function for function in left_over if function != end]
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ def accept_batch(step: Callable[..., Any], batch: Any) -> Callable[[Any], Any]:
         return step
     if isinstance(batch, tuple | list) and _accepts(signature, len(batch)):
         return functools.partial(_call_unpacked, step)
-    n_required = sum(each.default is each.empty for each in signature.parameters.values())
+    n_required = sum(parameter.default is parameter.empty for parameter in signature.parameters.values())
     given = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
     raise RehearsalError(
         f"step takes {n_required} arguments, and the batch is a {given}. Give a step that takes the batch as its only "

@@ -25,7 +25,7 @@ class Switching(Engine):
     def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
         plans = [bucket.plan for bucket in buckets]
         decided = [*plans, plans[-1].fallback or plans[-1]]
-        super().__init__(model, *map(table_of, decided), in_place=[each.in_place for each in decided])
+        super().__init__(model, *map(table_of, decided), in_place=[decisions.in_place for decisions in decided])
         self.excluded_modules = frozenset(path for plan in plans for path in plan.excluded_modules)
         self.ambiguous_addresses = frozenset(address for plan in plans for address in plan.ambiguous_addresses)
         self._shapes = [bucket.shapes for bucket in buckets]

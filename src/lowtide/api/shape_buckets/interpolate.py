@@ -122,6 +122,6 @@ def _skeleton(profile: Profile) -> object:
         [(s.allocated_at, s.freed_at, s.category) for s in profile.storages],
         [(v.storage, v.node, v.recipe, v.operands, v.expensive, v.refused is None) for v in values],
         [replace(slot, label="") for slot in profile.slots],
-        [sorted(each.nodes) for each in profile.in_place],
+        [sorted(group.nodes) for group in profile.in_place],
         [(c.id, c.cls, c.parent, c.enter, c.exit, c.refused is None, c.result_value) for c in profile.calls],
     )

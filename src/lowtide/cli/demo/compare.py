@@ -244,6 +244,6 @@ class _Pace:
             self._tell()
 
     def _tell(self) -> None:
-        each = 2 * self.steps + 1
-        total = _REHEARSING + self.steps + 1 + self.runs * each + (self.runs - 1) * _FITTING - self._skipped
+        n_steps = 2 * self.steps + 1
+        total = _REHEARSING + self.steps + 1 + self.runs * n_steps + (self.runs - 1) * _FITTING - self._skipped
         self.watch(self._doing, self._done, total)

@@ -89,11 +89,11 @@ def masked_batches(
     """
     count, length = rows.shape
     framed = torch.cat([rows.new_full((count, 1), first), rows, rows.new_full((count, 1), last)], dim=1)
-    each = max(1, round(share * length))
-    chosen = 1 + torch.rand(count, length, generator=random).argsort(dim=1)[:, :each].sort(dim=1).values
+    n_chosen = max(1, round(share * length))
+    chosen = 1 + torch.rand(count, length, generator=random).argsort(dim=1)[:, :n_chosen].sort(dim=1).values
     labels = framed.gather(1, chosen)
-    draw = torch.rand(count, each, generator=random)
-    anything = torch.randint(vocab_size, (count, each), generator=random)
+    draw = torch.rand(count, n_chosen, generator=random)
+    anything = torch.randint(vocab_size, (count, n_chosen), generator=random)
     shown = torch.where(draw < 0.8, mask, torch.where(draw < 0.9, anything, labels))
     framed.scatter_(1, chosen, shown)
     offsets = torch.arange(batch_size)[:, None] * framed.shape[1]

@@ -85,30 +85,30 @@ class GraphBuilder:
                 inputs.append(constants.pop(argument))
             else:
                 unrecorded += 1
-        rest = [value for value in constants.values() if not any(value is each for each in inputs)]
+        rest = [value for value in constants.values() if not any(value is known for known in inputs)]
         unrecorded = max(0, unrecorded - len(rest))  # constants whose argument has no name here
-        kept = tuple(each.kept(self._parameters) for each in saved)
+        kept = tuple(slot.kept(self._parameters) for slot in saved)
         node = Node(function, index=len(self._nodes), inputs=(*inputs, *rest), kept=kept, unrecorded=unrecorded)
         node.line = _line_of(function)
-        for each in saved:
-            self._locate(function, node, each)
+        for slot in saved:
+            self._locate(function, node, slot)
         return node
 
     def _constants(self, function: Function, saved: list[SavedSlot]) -> dict[str, Value]:
         """Return saved inputs that need no gradient, by argument name."""
         known = {name for overload in arguments(function.name()) for name in overload}
         constants = {}
-        for each in saved:
-            tensor, name = each.tensor, each.name.partition("[")[0]
-            if each.packed or each.name.startswith("ctx.") or tensor.requires_grad or name not in known:
+        for slot in saved:
+            tensor, name = slot.tensor, slot.name.partition("[")[0]
+            if slot.packed or slot.name.startswith("ctx.") or tensor.requires_grad or name not in known:
                 continue
             key = _place(tensor)
             if key not in self._values:
                 self._values[key] = value = Value(
                     len(self._values), name=self._names.get(key, name), requires_grad=False, **_appearance(tensor)
                 )
-                value._places.append((function, each.name))
-            constants[each.name] = self._values[key]
+                value._places.append((function, slot.name))
+            constants[slot.name] = self._values[key]
         return constants
 
     def _locate(self, function: Function, node: Node, saved: SavedSlot) -> None:

@@ -130,7 +130,7 @@ class Node:
 
 def unique_bytes(kept: Iterable[Kept]) -> int:
     """Return the bytes of several kept tensors, each storage once."""
-    return sum({each.storage: each.bytes for each in kept}.values())
+    return sum({tensor.storage: tensor.bytes for tensor in kept}.values())
 
 
 def describe(value: Value) -> str:

@@ -103,7 +103,7 @@ class _Tree:
                     yield f"{rest}├─ {value_line(value)}"
                 elif self._reader.get(producer.index) != node.index or producer.index in written:
                     yield f"{rest}├─ #{producer.index} {producer.name}  {describe(value)}"
-                elif all(producer is not each for each in below):
+                elif all(producer is not node for node in below):
                     below.append(producer)
             written.update(producer.index for producer in below)
             main = [(producer, rest, rest) for producer in below if producer.index == self._main[node.index]]

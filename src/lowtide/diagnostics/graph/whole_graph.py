@@ -45,7 +45,7 @@ class Graph:
 
     def consumers(self, value: Value) -> tuple[Node, ...]:
         """Return the nodes that have `value` as an input."""
-        return tuple(node for node in self.nodes if any(each is value for each in node.inputs))
+        return tuple(node for node in self.nodes if any(known is value for known in node.inputs))
 
     def upstream(self, start: Node | Value) -> Iterator[Value]:
         """Yield every value that `start` was computed from, each once, the nearest first."""

@@ -90,27 +90,27 @@ class DiscardedGradients:
         """Handle the update of these parameters, which reads their gradients."""
         updated = {id(p) for p in parameters} if self._passes else set()
         self._trained |= updated
-        for each in self._passes:
-            read = each.unread & updated
-            line = self._lines[each.backward.place]
+        for record in self._passes:
+            read = record.unread & updated
+            line = self._lines[record.backward.place]
             line.is_needed |= not line.parameters.isdisjoint(read)
-            each.others_read |= bool(read)
-            each.unread -= read
+            record.others_read |= bool(read)
+            record.unread -= read
 
     def zeroed(self, parameters: Iterable[Tensor], place: Place, least_bytes: int) -> None:
         """Handle `zero_grad` of these parameters, before it runs."""
         given = {id(p): p for p in parameters} if self._passes else {}
-        for each in self._passes:
-            discarded = {n: given[n] for n in each.unread & given.keys() if given[n].grad is not None}
-            each.unread -= given.keys()
-            line = self._lines[each.backward.place]
-            if not (discarded and each.others_read) or line.is_needed:
+        for record in self._passes:
+            discarded = {n: given[n] for n in record.unread & given.keys() if given[n].grad is not None}
+            record.unread -= given.keys()
+            line = self._lines[record.backward.place]
+            if not (discarded and record.others_read) or line.is_needed:
                 continue
             line.parameters |= discarded.keys()
             line.n_discarded += 1
             n_bytes = sum(storage_bytes(p.grad) for p in discarded.values() if p.grad is not None)
             if line.n_discarded == _TIMES and n_bytes >= least_bytes and discarded.keys() <= self._trained:
-                self._report(each, set(discarded), n_bytes, place)
+                self._report(record, set(discarded), n_bytes, place)
         self._passes = [each for each in self._passes if each.unread]
 
     def drop_needed(self) -> None:
@@ -119,11 +119,11 @@ class DiscardedGradients:
             if line.is_needed:
                 self._log.entries.pop(f"LT031 {place}", None)
 
-    def _report(self, each: _Pass, parameters: set[int], n_bytes: int, place: Place) -> None:
+    def _report(self, record: _Pass, parameters: set[int], n_bytes: int, place: Place) -> None:
         module = _module_of(parameters)
         if module is None:
             return
-        name, backward = variable_name(module) or type(module).__name__, each.backward
+        name, backward = variable_name(module) or type(module).__name__, record.backward
         calls = (call for call in self._calls.known() if call.module_id == id(module) and backward in call.backwards)
         made_at = next((call.place for call in calls), None)
         self._log.record(

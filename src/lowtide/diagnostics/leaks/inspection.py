@@ -99,7 +99,7 @@ class RetainedObject:
     def is_used_again(self) -> bool:
         """True if the backward pass of a later forward also went through the graph of an earlier call."""
         passes = [call.backwards for call in self.calls if call.backwards]
-        return any(each[0].last_call < each[-1].last_call for each in passes)
+        return any(sequence[0].last_call < sequence[-1].last_call for sequence in passes)
 
     def is_held_as(self, kind: str) -> bool:
         """Return True if the holder to report is of the kind `kind`."""
@@ -189,7 +189,7 @@ def _idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedObjec
             found += [("models", root, standing_storages(root)) for root in idle]
     for others in optimizers.values():
         if len(others) >= LEAST_COPIES:  # the last one is in use
-            found += [("optimizers", each, standing_storages(each)) for each in others[:-1]]
+            found += [("optimizers", optimizer, standing_storages(optimizer)) for optimizer in others[:-1]]
     models.clear()
     optimizers.clear()
     items = [

@@ -42,8 +42,8 @@ def advise(message: Message, facts: Facts, cause: Cause) -> tuple[Action, ...]:
         monitor = vendor_of("hip").monitor if is_amd else "nvidia-smi"
         return tuple(Action(text=text.replace("nvidia-smi", monitor)) for text in source.actions)
     return tuple(
-        Action(text=each) if isinstance(each, str) else Action(text=each[0], bytes=each[1])
-        for each in _ADVICE[cause.code](message, facts)
+        Action(text=action) if isinstance(action, str) else Action(text=action[0], bytes=action[1])
+        for action in _ADVICE[cause.code](message, facts)
     )
 
 
@@ -109,7 +109,7 @@ def _huge_tensor(m: Message, f: Facts) -> Advice:
 def _other_process(m: Message, f: Facts) -> Advice:
     vendor = vendor_of(m.kind)
     if m.others:
-        for other in sorted(m.others, key=lambda each: -each.bytes)[:3]:
+        for other in sorted(m.others, key=lambda holder: -holder.bytes)[:3]:
             number = other.name.rpartition(" ")[2]
             see = f"see what process {number} is (ps -p {number}"
             if other.name in m.maybe_own and m.process_bytes is None:

@@ -74,7 +74,7 @@ def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
 def _selves(frames: list[tuple[FrameType, int]], kind: type[Any]) -> list[tuple[FrameType, Any]]:
     """Return the frames of methods of instances of `kind`, outermost first, each with its instance."""
     candidates = ((frame, _self(frame)) for frame, _ in frames)
-    return [(frame, each) for frame, each in candidates if isinstance(each, kind)]
+    return [(frame, instance) for frame, instance in candidates if isinstance(instance, kind)]
 
 
 def _self(frame: FrameType) -> object:
@@ -110,7 +110,7 @@ def _leftover(graphs: list[LiveGraph]) -> tuple[int, int]:
 def _storages(graph: LiveGraph) -> dict[int, int]:
     """Return the storages that a graph keeps alive, except those of parameters."""
     kept = (kept for node in graph_behind(graph.roots, None).nodes for kept in node.kept if not kept.parameter)
-    return {each.storage: each.bytes for each in kept}
+    return {tensor.storage: tensor.bytes for tensor in kept}
 
 
 def _evaluated(graphs: list[LiveGraph], model: nn.Module | None) -> list[LiveGraph]:

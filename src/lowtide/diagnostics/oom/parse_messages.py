@@ -242,7 +242,7 @@ def _find_own_process(message: Message) -> Message:
     in_doubt = () if own is large else tuple(other.name for other in large)
     if not own:
         return replace(message, maybe_own=in_doubt)
-    rest = tuple(each for each in message.others if each is not own[0])
+    rest = tuple(holder for holder in message.others if holder is not own[0])
     return replace(message, process_bytes=own[0].bytes, others=rest, maybe_own=in_doubt)
 
 

@@ -112,10 +112,10 @@ class DeferredCudaModule(CudaRedirect):
     def mark(self, label: str, data: object = None) -> None:
         """Ignore marks."""
 
-    def _holds(self, thing: Any) -> bool:
-        if isinstance(thing, torch.Tensor):
-            return thing in self._there
-        return isinstance(thing, list | tuple) and any(map(self._holds, thing))
+    def _holds(self, obj: Any) -> bool:
+        if isinstance(obj, torch.Tensor):
+            return obj in self._there
+        return isinstance(obj, list | tuple) and any(map(self._holds, obj))
 
 
 def _variable(kind: type, data: Any = None, requires_grad: bool = False, volatile: bool = False) -> Tensor:

@@ -117,11 +117,11 @@ def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Ten
     tensors: list[Tensor] = []
     _module(model, tensors)
     optimizers = []
-    for thing in reached:
-        if isinstance(thing, nn.Module):
-            _module(thing, tensors)
-        elif isinstance(thing, torch.optim.Optimizer):
-            optimizers.append(thing)
+    for obj in reached:
+        if isinstance(obj, nn.Module):
+            _module(obj, tensors)
+        elif isinstance(obj, torch.optim.Optimizer):
+            optimizers.append(obj)
     for optimizer in optimizers:
         # some parameters are in no module
         tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]

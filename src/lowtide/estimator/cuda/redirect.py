@@ -140,8 +140,8 @@ def cuda_is_there(
     """Make `torch.cuda` describe the GPU in this block; with `answers`, replace `torch.autocast` too."""
     importlib.import_module("torch._dynamo")  # dynamo, imported by optimizers, builds tables of these functions
     with contextlib.ExitStack() as stack:
-        for owner, name, thing in (*about.answers(gpu, usage), *refused.replacements(), *tensor_types.replacements()):
-            stack.enter_context(patch.object(owner, name, thing))
+        for owner, name, obj in (*about.answers(gpu, usage), *refused.replacements(), *tensor_types.replacements()):
+            stack.enter_context(patch.object(owner, name, obj))
         if answers is not None and tracker is not None:
             shown = fake_devices_shown(torch.device(NAME, 0), CUDA, lambda: tracker.is_inside)
             stack.enter_context(shown)

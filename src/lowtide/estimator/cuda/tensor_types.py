@@ -30,8 +30,8 @@ class TensorType(type):
         is_tensor = len(args) == 1 and isinstance(args[0], torch.Tensor)
         return (args[0] if is_tensor else getattr(torch, cls.__name__)(*args)).to("cuda", cls.dtype)
 
-    def __instancecheck__(cls, thing: Any) -> bool:
-        return isinstance(thing, torch.Tensor) and thing.type() == _name(cls)
+    def __instancecheck__(cls, obj: Any) -> bool:
+        return isinstance(obj, torch.Tensor) and obj.type() == _name(cls)
 
 
 class SparseType(TensorType):

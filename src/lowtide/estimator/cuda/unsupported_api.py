@@ -44,12 +44,12 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     for owners, names, why in _REFUSED:
         for owner in owners:
             for name in names:
-                if (thing := getattr(owner, name, None)) is not None:
-                    yield owner, name, _refusing(thing, f"{owners[0].__name__}.{name}", why)
+                if (obj := getattr(owner, name, None)) is not None:
+                    yield owner, name, _refusing(obj, f"{owners[0].__name__}.{name}", why)
 
 
-def _refusing(thing: Any, name: str, why: str) -> Any:
+def _refusing(obj: Any, name: str, why: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RehearsalError(f"{name}: {why}")
 
-    return type(thing.__name__, (), {"__new__": refuse}) if isinstance(thing, type) else refuse
+    return type(obj.__name__, (), {"__new__": refuse}) if isinstance(obj, type) else refuse

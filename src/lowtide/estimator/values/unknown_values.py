@@ -187,20 +187,20 @@ def unknown_array(array: np.ndarray[Any, Any], answers: Assumptions) -> UnknownA
     return view
 
 
-def is_unknown(thing: Any, depth: int = 3) -> bool:
+def is_unknown(obj: Any, depth: int = 3) -> bool:
     """Return True if `thing` is unknown or contains an unknown; C++ code would read its placeholder values."""
-    if type(thing) in (Unknown, UnknownArray):
+    if type(obj) in (Unknown, UnknownArray):
         return True
-    return depth > 0 and type(thing) in (list, tuple) and any(is_unknown(item, depth - 1) for item in thing)
+    return depth > 0 and type(obj) in (list, tuple) and any(is_unknown(item, depth - 1) for item in obj)
 
 
-def _plain(thing: Any) -> Any:
+def _plain(obj: Any) -> Any:
     """Return the plain value for NumPy's own code."""
-    if isinstance(thing, UnknownArray):
-        return thing.view(np.ndarray)
-    if isinstance(thing, Unknown):
+    if isinstance(obj, UnknownArray):
+        return obj.view(np.ndarray)
+    if isinstance(obj, Unknown):
         return 1.0
-    return type(thing)(map(_plain, thing)) if type(thing) in (list, tuple) else thing
+    return type(obj)(map(_plain, obj)) if type(obj) in (list, tuple) else obj
 
 
 _SIZED = frozenset(

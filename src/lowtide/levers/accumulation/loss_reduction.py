@@ -169,10 +169,10 @@ def _match_smoothing(node: Node) -> _Smoothed | None:
     if node.name() != "AddBackward0" or getattr(node, SAVED + "alpha", 1) != 1:
         return None
     scaled = [upstream for upstream, _ in node.next_functions]
-    if any(each is None or each.name() != "MulBackward1" for each in scaled):  # scaled by numbers
+    if any(node is None or node.name() != "MulBackward1" for node in scaled):  # scaled by numbers
         return None
     (likelihood, kept), (total, spread) = (
-        (each.next_functions[0][0], getattr(each, SAVED + "other")) for each in scaled if each is not None
+        (node.next_functions[0][0], getattr(node, SAVED + "other")) for node in scaled if node is not None
     )
     divisor = None
     if total is not None and total.name() == "DivBackward0" and total.next_functions[1][0] is None:
@@ -308,7 +308,7 @@ def shares_for(
     elif average.terms % rows[0]:
         raise _unknown_average(f"it is a {average.kind} over {average.terms:g} terms, from {rows[0]} rows")
     else:
-        counts = [average.terms / rows[0] * each for each in rows]
+        counts = [average.terms / rows[0] * n_rows for n_rows in rows]
     each = [1.0] * len(parts) if average.kind == "sum" else _normalized(counts)
     shares = Shares(each, average.kind, counts, average.smoothing)
     shares.check(0, average)
@@ -349,10 +349,10 @@ def _as_labels(labels: Tensor, ignored: int) -> Iterator[Callable[[Tensor], Tens
     """
     if labels.is_floating_point() or labels.is_complex() or not labels.dim():
         return
-    yield lambda each: each
+    yield lambda tensor: tensor
     if labels.dim() > 1:
-        yield lambda each: each[..., 1:]
-        yield lambda each: torch.nn.functional.pad(each, (0, 1), value=ignored)[..., 1:]
+        yield lambda tensor: tensor[..., 1:]
+        yield lambda tensor: torch.nn.functional.pad(tensor, (0, 1), value=ignored)[..., 1:]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

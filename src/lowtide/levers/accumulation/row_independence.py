@@ -93,7 +93,7 @@ def _identity(function: Any) -> Hashable:
     """Return a key of a function: its code, and the functions, modules and objects that it calls."""
     if isinstance(function, functools.partial):
         used = [function.func, *function.args, *function.keywords.values()]
-        return tuple(_identity(each) for each in used if callable(each))
+        return tuple(_identity(function) for function in used if callable(function))
     if isinstance(function, MethodType):
         return _identity(function.__func__), weakref.ref(function.__self__)
     if not isinstance(function, FunctionType):
@@ -101,7 +101,7 @@ def _identity(function: Any) -> Hashable:
     cells = [cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)]
     known = function.__globals__
     used = [*cells, *(known[name] for name in function.__code__.co_names if name in known)]
-    return function.__code__, tuple(_reference(each) for each in used if callable(each))
+    return function.__code__, tuple(_reference(reference) for reference in used if callable(reference))
 
 
 def _reference(value: Any) -> Hashable:

@@ -208,8 +208,14 @@ class BudgetLadder:
         """Return the cheapest choice found on the way, or one that a single greedy search finds."""
         search = GreedySearch(self.moves)
         search.reduce(self.simulator.keep_everything(), limit)
-        candidates = (each for pool in (search.pool, *(rung.pool for rung in path)) for each in pool.candidates)
-        return min((each for each in candidates if each.peak <= limit), key=lambda each: each.cost, default=self.bottom)
+        candidates = (
+            candidate for pool in (search.pool, *(rung.pool for rung in path)) for candidate in pool.candidates
+        )
+        return min(
+            (candidate for candidate in candidates if candidate.peak <= limit),
+            key=lambda candidate: candidate.cost,
+            default=self.bottom,
+        )
 
     def _solve_step(self, limit: int, span: CostRange, path: list[BudgetStep], until: float | None) -> BudgetStep:
         """Solve the rung at `limit`, whose cost is in `span`, from the rungs in `path`. Ends early at `until`."""
@@ -267,7 +273,10 @@ def _cheapest(limit: int, span: CostRange, pools: Sequence[ParetoPool]) -> Candi
     if span.least.peak <= limit:
         return span.least
     fitting = (pool.best(limit, span) for pool in pools)
-    return min((span.most, *(each for each in fitting if each is not None)), key=lambda each: each.cost)
+    return min(
+        (span.most, *(candidate for candidate in fitting if candidate is not None)),
+        key=lambda candidate: candidate.cost,
+    )
 
 
 _RECENT: list[BudgetLadder] = []

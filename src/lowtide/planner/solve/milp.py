@@ -215,7 +215,7 @@ class _MatrixForm:
             n_rows += 1
         self.n = n_fixed + n_own
         # 32-bit integers: SciPy 1.11 solves with no others.
-        places = tuple(np.concatenate(each).astype(np.int32) for each in (rows, variables))
+        places = tuple(np.concatenate(columns).astype(np.int32) for columns in (rows, variables))
         entries = np.concatenate(values), places
         self.matrix = csr_array(entries, shape=(n_rows, self.n))
         self.most: Floats = np.concatenate(most)

@@ -65,7 +65,7 @@ class ParetoPool:
 def pareto_front(candidates: Iterable[Candidate], span: CostRange) -> list[Candidate]:
     """Return those of `candidates` within `span` that form a chain with ever larger peaks and ever lower costs."""
     chain = [span.most]
-    for each in sorted(candidates, key=lambda each: (each.peak, each.cost)):
-        if each.peak > chain[-1].peak and span.least.cost <= each.cost < chain[-1].cost:
-            chain.append(each)
+    for candidate in sorted(candidates, key=lambda candidate: (candidate.peak, candidate.cost)):
+        if candidate.peak > chain[-1].peak and span.least.cost <= candidate.cost < chain[-1].cost:
+            chain.append(candidate)
     return chain

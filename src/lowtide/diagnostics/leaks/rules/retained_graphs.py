@@ -92,5 +92,5 @@ def is_sizable(item: RetainedObject, history: History) -> bool:
     Two losses that go backward in turns, the first with `retain_graph=True`, leave only the end of the first graph.
     """
     passes = [call.backwards for call in item.calls if call.backwards]
-    in_turns = any(each[0].retain_graph and not each[-1].retain_graph for each in passes)
+    in_turns = any(sequence[0].retain_graph and not sequence[-1].retain_graph for sequence in passes)
     return history.held_bytes[-1] >= (0.5 if in_turns else SHARE) * history.largest_graph_bytes

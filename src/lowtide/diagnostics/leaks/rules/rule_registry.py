@@ -115,7 +115,7 @@ def rule(
         entry.what, entry.why, entry.bad, entry.good, entry.fix = what, why, bad, good, fix
         rules = sorted((*RULES.values(), entry), key=lambda r: (r.priority is None, r.priority or 0, r.code))
         RULES.clear()
-        RULES.update({each.code: each for each in rules})
+        RULES.update({rule.code: rule for rule in rules})
         return cls
 
     return register

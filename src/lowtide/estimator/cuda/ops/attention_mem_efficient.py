@@ -128,7 +128,7 @@ def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock
             ScratchBlock.exactly(rows * 4, through=1)
         ]
     inside.append(ScratchBlock.exactly(rows * 4))
-    workspaces = [_workspace(each, query, key, value) for each in tiles]
+    workspaces = [_workspace(tile, query, key, value) for tile in tiles]
     inside.append(ScratchBlock(workspaces[0], min(workspaces), max(workspaces)))
     return [block for block in inside if block.most]
 

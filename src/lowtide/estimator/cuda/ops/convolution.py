@@ -72,7 +72,7 @@ def _layout_forward(args: Any, out: Any) -> Any:
 @cuda_op(aten.convolution_backward.default, of=_LAYOUT, part="layout")
 def _layout_backward(args: Any, out: Any) -> Any:
     layout = _layout(*args[1:3])
-    return (*(_laid_out(each, layout) for each in out[:2]), out[2])
+    return (*(_laid_out(gradient, layout) for gradient in out[:2]), out[2])
 
 
 @cuda_op(aten.convolution.default, of=_WORKSPACE)

@@ -58,26 +58,26 @@ _HISTOGRAMS = 64 * 2**10
 @cuda_op(aten.embedding_dense_backward.default, of=_EMBEDDING)
 def _embedding(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     gradient, indices, n_rows, _, by_frequency = args[:5]
-    n, width, each = indices.numel(), gradient.shape[-1], indices.element_size()
+    n, width, itemsize = indices.numel(), gradient.shape[-1], indices.element_size()
     inside = [ScratchBlock.exactly(t.numel() * t.element_size()) for t in (indices, gradient) if not t.is_contiguous()]
     if n <= _UNSORTED and not by_frequency:
         return inside
-    listed, segments = ScratchBlock.exactly(n * each), min(n, n_rows)
+    listed, segments = ScratchBlock.exactly(n * itemsize), min(n, n_rows)
     partial = n // _ROWS_EACH + segments  # sums of up to ten gradients
-    inside += [listed, listed, ScratchBlock.exactly(n * each, through=1), _sorting(n, 2 * each)]
+    inside += [listed, listed, ScratchBlock.exactly(n * itemsize, through=1), _sorting(n, 2 * itemsize)]
     inside += [listed] * bool(by_frequency)
-    inside += [listed, ScratchBlock.exactly(_COUNT), ScratchBlock.exactly(n * each, through=0)]
-    inside += [ScratchBlock.exactly(segments * each)] * 2
-    inside += [ScratchBlock.exactly(_COUNT), ScratchBlock.exactly(partial * each)]
-    return [*inside, _sums(gradient, partial, segments, n_rows * width, each)]
+    inside += [listed, ScratchBlock.exactly(_COUNT), ScratchBlock.exactly(n * itemsize, through=0)]
+    inside += [ScratchBlock.exactly(segments * itemsize)] * 2
+    inside += [ScratchBlock.exactly(_COUNT), ScratchBlock.exactly(partial * itemsize)]
+    return [*inside, _sums(gradient, partial, segments, n_rows * width, itemsize)]
 
 
-def _sums(gradient: Tensor, partial: int, segments: int, table: int, each: int) -> ScratchBlock:
+def _sums(gradient: Tensor, partial: int, segments: int, table: int, itemsize: int) -> ScratchBlock:
     """Return the scratch of partial sums: of one pass if each multiprocessor has few rows, else of two passes."""
     width = gradient.shape[-1]
     accumulated = 8 if gradient.dtype is torch.float64 else 4
     two_passes = partial * width * accumulated
-    one_pass = partial * each + (table * 4 if gradient.element_size() < 4 else 0)
+    one_pass = partial * itemsize + (table * 4 if gradient.element_size() < 4 else 0)
     warped = -(-width // _WARP) * _WARP
     grid = -(-segments * warped // min(warped, _THREADS))
     few = partial > 4 * grid and not torch.are_deterministic_algorithms_enabled()
@@ -89,9 +89,9 @@ def _sums(gradient: Tensor, partial: int, segments: int, table: int, each: int) 
     return ScratchBlock(max(one_pass, two_passes), min(one_pass, two_passes), max(one_pass, two_passes))
 
 
-def _sorting(n: int, each: int) -> ScratchBlock:
+def _sorting(n: int, itemsize: int) -> ScratchBlock:
     """Return the block for sorting `n` pairs of key and index: a second array of each, and histograms."""
-    return ScratchBlock(n * each, 0, n * (each + 1) + _HISTOGRAMS, through=0)
+    return ScratchBlock(n * itemsize, 0, n * (itemsize + 1) + _HISTOGRAMS, through=0)
 
 
 @cuda_op(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default, of=_INDEXING)

@@ -131,10 +131,10 @@ def _partial_sums(x: Tensor, width: int, n_gradients: int) -> list[ScratchBlock]
 def _group_norm(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the blocks for mean and deviation in float32, and for the scale and shift of each channel."""
     x, weight, bias, examples, channels, pixels, groups = args[:7]
-    each = 8 if x.dtype is torch.float64 else 4
-    inside = [ScratchBlock.exactly(examples * groups * each)] * 2 if x.element_size() < each else []
+    itemsize = 8 if x.dtype is torch.float64 else 4
+    inside = [ScratchBlock.exactly(examples * groups * itemsize)] * 2 if x.element_size() < itemsize else []
     if pixels > 1 and not (weight is None and bias is None):
-        inside += [ScratchBlock.exactly(examples * channels * each)] * 2
+        inside += [ScratchBlock.exactly(examples * channels * itemsize)] * 2
     return inside
 
 
@@ -145,8 +145,8 @@ def _group_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[
     """
     x, weight = args[1], args[4]
     examples, channels, pixels, groups, wanted = args[5:10]
-    each = 8 if x.dtype is torch.float64 else 4
-    channel, group = (ScratchBlock.exactly(examples * n * each) for n in (channels, groups))
+    itemsize = 8 if x.dtype is torch.float64 else 4
+    channel, group = (ScratchBlock.exactly(examples * n * itemsize) for n in (channels, groups))
     if pixels == 1:
         return [group, group] if wanted[0] else []
     return [channel, channel, *([group, group, *[channel] * (weight is not None)] if wanted[0] else [])]

@@ -110,7 +110,7 @@ class _Recurrent(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         saved = ctx.saved_tensors[: ctx.n_inputs]
         x, states, weights = saved[0], saved[1 : 1 + ctx.n_states], saved[1 + ctx.n_states :]
-        copies = [_sequence_first(each, ctx.settings) for each in (x, grads[0])]
+        copies = [_sequence_first(tensor, ctx.settings) for tensor in (x, grads[0])]
         for_x = torch.empty_like(copies[0])
         for_states = tuple(torch.empty_like(state) for state in states)
         _ = x.new_empty((workspace_bytes(*ctx.shape),), dtype=torch.uint8)
