@@ -99,13 +99,13 @@ def test_steps_of_a_script_keep_the_bits_of_its_checkpoints(build: Callable[[], 
         for _ in range(4):
             is_rehearsed = each is model and not rehearsing.done
             if is_rehearsed:
-                rehearsing.begins(each, ((x,), {}), (optimizer,))
+                rehearsing.on_step_begin(each, ((x,), {}), (optimizer,))
             each(x).square().mean().backward()
             optimizer.step()
             if is_rehearsed:
-                rehearsing.ends(each)
+                rehearsing.on_step_end(each)
             optimizer.zero_grad()
-        rehearsing.leaves()
+        rehearsing.on_stop()
         trained.append(each.state_dict())
     assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[1])
     assert rehearsing.n_steps == 2

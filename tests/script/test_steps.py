@@ -34,22 +34,22 @@ class Notes(StepListener):
         self.log: Log = []
         self.models: list[nn.Module] = []
 
-    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+    def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
         self.models.append(model)
         self.log.append(f"begins {len(optimizers)}")
 
-    def ends(self, model: nn.Module) -> None:
+    def on_step_end(self, model: nn.Module) -> None:
         assert model is self.models[-1]
         self.log.append("ends")
 
-    def gives_up(self, model: nn.Module) -> None:
+    def on_model_replaced(self, model: nn.Module) -> None:
         self.done = False
         self.log.append("gives up")
 
-    def passes_over(self) -> None:
+    def on_unplanned_model(self) -> None:
         self.log.append("passes over")
 
-    def leaves(self) -> None:
+    def on_stop(self) -> None:
         self.log.append("leaves")
 
 
@@ -415,8 +415,8 @@ def test_calls_that_no_training_follows_begin_nothing(how: str) -> None:
 
 
 class Once(Notes):
-    def ends(self, model: nn.Module) -> None:
-        super().ends(model)
+    def on_step_end(self, model: nn.Module) -> None:
+        super().on_step_end(model)
         self.models.clear()
         self.done = True
 
@@ -456,8 +456,8 @@ def test_updates_that_a_rehearsal_tries_when_a_step_begins_are_none_of_the_scrip
     optimizer, other = sgd(model), sgd(model)
 
     class Tries(Notes):
-        def begins(self, model: nn.Module, batch: Any, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-            super().begins(model, batch, optimizers)
+        def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+            super().on_step_begin(model, batch, optimizers)
             other.step()
 
     def loop() -> None:
@@ -525,7 +525,7 @@ def test_a_script_that_catches_every_exception_does_not_go_on() -> None:
     optimizer = sgd(model)
 
     class Failing(Notes):
-        def ends(self, model: nn.Module) -> None:
+        def on_step_end(self, model: nn.Module) -> None:
             raise RehearsalError("not this one")
 
     def steps() -> Iterator[str]:

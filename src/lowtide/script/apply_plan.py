@@ -49,10 +49,10 @@ class Applying(PlanMonitor):
         self._peaks: list[int] = []
         """Peaks of steps on batches of the planned size."""
 
-    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+    def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Put the plan in force if `model` is the plan's; measure the step if its batch is no larger than planned."""
         planned, current = self._plan.fingerprint, fingerprint(model, batch)
-        super().begins(model, batch, optimizers)
+        super().on_step_begin(model, batch, optimizers)
         if self._in_force.applied is None:
             self._put_in_force(model, current)
         if self._in_force.applied is None:
@@ -68,7 +68,7 @@ class Applying(PlanMonitor):
         elif self._measured.n_others >= PATIENCE:
             self._finish()
 
-    def ends(self, model: nn.Module) -> None:
+    def on_step_end(self, model: nn.Module) -> None:
         """Check the plan's promise. Raises OverBudget; StalePlan if the trained model is not the plan's own."""
         if self._in_force.applied is None:
             self._measured.n_others += 1
@@ -100,9 +100,9 @@ class Applying(PlanMonitor):
         self._say(f"the peak under the plan is not measured: {why}")
         self._leave_in_force()
 
-    def lets_go(self) -> None:
+    def on_release(self) -> None:
         """Release the model; the plan stays in force."""
-        super().lets_go()
+        super().on_release()
         self._model = None
 
     def finish(self) -> None:
@@ -110,9 +110,9 @@ class Applying(PlanMonitor):
         if self._in_force.applied is not None and not self.done:
             self._finish()
 
-    def gives_up(self, model: nn.Module) -> None:
+    def on_model_replaced(self, model: nn.Module) -> None:
         """Look for the plan's model again, because `model` was not the trained one."""
-        super().gives_up(model)
+        super().on_model_replaced(model)
         self._model, self._peaks = None, []
 
     def _put_in_force(self, model: nn.Module, current: Fingerprint) -> None:
@@ -145,5 +145,5 @@ class Applying(PlanMonitor):
             self._say(self._measured.in_words())
 
     def _leave_in_force(self) -> None:
-        self.leaves()
+        self.on_stop()
         self.done = True

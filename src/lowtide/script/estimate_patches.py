@@ -45,11 +45,11 @@ def steps_of_a_script(listener: Estimating) -> Iterator[None]:
 
     def runs_back(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         done = run(*args, **kwargs)
-        listener.backward_ended()
+        listener.on_backward_end()
         return done
 
     def checkpoints(function: Any, *args: Any, **kwargs: Any) -> Any:
-        listener.checkpoints(function, args)
+        listener.on_checkpoint(function, args)
         return checkpoint(function, *args, **kwargs)
 
     checkpoint = torch.utils.checkpoint.checkpoint

@@ -104,7 +104,7 @@ class Estimating(StepListener):
         self._held_up: tuple[nn.Module, tuple[Optimizer, ...]] | None = None
         """The model and its optimizers, if the first forward could not be put on the GPU."""
 
-    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+    def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Switch to fake tensors in the first step; begin the second step later."""
         resizing = self._batch_size.of_other_size(batch, is_first=True)
         self._optimizers = optimizers
@@ -127,7 +127,7 @@ class Estimating(StepListener):
         self._data = {id(p): storage_id(p) for p in model.parameters()}
         self._rehearsal.answers.written.clear()
 
-    def calls(self, called: Callable[..., Any], batch: Any) -> None:
+    def on_inner_call(self, called: Callable[..., Any], batch: Any) -> None:
         """Note batches of several sizes, if both steps begin with calls of one module that differ in size only."""
         if self._rehearsal is None:
             return
@@ -138,7 +138,7 @@ class Estimating(StepListener):
                 "more"
             ] = None
 
-    def is_left_by(self, model: nn.Module, other: nn.Module) -> bool:
+    def is_abandoned(self, model: nn.Module, other: nn.Module) -> bool:
         """Return True if neither the script's variables nor the module `other` lead to any part of `model`."""
         if self._rehearsal is None:
             return False
@@ -154,17 +154,17 @@ class Estimating(StepListener):
         if former is not None and former() is None:
             self._n_steps = 0
 
-    def finds(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
+    def on_model_found(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
         """Put the trained model on the GPU now: the next step begins before the model is called."""
         self._optimizers = optimizers
         self._enter(model, [])
 
-    def continues(self, batch: Any) -> None:
+    def on_further_call(self, batch: Any) -> None:
         """Continue a step. If models take turns, or there is no optimizer, this call may already belong to the next
         batch.
         """
         if self._rehearsal is None and self._held_up is not None and self._has_run_backward:
-            self.begins(self._held_up[0], batch, self._held_up[1])
+            self.on_step_begin(self._held_up[0], batch, self._held_up[1])
             return
         resizing = self._batch_size.of_other_size(batch, is_first=False)
         if self._rehearsal is not None:
@@ -178,11 +178,11 @@ class Estimating(StepListener):
                 raise Enough
             self._next_pass(batch)
 
-    def backward_ended(self) -> None:
+    def on_backward_end(self) -> None:
         """Record that a backward pass is over."""
         self._has_run_backward = True
 
-    def checkpoints(self, function: Any, batch: Any) -> None:
+    def on_checkpoint(self, function: Any, batch: Any) -> None:
         """Put the model on the GPU if a checkpoint around the model itself is about to begin: inside is too late."""
         if self._rehearsal is not None or not torch.is_grad_enabled() or not self._may_enter(batch):
             return
@@ -250,7 +250,7 @@ class Estimating(StepListener):
         """Return the settings of a script's run on an absent GPU."""
         return {"alone": True, "is_there": self.asked.has, "processes": self._processes}
 
-    def ends(self, model: nn.Module) -> None:
+    def on_step_end(self, model: nn.Module) -> None:
         """Count a step; after the second, restore all real tensors and end the script."""
         if self._rehearsal is None:
             self._enter(model, [])
@@ -275,7 +275,7 @@ class Estimating(StepListener):
         if self._processes is not None and not torch.distributed.is_initialized():
             rehearsal.answers.note(NO_GROUP)
         rehearsal.finish()
-        self.leaves()
+        self.on_stop()
         n_passes = 0 if rehearsal.has_updated or self._n_steps else self._n_backward_passes()
         self._answer(rehearsal, n_passes)
         self.done = True
@@ -284,7 +284,7 @@ class Estimating(StepListener):
         """Keep the result of a run that has ended."""
         self.estimate = run.estimate(n_passes)
 
-    def gives_up(self, model: nn.Module) -> None:
+    def on_model_replaced(self, model: nn.Module) -> None:
         """Count steps of another model from now on; its tensors are on the GPU already, as all reachable tensors are.
 
         Before any update only a forward has run; after one, a whole step.
@@ -306,7 +306,7 @@ class Estimating(StepListener):
             self.answers.notes[BY_HAND] = None
         return is_updated
 
-    def leaves(self) -> None:
+    def on_stop(self) -> None:
         """Restore all real tensors and remove all patches, if the run is still in progress."""
         if self._rehearsal is not None:
             rehearsal, self._rehearsal = self._rehearsal, None

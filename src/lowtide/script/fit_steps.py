@@ -130,20 +130,20 @@ class Fitting(PlanMonitor):
             return self.plans.rehearsing.awaits
         return "took a step under its plan"
 
-    def precedes(self, module: nn.Module) -> None:
+    def on_earlier_call(self, module: nn.Module) -> None:
         """Count a model called between steps: its memory is outside all steps."""
         self.plans.preceding[name_of(module)] += 1
 
     # --- a step begins
 
-    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+    def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Rehearse this step, or run it under the plan and measure it."""
-        super().begins(model, batch, optimizers)
+        super().on_step_begin(model, batch, optimizers)
         plans, step = self.plans, BegunStep(model, batch, optimizers, self.compiled or model)
         self._calls.n = 1
         plans.larger.has_optimizers = bool(optimizers)
         if plans.unplanned is not None:
-            plans.rehearsing.leaves()
+            plans.rehearsing.on_stop()
             self.done = True
         elif plans.plan is None:
             self._rehearse(step)
@@ -159,15 +159,15 @@ class Fitting(PlanMonitor):
                 self._measure(plan, step)
             elif plans.unplanned is None:  # compiled blocks will be replayed
                 with self._may_go_on_plain():
-                    plans.rehearsing.begins(model, batch, optimizers)
+                    plans.rehearsing.on_step_begin(model, batch, optimizers)
 
-    def continues(self, batch: Any) -> None:
+    def on_further_call(self, batch: Any) -> None:
         """Count a further call of the model in this step."""
         self._calls.n += 1
 
-    def calls(self, called: Callable[..., Any], batch: Any) -> None:
+    def on_inner_call(self, called: Callable[..., Any], batch: Any) -> None:
         """Let the rehearsal see a call inside a step."""
-        self.plans.rehearsing.calls(called, batch)
+        self.plans.rehearsing.on_inner_call(called, batch)
 
     def _rehearse(self, step: BegunStep) -> None:
         plans, place = self.plans, place_of(step.model)
@@ -178,7 +178,7 @@ class Fitting(PlanMonitor):
         n_hidden, rehearsing.compiled = rehearsing.n_hidden, self.compiled
         self._show(f"rehearsing {plans.name}, step {rehearsing.n_steps + 1}", step.model)
         with self._may_go_on_plain():
-            rehearsing.begins(step.model, step.batch, step.optimizers)
+            rehearsing.on_step_begin(step.model, step.batch, step.optimizers)
         if rehearsing.n_hidden == 1 > n_hidden:
             self._say("the script runs its own recorder, such as a profiler: steps after it are rehearsed")
 
@@ -215,7 +215,7 @@ class Fitting(PlanMonitor):
 
     # --- a step ends
 
-    def ends(self, model: nn.Module) -> None:
+    def on_step_end(self, model: nn.Module) -> None:
         """Make a plan, or check the plan's promise. Raises Infeasible and OverBudget."""
         self._stage.close()
         plans = self.plans
@@ -247,7 +247,7 @@ class Fitting(PlanMonitor):
         rehearsing = self.plans.rehearsing
         was_rehearsed = rehearsing.profile is not None
         with self._may_go_on_plain():
-            rehearsing.ends(model)
+            rehearsing.on_step_end(model)
         if not was_rehearsed:
             self._calls.n_planned = self._calls.n
         if rehearsing.n_sizes > 1 and not self._has_said_sizes:
@@ -339,11 +339,11 @@ class Fitting(PlanMonitor):
 
     # --- between steps, and after them
 
-    def gives_up(self, model: nn.Module) -> None:
+    def on_model_replaced(self, model: nn.Module) -> None:
         """Forget `model`, which is not the trained one, and rehearse the model that is."""
-        super().gives_up(model)
+        super().on_model_replaced(model)
         self._stage.close()
-        self.plans.rehearsing.gives_up(model)
+        self.plans.rehearsing.on_model_replaced(model)
         if self.plans.plan is not None:
             name = name_of(model)
             self._say(
@@ -356,7 +356,7 @@ class Fitting(PlanMonitor):
         """True unless models are trained for a few steps each, or several processes train: one would plan alone."""
         return self._n_short < MOST_SHORT and not several_processes()
 
-    def starts_over(self) -> None:
+    def on_next_model(self) -> None:
         """Rehearse the model that is trained next; the plan of the last one is removed if that one is alive."""
         self._n_short += self.plans.later.n_updates < PATIENCE
         self._in_force.resume()
@@ -367,7 +367,7 @@ class Fitting(PlanMonitor):
         self._start_measuring()
         self._say(NEXT_REHEARSED)
 
-    def lets_go(self) -> None:
+    def on_release(self) -> None:
         """Release the model; the plan stays in force."""
         self.plans.release()
 
@@ -386,14 +386,14 @@ class Fitting(PlanMonitor):
         self.done = False
         return True
 
-    def takes(self, step_ms: float) -> None:
+    def on_timed(self, step_ms: float) -> None:
         """Report the mean time of a step."""
         self.is_timed = False
-        super().takes(step_ms)
+        super().on_timed(step_ms)
 
-    def passes_over(self) -> None:
+    def on_unplanned_model(self) -> None:
         """Report that the trained model runs without a plan, and measure no more steps."""
-        super().passes_over()
+        super().on_unplanned_model()
         self.plans.later.end()
 
     def finish(self) -> None:
@@ -403,11 +403,11 @@ class Fitting(PlanMonitor):
             self._keep(plan)
         self.done |= self._held is not None
 
-    def leaves(self) -> None:
+    def on_stop(self) -> None:
         """End recordings that are for one step only; the plan stays."""
-        super().leaves()
+        super().on_stop()
         self._stage.close()
-        self.plans.rehearsing.leaves()
+        self.plans.rehearsing.on_stop()
 
     def remove_plan(self) -> None:
         """Restore the model."""

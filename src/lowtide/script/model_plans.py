@@ -233,16 +233,16 @@ class ModelPlans:
         """
         assert self.plan is not None
         if self._in_force.applied is not None and self._in_force.applied.plan is self.plan:
-            self.rehearsing.leaves()
+            self.rehearsing.on_stop()
             return self.plan
         self._in_force.remove()
         if not self.checks.must_compare(self.plan):
-            self.rehearsing.leaves()
+            self.rehearsing.on_stop()
             self._force(self.plan, step.model)
             return self.plan
         is_planned = fingerprint(step.model, step.batch).batch == self.plan.fingerprint.batch
         if (trial := self.rehearsing.trial_call(step.model, step.code, step.batch)) is None:
-            self.rehearsing.leaves()
+            self.rehearsing.on_stop()
             self._force(self.plan, step.model)
             self.checks.proof, self.checks.compared = NOT_COPIED, self.plan
             return self.plan
@@ -254,7 +254,7 @@ class ModelPlans:
         Memory is tried only if the batch is the one that the plan is for.
         """
         plain = compiled_bits(step.model, step.code, step.batch)  # the rehearsal still has torch's own partition
-        self.rehearsing.leaves()
+        self.rehearsing.on_stop()
         if is_planned and not self._schedule(plan, step):
             return None
         assert self.plan is not None

@@ -144,33 +144,33 @@ class PlanMonitor(StepListener):
         self._open: Measured | None = None
         self._measured = MeasuredSteps()
 
-    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+    def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Remove the plan from a model that was given up."""
         self._in_force.remove_given_up()
 
-    def gives_up(self, model: nn.Module) -> None:
+    def on_model_replaced(self, model: nn.Module) -> None:
         """Forget `model`, which is not the trained one, and its measurements."""
-        PlanMonitor.leaves(self)  # this changes no hooks
+        PlanMonitor.on_stop(self)  # this changes no hooks
         self._in_force.give_up()
         self.done, self._measured = False, MeasuredSteps()
 
-    def starts_processes(self) -> None:
+    def on_processes_start(self) -> None:
         """Report that processes of `torch.multiprocessing.spawn` are not watched."""
         self._say(f"torch.multiprocessing.spawn starts processes, which train without a plan. {IN_PROCESSES}")
 
-    def takes(self, step_ms: float) -> None:
+    def on_timed(self, step_ms: float) -> None:
         """Report the mean time of a step under the plan."""
         self._say(f"a step under the plan takes {format_time(step_ms)}")
 
-    def passes_over(self) -> None:
+    def on_unplanned_model(self) -> None:
         """Report that the trained model runs without a plan."""
         self._say(_PASSED_OVER)
 
-    def lets_go(self) -> None:
+    def on_release(self) -> None:
         """Release the model; the plan stays in force."""
         self._in_force.release()
 
-    def leaves(self) -> None:
+    def on_stop(self) -> None:
         """End recordings that are for one step only; the plan stays."""
         if self._open is not None:
             self._open.leave()

@@ -67,7 +67,7 @@ class PostPlanMonitor:
             self._began_ms = now_ms(self._place)
         elif self._n_timed == N_UNTIMED + N_TIMED:
             self.is_timing = False
-            self._listener.takes((now_ms(self._place) - self._began_ms) / N_TIMED)
+            self._listener.on_timed((now_ms(self._place) - self._began_ms) / N_TIMED)
 
     def updated(self, optimizer: Optimizer) -> bool:
         """Record a step of an optimizer that is not known.
@@ -85,5 +85,5 @@ class PostPlanMonitor:
         if self._finds_next:
             return not modules or self.n_others == N_INSTEAD
         self._modules.clear()
-        self._listener.passes_over()
+        self._listener.on_unplanned_model()
         return False

@@ -94,10 +94,10 @@ class Rehearsing(StepListener):
         self._given_up: list[OnlineProfiler | OnlineCompiledProfiler] = []
         """Profilers still in force on models that were given up."""
 
-    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+    def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Observe this step. Raises RehearsalError for a model that can't be planned."""
         if self._given_up:
-            self.leaves()
+            self.on_stop()
         check_not_scripted(model)
         self._is_hidden = has_torchscript(model) and self._n_runs < TORCHSCRIPT_RUNS
         if self._is_hidden:
@@ -133,7 +133,7 @@ class Rehearsing(StepListener):
         self._parts = PartCalls(model)
         return OnlineCompiledProfiler(model)
 
-    def calls(self, called: Callable[..., Any], batch: Any) -> None:
+    def on_inner_call(self, called: Callable[..., Any], batch: Any) -> None:
         """Copy the arguments of a call, in case no single call runs all compiled code."""
         if self._parts is not None and not self.done:
             self._parts.add(called, batch)
@@ -149,7 +149,7 @@ class Rehearsing(StepListener):
         calls = self._parts.made()
         return (self._parts.run, (calls, {})) if calls else None
 
-    def ends(self, model: nn.Module) -> None:
+    def on_step_end(self, model: nn.Module) -> None:
         """Check if enough steps were observed. Raises RehearsalError if that can never be."""
         if self._is_hidden:
             return
@@ -166,7 +166,7 @@ class Rehearsing(StepListener):
                 what = f"no two of {self.n_steps} steps had batches of the same form"
             raise RehearsalError(f"{what}.\n{ONE_FORM}")
 
-    def gives_up(self, model: nn.Module) -> None:
+    def on_model_replaced(self, model: nn.Module) -> None:
         """Forget `model`, which is not the trained one, and its recordings."""
         if self._observed is not None:
             self._observed.give_up()
@@ -184,7 +184,7 @@ class Rehearsing(StepListener):
         called = model.children() if type(model) is CompositeModel else (model,)
         if not self.inside_blocks or self.compiled is not None or all(map(is_compiled, called)):
             return False
-        self.gives_up(model)
+        self.on_model_replaced(model)
         self.inside_blocks = False
         return True
 
@@ -196,7 +196,7 @@ class Rehearsing(StepListener):
         if self._observed is not None:
             self._observed.restart()
 
-    def lets_go(self) -> None:
+    def on_release(self) -> None:
         """End the script by raising Enough, unless the listener was created with `stop=False`."""
         if self._stop:
             raise Enough
@@ -208,7 +208,7 @@ class Rehearsing(StepListener):
             if self._observed.profile is not None:
                 self._finish(self._observed)
 
-    def leaves(self) -> None:
+    def on_stop(self) -> None:
         """Remove all hooks."""
         for observed in (*self._given_up, *([] if self._observed is None else [self._observed])):
             observed.leave()

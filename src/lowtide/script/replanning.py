@@ -44,7 +44,7 @@ class Replanning:
             return
         self._in_force.remove()
         try:
-            self._plans.rehearsing.begins(step.model, step.batch, step.optimizers)
+            self._plans.rehearsing.on_step_begin(step.model, step.batch, step.optimizers)
             self._plans.larger.is_rehearsed = True
         except RehearsalError as why:
             self._leave_growth(why)
@@ -55,7 +55,7 @@ class Replanning:
         plans = self._plans
         plans.larger.is_rehearsed = False
         try:
-            plans.rehearsing.ends(model)
+            plans.rehearsing.on_step_end(model)
         except RehearsalError as why:
             self._leave_growth(why)
         if plans.profile is None:
@@ -148,9 +148,9 @@ class Replanning:
         """Rehearse this step from scratch, without the results of earlier rehearsals."""
         if self._in_force.applied is not None:
             self._in_force.remove()
-            self._plans.rehearsing.gives_up(step.model)
+            self._plans.rehearsing.on_model_replaced(step.model)
         try:
-            self._plans.rehearsing.begins(step.model, step.batch, step.optimizers)
+            self._plans.rehearsing.on_step_begin(step.model, step.batch, step.optimizers)
         except RehearsalError as why:
             self._leave_changed(why)
             self._plans.put_in_force(step)
@@ -159,7 +159,7 @@ class Replanning:
         """Plan for changed steps once they were rehearsed often enough. Returns True if `plan` was replaced."""
         plans = self._plans
         try:
-            plans.rehearsing.ends(model)
+            plans.rehearsing.on_step_end(model)
         except RehearsalError as why:
             self._leave_changed(why)
             return False

@@ -138,7 +138,7 @@ class Steps:
     def __exit__(self, *_: object) -> None:
         self.stop()
         self._hook.remove()
-        self.listener.leaves()
+        self.listener.on_stop()
 
     def stop(self) -> None:
         """Remove all patches and references. Repeated calls do nothing."""
@@ -171,7 +171,7 @@ class Steps:
 
     def _starts_process(self, plain: Callable[..., Any], process: BaseProcess) -> None:
         if not self.unseen.in_processes and self.model is None and is_spawned(process):
-            self.listener.starts_processes()  # at once, as they may train for hours
+            self.listener.on_processes_start()  # at once, as they may train for hours
         self.unseen.in_processes = True
         plain(process)
 
@@ -282,14 +282,14 @@ class Steps:
         if self.listener.done:
             if self._waits_until and self.updates.n >= self._waits_until:
                 self._waits_until = 0
-                self.listener.lets_go()
+                self.listener.on_release()
             if not self._waits_until:
                 self.stop()
             return
         if self.model is None:
             self.model = module
             self._prompted.forget()
-        elif not (self._is_given or self._is_ours(module)) and self.listener.is_left_by(self.model, module):
+        elif not (self._is_given or self._is_ours(module)) and self.listener.is_abandoned(self.model, module):
             for held in (self._called, self.updates.optimizers, self.updates.in_step):  # their memory may be freed
                 held.clear()
             self._replace(module)
@@ -298,17 +298,17 @@ class Steps:
         if not self._is_open and not self._is_ours(module):
             self._note_other_call(module)
         if self._is_open:
-            self.listener.continues(batch)
+            self.listener.on_further_call(batch)
         elif self._is_ours(module) and not self._turns.are_in_step:
             self._candidates.forget()
             before = None if self._before is None else self._before()
             if before is not None and not self._is_ours(before) and any(True for _ in before.parameters()):
-                self.listener.precedes(before)
+                self.listener.on_earlier_call(before)
             if (search := self.updates.search()) is not None:
                 self.updates.optimizers[id(search.optimizer)] = search.optimizer
             self._is_beginning = True
             try:
-                self.listener.begins(self.model, batch, tuple(self.updates.optimizers.values()))
+                self.listener.on_step_begin(self.model, batch, tuple(self.updates.optimizers.values()))
             finally:
                 self._is_beginning = False
             self._is_open = True
@@ -322,7 +322,7 @@ class Steps:
         """Let the listener see a call inside a step that backward may go through."""
         is_ours = self._is_open and self.failed is None and self._thread.is_here()
         if is_ours and torch.is_grad_enabled() and not in_backward():
-            self.listener.calls(called, batch)
+            self.listener.on_inner_call(called, batch)
 
     def _note_other_call(self, module: nn.Module) -> None:
         """Record a call of another module, which replaces the model once it was trained for two steps."""
@@ -367,7 +367,7 @@ class Steps:
             self.model = model
             self._prompted.forget()
             with self._noting():
-                self.listener.finds(model, (optimizer,))
+                self.listener.on_model_found(model, (optimizer,))
         held = held_by(optimizer)
         if self.model is not None and not held & ids(self.model.parameters()):
             self._turns.others_updated(held)
@@ -407,7 +407,7 @@ class Steps:
 
     def _start_over(self, optimizer: Optimizer) -> None:
         """Detect the steps of the model that `optimizer` updates, from the next call on."""
-        self.listener.starts_over()
+        self.listener.on_next_model()
         self.n_steps = self._waits_until = 0
         self._candidates, self._turns = CandidateModels(), AlternatingModels()
         self._resume(None, [optimizer])
@@ -456,12 +456,12 @@ class Steps:
         elif not self._is_given and (others := self._turns.model_updated()):
             self._takes_turns(others)
         else:
-            self.listener.ends(self.model)
+            self.listener.on_step_end(self.model)
             if self.listener.done:
                 if not self._is_given and caller_has_other_optimizers(self.model):
                     self._waits_until = self.updates.n + PATIENCE
                 else:
-                    self.listener.lets_go()
+                    self.listener.on_release()
 
     def _takes_turns(self, others: Sequence[nn.Module]) -> None:
         """Join the model and `others`, which take turns, into one model."""
@@ -475,7 +475,7 @@ class Steps:
         given_up, self.model = self.model, other
         self._turns.begin()
         self.n_steps = self._waits_until = 0
-        self.listener.gives_up(given_up)
+        self.listener.on_model_replaced(given_up)
 
     def _replace(self, other: nn.Module) -> None:
         """Switch to another model, with which a step begins now."""

@@ -27,7 +27,7 @@ class StepListener:
     """False if the mean time of a step is known."""
 
     plans_next = False
-    """True if a model that is trained after the work is done on another one gets the same work: see `starts_over`."""
+    """True if a model that is trained after the work is done on another one gets the same work: see `on_next_model`."""
 
     plans_compiled = True
     """False if the listener ignores compiled functions and handles only the modules that they call."""
@@ -44,40 +44,40 @@ class StepListener:
         """Text that names the event that the listener waits for."""
         raise NotImplementedError
 
-    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+    def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Begin a step: `model` is about to be called with `batch`, (args, kwargs), for the first time in it."""
         raise NotImplementedError
 
-    def precedes(self, module: nn.Module) -> None:
+    def on_earlier_call(self, module: nn.Module) -> None:
         """Record a call of `module`, which was not trained, since the last step: the step may have begun with that
         call.
         """
 
-    def continues(self, batch: Any) -> None:
+    def on_further_call(self, batch: Any) -> None:
         """Continue a step: the program is about to call a module with `batch`."""
 
-    def calls(self, called: Callable[..., Any], batch: Any) -> None:
+    def on_inner_call(self, called: Callable[..., Any], batch: Any) -> None:
         """Record that the program is about to call a module, or a compiled function, with `batch` inside a step."""
 
-    def ends(self, model: nn.Module) -> None:
+    def on_step_end(self, model: nn.Module) -> None:
         """End a step: the optimizer has updated the model.
 
         Mostly called from the optimizer's hook: no hooks may be added or removed here.
         """
         raise NotImplementedError
 
-    def gives_up(self, model: nn.Module) -> None:
+    def on_model_replaced(self, model: nn.Module) -> None:
         """Give up `model`, which began a step: another model is trained, or will be from here on.
 
         Steps of the new model are then observed from the beginning.
         """
         raise NotImplementedError
 
-    def is_left_by(self, model: nn.Module, other: nn.Module) -> bool:
+    def is_abandoned(self, model: nn.Module, other: nn.Module) -> bool:
         """Return True if no variable holds `model` any longer, and the program has called `other` instead."""
         return False
 
-    def finds(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
+    def on_model_found(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
         """Learn that `model` is the trained one, after an unobserved step. Called from an optimizer's hook."""
 
     def is_updated(self, model: nn.Module) -> bool:
@@ -88,25 +88,25 @@ class StepListener:
         """
         return False
 
-    def starts_processes(self) -> None:
+    def on_processes_start(self) -> None:
         """Record that `torch.multiprocessing.spawn` starts processes before anything is trained in this one."""
 
-    def takes(self, step_ms: float) -> None:
+    def on_timed(self, step_ms: float) -> None:
         """Record the mean time of a step after all work is done. Called from an optimizer's hook, once."""
 
-    def passes_over(self) -> None:
+    def on_unplanned_model(self) -> None:
         """Record that another model is trained after all work is done. Called from an optimizer's hook, once for each
         model on which work is done.
         """
 
-    def starts_over(self) -> None:
+    def on_next_model(self) -> None:
         """Forget the last model: another one has taken its place, and its steps are detected. Called from an
         optimizer's hook, where no hooks may be changed, if `plans_next`.
         """
 
-    def lets_go(self) -> None:
+    def on_release(self) -> None:
         """Release the model: all work is done, and no other model takes turns with it. Hooks must not be changed, as in
-        `ends`.
+        `on_step_end`.
         """
 
     def wants_more(self) -> bool:
@@ -116,5 +116,5 @@ class StepListener:
     def finish(self) -> None:
         """Finish with the recorded steps: the script has ended without an error."""
 
-    def leaves(self) -> None:
+    def on_stop(self) -> None:
         """Remove everything that is in force for one step only: detection is over."""
