@@ -143,8 +143,10 @@ def _marked(function: F, calls: Any) -> F:
 _FRAMES = torch._C._dynamo.eval_frame
 
 
-is_traced: Callable[[], bool] = torch.compiler.is_dynamo_compiling
-"""Return True in code that torch.compile traces, where the call is a constant. Torch 2.13, since 2.1."""
+is_traced: Callable[[], bool] = functools.lru_cache(torch.compiler.is_dynamo_compiling)
+"""Return True in code that torch.compile traces, where the call is a constant. Elsewhere it is False, which the cache
+returns without a call of a Python function; torch.compile traces past the cache. Torch 2.13, since 2.2.
+"""
 
 is_compiling_anywhere: Callable[[], bool] = functools.partial(operator.attrgetter("_is_compiling_flag"), torch.compiler)
 """Return True if any thread compiles or exports code. Not for code that may be traced. Torch 2.13; in 2.10 the flag is
