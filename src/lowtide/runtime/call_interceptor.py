@@ -171,17 +171,49 @@ class OuterInterceptor:
         return self.around(self.inner, args, kwargs)
 
 
-class InterceptorsInside:
-    """The interceptors of all modules but the model, which are off while the model runs under a plan that keeps all.
-
-    Taking them out and putting them back takes a tenth of a microsecond each, in place of one for each call.
-    """
+class RemovableInterceptors:
+    """Interceptors that can be taken out of their modules, and put back, in a tenth of a microsecond each."""
 
     def __init__(self, interceptors: Iterable[CallInterceptor]) -> None:
         # compiled code stays in its place
         self._interceptors = [interceptor for interceptor in interceptors if interceptor.before is None]
         self._tables = [interceptor.module.__dict__ for interceptor in self._interceptors]
-        self.n_runs, self.n_planned, self._lock = 0, 0, threading.Lock()
+
+    def take_out(self) -> None:
+        """Call the modules without these interceptors from now on; if other code is in front of any, all stay."""
+        fronts = [*map(dict.pop, self._tables, repeat(CALL), repeat(None))]
+        if not all(map(is_, fronts, self._interceptors)):
+            for table, front in zip(self._tables, fronts, strict=True):
+                if front is not None:
+                    table[CALL] = front
+
+    def put_back(self) -> None:
+        """Put the interceptors in their places, unless the plan was removed meanwhile."""
+        if not self._interceptors or not self._interceptors[0].installed:
+            return
+        fronts = [*map(dict.setdefault, self._tables, repeat(CALL), self._interceptors)]
+        if not all(map(is_, fronts, self._interceptors)):
+            for interceptor in self._interceptors:
+                if not interceptor.is_reached():  # something was put in its place
+                    interceptor.install()
+
+
+class InterceptorsInside:
+    """The interceptors of all modules but the model, of which those that a run does not need are out while it lasts.
+
+    A run that keeps all needs none. A run under a plan needs all until it has learnt which ones it needs.
+    """
+
+    def __init__(self, interceptors: Iterable[CallInterceptor]) -> None:
+        self._all = RemovableInterceptors(interceptors)
+        self._out: RemovableInterceptors | None = None
+        """Those that the only run under a plan does not need, while they are out."""
+        self._n_runs, self._n_planned, self._lock = 0, 0, threading.RLock()
+
+    @property
+    def are_out(self) -> bool:
+        """Return True if a run has taken out any interceptors."""
+        return bool(self._n_runs or self._out is not None)
 
     def take_out(self) -> None:
         """Call the modules without their interceptors from now on; several runs may do so at once.
@@ -189,43 +221,46 @@ class InterceptorsInside:
         While a plan runs in another thread, they stay.
         """
         with self._lock:
-            self.n_runs += 1
-            if self.n_runs > 1 or self.n_planned:
-                return
-            fronts = [*map(dict.pop, self._tables, repeat(CALL), repeat(None))]
-            if not all(map(is_, fronts, self._interceptors)):  # something else is in front of a module: all stay
-                for table, front in zip(self._tables, fronts, strict=True):
-                    if front is not None:
-                        table[CALL] = front
+            self._n_runs += 1
+            if self._n_runs == 1 and not self._n_planned:
+                self._all.take_out()
 
     def put_in(self) -> None:
         """End a run that began with `take_out`. After the last one the interceptors are back in their places."""
         with self._lock:
-            self.n_runs -= 1
-            if not self.n_runs:
-                self._reinstall()
+            self._n_runs -= 1
+            if not self._n_runs:
+                self._all.put_back()
 
     @contextlib.contextmanager
-    def staying(self) -> Iterator[None]:
-        """Keep the interceptors in their places in the block: a plan runs that needs them."""
+    def staying(self, but: RemovableInterceptors | None = None) -> Iterator[None]:
+        """Keep the interceptors in their places in the block: a plan runs that needs them.
+
+        Those in `but` are out, unless there are other runs at the same time.
+        """
         with self._lock:
-            self.n_planned += 1
-            if self.n_runs:
-                self._reinstall()
+            self._n_planned += 1
+            if self._n_runs:
+                self._all.put_back()
+            elif self._n_planned == 1:
+                if but is not None:
+                    self._out = but
+                    but.take_out()
+            else:
+                self.put_back()
         try:
             yield
         finally:
             with self._lock:
-                self.n_planned -= 1
+                self._n_planned -= 1
+                self.put_back()
 
-    def _reinstall(self) -> None:
-        if not self._interceptors or not self._interceptors[0].installed:  # the plan was removed meanwhile
-            return
-        fronts = [*map(dict.setdefault, self._tables, repeat(CALL), self._interceptors)]
-        if not all(map(is_, fronts, self._interceptors)):
-            for interceptor in self._interceptors:
-                if not interceptor.is_reached():  # something was put in its place
-                    interceptor.install()
+    def put_back(self) -> None:
+        """Put interceptors back that a run under a plan did not seem to need."""
+        with self._lock:
+            if self._out is not None:
+                self._out.put_back()
+                self._out = None
 
 
 def _used(front: Callable[..., Any] | None, module: nn.Module) -> Callable[..., Any] | None:

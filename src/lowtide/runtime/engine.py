@@ -459,7 +459,8 @@ class Engine:
         first = self._n_calls.get((plan, interceptor))
         if first is not None and first[0] == n_elements:
             now.n_calls = first[1]
-        alone, inside = self._alone(interceptor), self.interceptors.inside.staying()
+        alone = self._alone(interceptor)
+        inside = self.interceptors.inside.staying(None if needed is None else needed.unneeded)
         with off_in_transforms(unpack, self.without_plan), self.now(now), alone, inside, pausing(now.pack):
             if needed is None:
                 now.switch_hooks(on=True)

@@ -47,12 +47,11 @@ class CallScope:
         number: int,
         actions: Actions,
         needed: set[int] | None = None,
-        learnt: set[int] | None = None,
     ) -> None:
         self.path, self.number, self.actions = path, number, actions
         self.needed = needed
         """Ordinals of the saved tensors that are not simply kept; None if unknown."""
-        self.learnt = learnt
+        self.learnt: set[int] | None = None
         """Needed ordinals that were seen so far, if they are being learnt."""
         self._id: str | None = None
         self.site: CaptureSite | None = None
@@ -125,7 +124,8 @@ class ForwardPass:
         self.n_elements = 0
         """Number of elements in the arguments of the model's call; 0 if the program calls a part of it."""
         self.needed = needed
-        self.learnt: dict[CallInterceptor, dict[int, set[int]]] | None = {} if learns else None
+        self.learnt: list[tuple[CallInterceptor, CallScope]] | None = [] if learns else None
+        """Calls whose needed saved tensors are learnt."""
         self.last_packed: Callable[[], Handle | None] = lambda: None
         self.probe = values.observer_of(engine)
         self.pack = make_pack_hook(self)
@@ -165,13 +165,15 @@ class ForwardPass:
         actions = decided.get(number, NO_ACTIONS)
         if decided and actions is NO_ACTIONS and number >= self.n_calls.get(interceptor, inf) and number > max(decided):
             actions = self.engine.decide_further(interceptor, self.plan, number)
-        if needed is None:
-            self.scope = scope = CallScope(interceptor.path, number, actions, None, self.learn(interceptor, number))
-            is_switched = False
-        else:
-            ordinals = needed.by_call.get(interceptor, _NO_CALLS).get(number)
-            learnt = self.learn(interceptor, number) if ordinals is None else None
-            self.scope = scope = CallScope(interceptor.path, number, actions, ordinals, learnt)
+        ordinals = None if needed is None else needed.by_call.get(interceptor, _NO_CALLS).get(number)
+        self.scope = scope = CallScope(interceptor.path, number, actions, ordinals)
+        if ordinals is None and self.learnt is not None:
+            scope.learnt = set()
+            self.learnt.append((interceptor, scope))
+        is_switched = False
+        if needed is not None:
+            if ordinals is None:
+                self.engine.interceptors.inside.put_back()
             wants = ordinals is None or bool(ordinals) or interceptor.replays or self.frame is not None
             is_switched = wants is not self.has_hooks and self.switch_hooks(on=wants)
         probe = self.probe
@@ -193,15 +195,11 @@ class ForwardPass:
         finally:
             if probe is not None:
                 probe.leaving(interceptor)
+            if ordinals and needed is not None and scope.ordinal > needed.n_saved[interceptor][number]:
+                needed.unneeded = None  # it may have called a module that has no interceptor
             self.scope = outer
             if is_switched:
                 self.switch_hooks(on=not self.has_hooks)
-
-    def learn(self, interceptor: CallInterceptor, number: int) -> set[int] | None:
-        """Return the set for the needed ordinals of a call that is about to begin; None if they are not learnt."""
-        if self.learnt is None:
-            return None
-        return self.learnt.setdefault(interceptor, {}).setdefault(number, set())
 
     def switch_hooks(self, *, on: bool) -> bool:
         """Push or pop the hooks, unless other hooks are in force. Return True if that was done."""

@@ -40,7 +40,7 @@ class ModelInterceptors:
 
     def displaced(self) -> Iterator[CallInterceptor]:
         """Yield the interceptors that another object has displaced, as `Module.compile` does."""
-        return (interceptor for interceptor in self.all if not (self.inside.n_runs or interceptor.is_reached()))
+        return (interceptor for interceptor in self.all if not (self.inside.are_out or interceptor.is_reached()))
 
     def remove(self) -> None:
         """Remove all interceptors. Repeated calls do nothing."""
