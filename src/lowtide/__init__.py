@@ -1,4 +1,4 @@
-"""Lowtide makes a PyTorch training step fit in a memory budget given in bytes, at the least extra time, and proves it.
+"""Lowtide fits a PyTorch training step into a memory budget with little extra time, and verifies the result.
 
 Public names are imported on first use (PEP 562), so `import lowtide` loads neither torch nor anything else slow.
 """

@@ -60,7 +60,7 @@ COMMANDS = {
     ),
     "plan": Lazy(target="lowtide.cli.plan:plan", summary="Make, show and compare plan files.", needs_torch=False),
     "frontier": Lazy(
-        target="lowtide.cli.frontier:frontier", summary="List budgets with the extra time of each.", needs_torch=False
+        target="lowtide.cli.frontier:frontier", summary="List the extra time that each budget costs.", needs_torch=False
     ),
     "explain": Lazy(
         target="lowtide.cli.explain:explain",
@@ -73,13 +73,15 @@ COMMANDS = {
     ),
     "snapshot": Lazy(
         target="lowtide.cli.snapshot:snapshot",
-        summary="Summarize a PyTorch memory snapshot: its peak, and the memory alive there.",
+        summary="Summarize a PyTorch memory snapshot: its peak, and what is alive at the peak.",
         needs_torch=False,
     ),
     "report": Lazy(
-        target="lowtide.cli.make_report:report", summary="Make a page of a run, or compare two runs.", needs_torch=False
+        target="lowtide.cli.make_report:report",
+        summary="Write a run as a page, or compare two runs.",
+        needs_torch=False,
     ),
-    "native": Lazy(target="lowtide.cli.native:native", summary="Compile the saved-tensor hooks, for less host time."),
+    "native": Lazy(target="lowtide.cli.native:native", summary="Compile the saved-tensor hooks, to save host time."),
     "demo": Lazy(
         target="lowtide.cli.demo.command:demo",
         summary="Train a real model on real text, and compare its memory before and after.",
@@ -120,7 +122,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=FIRST_COMMANDS)
 @click.version_option(versions_in_words(), message="%(version)s")
 def lowtide() -> None:
-    """Make a PyTorch training step fit in a memory budget, and prove that it did."""
+    """Fit a PyTorch training step into a memory budget, and verify its peak and its results."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -53,21 +53,21 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
 @click.option(
     "--fewest",
     is_flag=True,
-    help="Also say how many GPUs of each kind are enough, trying 1, 2, 4 ... 64, without a plan and with one.",
+    help="Also find the smallest sufficient number of each known GPU, among 1, 2, 4 ... 64, without and with a plan.",
 )
 @click.option(
     "--how",
     type=click.Choice(("plain", "recomputed", "replayed")),
     default="plain",
     show_default=True,
-    help="With --device: the step to estimate. plain: as it is. recomputed: with every tensor recomputed that takes no "
-    "matrix product. replayed: with each repeated block replayed as well. Plans of fit lie between these.",
+    help="With --device: the step to estimate. plain: as it is. recomputed: everything is recomputed except matrix "
+    "products, convolutions and attention. replayed: each repeated block is replayed as well. Plans lie between these.",
 )
 @click.option(
     "--plan",
     "plan_file",
     type=click.Path(exists=True, dir_okay=False),
-    help="A plan file: the step under this plan, for one device or for each of several GPUs.",
+    help="Estimate the step under the plan in this file, for one device or for each of several GPUs.",
 )
 @click.option("--strict", is_flag=True, help="Exit code 1 also if some of the memory is not known exactly.")
 @click.option("--batch", "sizes", type=click.IntRange(1), multiple=True, help="Size of the batch; may be repeated.")
@@ -102,24 +102,24 @@ def estimate(
 ) -> int:
     """Predict the memory that a training step of SCRIPT needs, without taking the step.
 
-    From the first training forward on, the script runs on tensors without memory. Lowtide ends it after two steps; a
-    loop without an optimizer runs to its end, or for 32 passes. Options of this command come before SCRIPT; everything
-    after it is passed to the script. With --batch the script is run once for each size.
+    From the first training forward on, the script runs on fake tensors, which take no memory. Lowtide ends it after two
+    steps; a loop without an optimizer runs to its end, or for 32 backward passes. Options of this command come before
+    SCRIPT; everything after it is passed to the script. With --batch the script runs once for each size.
 
     Without --device the answer is the peak of the step on this machine, in the bytes that its tensors request. Exit
-    code 0: it is within --budget, or there is none; 1: it is above; 2: there is no answer.
+    code 0: it is within --budget, or no budget is given; 1: it is above; 2: there is no answer.
 
     With --device the answer states the bytes that the step requests, the bytes that the allocator reserves, and whether
-    the GPU has them. Exit code 0: every step fits; 1: one does not fit, or might not; 2: there is no answer. cuDNN's
-    memory for recurrent layers is counted as it was measured on one GPU, which --strict does not accept as known.
+    they fit on the GPU. Exit code 0: every step fits; 1: one does not fit, or might not; 2: there is no answer. For
+    recurrent layers, cuDNN's memory is the one measured on a single GPU model, which --strict does not accept as known.
 
-    With several GPUs, the script runs once as the first and once as the last process that torchrun would start. The
-    other processes do not exist, and nothing is sent. This is new: it has been compared with four processes on a CPU.
-    NCCL's memory is a range from public reports, so with --strict the exit code is always 1. --batch and --report need
-    --rank.
+    With several GPUs, the script runs once as the first and once as the last process that torchrun would start. There
+    are no other processes, and nothing is sent. This is experimental: it has been compared with four processes on a
+    CPU. NCCL's memory is a range from public reports, so with --strict the exit code is always 1. --batch and --report
+    need --rank.
 
-    With --plan the steps run under a plan, made by `lowtide plan make` or saved by `lowtide run`. Exit code 2: the plan
-    is not for the model that the script trains.
+    With --plan the steps run under a plan that was made by `lowtide plan make` or saved by `lowtide run`. Exit code 2:
+    the plan is not for the model that the script trains.
     """
     if is_profile(target, is_module=is_module):
         raise click.UsageError(f"{target} is a profile, and an estimate needs a script: give the script.")

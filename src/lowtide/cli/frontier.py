@@ -18,13 +18,13 @@ from lowtide.utils.optional_deps import require_pictures
 @click.option(
     "--beside",
     type=click.Path(exists=True, dir_okay=False),
-    help="JSON file with a list of named points to show as well.",
+    help="JSON file with named points of other methods, to show next to the plans.",
 )
 @output_option("--json", "json_to", 'Write the points to FILE as JSON; "-": print only them.')
 @output_option("--picture", "picture_to", "Draw the frontier; FILE ends in .svg, .png or .pdf.")
 @profile_source("PROFILE|SCRIPT")
 def frontier(n: int, beside: str | None, json_to: str | None, picture_to: str | None, source: ProfileSource) -> None:
-    """List the cost of each budget, from the smallest peak that a plan reaches to the plain step.
+    """List the extra time that each budget costs, from the smallest peak that a plan reaches to the plain peak.
 
     PROFILE is a file that `lowtide rehearse --json` wrote; its name ends in .json. A SCRIPT is rehearsed first, and one
     more step is run to time the plain step.

@@ -48,13 +48,13 @@ def largest_batch(
     args: tuple[str, ...],
     is_module: bool,
 ) -> int:
-    """Rank the known GPUs by the largest batch that fits on each: plainly, and in two ways that save memory.
+    """Rank the known GPUs by the largest batch that fits on each, with and without recomputation.
 
-    The training step of SCRIPT, or of a model of transformers with AdamW (--hf), is estimated on tensors without memory
-    at a few sizes of the batch; sizes in between are interpolated. Nothing is measured.
+    The training step of SCRIPT, or of a model of transformers with AdamW (--hf), is estimated on fake tensors, which
+    take no memory, at a few batch sizes; sizes in between are interpolated. Nothing is measured.
 
-    The table has a column for the plain step, one for recomputing what takes no matrix product (norms, activations,
-    dropout), and one for replaying every block as well, as checkpointing does, each with its extra FLOPs. Plans of
+    The table has a column for the step as it is, one for recomputing everything except matrix products, convolutions
+    and attention, and one for replaying every block as well, as checkpointing does, each with its extra FLOPs. Plans of
     `lowtide run` and `lowtide.fit` lie between these: they choose tensor by tensor, by measured times.
 
     Exit code 0: at least one row fits on some GPU; 1: no row fits on any; 2: there is no answer. For one GPU and a

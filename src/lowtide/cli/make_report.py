@@ -39,7 +39,7 @@ def _share(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
     "-o",
     "to",
     "Write to FILE. Its ending gives the format: .html a page, .json the record, .csv the memory over the step, .sarif "
-    'the findings, .perfetto a trace for ui.perfetto.dev. Without it, or with "-": print the run in a few lines.',
+    'the findings, .perfetto a trace for ui.perfetto.dev. Without it, or with "-": print a summary.',
 )
 @click.option("--github", is_flag=True, help="Print the findings as annotations of GitHub Actions.")
 @click.option(
@@ -49,7 +49,7 @@ def _share(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
     help='With two runs: exit code 1 if the second peak is higher than the first by more than this share, as in "2%".',
 )
 def report(file: Path, other: Path | None, to: str | None, github: bool, fail_above: float | None) -> int:
-    """Make a page of a run, or of the changes between two runs.
+    """Write a run, or the changes between two runs, as a page.
 
     FILE was written by `--report FILE.json` of `lowtide run`, `rehearse`, `estimate`, `watch` or `demo`, or by `lowtide
     rehearse --json`, `plan make -o` or `watch --json`. Exit code 1: the second peak is above the limit of --fail-above;

@@ -13,8 +13,8 @@ from lowtide.utils.installed_versions import torch_build
 def native(build: bool) -> int:
     """Show the saved-tensor hooks that Lowtide uses, and compile them.
 
-    Plans are carried out by hooks in Python, or by the same hooks in C++, which take less host time: the same plans,
-    the same bits. Compiling them takes a C++ compiler and ninja; every process that starts afterwards uses the compiled
+    Hooks in Python carry out a plan. The same hooks compiled from C++ take less host time, with the same plans and the
+    same bits. Compiling them needs a C++ compiler and ninja; every process that starts afterwards uses the compiled
     hooks. LOWTIDE_NATIVE=0 switches them off, LOWTIDE_NATIVE=1 compiles them on first use.
     """
     if build:

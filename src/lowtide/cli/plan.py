@@ -29,7 +29,7 @@ def plan() -> None:
     "--budget",
     required=True,
     metavar="AMOUNT",
-    help='Peak to stay within, for all memory of the step: "8GiB", "500MB", or "60%" of the plain step\'s peak.',
+    help='Limit for the peak of a step, counting all memory: "8GiB", "500MB", or "60%" of the peak without Lowtide.',
 )
 @click.option("--cheap", is_flag=True, help="Recompute no matrix product, convolution or attention.")
 @output_option("-o", "to", 'Write the plan to FILE; "-", the default: print it.')

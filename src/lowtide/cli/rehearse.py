@@ -16,11 +16,10 @@ from lowtide.cli.script_or_profile import OWN_OPTIONS_FIRST, ProfileSource, outp
 def rehearse(plain: bool, json_to: str | None, report_to: str | None, source: ProfileSource) -> int:
     """Profile the training step of SCRIPT: its memory, and the smallest peak of any plan.
 
-    Runs the unchanged script until its model has been rehearsed, and ends it there, after two steps of training. The
-    first one needs about as much memory as checkpointing every block does, and the second one less. If batches are of
-    several sizes, up to 20 steps are run, until the largest size has come twice; a step may then need as much memory as
-    the plain one. So may the steps of a model that is compiled as a whole. Options of this command come before SCRIPT;
-    everything after it is passed to the script.
+    Runs the unchanged script for two training steps, and then ends it. The first step needs about as much memory as
+    checkpointing every block, the second one less. If batch sizes vary, up to 20 steps run, or fewer if the largest
+    size comes twice earlier; such a step may need as much memory as without Lowtide. So may the steps of a model that
+    is compiled as a whole. Options of this command come before SCRIPT; everything after it is passed to the script.
 
     `lowtide plan make` and `lowtide frontier` read the profile. Exit code 2: the script ended before it was rehearsed.
     """

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 @click.option(
     "--budget",
     metavar="AMOUNT",
-    help='Peak to stay within, for all memory of the step: "8GiB", "500MB", or "60%" of the plain step\'s peak; on a '
-    'GPU also "90% of gpu", or "auto": the memory that is free there, less 8 % for fragmentation.',
+    help='Limit for the peak of a step, counting all memory: "8GiB", "500MB", or "60%" of the peak without Lowtide; on '
+    'a GPU also "90% of gpu", or "auto": the free memory minus 8 % for fragmentation.',
 )
 @click.option(
     "--budget-for",
@@ -74,28 +74,28 @@ def run(
 ) -> int:
     """Run a training SCRIPT within a memory budget, or under a plan.
 
-    With --budget the first two steps of training are rehearsed: every allocation is recorded, and a plan is made. The
-    third step is the first under the plan, and its peak is measured. Each step trains the model as without Lowtide, bit
-    for bit, unless --lever changes the step. With --plan the plan is in force from the first step on, and the peak of
-    the second step is measured.
+    With --budget the first two training steps are rehearsed: every allocation is recorded, and a plan is made. The
+    third step is the first under the plan, and its peak is measured. Each step trains the model to the same bits as
+    without Lowtide, unless --lever changes the step. With --plan the plan is in force from the first step on, and the
+    peak of the second step is measured.
 
-    The budget does not bind rehearsed steps. Their peak is about that of checkpointing every block; if batches are of
-    several sizes, or the model is compiled as a whole, a step may need as much memory as the plain one.
+    Rehearsed steps may exceed the budget. They peak at about the level of checkpointing every block. If batch sizes
+    vary, or the model is compiled as a whole, they may need as much memory as a step without Lowtide.
 
-    If batches are of several sizes, up to 20 steps are observed, until the largest size has come twice. A larger batch
-    later on runs under the plan with the smallest peak, and a line says so. The next batch of that size is rehearsed,
-    and has its own plan from then on.
+    If batch sizes vary, up to 20 steps run before the plan is made, or fewer if the largest size comes twice earlier. A
+    larger batch that comes later runs under the plan with the smallest peak, and a message says so. The next batch of
+    that size is rehearsed and gets its own plan.
 
-    With --retry, a step that runs out of memory is repeated once under the plan with the smallest peak, and trains the
-    model to the same bits; if it can't be repeated, the error says why.
+    With --retry, a step that runs out of memory is repeated once under the plan with the smallest peak, with the same
+    results. If it cannot be repeated, the error says why.
 
     Options of this command come before SCRIPT; everything after it is passed to the script.
 
-    Exit code: the script's own, but 1 if no plan fits the budget or the measured peak is above it, and 2 if no plan can
-    be made, or the script ends before a plan is in force (for example because it trains nothing).
+    Exit code 1: no plan fits the budget, or the measured peak is above it; 2: no plan can be made, or the script ends
+    before a plan is in force (for example because it trains nothing). Otherwise: the script's own exit code.
 
-    New, and tested little: models and blocks compiled by torch.compile (small models on a CPU), and several processes
-    of torchrun (two on a CPU).
+    Experimental: models and blocks compiled by torch.compile (tested with small models on a CPU), and several processes
+    of torchrun (tested with two on a CPU).
     """
     _check_options(
         budget,

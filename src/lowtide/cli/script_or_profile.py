@@ -91,8 +91,8 @@ def in_place_option(body: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--no-in-place",
         is_flag=True,
-        help="Never write a gradient into the memory of the gradient that it is computed from, and register no kernels "
-        "with torch for such writes.",
+        help="Do not overwrite gradients in backward with the gradients computed from them, and register no kernels "
+        "with torch for this. Takes more memory.",
     )(body)
 
 
@@ -114,7 +114,7 @@ def profile_source(metavar: str) -> Callable[[Callable[..., Any]], Callable[...,
             "--processes",
             type=click.IntRange(1),
             metavar="N",
-            help="Rehearse SCRIPT as one of N processes of torchrun. The others do not exist: nothing is sent.",
+            help="Rehearse SCRIPT as one of N processes of torchrun. The others are simulated: nothing is sent.",
         )
         add_rank = click.option(
             "--rank",
@@ -126,7 +126,7 @@ def profile_source(metavar: str) -> Callable[[Callable[..., Any]], Callable[...,
         add_device = click.option(
             "--device",
             metavar="GPU",
-            help='Rehearse SCRIPT on this GPU, which the machine need not have: "A100-40", "cuda:24GiB", or as one of '
+            help='Rehearse SCRIPT for this GPU, which the machine need not have: "A100-40", "cuda:24GiB", or several: '
             '"8 x H100-80". Times are computed, and recomputes are taken to be exact until they run.',
         )
         return in_place_option(add_device(add_processes(add_rank(script_arguments(metavar)(with_source)))))

@@ -27,7 +27,7 @@ MOST_GPUS = 64
 
 HEADINGS = {
     "plain": "enough GPUs of each kind, by the number of GPUs that was tried",
-    "recomputed": "the same with every tensor recomputed that takes no matrix product, as a plan may",
+    "recomputed": "the same with all but matrix products, convolutions and attention recomputed, as a plan may",
     "replayed": "the same with every block replayed as well, about the least memory of a plan",
 }
 """Ways to take a step, with the first line of the table of each."""

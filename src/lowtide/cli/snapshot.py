@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def snapshot(file: Path, device: int | None, top: int, settings: tuple[str, ...], as_json: bool) -> None:
-    """Summarize FILE: the peak, the memory alive there, and the reserved memory.
+    """Summarize FILE: the peak, what is alive at the peak, and the reserved memory.
 
     FILE was written by torch.cuda.memory._dump_snapshot or by Lowtide. Only plain data is read from it, so it may come
     from an unknown source.

@@ -207,7 +207,10 @@ def _table(ranking: GpuRanking) -> Iterator[str]:
     yield "The largest batch that fits:"
     yield from Table(headings=heading, rows=rows).lines()
     extra = {how: format_ratio(ratio, signed=True) for how, ratio in ranking.extra_flops.items()}
-    yield f"cheap recomputed: what takes no matrix product to recompute is not kept; {extra['recomputed']} FLOPs."
+    yield (
+        "cheap recomputed: everything is recomputed except matrix products, convolutions and attention; "
+        f"{extra['recomputed']} FLOPs."
+    )
     if has_blocks:
         yield f"blocks replayed: and every block is run again in backward; {extra['replayed']} FLOPs."
     yield "Plans of lowtide.fit and lowtide run lie between, tensor by tensor, and check each recompute bit by bit."

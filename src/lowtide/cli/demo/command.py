@@ -1,4 +1,4 @@
-"""`lowtide demo`: train a real model on real text, and compare memory before and after, with the proof."""
+"""`lowtide demo`: train a real model on real text, and compare memory and results before and after."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ BUDGETS = ("70 %", "50 %", "35 %")
     "budgets",
     multiple=True,
     metavar="AMOUNT",
-    help='Peak to stay within, for all memory of the step: "700MB", "0.5GiB" or "60%" of the plain peak. May be given '
-    f"several times.  [default: {', '.join(BUDGETS)}]",
+    help='Limit for the peak of a step, counting all memory: "700MB", "0.5GiB" or "60%" of the plain peak. May be '
+    f"given several times.  [default: {', '.join(BUDGETS)}]",
 )
 @click.option("--steps", type=click.IntRange(1), metavar="N", default=2, show_default=True, help="Steps of each run.")
 @click.option("--layers", type=click.IntRange(1), metavar="N", help="Blocks of the model (resnet: of each stage).")
@@ -46,7 +46,7 @@ def demo(
     json_to: str | None,
     report_to: str | None,
 ) -> int:
-    """Train a real model on real text, and compare its memory before and after, with the proof.
+    """Train a real model on real text, and compare its memory and results before and after.
 
     Trains the model plainly, then within each budget, then with every block checkpointed, and compares peaks, times and
     results. Takes about two minutes on two cores, and downloads nothing. Exit code 1: a run exceeded its budget or gave
