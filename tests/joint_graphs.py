@@ -109,3 +109,21 @@ def embedded(*, half: bool) -> JointGraph:
         [7],
         "embedded",
     )
+
+
+def residual(target: str) -> JointGraph:
+    """Y = relu(x + op(x)); backward reads the mask of the ReLU, which is computed from y."""
+    return JointGraph(
+        [
+            node("input", root=0),
+            node("extern", (0,), root=1, target=target, module="op"),
+            node("pointwise", (0, 1), root=2, target="aten.relu"),
+            node("pointwise", (2,), MANY // 4, root=3, target="aten.le"),
+            node("input", root=4, tangent=True),
+            node("pointwise", (3, 4), root=5, backward=True, target="aten.where"),
+            node("reduction", (5,), FEW, root=6, backward=True, target="aten.sum"),
+        ],
+        [2],
+        [6],
+        "residual",
+    )

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,15 @@ from lowtide.runtime.joint_slots import JointSlots
 from parts import Convolves
 
 pytestmark = pytest.mark.usefixtures("empty_compile_caches")
+
+
+@pytest.fixture(params=[1, 2])
+def n_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Set the number of threads that inductor writes code for: several may share one sum."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
 
 class Attends(nn.Module):
@@ -150,7 +159,8 @@ class Residual(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("inductor")
-def test_sums_over_rows_add_up_in_the_same_order_beside_recomputed_values_under_autocast() -> None:
+def test_sums_over_rows_add_up_in_the_same_order_beside_recomputed_values_under_autocast(n_threads: int) -> None:
+    """Several threads add up embeddings' gradients by atomic additions, in any order also without a plan."""
     torch.manual_seed(0)
     model, batch = Residual(), torch.randint(256, (16, 128))
     compiled: Any = torch.compile(model)
@@ -167,7 +177,11 @@ def test_sums_over_rows_add_up_in_the_same_order_beside_recomputed_values_under_
     with lowtide.apply(compiled, replace(smallest_plan(profile, "flops"), recompute=everything)):
         under_plan = gradients(model, step, batch)
     assert len(everything) > 3
-    assert all(map(torch.equal, expected, under_plan))
+    names = [name for name, _ in model.named_parameters()]
+    differing = {
+        name for name, one, other in zip(names, expected, under_plan, strict=True) if not torch.equal(one, other)
+    }
+    assert differing <= ({"ids.weight", "places.weight"} if n_threads > 1 else set())
 
 
 @pytest.mark.slow
@@ -203,7 +217,7 @@ def test_the_smaller_of_twenty_budgets_cost_more_and_measured_peaks_are_at_most_
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("inductor")
+@pytest.mark.usefixtures("inductor", "n_threads")
 def test_a_convolutional_model_compiled_in_its_place_fits() -> None:
     model, batch = convnet()
     model.compile()

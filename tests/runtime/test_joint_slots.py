@@ -2,7 +2,7 @@
 
 import pytest
 
-from joint_graphs import MANY, block, embedded, masked, normalised
+from joint_graphs import MANY, block, embedded, masked, normalised, residual
 from lowtide.profiler.joint_memory import backward_half, forward_half
 from lowtide.runtime.joint_slots import JointSlots
 
@@ -44,6 +44,13 @@ def test_with_16_bit_values_what_is_computed_without_them_is_always_saved(half: 
     everything = {slot.address for slot in slots.slots}
     assert kept <= slots.without(everything).given
     assert (1 in slots.without(everything).again) is not half
+
+
+@pytest.mark.parametrize(("target", "given"), [("aten.mm", set()), ("aten.convolution", {3})])
+def test_what_is_computed_from_an_output_of_convolutions_is_always_saved(target: str, given: set[int]) -> None:
+    slots = JointSlots(residual(target), frozenset({3}))
+    assert [slot.node for slot in slots.slots] == [3]
+    assert slots.without({slots.slots[0].address}).given & {3} == given
 
 
 def test_a_tensor_that_is_computed_from_a_block_s_input_is_computed_again_from_it() -> None:

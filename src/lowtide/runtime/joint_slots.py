@@ -14,6 +14,11 @@ On a CPU, inductor vectorises a fused loop at the width of 16-bit elements if ev
 - Forward has to write a value that is saved. One that torch's forward does not write is no slot.
 - A value that fused arithmetic computes from random numbers, or without any 16-bit value, is always saved: dropout's
   masks and sums of embeddings. Random numbers are computed in a separate kernel, in 32 bits.
+
+In a graph with convolutions, inductor stores values in the channels-last format, but outputs of forward in the format
+that eager mode gives them. Several threads share a sum over a channel or not, depending on the format of what the sum
+reads (torch 2.13, `LoopNest.max_parallel_depth` in `torch/_inductor/codegen/cpp.py`). So a value that fused arithmetic
+computes from an output, such as the mask of a last ReLU, is always saved: recomputed, it would have the other format.
 """
 
 from __future__ import annotations
@@ -38,8 +43,8 @@ class JointSlot:
     address: str
     """Module, and ordinal of the call in it among all of the graph's: `transformer.h.3.mlp.c_fc#0:1`."""
     is_kept: bool
-    """True if any plan keeps it: it is small, another call would return other numbers, or sums that are fused with its
-    recomputation would add up in another order.
+    """True if any plan keeps it: it is small, another call would return other numbers, or sums over its recomputation
+    would add up in another order.
     """
 
 
@@ -76,11 +81,12 @@ class JointSlots:
             for i, n in enumerate(nodes)
             if n.is_forward and n.kind == "reduction" and n.root == i and 0 < n.bytes <= self._small
         } - held
+        outputs = held - plain if any(node.target == "aten.convolution" for node in nodes) else set[int]()
         self._kept: set[int] = set()
         """Slots that any plan keeps."""
         for node in sorted(saved | random | reduced):
             is_small = nodes[node].kind == "input" or nodes[node].bytes <= self._small
-            if node in random or is_small or self._changes_width(node):
+            if node in random or is_small or self._changes_width(node) or self._fused_into(node) & outputs:
                 self._kept.add(node)
         at = _addresses(joint, f"{joint.key}/" if is_named else "")
         self.slots = tuple(
@@ -149,17 +155,21 @@ class JointSlots:
 
     def _changes_width(self, slot: int) -> bool:
         """Return True if recomputing the slot may add a kernel without 16-bit values to a graph that has some."""
-        nodes, pending, seen = self.joint.nodes, [slot], set[int]()
+        nodes = self.joint.nodes
         if not self._is_mixed or nodes[slot].kind != "pointwise":
             return False
+        fused = self._fused_into(slot)
+        return any("random" in nodes[at].target for at in fused) or not any(nodes[at].is_half for at in fused)
+
+    def _fused_into(self, slot: int) -> set[int]:
+        """Return the slot and the values from which fused arithmetic computes it, up to those that any plan keeps."""
+        nodes, pending, fused = self.joint.nodes, [slot], set[int]()
         while pending:
             at = pending.pop()
-            if "random" in nodes[at].target:
-                return True
-            if at not in seen and at not in self._kept and nodes[at].kind in ("pointwise", "view"):
+            if at not in fused and at not in self._kept and nodes[at].kind in ("pointwise", "view"):
                 pending += nodes[at].args
-            seen.add(at)
-        return not any(nodes[at].is_half for at in seen)
+            fused.add(at)
+        return fused
 
     def _is_written(self, root: int) -> bool:
         """Return True if torch's own forward writes the value to memory."""
