@@ -116,7 +116,7 @@ def _summary(pairs: Sequence[Scored]) -> Iterator[str]:
     yield ""
     yield (
         "xMem runs the real step on a CPU and adds a term that was measured on the GPU; DNNMem's numbers include that "
-        "term too. SchedTune is a regression. The numbers of all four are those of the artefact's authors."
+        "term too. SchedTune is a regression model. The numbers of all four are those of the artefact's authors."
     )
     yield ""
 

@@ -28,8 +28,9 @@ class AliveDuringBackward(Rule):
     priority=170,
     name="output alive through the next step",
     what="An output of one step, with or without `.detach()`, is still held when the next step's backward begins.",
-    why="The step's peak is there, and the output adds to it: 6 % for an MLP (bench/retention.py). `.detach()` frees "
-    "no memory: the values are the memory. A variable that the next forward assigns again costs nothing at the peak.",
+    why="A step peaks near that moment, so the output adds to the peak: 6 % for an MLP (bench/retention.py). "
+    "`.detach()` frees no memory: the values are the memory. A variable that the next forward assigns again "
+    "costs nothing at the peak.",
     bad="predicted = model(x)\ncriterion(predicted, y).backward()\nlast = predicted.detach()",
     good="predicted = model(x)\ncriterion(predicted, y).backward()\nlast = predicted.mean().item()",
     fix="`del {names}` at the end of the step",
