@@ -1,7 +1,7 @@
 """Run the operators of a step on fake tensors, and record what they would allocate.
 
 Views, in-place operators and results that alias an argument allocate nothing. Memory that operators allocate and free
-internally is in `scratch.py`; when storages end, `storage_ledger.py` learns by itself.
+internally is in `scratch.py`; the ends of storages are recorded by `storage_ledger.py`.
 
 Under a dispatch mode autograd does not write in place to the tensors that it accumulates, because it can't know what
 the mode does. Where autograd would write in place without a mode, the tracker gives the old memory to the result

@@ -64,7 +64,7 @@ class Clock:
         self.ms = 0.0
 
     def takes(self, func: Any, arguments: Sequence[Tensor], results: Sequence[Tensor], n_flops: int) -> None:
-        """Advance by the time of an operator: that of its FLOPs or that of its bytes, whichever is longer."""
+        """Advance by the time of an operator: that of its FLOPs, or of its bytes if that is longer."""
         if func.is_view:
             return
         n_bytes = sum(tensor.nbytes for tensor in (*arguments, *results))

@@ -61,7 +61,7 @@ class Geometry:
         return torch.empty_strided(shape, self.strides, dtype=self.dtype).fill_(not is_index)
 
     def _coordinates(self) -> Tensor:
-        """Return a sparse tensor whose elements have distinct indices, as far as there are enough."""
+        """Return a sparse tensor whose elements have distinct indices, until the shape has no more of them."""
         dims, count = self.parts[0].shape
         places = torch.arange(count)
         indices = []

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 LEAKS = "it gives tensors to something outside it, such as a list: a replay would do so again"
-CHANGED = "it finds something else in backward than in forward: it reads what has changed in between"
+CHANGED = "it reads something that changes between forward and backward"
 WAITS = "it waits for other processes, which need not run it again when this one does"
 RAISED = "it raised an exception"
 

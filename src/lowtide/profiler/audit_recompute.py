@@ -86,7 +86,7 @@ class RecomputeAudit(Engine):
         self.operand_changes = OperandChanges(static)
         self.timings = BackwardTimings(self.values, self._meter)
         self.enough: dict[int, Enough] = {}
-        """Part of the tensor that is enough for a slot, by slot."""
+        """Part of the tensor that backward needs from a slot, by slot."""
         self.homes = FsdpScopes()
         self.relied_on.takes_values = False
         self.freed_values = FreedValues(self._index, self._saved, self.values)
@@ -162,7 +162,7 @@ class RecomputeAudit(Engine):
         return value, view
 
     def add(self, value: Value, base: Tensor, node: str) -> int:
-        """Add a value, of 0 bytes if its memory is held in any case, and return its index."""
+        """Add a value, of 0 bytes if its memory is held whatever the plan, and return its index."""
         is_gathered = self.builder.owners.is_gathered(value, base)  # then it is not kept for backward
         parts = [p for p in parts_of(base) if not is_gathered and p.untyped_storage().data_ptr() not in self._static]
         self._index[value] = len(self.values)

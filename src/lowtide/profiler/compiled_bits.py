@@ -1,4 +1,4 @@
-"""Run compiled code by itself during training, where the step is not a function that can be run twice.
+"""Run compiled code alone during training, where the step is not a function that can be run twice.
 
 Forward runs on the current batch, and backward from its losses, or, if it returns none, from fixed gradients of its
 outputs. Compiled code that runs backward itself is run as it is. All state is restored. Run under both partitions, this

@@ -62,8 +62,8 @@ used.
 """
 
 MOST_KINDS = 4
-"""Largest number of kinds of steps, such as steps of alternating losses, that are told apart; with more, work counts as
-random.
+"""Largest number of kinds of steps, such as steps of alternating losses, that are distinguished; with more, work counts
+as random.
 """
 
 GROWN = 2

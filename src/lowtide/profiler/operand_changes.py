@@ -19,7 +19,7 @@ class OperandChanges:
     """Operands of the recomputes of one forward and backward pass, by the index of the value that they compute."""
 
     def __init__(self, static: frozenset[int]) -> None:
-        """Start without operands; `static` has the addresses of memory that is held in any case."""
+        """Start without operands; `static` has the addresses of memory that is held whatever the plan."""
         self.captured = Unrecorded(static)
         self.sites: dict[int, set[CaptureSite]] = {}
         """Sites at which operands of each value were captured. A plan captures them only in the call that saves the

@@ -23,7 +23,7 @@ PIECES = 64
 
 @dataclass(frozen=True, slots=True)
 class Enough:
-    """Part of a saved tensor that is enough for one of its slots."""
+    """Part of a saved tensor that backward needs from one of its slots."""
 
     draft: ValueDraft
     bits: ValueDraft | None

@@ -24,7 +24,7 @@ class Unrecorded:
     """Operands that were captured in one run of the model."""
 
     def __init__(self, static: frozenset[int]) -> None:
-        """Start with no operands; `static` has the addresses of memory that is held in any case."""
+        """Start without operands; `static` has the addresses of memory that is held whatever the plan."""
         self._static = static
         self._count = 0
         self._operands: dict[Value, tuple[CaptureSite, Tensor]] = {}
@@ -69,8 +69,8 @@ class Unrecorded:
 def blocks_of(values: list[ValueDraft], trace: TraceIndex) -> dict[int, int]:
     """Return the block in a trace of each value that is an unrecorded operand.
 
-    Memory allocated before the step stays in any case and needs no holder. Operands missing from the trace can't be
-    held: recomputes that need them are refused.
+    Memory allocated before the step stays allocated and needs no holder. Operands missing from the trace can't be held:
+    recomputes that need them are refused.
     """
     blocks = {}
     for index, draft in enumerate(values):

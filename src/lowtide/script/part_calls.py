@@ -1,4 +1,4 @@
-"""Calls of compiled modules and functions in one step, to be run once more by themselves.
+"""Calls of compiled modules and functions in one step, to be run once more outside it.
 
 No single call runs all compiled code of a GAN, or of a model and the frozen one that its loss goes through. So each is
 called on a copy of its own arguments.

@@ -50,7 +50,9 @@ class _Line:
     parameters: set[int] = field(default_factory=set)
     """Ids of the parameters whose gradients were discarded."""
     is_needed: bool = False
-    """True if those gradients were read once, or if other parameters get their gradient through that part."""
+    """True if the discarded gradients were ever read, or if other parameters get their gradient through the same part
+    of the graph.
+    """
 
 
 class DiscardedGradients:

@@ -171,7 +171,7 @@ class UnknownArray(np.ndarray[Any, Any]):
         return np.nonzero(self)
 
     def _refuse_size(self, why: str) -> None:
-        """Refuse a query for sizes, except for a score, which is a number in any case."""
+        """Refuse a query for sizes, except for a score, which is never a size."""
         if not is_scoring():
             raise self._answers.refusal(why)
 

@@ -1,7 +1,7 @@
 """Gradients, in pieces, of a loss that compares rows with each other: representations are computed first and cached.
 
-A contrastive loss compares each row with all others, so it is no sum over pieces. But rows meet in the loss alone, and
-before it each row's representation is computed by itself. So:
+A contrastive loss compares each row with all others, so it is no sum over pieces. But rows meet only in the loss;
+before it, each row's representation is computed independently. So:
 
 1. each piece is encoded without a graph, and its representations are cached;
 2. the loss of all representations gives the gradient of each of them;

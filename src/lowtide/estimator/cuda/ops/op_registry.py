@@ -100,7 +100,7 @@ KERNELS: dict[str, Callable[..., Any]] = {}
 
 
 def cuda_op(*ops: Any, of: Behaviour, part: Literal["scratch", "layout", "results"] = "scratch") -> Callable[[F], F]:
-    """Register the decorated function as a part of `ops`, which rests on the behaviour `of`."""
+    """Register the decorated function as a part of `ops`, derived from the behaviour `of`."""
 
     def register(function: F) -> F:
         for op in ops:
@@ -111,7 +111,7 @@ def cuda_op(*ops: Any, of: Behaviour, part: Literal["scratch", "layout", "result
 
 
 def entry_of(op: Any, of: Behaviour) -> CudaOp:
-    """Return the table's entry for the operator `op`, and note that it rests on the behaviour `of`."""
+    """Return the table's entry for the operator `op`, and note that it is derived from the behaviour `of`."""
     entry = CUDA_OPS.setdefault(op, CudaOp())
     entry.behaviours.append(of)
     return entry
