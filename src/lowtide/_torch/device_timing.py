@@ -83,7 +83,7 @@ class Stopwatch:
         self._began = 0.0
 
     def start(self, *, ahead_ms: float = 0.2) -> None:
-        """Start, and keep the device busy for `ahead_ms`, in which the host should have launched the work."""
+        """Start, and keep the device busy for `ahead_ms`: long enough for the host to launch the work."""
         if self._has_two_clocks:
             self._first, self._last = timing_event(), timing_event()
             occupy(ahead_ms)

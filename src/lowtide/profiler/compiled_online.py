@@ -169,7 +169,7 @@ class OnlineCompiledProfiler:
         return None if peak_bytes is None else self._best.static.total + peak_bytes
 
     def restart(self) -> None:
-        """Start over for larger batches; one step is enough."""
+        """Start over for larger batches. One step completes the profile."""
         self.profile, self._best, self._patience = None, None, 0
         self._steps_of.clear()
 

@@ -227,7 +227,8 @@ class OnlineProfiler:
             self._settle(may_wait=False)
 
     def restart(self) -> None:
-        """Start over for larger batches; one traced step is enough, which any size covered by the audits gives.
+        """Start over for larger batches. One traced step, on a batch of any size that the audits cover, completes the
+        profile.
 
         Only the audits of earlier steps are kept.
         """

@@ -239,8 +239,8 @@ class ReliedOn:
         self._stop()
 
     def before_write(self, storages: set[int], writer: str, *, is_habit: bool = False) -> None:
-        """Copy the tensors in these storages, to which `writer` is about to write. If `is_habit`, no recompute uses
-        them from then on.
+        """Copy the tensors in `storages`, to which `writer` is about to write. If `is_habit`, no recompute uses them
+        from then on.
         """
         copies: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
@@ -344,7 +344,7 @@ def mark(tensor: Tensor) -> None:
 
 
 def is_overwritten(tensor: Tensor) -> bool:
-    """Return True if recomputes must not use `tensor`, or the tensor whose memory it has."""
+    """Return True if recomputes must not use `tensor`, or the tensor that it shares memory with."""
     overwritten = [own for reference in _overwritten.values() if (own := reference()) is not None]
     return id(tensor) in _overwritten or any(is_same_memory(own, tensor) for own in overwritten)
 

@@ -262,12 +262,12 @@ class Fitting(PlanMonitor):
             self.is_timed |= self.plans.plan is not None
 
     def _awaits_others(self, model: nn.Module) -> bool:
-        """Return True if a model that may take turns with this one is yet to be updated: one budget is for both."""
+        """Return True if a model that may take turns with this one is yet to be updated: the plan has to cover both."""
         self._n_waited += 1
         return self._takes_turns and self._n_waited <= TURNS and caller_has_other_optimizers(model)
 
     def _start_measuring(self) -> None:
-        """Measure steps under another plan than before."""
+        """Begin to measure steps under a plan that has replaced another one."""
         self._measured, self.is_timed = MeasuredSteps(), True
 
     # --- a measured step is judged
