@@ -21,7 +21,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import lowtide
 from comparing import equal
-from lowtide.estimator.fake_step_state import Everything
+from lowtide.estimator.fake_step_state import FakeStepState
 from lowtide.state import reachable_objects as keeping
 from models import build, same, state
 
@@ -265,7 +265,7 @@ def test_arrays_have_the_contents_that_they_had(where: dict[str, Any]) -> None:
 def test_arrays_are_not_copied_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "COPIED_BYTES", 100)
     first, second = np.zeros(10), np.zeros(10)
-    with Everything([first, second]):
+    with FakeStepState([first, second]):
         first[0] = second[0] = 1
     assert (first[0], second[0]) == (0, 1)
 

@@ -3,19 +3,19 @@
 import pytest
 from torch import nn
 
-from lowtide.runtime.composite_model import CompositeModel, name_of, whole
+from lowtide.runtime.composite_model import CompositeModel, join_models, name_of
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_model_that_contains_the_others_stands_for_all(order: int) -> None:
     head = nn.Linear(2, 2)
     model = nn.Sequential(nn.Linear(2, 2), head)
-    assert whole([head, model][::order]) is model
+    assert join_models([head, model][::order]) is model
 
 
 def test_models_beside_each_other_become_parts_of_one() -> None:
     generator, critic = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
-    model = whole([generator, critic, generator[0]])
+    model = join_models([generator, critic, generator[0]])
     assert type(model) is CompositeModel
     assert [*model.children()] == [generator, critic]
     assert name_of(model) == "Sequential and Linear"

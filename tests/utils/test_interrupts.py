@@ -24,7 +24,7 @@ from lowtide.api import fit
 from lowtide.runtime.guards import remove_expired
 from lowtide.script.runner import _LAST
 from lowtide.utils import interrupts as _interrupts
-from lowtide.utils.interrupts import interrupts_delayed, whole
+from lowtide.utils.interrupts import interrupts_delayed, uninterrupted
 
 WIDTH = 32
 
@@ -203,14 +203,14 @@ def test_an_interrupt_waits_in_code_of_this_package_and_not_in_the_users() -> No
         done.append("to its end")
 
     with pytest.raises(KeyboardInterrupt):
-        whole(work)()
+        uninterrupted(work)()
     assert done == ["to its end"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_interrupt_that_waited_comes_while_another_claim_is_held() -> None:
     def work() -> None:
-        whole(lambda: signal.raise_signal(signal.SIGINT))()
+        uninterrupted(lambda: signal.raise_signal(signal.SIGINT))()
         time.sleep(60)
 
     with interrupts_delayed(), pytest.raises(KeyboardInterrupt):
@@ -251,7 +251,7 @@ def test_a_plan_that_no_caller_gets_is_taken_off(monkeypatch: pytest.MonkeyPatch
 
     def interrupted(*args: Any) -> lowtide.Fitted:
         fitted = own(*args)
-        whole(lambda: signal.raise_signal(signal.SIGINT))()
+        uninterrupted(lambda: signal.raise_signal(signal.SIGINT))()
         return fitted
 
     monkeypatch.setattr(fit, "_fit", interrupted)

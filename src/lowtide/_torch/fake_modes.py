@@ -228,7 +228,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 @contextlib.contextmanager
-def data_as_they_are() -> Iterator[None]:
+def workers_without_modes() -> Iterator[None]:
     """Run a data loader's forked workers without modes, so that their tensors are rebuilt as real ones. Torch 2.13."""
     rebuild = torch._utils._rebuild_tensor
 

@@ -175,7 +175,7 @@ def forget_step(module: Any) -> None:
 
 
 @contextlib.contextmanager
-def purposes_known(
+def report_purposes(
     inside: Callable[[Purpose], AbstractContextManager[None]], becomes: Callable[[torch.Tensor, Purpose], None]
 ) -> Iterator[None]:
     """Report the purpose of FSDP2's allocations inside this `with` block. Torch 2.13, since 2.6.

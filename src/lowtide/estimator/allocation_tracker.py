@@ -181,7 +181,7 @@ class AllocationTracker(TorchDispatchMode):
             args, kwargs = tree_map(lambda leaf: self._real(leaf, func) if is_real(leaf) else leaf, (args, kwargs))
             tensors, _ = tensors_of(args, kwargs)
         if len(tensors) > 1:
-            args, kwargs, tensors = self._together(func, args, kwargs, tensors)
+            args, kwargs, tensors = self._on_one_device(func, args, kwargs, tensors)
         places = self._answers.places_of_masks(func, args)
         answered, out = self._answers.before(func, args, kwargs, tensors)
         if not answered:
@@ -211,7 +211,7 @@ class AllocationTracker(TorchDispatchMode):
             return fake
         return self.adopt(tensor)
 
-    def _together(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
+    def _on_one_device(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
         """Move arguments to one device where the operator needs that; return args, kwargs and their tensors."""
         return args, kwargs, tensors
 

@@ -122,7 +122,7 @@ class FakeRehearsal(TwoStepRun):
         self._entry = self._tracker.ledger.addresses()
         return real | {self._entry[block] for block in self._blocks}
 
-    def turn_to(self, model: Any, in_use: Any, engine: Engine | None = None) -> None:
+    def switch_model(self, model: Any, in_use: Any, engine: Engine | None = None) -> None:
         raise RehearsalError(
             "the script trains several models in turn, and without the GPU only one model can be planned for. "
             "Plan on the machine that trains: `lowtide run --budget`."

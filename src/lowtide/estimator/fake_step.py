@@ -15,16 +15,16 @@ from torch.nn.parameter import is_lazy
 
 from lowtide._torch.compiled_code import is_compiled
 from lowtide._torch.fake_modes import (
-    data_as_they_are,
     end_fakes,
     function_modes_in_backward,
     on_real_tensors,
+    workers_without_modes,
 )
 from lowtide._torch.tensors import exchange, parts_of, storage_number
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
 from lowtide.estimator.allocation_tracker import AllocationTracker
-from lowtide.estimator.fake_step_state import Everything
+from lowtide.estimator.fake_step_state import FakeStepState
 from lowtide.estimator.fake_tensors import is_real
 from lowtide.memory.allocator.simulation import freed_from_entry
 from lowtide.memory.events import EventStream
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 COMPILED = "compiled code (torch.compile) needs what it needs as it was written; it may keep other tensors for backward"
 
 
-def unrestored_note(state: Everything) -> tuple[str, ...]:
+def unrestored_note(state: FakeStepState) -> tuple[str, ...]:
     """Return a note on state that is not restored, such as an iterator's position."""
     return (describe_unrestored(state.unrestored),) if state.unrestored else ()
 
@@ -100,7 +100,7 @@ def unpatched() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_transformers_unaware())
-        stack.enter_context(data_as_they_are())
+        stack.enter_context(workers_without_modes())
         stack.enter_context(function_modes_in_backward())
         stack.enter_context(patch.object(torch.utils, "swap_tensors", exchange))  # `Module.to` asks for it
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
@@ -141,7 +141,7 @@ def adopt(tracker: AllocationTracker, tensors: Iterable[Tensor]) -> None:
 
 
 def static_of(
-    tracker: AllocationTracker, model: nn.Module, batch: Any, state: Everything, buckets: Iterable[Tensor]
+    tracker: AllocationTracker, model: nn.Module, batch: Any, state: FakeStepState, buckets: Iterable[Tensor]
 ) -> tuple[Static, frozenset[int]]:
     """Return the bytes that exist when the step begins, counting each storage once, and the blocks that they occupy.
 

@@ -30,7 +30,7 @@ _DEPTH = 6
 """Depth to which a cache is searched: its dict, its list of entries, and the contents of an entry."""
 
 
-class Everything(ReachableObjects):
+class FakeStepState(ReachableObjects):
     """Context that restores every object that `roots` reach.
 
     Contents of real tensors are not copied; the caller ensures that they are not written to. Random number generators

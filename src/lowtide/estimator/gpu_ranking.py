@@ -130,7 +130,7 @@ def _works(estimate_at: EstimateAt, gpus: Sequence[GpuSpec]) -> list[_Work]:
             continue
         smallest = estimate_at(work.shown, SMALLEST, "plain")
         advance()
-        if works and works[0].estimates["plain"][SMALLEST].outcome.takes_the_work_of(smallest.outcome):
+        if works and works[0].estimates["plain"][SMALLEST].outcome.has_same_requests_as(smallest.outcome):
             works[0].gpus += work.gpus
             continue
         work.estimates["plain"] = {SMALLEST: smallest}

@@ -19,7 +19,7 @@ from lowtide._torch.fsdp import (
     ShardGroup,
     devices_of_states,
     observe_resizes,
-    purposes_known,
+    report_purposes,
     shard_groups,
 )
 from lowtide.errors import RehearsalError
@@ -71,7 +71,7 @@ def sharding(modules: Iterable[Any], tracker: AllocationTracker) -> Iterator[Non
             for group in groups:
                 stack.callback(group.drop_gathered())
             stack.enter_context(observe_resizes(tracker.ledger.resized, (tracker.device, "meta")))
-            stack.enter_context(purposes_known(tracker.ledger.purpose, tracker.ledger.becomes))
+            stack.enter_context(report_purposes(tracker.ledger.purpose, tracker.ledger.becomes))
         yield
 
 

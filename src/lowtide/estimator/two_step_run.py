@@ -28,7 +28,7 @@ from lowtide.estimator.fake_step import (
     unrestored_note,
     with_carryover,
 )
-from lowtide.estimator.fake_step_state import Everything
+from lowtide.estimator.fake_step_state import FakeStepState
 from lowtide.estimator.fake_tensors import placed, swap
 from lowtide.estimator.memory_estimate import MemoryEstimate
 from lowtide.estimator.sharded_units import sharding
@@ -63,7 +63,7 @@ class TwoStepRun:
         self._trials = Trials()
         self._scratch = Scratch(self._device, self._trials)
         self._tracker = AllocationTracker(self._device, self._fakes, self.answers, self._scratch)
-        self._state = Everything(model, *reached, batch)
+        self._state = FakeStepState(model, *reached, batch)
         self._resized: list[tuple[Tensor, Tensor]] = []
         """Resized tensors, each paired with a tensor of its former size."""
 
@@ -142,7 +142,7 @@ class TwoStepRun:
         """Return True if any optimizer has stepped."""
         return bool(self._state.optimizers)
 
-    def turn_to(self, model: nn.Module, in_use: Iterable[Any], engine: Engine | None = None) -> None:
+    def switch_model(self, model: nn.Module, in_use: Iterable[Any], engine: Engine | None = None) -> None:
         """Switch to training another, possibly new, model. A call of `second` must follow.
 
         Objects that neither this model nor `in_use` reaches are released, and their memory no longer counts.

@@ -38,7 +38,7 @@ from lowtide._torch.cpu_profiler import (
 from lowtide.errors import RehearsalError
 from lowtide.memory import entry_storages as entry
 from lowtide.memory.events import Allocate, Busy, Event, EventStream, Free, Mark, Recorder, without_own_work
-from lowtide.utils.interrupts import entering, whole
+from lowtide.utils.interrupts import uninterrupted, uninterrupted_enter
 from lowtide.utils.stderr_filter import without_noise
 
 NOISE = (
@@ -92,7 +92,7 @@ class CpuRecorder(Recorder):
             raise RehearsalError("the stream of a recorder is complete only when its with block has ended.")
         return self._stream
 
-    @entering
+    @uninterrupted_enter
     def __enter__(self) -> Self:
         global _recording
         if self._thread is not None:
@@ -117,7 +117,7 @@ class CpuRecorder(Recorder):
             raise
         return self
 
-    @whole
+    @uninterrupted
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             session = self._stop()
@@ -139,7 +139,7 @@ class CpuRecorder(Recorder):
         """Return the bytes of the storages watched at entry, except those at `addresses`."""
         return sum(n for where, n in self.entry_bytes.items() if where not in addresses)
 
-    @whole
+    @uninterrupted
     def flush(self) -> EventStream:
         """Return the events so far without ending the recording: later events follow these, with nothing lost between.
 
@@ -156,7 +156,7 @@ class CpuRecorder(Recorder):
 
     def _start(self) -> None:
         with without_noise(2, *NOISE) as held_back:
-            _quieten(held_back)
+            _silence_allocator(held_back)
             self._profile = _begun()
 
     def _stop(self) -> tuple[list[Any], list[Mark | Free]]:
@@ -225,7 +225,7 @@ def _begun() -> profile:
     return session
 
 
-def _quieten(held_back: Callable[[], int]) -> None:
+def _silence_allocator(held_back: Callable[[], int]) -> None:
     """Free unknown blocks until the allocator has warned, so that it is silent for the next thousand.
 
     A profile of its own sees that: blocks that are left are freed before a recording begins, and in none of its peaks.

@@ -26,7 +26,7 @@ from lowtide.memory.events import Category, EventStream, Label, Recorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.utils import interrupts as _interrupts
 from lowtide.utils.frames import frames_from
-from lowtide.utils.interrupts import entering, whole
+from lowtide.utils.interrupts import uninterrupted, uninterrupted_enter
 from lowtide.utils.rendering import Displayed
 
 # files of Lowtide, whose variables users cannot delete
@@ -168,7 +168,7 @@ class _Measuring(AbstractContextManager[Memory, None]):
         self._entry_bytes = 0
         self._looks: DelObserver | None = None
 
-    @entering
+    @uninterrupted_enter
     def __enter__(self) -> Memory:
         self._outer = cpu.running() if self._device.type == "cpu" else None
         if self._outer is not None:
@@ -186,7 +186,7 @@ class _Measuring(AbstractContextManager[Memory, None]):
             self._looks.begin()
         return self._memory
 
-    @whole
+    @uninterrupted
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._looks is not None:
             self._looks.end(has_failed=error is not None)

@@ -46,7 +46,7 @@ def is_of_parts(fingerprint: Fingerprint) -> bool:
     return fingerprint.model.startswith(f"{CompositeModel.__name__} ")
 
 
-def whole(modules: Sequence[nn.Module]) -> nn.Module:
+def join_models(modules: Sequence[nn.Module]) -> nn.Module:
     """Return one module for all trained ones: the one that contains the others, else their `CompositeModel`."""
     inside = {id(below) for module in modules for below in module.modules() if below is not module}
     outermost = [module for module in modules if id(module) not in inside]

@@ -23,7 +23,7 @@ from lowtide.errors import RehearsalError
 from lowtide.estimator.compiled_collectives import compile_as_written
 from lowtide.estimator.cuda import process_groups as groups
 from lowtide.estimator.cuda.memory_stats import Usage
-from lowtide.estimator.cuda.redirect import cuda_is_there
+from lowtide.estimator.cuda.redirect import emulated_cuda
 from lowtide.memory.allocator.config import AllocatorConfig
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def cuda_for_a_script(gpu: GpuSpec, listener: Estimating, processes: AbsentProce
             stack.enter_context(patch.object(owner, name, function))
         if not torch.cuda.is_available():
             usage = Usage(listener.asked, AllocatorConfig.from_environment())
-            stack.enter_context(cuda_is_there(gpu, listener.asked, usage))
+            stack.enter_context(emulated_cuda(gpu, listener.asked, usage))
             stack.enter_context(function_modes_in_backward())
         yield
 

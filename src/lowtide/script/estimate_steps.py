@@ -150,7 +150,7 @@ class Estimating(StepListener):
         assert self._rehearsal is not None
         former = None if self._model is None else weakref.ref(self._model)
         self._model = model
-        self._rehearsal.turn_to(model, caller_variables(), self._engine.make(model, batch))
+        self._rehearsal.switch_model(model, caller_variables(), self._engine.make(model, batch))
         if former is not None and former() is None:
             self._n_steps = 0
 

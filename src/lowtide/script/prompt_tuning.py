@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lowtide.runtime.composite_model import CompositeModel, whole
+from lowtide.runtime.composite_model import CompositeModel, join_models
 from lowtide.script.alternating_models import ids
 
 if TYPE_CHECKING:
@@ -48,4 +48,4 @@ class PromptTuning:
         in_modules = {p for module in self._in_evaluation for p in ids(module.parameters())}
         if not self._frozen or not updated or ids(updated) & in_modules:
             return None
-        return CompositeModel([whole([*self._frozen.values()])], updated)
+        return CompositeModel([join_models([*self._frozen.values()])], updated)

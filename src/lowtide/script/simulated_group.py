@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-from lowtide.estimator.cuda.process_groups import simulated_group, wrappers_by_themselves
+from lowtide.estimator.cuda.process_groups import local_ddp_gradients, simulated_group
 
 if TYPE_CHECKING:
     from lowtide.estimator.absent_processes import AbsentProcesses
@@ -21,6 +21,6 @@ def as_one_of(processes: AbsentProcesses | None) -> Iterator[None]:
         return
     with contextlib.ExitStack() as stack:
         stack.enter_context(processes.around())
-        for owner, name, function in (*simulated_group(processes), *wrappers_by_themselves()):
+        for owner, name, function in (*simulated_group(processes), *local_ddp_gradients()):
             stack.enter_context(patch.object(owner, name, function))
         yield

@@ -40,7 +40,7 @@ from lowtide._torch.patching import replace_function
 from lowtide.errors import LowtideError
 from lowtide.profiler.preconditions import check_not_in_zero, check_updates_outside
 from lowtide.runtime.batch_tensors import tensors_in
-from lowtide.runtime.composite_model import CompositeModel, whole
+from lowtide.runtime.composite_model import CompositeModel, join_models
 from lowtide.script.alternating_models import PATIENCE, AlternatingModels, caller_has_other_optimizers, held_by, ids
 from lowtide.script.candidate_models import CandidateModels
 from lowtide.script.compiled_functions import trained_modules, watch_compiled_functions
@@ -333,7 +333,7 @@ class Steps:
             self._candidates.leave(self.model)
             # the state of the other models may be freed
             self.updates.restart(optimizers)
-            self._give_up(whole(trained))
+            self._give_up(join_models(trained))
 
     def _is_updated_by_hand(self) -> bool:
         """Return True if the model's parameters were updated without an optimizer of torch."""
@@ -452,7 +452,7 @@ class Steps:
         self.updates.in_step.clear()
         assert self.model is not None
         if not all(self._is_ours(module) for module in trained):
-            self._give_up(whole(trained))
+            self._give_up(join_models(trained))
         elif not self._is_given and (others := self._turns.model_updated()):
             self._takes_turns(others)
         else:
@@ -468,7 +468,7 @@ class Steps:
         assert self.model is not None
         parts = [*self.model.children()] if type(self.model) is CompositeModel else [self.model]
         self._turns.join([*parts, *others])
-        self._give_up(whole([*parts, *others]))
+        self._give_up(join_models([*parts, *others]))
 
     def _give_up(self, other: nn.Module) -> None:
         assert self.model is not None

@@ -21,7 +21,7 @@ from lowtide.script.run_listened import watched, why_not
 from lowtide.script.run_verdict import RunVerdict
 from lowtide.units import format_bytes, format_change
 from lowtide.utils.amounts import BudgetFor
-from lowtide.utils.interrupts import entering, resend_dropped_interrupts, whole
+from lowtide.utils.interrupts import resend_dropped_interrupts, uninterrupted, uninterrupted_enter
 from lowtide.utils.messages import note, tell
 from lowtide.utils.rendering import Displayed, short_repr
 
@@ -90,7 +90,7 @@ class Run(Displayed):
             "lowtide_repeated_steps": self.n_repeated,
         }
 
-    @entering
+    @uninterrupted_enter
     def __enter__(self) -> Self:
         if self._steps is not None:
             raise LowtideError("this block was entered before. Call lowtide.within(...) for each block.")
@@ -105,12 +105,12 @@ class Run(Displayed):
             self._stack = stack.pop_all()
         return self
 
-    @whole
+    @uninterrupted
     def leave(self) -> None:
         """Restore the model and all other state, also within the block."""
         self._stack.close()
 
-    @whole
+    @uninterrupted
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         steps, fitting = self._steps, self._fitting
         assert steps is not None

@@ -26,7 +26,7 @@ from lowtide.state.containers import container_restorer
 from lowtide.state.process_group import NoSync
 from lowtide.state.reachable_objects import ReachableObjects
 from lowtide.state.reachable_state import states
-from lowtide.utils.interrupts import entering, whole
+from lowtide.utils.interrupts import uninterrupted, uninterrupted_enter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +66,7 @@ class StepSnapshot:
         self._named = optimizer
         self._step = step
 
-    @entering
+    @uninterrupted_enter
     def __enter__(self) -> Self:
         self._in_place = InPlace(place_of(self._model).type, alone=True)
         try:
@@ -151,7 +151,7 @@ class StepSnapshot:
         """Return True if a gradient scaler is in use and no optimizer has stepped so far."""
         return not self._n_updates and self.scales
 
-    @whole
+    @uninterrupted
     def restore(self) -> None:
         """Restore everything for the next step."""
         self._restore_all()
@@ -202,7 +202,7 @@ class StepSnapshot:
         finally:
             self._restore_containers()
 
-    @whole
+    @uninterrupted
     def __exit__(self, *_: object) -> None:
         self._hook.remove()
         self._random = self._own_random

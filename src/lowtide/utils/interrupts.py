@@ -190,7 +190,7 @@ def _pass_on() -> None:
         handler.before(signal.SIGINT, sys._getframe())
 
 
-def whole(function: Callable[P, T]) -> Callable[P, T]:
+def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
     """Let `function` run to its end, including all that it calls: interrupts wait."""
 
     @functools.wraps(function)
@@ -208,9 +208,9 @@ def whole(function: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-def entering(enter: Callable[[T], U]) -> Callable[[T], U]:
+def uninterrupted_enter(enter: Callable[[T], U]) -> Callable[[T], U]:
     """Let an `__enter__` run to its end. If an interrupt was delayed, call `__exit__`, which `with` would not do."""
-    run_whole = whole(enter)
+    run_whole = uninterrupted(enter)
 
     @functools.wraps(enter)
     def run(entered: T) -> U:

@@ -21,11 +21,11 @@ from lowtide.estimator.cuda.memory_stats import Usage
 from lowtide.estimator.cuda.op_workspace import OpWorkspaces
 from lowtide.estimator.cuda.ops.op_registry import READ_IN
 from lowtide.estimator.cuda.placement import GpuPlacement, belongings
-from lowtide.estimator.cuda.redirect import CudaRedirect, cuda_is_there
+from lowtide.estimator.cuda.redirect import CudaRedirect, emulated_cuda
 from lowtide.estimator.ddp_buckets import Reducers
 from lowtide.estimator.estimate_labels import labels
 from lowtide.estimator.fake_step import adopt, compiled, exclusive, planned, unpatched, unrestored_note, with_carryover
-from lowtide.estimator.fake_step_state import Everything
+from lowtide.estimator.fake_step_state import FakeStepState
 from lowtide.estimator.fake_tensors import FakeTensors
 from lowtide.estimator.sharded_units import on_host, sharding, units_on
 from lowtide.estimator.two_step_run import TwoStepRun, exchange
@@ -111,7 +111,7 @@ class AbsentGpuRun(TwoStepRun):
         fakes = fake_mode(run_on_zeros=False, nested=RehearsalError(NESTED))
         self._begin(model, batch, fakes, planned(model, batch, None) if engine is None else engine)
         self._tracker = GpuAllocationTracker(fakes, self.answers, OpWorkspaces(gpu))
-        self._state = Everything(model, *reached, *([] if alone else [batch]))
+        self._state = FakeStepState(model, *reached, *([] if alone else [batch]))
         self._placed = GpuPlacement(FakeTensors(self._fakes, NAME), self.answers, is_there, releases=alone)
 
     def __enter__(self) -> Self:
@@ -131,7 +131,7 @@ class AbsentGpuRun(TwoStepRun):
             stack.enter_context(units_on(device, self._state.reached, self._placed.fake_of))
             self._placed.put(at_entry)
             means, usage = CudaRedirect(NAME, self._tracker), Usage(self._tracker.ledger, self._config)
-            stack.enter_context(cuda_is_there(self._gpu, means, usage, self._tracker, self.answers))
+            stack.enter_context(emulated_cuda(self._gpu, means, usage, self._tracker, self.answers))
             stack.enter_context(self._tracker)
             stack.callback(taking.clear)
             taking.append(self._tracker.on_gpu)

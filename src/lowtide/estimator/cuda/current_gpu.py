@@ -57,7 +57,7 @@ taking: list[Callable[[Tensor], Tensor]] = []
 """Function that moves a CPU tensor to the rehearsed GPU where it meets tensors there; at most one."""
 
 
-def there(tensor: Tensor) -> Tensor:
+def to_gpu(tensor: Tensor) -> Tensor:
     """Move a CPU tensor of a script that was written without a GPU to the rehearsed GPU; return any other tensor
     unchanged.
     """

@@ -112,7 +112,7 @@ class GpuAllocationTracker(AllocationTracker):
             self.bounds[block] = inside
         return block
 
-    def _together(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
+    def _on_one_device(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
         away = sum(t.device.type == "cpu" and t.dim() > 0 for t in tensors)
         if not away or func in _ACROSS_DEVICES or not any(t.device.type == self.device for t in tensors):
             return args, kwargs, tensors

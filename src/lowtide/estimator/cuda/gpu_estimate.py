@@ -229,7 +229,7 @@ class Outcome:
             self._verdicts[gpu] = self._judge(gpu)
         return self._verdicts[gpu]
 
-    def takes_the_work_of(self, other: Outcome) -> bool:
+    def has_same_requests_as(self, other: Outcome) -> bool:
         """Return True if both runs request the same memory in the same order, apart from cuBLAS's workspaces."""
         return _sizes(self._on_gpu("expected", 0)) == _sizes(other._on_gpu("expected", 0))
 

@@ -56,7 +56,7 @@ def simulated_group(processes: AbsentProcesses) -> Iterator[tuple[Any, str, Any]
         yield from ((owner, name, _refused(name)) for name in _BETWEEN_TWO)
 
 
-def wrappers_by_themselves() -> Iterator[tuple[Any, str, Any]]:
+def local_ddp_gradients() -> Iterator[tuple[Any, str, Any]]:
     """Return the stand-ins that leave DDP with this process's own gradients, as (owner, name, function).
 
     The results of a simulated group's collectives are not those that DDP's reducer expects.

@@ -130,7 +130,7 @@ class _Generator(torch.Generator):
 
 
 @contextlib.contextmanager
-def cuda_is_there(
+def emulated_cuda(
     gpu: GpuSpec,
     means: CudaRedirect,
     usage: Usage,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide._torch.privateuse1 import attention_allowed
-from lowtide.estimator.cuda.current_gpu import capability, there
+from lowtide.estimator.cuda.current_gpu import capability, to_gpu
 from lowtide.estimator.cuda.ops.op_registry import Behaviour, cuda_kernel
 
 if TYPE_CHECKING:
@@ -156,8 +156,8 @@ def attention(
     enable_gqa: bool = False,
 ) -> Any:
     """Replace aten::scaled_dot_product_attention."""
-    query, key, value = map(there, (query, key, value))
-    attn_mask = None if attn_mask is None else there(attn_mask)
+    query, key, value = map(to_gpu, (query, key, value))
+    attn_mask = None if attn_mask is None else to_gpu(attn_mask)
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     kernel = kernel_for(call)
     mask = _numbers(attn_mask, query.dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide._torch.privateuse1 import without_autocast
-from lowtide.estimator.cuda.current_gpu import NAME, there
+from lowtide.estimator.cuda.current_gpu import NAME, to_gpu
 from lowtide.estimator.cuda.ops.op_registry import Behaviour
 
 aten = torch.ops.aten
@@ -139,7 +139,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
-        value = there(value) if value.is_floating_point() else value
+        value = to_gpu(value) if value.is_floating_point() else value
         return _cached_cast(value, dtype) if _is_eligible(value) and value.dtype is not dtype else value
     if isinstance(value, dict):
         return {name: _cast(item, dtype) for name, item in value.items()}

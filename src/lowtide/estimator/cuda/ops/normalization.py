@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.estimator.cuda.current_gpu import emulates, there, unbounded
+from lowtide.estimator.cuda.current_gpu import emulates, to_gpu, unbounded
 from lowtide.estimator.cuda.ops.op_registry import (
     Behaviour,
     ScratchBlock,
@@ -104,7 +104,7 @@ class _RmsNorm(torch.autograd.Function):
 
 @cuda_kernel("_fused_rms_norm")
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
-    return _RmsNorm.apply(there(x), shape, weight, eps)  # type: ignore[no-untyped-call]
+    return _RmsNorm.apply(to_gpu(x), shape, weight, eps)  # type: ignore[no-untyped-call]
 
 
 @cuda_op(aten.native_layer_norm.default, of=_LAYER_NORM_LAYOUT)

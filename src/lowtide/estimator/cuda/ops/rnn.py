@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.estimator.cuda.current_gpu import emulates, lasting, measured, there
+from lowtide.estimator.cuda.current_gpu import emulates, lasting, measured, to_gpu
 from lowtide.estimator.cuda.ops.op_registry import Behaviour, cuda_kernel, cuda_op
 
 Behaviour(
@@ -183,7 +183,7 @@ def _run(
     both: bool,
     batch_first: bool,
 ) -> Any:
-    x, *states = map(there, (x, *states))
+    x, *states = map(to_gpu, (x, *states))
     settings = {
         "in": x.shape[-1],
         "batch": states[0].shape[1],
