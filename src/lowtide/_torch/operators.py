@@ -16,6 +16,11 @@ def tensor_arguments(op: str) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(a.name for a in schema.arguments if "Tensor" in str(a.type)) for schema in schemas)
 
 
+def op_name(func: Any) -> str:
+    """Return an operator's name without its overload: `add` for `aten.add.Tensor`."""
+    return str(func.__name__).partition(".")[0]
+
+
 def changes_geometry(operator: Any) -> bool:
     """Return True if an operator changes size or strides of its first argument in place. Torch 2.13, since 1.12."""
     return torch.Tag.inplace_view in operator.tags

@@ -31,7 +31,7 @@ from lowtide._torch.fake_modes import (
     without_modes,
 )
 from lowtide._torch.modes import TorchDispatchMode
-from lowtide._torch.operators import changes_geometry
+from lowtide._torch.operators import changes_geometry, op_name
 from lowtide._torch.pytree import tree_map
 from lowtide._torch.tensors import base_of, parts_of, storage_id
 from lowtide.errors import RehearsalError
@@ -177,7 +177,7 @@ class AllocationTracker(TorchDispatchMode):
             if (detached := detached_real(func, args)) is not None:
                 return detached
             if changes_geometry(func):
-                raise self._answers.refusal(f"{_name(func)} changes the geometry of a tensor that exists already")
+                raise self._answers.refusal(f"{op_name(func)} changes the geometry of a tensor that exists already")
             args, kwargs = tree_map(lambda leaf: self._real(leaf, func) if is_real(leaf) else leaf, (args, kwargs))
             tensors, _ = tensors_of(args, kwargs)
         if len(tensors) > 1:
@@ -231,7 +231,7 @@ class AllocationTracker(TorchDispatchMode):
         try:
             out: Any = self._fakes.dispatch(func, (), args, kwargs)
         except DATA_DEPENDENT as error:
-            raise self._answers.refusal(f"the size of what {_name(func)} gives depends on contents") from error
+            raise self._answers.refusal(f"the size of what {op_name(func)} gives depends on contents") from error
         if func in CONTIGUOUS and self.device == "cpu":
             return tuple(None if t is None else _laid_out(t) for t in out)
         if func in BATCH_NORMED and self.device == "cpu" and out[0] is not None:
@@ -253,7 +253,7 @@ class AllocationTracker(TorchDispatchMode):
             return torch.empty_strided(shape, strides, dtype=dtype, device=one.device)
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor]) -> None:
-        op = "aten::" + _name(func)
+        op = "aten::" + op_name(func)
         new = [tensor for tensor in results if not self.ledger.knows(tensor)]
         if len(new) == 1 and self._writes_otherwise(func, args):
             if self._reuse_memory(args[0], new[0]):
@@ -319,10 +319,6 @@ def _format(tensor: Tensor) -> torch.memory_format:
     if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
         return torch.contiguous_format
     return last
-
-
-def _name(func: Any) -> str:
-    return str(func.__name__).partition(".")[0]
 
 
 def tensors_of(args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:

@@ -27,9 +27,9 @@ def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     if len(results) < 4 or not results[1].numel():  # plain sums need no counts
         return []
     mode = args[4] if len(args) > 4 else kwargs.get("mode", _SUM)
-    later = sum(map(_bytes, results[2:]))
-    means = 2 * _bytes(results[2]) + results[0].shape[0] * results[0].element_size() if mode == _MEAN else 0
-    return [max(0, _bytes(results[1]) - later, means)]
+    later = sum(tensor.nbytes for tensor in results[2:])
+    means = 2 * results[2].nbytes + results[0].shape[0] * results[0].element_size() if mode == _MEAN else 0
+    return [max(0, results[1].nbytes - later, means)]
 
 
 def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
@@ -40,10 +40,10 @@ def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     counted = 0 if bag_of.numel() else (indices.numel() + 1) * n_bytes
     if is_sparse:
         return [counted, *_sparse(grad, indices, bag_size, mode, has_padding(args))]
-    copied = 0 if grad.is_contiguous() else _bytes(grad)
+    copied = 0 if grad.is_contiguous() else grad.nbytes
     if mode == _MAX:
-        return [copied, _bytes(grad), args[5].numel() * n_bytes, bag_size.numel() * _INDEX]
-    weighed = 0 if weights is None else _bytes(weights)
+        return [copied, grad.nbytes, args[5].numel() * n_bytes, bag_size.numel() * _INDEX]
+    weighed = 0 if weights is None else weights.nbytes
     unsorted = max(indices.numel() * _INDEX, indices.numel() * n_bytes + weighed)
     return [counted, copied, indices.numel() * n_bytes, indices.numel() * _INDEX, unsorted]
 
@@ -59,7 +59,7 @@ def _sparse(grad: Tensor, indices: Tensor, bag_size: Tensor, mode: int, padded: 
     """
     column_bytes = indices.numel() * grad.element_size()
     if padded:
-        return [column_bytes * grad.shape[1], indices.numel(), _bytes(indices)]
+        return [column_bytes * grad.shape[1], indices.numel(), indices.nbytes]
     if mode != _MEAN:
         return []
     widened = 0 if indices.dtype == torch.long else indices.numel() * _INDEX  # a later result
@@ -75,7 +75,3 @@ def weights_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]
 
 
 _INDEX = torch.long.itemsize
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

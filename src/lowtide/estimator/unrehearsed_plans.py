@@ -172,12 +172,8 @@ def _blocks(module: nn.Module, path: str) -> Iterator[str]:
     children = dict(module.named_children())
     first, *others = children.values() or (None,)
     is_row = is_container(module) and others and len(set(map(type, children.values()))) == 1
-    if first is not None and is_row and _is_composed(first):
+    if first is not None and is_row and any(True for _ in first.children()):
         yield from (f"{prefix}{name}" for name in children)
         return
     for name, child in children.items():
         yield from _blocks(child, f"{prefix}{name}")
-
-
-def _is_composed(module: nn.Module) -> bool:
-    return any(True for _ in module.children())

@@ -82,15 +82,7 @@ class CpuRecorder(Recorder):
         self._marks: list[Mark | Free] = []
         self._reader = _Reader()
         self._profile: profile | None = None
-        self._stream: EventStream | None = None
         self._thread: int | None = None
-
-    @property
-    def stream(self) -> EventStream:
-        """Return the recorded events. Raises RehearsalError before the block has ended."""
-        if self._stream is None:
-            raise RehearsalError("the stream of a recorder is complete only when its with block has ended.")
-        return self._stream
 
     @uninterrupted_enter
     def __enter__(self) -> Self:

@@ -70,14 +70,6 @@ class CudaRecorder(Recorder):
         self._n_entry_bytes = 0
         self._marks: list[PlacedMark] = []
         self._is_recording = False
-        self._stream: EventStream | None = None
-
-    @property
-    def stream(self) -> EventStream:
-        """Return the recorded events. Raises RehearsalError before the block has ended."""
-        if self._stream is None:
-            raise RehearsalError("the stream of a recorder is complete only when its with block has ended.")
-        return self._stream
 
     def __enter__(self) -> Self:
         if self._key:

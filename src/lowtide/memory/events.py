@@ -148,6 +148,7 @@ class Recorder(ABC):
     """Addresses of blocks from entry, at least of those that were freed, by their number in the stream."""
     entry_bytes: dict[int, int]
     """Requested bytes of each block that existed at entry, by its address."""
+    _stream: EventStream | None = None
 
     @abstractmethod
     def __enter__(self) -> Self: ...
@@ -171,9 +172,11 @@ class Recorder(ABC):
         self.mark(PHASE, name)
 
     @property
-    @abstractmethod
     def stream(self) -> EventStream:
         """Return the recorded events. Raises RehearsalError before the block has ended."""
+        if self._stream is None:
+            raise RehearsalError("the stream of a recorder is complete only when its with block has ended.")
+        return self._stream
 
 
 _LETTERS: dict[type, str] = {Allocate: "a", Free: "f", Mark: "m"}

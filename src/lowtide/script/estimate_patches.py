@@ -67,7 +67,7 @@ def cuda_for_a_script(gpu: GpuSpec, listener: Estimating, processes: AbsentProce
 
     The script is one of `processes`, if given.
     """
-    importlib.import_module("torch._dynamo")  # imported for the same reason as in `cuda_is_there`
+    importlib.import_module("torch._dynamo")  # imported for the same reason as in `emulated_cuda`
     with contextlib.ExitStack() as stack:
         if processes is not None:
             stack.enter_context(processes.around())

@@ -120,7 +120,7 @@ def state_digests(work: Workload) -> dict[str, str]:
     """Return one digest each of parameters, buffers, optimizer state and the states of torch's generators."""
     moments = work.optimizer.state_dict()["state"]
     generators = [("cpu", torch.get_rng_state())]
-    if (device := _device(work)).type == "cuda":
+    if (device := next(work.model.parameters()).device).type == "cuda":
         generators.append(("cuda", torch.cuda.get_rng_state(device)))
     return {
         "parameters": digest(work.model.named_parameters()),
@@ -140,7 +140,3 @@ def digest(named: Iterable[tuple[str, Tensor]]) -> str:
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         sha.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
     return sha.hexdigest()
-
-
-def _device(work: Workload) -> torch.device:
-    return next(work.model.parameters()).device

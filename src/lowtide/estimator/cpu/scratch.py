@@ -73,7 +73,7 @@ def _copied(*places: int) -> Callable[[Any, Any, list[Tensor]], list[int]]:
 
     def rule(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
         given = (args[place] for place in places if args[place] is not None)
-        return [_bytes(tensor) for tensor in given if not tensor.is_contiguous()]
+        return [tensor.nbytes for tensor in given if not tensor.is_contiguous()]
 
     return rule
 
@@ -111,11 +111,11 @@ def _roll(args: Any, kwargs: Any, results: list[Tensor]) -> list[int] | None:
     flattened.
     """
     dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
-    return [_bytes(results[0])] * (len(dims) - 1) if dims else None
+    return [results[0].nbytes] * (len(dims) - 1) if dims else None
 
 
 def _batch_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int] | None:
-    return [_bytes(args[1])] if args[1].is_contiguous() else None
+    return [args[1].nbytes] if args[1].is_contiguous() else None
 
 
 def _layer_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
@@ -133,7 +133,7 @@ def _group_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[
 
 def _logsumexp(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the bytes of the exponentials, and of the maxima."""
-    return [args[0].numel() * results[0].element_size(), _bytes(results[0])]
+    return [args[0].numel() * results[0].element_size(), results[0].nbytes]
 
 
 def _upsample(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
@@ -143,7 +143,7 @@ def _upsample(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     is_small = sum(results[0].shape[-2:]) <= _SMALL_IMAGE
     if not is_small or args[0].is_contiguous(memory_format=torch.channels_last):
         return []
-    return [_bytes(args[0]), _bytes(results[0])]
+    return [args[0].nbytes, results[0].nbytes]
 
 
 _SMALL_IMAGE = 128
@@ -214,10 +214,6 @@ def _sorted_indices(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     indices, _ = parts_of(args[0])
     n_bytes = indices.shape[1] * indices.element_size()
     return [n_bytes] * (3 if indices.shape[0] == 1 else 4)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 REDUCED_LATE = frozenset(

@@ -16,7 +16,7 @@ import torch
 
 from lowtide._torch.backward import in_forward_mode
 from lowtide._torch.fake_modes import SENDING_OPERATORS, is_fake, is_strided, on_real_tensors
-from lowtide._torch.operators import draws, written_by
+from lowtide._torch.operators import draws, op_name, written_by
 from lowtide._torch.pytree import tree_leaves, tree_map
 from lowtide._torch.tensors import storage_id
 from lowtide.estimator.op_sets import (
@@ -181,7 +181,7 @@ class ValueOracle(Assumptions):
             if contents.is_known(tensor):
                 self._note_assumed(tensor)
             elif not (func in BY_INTEGERS and tensor.dtype.is_floating_point):
-                raise self.refusal(f"the size of what {_name(func)} gives depends on contents")
+                raise self.refusal(f"the size of what {op_name(func)} gives depends on contents")
         real = self._run(func, args, kwargs)
         device = tensors[0].device
 
@@ -260,7 +260,7 @@ class ValueOracle(Assumptions):
             return  # its `found_inf` stays as it was, 0
         if func.namespace in SENDING_OPERATORS:  # never run, as that would send
             for given, tensor in zip(tensors, results, strict=False):
-                if _name(func) in RECEIVING:
+                if op_name(func) in RECEIVING:
                     contents.receive(tensor, func.name())
                 elif not contents.is_met(tensor):
                     self.pass_on(given, tensor)
@@ -464,7 +464,3 @@ def detached_real(func: Any, args: Any) -> Tensor | None:
 
 def _is_small(tensor: Tensor) -> bool:
     return tensor.numel() <= (LARGEST_KNOWN if not tensor.dtype.is_floating_point else LARGEST_KNOWN_FLOAT)
-
-
-def _name(func: Any) -> str:
-    return str(func.__name__).partition(".")[0]

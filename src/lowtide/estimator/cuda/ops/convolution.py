@@ -104,8 +104,8 @@ def _workspace(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> list[Scra
     layout = _layout(x, weight)
     if groups > 1 and groups == x.shape[1] and x.dtype is torch.float32 and layout is None:
         return []
-    three = sum(_bytes(t) for t in (x, weight, out))
-    transposed = 0 if layout else sum(_bytes(t) for t in (x, weight, out) if is_channels_last(t) is None)
+    three = sum(t.nbytes for t in (x, weight, out))
+    transposed = 0 if layout else sum(t.nbytes for t in (x, weight, out) if is_channels_last(t) is None)
     return [ScratchBlock(transposed if _on_tensor_cores(x, weight) else 0, 0, MOST_TIMES * three + MOST_MORE)]
 
 
@@ -115,7 +115,3 @@ def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
         return capability()[0] >= 7
     in_tf32 = x.dtype is torch.float32 and torch.backends.cudnn.allow_tf32
     return in_tf32 and capability()[0] >= 9 and any(size > 1 for size in weight.shape[2:])
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
