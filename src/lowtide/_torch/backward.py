@@ -101,7 +101,7 @@ def observe_checkpointed_calls(on_checkpoint: Callable[[], object], *, off: bool
         with patch.multiple(checkpoint, _checkpoint_without_reentrant_generator=instead, CheckpointFunction=Reentrant):
             yield
     finally:
-        # a module that was imported meanwhile, as parts of torch.distributed are, has taken them over
+        # a module that was imported inside the block, such as a part of torch.distributed, has imported them
         for module, name in itertools.product([*sys.modules.values()], own):
             if getattr(module, "__dict__", {}).get(name) in (instead, Reentrant):
                 setattr(module, name, own[name])

@@ -32,7 +32,7 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return _QUERIES[func](args)
         if func in _fake_tensor._DISPATCH_HANDLE_DIRECTLY or not self.cache_enabled:
             return super().dispatch(func, types, args, kwargs or {})
-        if func is aten._unsafe_view.default:  # the same to a fake tensor, and torch does not cache this one
+        if func is aten._unsafe_view.default:  # the same for a fake tensor, but not cached by torch
             func = aten.view.default
         return self._cached_dispatch_impl(func, types, args, kwargs or {})
 

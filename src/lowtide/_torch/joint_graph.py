@@ -259,7 +259,9 @@ def _resize(gm: fx.GraphModule) -> Callable[[JointGraph, tuple[int, ...]], Joint
         return None
     inside = [node.meta.get("val") for node in gm.graph.nodes if node.op != "output"]
     tensors = {at: value for at, value in enumerate(inside) if isinstance(value, torch.Tensor)}
-    numels: dict[int, Any] = {at: value.numel() for at, value in tensors.items()}  # a SymInt is said to be an int
+    numels: dict[int, Any] = {
+        at: value.numel() for at, value in tensors.items()
+    }  # typed as int, but it may be a SymInt
     symbolic = {
         at: (numel.node.expr, tensors[at].element_size())
         for at, numel in numels.items()

@@ -91,7 +91,7 @@ def _in_a_line(bucket: Bucket) -> str:
 def _peak(plan: Plan, verdict: Verdict) -> str:
     """Format the peak: `14.9 -> 7.8 GiB peak (budget 8 GiB)`."""
     budget = f"(budget {format_bytes(plan.budget_bytes)})"
-    if verdict.budget_for == "reserved":  # for the plain step requested bytes are known only
+    if verdict.budget_for == "reserved":  # only the requested bytes of the plain step are known
         return f"{format_bytes(verdict.measured_peak_bytes)} peak reserved {budget}"
     return f"{format_change(plan.plain.peak_bytes, verdict.measured_peak_bytes)} peak {budget}"
 

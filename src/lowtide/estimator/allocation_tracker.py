@@ -191,7 +191,9 @@ class AllocationTracker(TorchDispatchMode):
                 raise _no_kernel(func) from error
         n_flops = 0
         if (formula := FORMULAS.get(func.overloadpacket)) is not None:
-            with contextlib.suppress(AssertionError, *CAN_GO_WRONG):  # a refusing formula counts nothing
+            with contextlib.suppress(
+                AssertionError, *CAN_GO_WRONG
+            ):  # torch's formula does not handle these shapes: count nothing
                 n_flops = int(formula(*args, **kwargs, out_val=out))
                 self.n_flops += n_flops
         results = [out] if isinstance(out, torch.Tensor) else [t for t in _leaves(out) if isinstance(t, torch.Tensor)]

@@ -62,7 +62,9 @@ class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         formula = FORMULAS.get(packet_of(func))
         if formula is not None:
-            with contextlib.suppress(AssertionError, *CAN_GO_WRONG):  # a refusing formula counts nothing
+            with contextlib.suppress(
+                AssertionError, *CAN_GO_WRONG
+            ):  # torch's formula does not handle these shapes: count nothing
                 self.total += int(formula(*args, **(kwargs or {}), out_val=out))
         return out
 

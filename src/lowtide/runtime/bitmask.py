@@ -109,7 +109,7 @@ def fill(bits: Tensor, mask: Tensor) -> int:
     for elements, eighths in _parts(flat):
         part = numbers[elements]
         number = number or _first_number(part[:64]) or _first_number(part)
-        stays = part == number if number else part != 0  # only zeros have come so far
+        stays = part == number if number else part != 0  # only zeros so far
         if np.count_nonzero(stays) != np.count_nonzero(part):
             raise CannotRecompute("it has more than two values")
         into[eighths] = np.packbits(stays, bitorder="little")

@@ -304,7 +304,7 @@ class Fitting(PlanMonitor):
         if self._measured.is_planned:
             if plan.graphs and self._request.budget_for == "requested":
                 plan = self.plans.take_measured(plan, measured_bytes)
-            if self._request.budget_for == "reserved":  # for the plain step requested bytes are known only
+            if self._request.budget_for == "reserved":  # only the requested bytes of the plain step are known
                 what = "peak reserved"
             else:
                 what = f"peak, {format_ratio(measured_bytes / plan.plain.peak_bytes)} of the plain step's"

@@ -214,7 +214,7 @@ class StepRepeater(Removable):
             return "gradients go to tensors that are no parameters of the model"
         return next(filter(None, (call.why_not_again() for call in calls)), None)
 
-    # ---
+    # --- the repetition
 
     def _begin(self, where: str, failed: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Free unused memory, and put the plan with the smallest peak in force."""

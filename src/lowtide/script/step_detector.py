@@ -427,7 +427,9 @@ class Steps:
                 where = f"after update {self.updates.n}" if self.updates.n else "before any optimizer stepped"
                 error.add_note(f"{'Training' if self._when_failed else 'The script'} was ended {where}.")
                 self.failed = error
-            if self._when_failed is not None:  # hooks may be removed here: later ones are not called any more
+            if (
+                self._when_failed is not None
+            ):  # hooks may be removed here, because the ones after it are skipped when it raises
                 self._when_failed()
                 raise
             raise Enough from self.failed

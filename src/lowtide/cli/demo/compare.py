@@ -55,7 +55,7 @@ def compare(
     BudgetError for a budget that is not an amount of memory, and RehearsalError if the step can't be rehearsed or
     differs between two runs.
     """
-    work.exclude_from_entry()  # exclude each of the two from the memory of the other
+    work.exclude_from_entry()  # leave each copy out of the other's recordings
     plain.exclude_from_entry()
     pace = _Pace(work, watch, runs=len(budgets) + 1, steps=steps)
     with pace.stage("rehearsing", _REHEARSING):

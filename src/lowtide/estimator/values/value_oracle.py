@@ -399,7 +399,7 @@ class ValueOracle(Assumptions):
 
     def _note_assumed(self, tensor: Tensor) -> None:
         assumed = contents.assumed(tensor)
-        # the choice of a batch's rows is random in any case
+        # a batch's rows are chosen at random anyway
         if assumed and not (assumed == DRAWN and asked_by_loader()):
             self.note(assumed)
 
