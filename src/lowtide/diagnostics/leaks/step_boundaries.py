@@ -50,7 +50,7 @@ class StepBoundaries:
         self.first_number = next_number
 
     def called(self, key: int) -> None:
-        """Record that a model is called at that place, with gradients."""
+        """Record that a model is called at that place."""
         self._called[key] = self.n_updates
 
     def is_next_step(self, key: int) -> bool:

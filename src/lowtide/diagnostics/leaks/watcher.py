@@ -251,25 +251,28 @@ class Watch(Displayed):
         if not self._watched_from:
             self._watched_from = next_sequence_number() or 1
             self._known.note(LiveObjects().tensors, 0)
-        if not torch.is_grad_enabled():
-            if not self._checkpoints.is_recording:  # a reentrant checkpoint's forward is no evaluation
-                self._inspect_evaluation(site.key)
-        else:
-            if not self._has_begun:
-                self._has_begun = True
-            elif self._boundaries.is_next_step(site.key):
-                self._steps.begin(self._boundaries.first_number)
-                if self._boundaries.is_due():
-                    self._at_boundary = True
-                    self._inspect(self._boundaries.first_number, is_later=True)
-                    self._at_boundary = False
-            else:
-                self._inspect_suspect(site.key, module)
-            self._boundaries.called(site.key)
-            if sys.exc_info()[1] is not None and self._n_exceptions < _SUSPICIONS:
-                self._n_exceptions += 1
-                self._inspect(next_sequence_number(), only=lambda item: item.is_held_as("exception"))
+        has_gradients = torch.is_grad_enabled()
+        if has_gradients or not self._checkpoints.is_recording:  # a reentrant checkpoint's forward is no evaluation
+            self._begin_step_or_inspect(site.key, module, has_gradients=has_gradients)
+        if has_gradients and sys.exc_info()[1] is not None and self._n_exceptions < _SUSPICIONS:
+            self._n_exceptions += 1
+            self._inspect(next_sequence_number(), only=lambda item: item.is_held_as("exception"))
         self._call = self._calls.begin(site, module, self._steps.now)
+
+    def _begin_step_or_inspect(self, key: int, module: nn.Module, *, has_gradients: bool) -> None:
+        """Begin a step if the call does; else inspect what the step so far, or the evaluation, has left."""
+        if self._has_begun and self._boundaries.is_next_step(key):
+            self._steps.begin(self._boundaries.first_number)
+            if self._boundaries.is_due():
+                self._at_boundary = True
+                self._inspect(self._boundaries.first_number, is_later=True)
+                self._at_boundary = False
+        elif self._has_begun and has_gradients:
+            self._inspect_suspect(key, module)
+        self._has_begun |= has_gradients
+        if not has_gradients:
+            self._inspect_evaluation(key)
+        self._boundaries.called(key)
 
     def _end_call(self, call: Call, module: nn.Module, output: Any) -> None:
         nodes = self._calls.end(call, output)
