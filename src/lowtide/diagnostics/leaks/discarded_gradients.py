@@ -111,7 +111,7 @@ class DiscardedGradients:
             line.parameters |= discarded.keys()
             line.n_discarded += 1
             n_bytes = sum(storage_bytes(p.grad) for p in discarded.values() if p.grad is not None)
-            if line.n_discarded == _TIMES and n_bytes >= least_bytes and discarded.keys() <= self._trained:
+            if line.n_discarded >= _TIMES and n_bytes >= least_bytes and discarded.keys() <= self._trained:
                 self._report(record, set(discarded), n_bytes, place)
         self._passes = [each for each in self._passes if each.unread]
 
