@@ -27,6 +27,10 @@ class CarriedState(Rule):
         "`retain_graph` at {backward}"
     )
 
+    fix_of_module_part = (
+        "`self.{name} = tuple(t.detach() for t in self.{name})` before the next forward, and no `retain_graph` at "
+        "{backward}"
+    )
     fix_of_module = "`self.{name} = self.{name}.detach()` before the next forward, and no `retain_graph` at {backward}"
 
     def matches(self, item: RetainedObject, history: History) -> bool:
@@ -37,7 +41,9 @@ class CarriedState(Rule):
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
         """Return the advice for a variable, or for an attribute of a module."""
-        return self.fix_of_module if item.is_held_as("module") else super().fix_for(item, history)
+        if item.holder is not None and item.holder.kind == "module":
+            return self.fix_of_module_part if item.holder.text.endswith("]") else self.fix_of_module
+        return super().fix_for(item, history)
 
 
 def is_carried_by_module(item: RetainedObject) -> bool:
